@@ -309,8 +309,8 @@ def test_no_sentence_rests_on_a_risk_that_is_not_known(is_stand_in, is_old):
         ) in text
     elif not is_old:
         assert (
-            "Neither the risk of not learning well (not measured) nor the useful rates are known: too little was measured "
-            "at a width of 576, only from 48 to 96."
+            "Neither the risk of not learning well (not measured) nor the useful rates are known: too little was "
+            "measured at a width of 576, only from 48 to 96."
         ) in text
     assert "33\N{NO-BREAK SPACE}% broke" in text
     assert document.verdict == ("proceed" if is_old else "cannot say")

@@ -140,8 +140,8 @@ def test_a_risk_that_is_not_known_leaves_the_verdict_open_and_no_number_anywhere
     assert "trials of a few updates that do not break say nothing" in str(mode["reason"].values)
     said = summary_of("it", "cannot say", criteria, modes)
     assert said.startswith(
-        "Whether it will train as planned cannot be said: its risk is not known, for too little was measured at a width "
-        "of 16. Nothing that was measured failed"
+        "Whether it will train as planned cannot be said: its risk is not known, for too little was measured at a "
+        "width of 16. Nothing that was measured failed"
     )
     assert said.endswith(f"for an answer, {FIRST_STEP}.")
 
