@@ -271,7 +271,9 @@ def find_rate(
         elif model is not None:
             longest = min(n_steps, math.ceil(LONGEST_SHARE * budget))
             own = {name: value for name, value in settings.items() if name != "schedule"}
-            runs = ModelRuns(model, task, own, longest, n_seeds, decays(plan), loss, tell)
+            runs = ModelRuns(
+                model, task, own, longest, n_seeds, has_mean_weights=decays(plan), loss=loss, on_update=tell
+            )
         rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
     found = FoundRates(
