@@ -1,11 +1,12 @@
 """Fit how learning rates change from a pilot to the training, and say how accurate `wb.find_rate` is.
 
-    python data/fit_rates.py                         # fits on the set "fit", judges on "choose"
-    python data/fit_rates.py --locked                # and judges once on "locked"
+    python data/fit_rates.py                         # fits on the set "fit", chooses and judges on "choose"
+    python data/fit_rates.py --locked                # and judges once on "locked", after a fit to both others
 
-Reads ``rates.nc`` and ``rate_pilots.jsonl``; writes ``workbench/rates/shipped/drift.json`` from the set "fit" alone,
-and the table that it prints into ``rate_accuracy.csv``. Features are chosen on the set "choose"; before it is recorded,
-on the set "fit", each family being judged by the others.
+Reads ``rates.nc`` and ``rate_pilots.jsonl``. Features are chosen on the set "choose"; what is chosen is fitted to both
+sets and written into ``workbench/rates/shipped/drift.json``, and the table that is printed into ``rate_accuracy.csv``.
+Its rows "one seed" are no estimates: they say how well the whole grid of runs of one seed places the useful edge of the
+other seeds, so how much of the errors is chance.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ TAILS = (0.1, 0.9)
 #: Horizons of designs with a constant rate; those of others are where their schedule ends.
 HORIZONS = (120, 240, 480)
 FACTORS = (1.6, 2.5)
+#: Sets that may be looked at: of the fit, and of the choice.
+OPEN_SETS = ("fit", "choose")
 
 
 def read(file: Path, *, has_locked: bool) -> xr.Dataset:
@@ -161,6 +164,11 @@ def errors(rows: pd.DataFrame, drift: dict[str, Any], target: str) -> np.ndarray
     return found
 
 
+def shipped_features() -> tuple[str, ...]:
+    """Features of what ships."""
+    return tuple(json.loads(SHIPPED.read_text())["model"][ROUNDS[1]]["useful_edge"]["weights"])
+
+
 def drift_of(of_fit: pd.DataFrame, names: tuple[str, ...]) -> dict[str, Any]:
     """What `workbench.rates.drift` reads."""
     found: dict[str, Any] = {"longest": int(of_fit["horizon"].max())}
@@ -175,9 +183,9 @@ def judged(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
     """The rows that answer, with the errors of their useful edges and of those of two simpler rules.
 
     ``error``: logarithm of the estimate over the measured edge; NaN: no answer. ``one rate`` and ``by optimizer``: the
-    same of the median edge of all designs of the set "fit", and of those with the same optimizer. ``is_in_interval``:
-    whether the measured edge lies in the interval. Everything is fitted to the set "fit"; a family of that set is left
-    out of the fit that judges it.
+    same of the median edge of all designs of the fit, and of those with the same optimizer. ``is_in_interval``: whether
+    the measured edge lies in the interval. The sets "fit" and "choose" are judged after a fit to the set "fit", without
+    the family that is judged, and "locked" after a fit to both.
 
     Args:
         rows: From `table`.
@@ -187,7 +195,8 @@ def judged(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
 
     found = []
     for family, of_family in rows.groupby("family", sort=False):
-        others = rows[(rows["set"] == "fit") & (rows["family"] != family)]
+        fitted_to = OPEN_SETS if (of_family["set"] == "locked").all() else OPEN_SETS[:1]
+        others = rows[rows["set"].isin(fitted_to) & (rows["family"] != family)]
         drift = drift_of(others, names)
         answers = of_family[np.isfinite(of_family["useful_edge"]) & of_family["is_last"]].copy()
         answers["error"] = errors(answers, drift, "useful_edge")
@@ -205,6 +214,31 @@ def judged(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
     return pd.concat(found)
 
 
+def by_one_seed(rates: xr.Dataset) -> pd.DataFrame:
+    """How well all runs of one seed place the useful edge of the other seeds, as rows of `judged`; chance alone.
+
+    Args:
+        rates: Training runs at all rates.
+    """
+    import pandas as pd
+
+    stage = rates["stage"].values
+    runs, shorter = rates.isel(run=np.isin(stage, ["coarse", "fine", "wider"])), rates.isel(run=stage == "shorter")
+    sets = {design_key(one.run(0, 1).as_dict()): one.set for one in designs()}
+    found = []
+    for one in np.unique(runs["seed"].values):
+        own, others = (
+            _truths(runs.isel(run=is_it), shorter, max(HORIZONS)).set_index("key")["useful_edge"]
+            for is_it in (runs["seed"].values == one, runs["seed"].values != one)
+        )
+        error = np.log(own / others)
+        rows = pd.DataFrame({"key": error.index, "error": error.to_numpy()})[np.isfinite(others).to_numpy()]
+        found.append(rows)
+    rows = pd.concat(found)
+    n_updates = float(runs["n_steps"].values[runs["seed"].values == 2].sum() / len(set(runs["cell"].values)))
+    return rows.assign(set=rows["key"].map(sets), kind="one seed", budget=round(n_updates), horizon=max(HORIZONS))
+
+
 def accuracy(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Shares of designs whose useful edge is within a factor, by estimate; a design without an answer is outside.
 
@@ -216,18 +250,22 @@ def accuracy(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
     found = []
     for name, group in rows.groupby(by, sort=False):
-        row: dict[str, Any] = dict(zip(by, name, strict=True)) | {"designs": len(group)}
+        row: dict[str, Any] = dict(zip(by, name, strict=True)) | {"designs": group["key"].nunique()}
         row["no answer"] = float(group["error"].isna().mean())
         for factor in FACTORS:
             for what, column in (("", "error"), ("by optimizer, ", "by optimizer"), ("one rate, ", "one rate")):
-                row[f"{what}{factor}"] = float((group[column].abs() <= math.log(factor)).mean())
-        row["in interval"] = float(group["is_in_interval"][group["error"].notna()].mean())
+                if column in group:
+                    row[f"{what}{factor}"] = float((group[column].abs() <= math.log(factor)).mean())
+        if "is_in_interval" in group:
+            row["in interval"] = float(group["is_in_interval"][group["error"].notna()].mean())
         found.append(row)
     return pd.DataFrame(found)
 
 
 def main() -> None:
     """Fit, judge and write."""
+    import pandas as pd
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
     parser.add_argument("--rates", type=Path, default=here / "rates.nc")
@@ -236,20 +274,21 @@ def main() -> None:
     parser.add_argument("--table", type=Path, default=here / "rate_accuracy.csv")
     parser.add_argument("--locked", action="store_true", help="judge on the locked set too")
     args = parser.parse_args()
-    rows = table(read(args.rates, has_locked=args.locked), recorded(args.pilots))
-    chosen_on = "choose" if "choose" in set(rows["set"]) else "fit"
+    rates = read(args.rates, has_locked=args.locked)
+    rows = table(rates, recorded(args.pilots))
     medians: dict[tuple[str, ...], float] = {}
     for names in TRIED:
         found = judged(rows, names)
-        is_it = (found["set"] == chosen_on) & (found["kind"] == "model") & (found["budget"] == found["budget"].max())
+        is_it = (found["set"] == "choose") & (found["kind"] == "model") & (found["budget"] == found["budget"].max())
         medians[names] = float(found["error"][is_it].abs().median())
-        print(f"{', '.join(names)}: median error on the set {chosen_on} {math.exp(medians[names]):.2f}")
+        print(f"{', '.join(names)}: median error on the set choose {math.exp(medians[names]):.2f}")
     names = min(medians, key=lambda names: medians[names])
-    found = accuracy(judged(rows, names), ["set", "kind", "budget", "horizon"])
+    columns = ["set", "kind", "budget", "horizon"]
+    found = pd.concat([accuracy(one, columns) for one in (judged(rows, names), by_one_seed(rates))])
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
     with replacing(args.table) as partial:
         found.to_csv(partial, index=False, float_format="%.3f")
-    drift = {"call": "python data/fit_rates.py", "chosen on": chosen_on} | drift_of(rows[rows["set"] == "fit"], names)
+    drift = {"call": "python data/fit_rates.py"} | drift_of(rows[rows["set"].isin(OPEN_SETS)], names)
     with replacing(args.out) as partial:
         partial.write_text(json.dumps(drift, indent=1) + "\n")
 

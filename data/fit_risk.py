@@ -6,8 +6,9 @@
 Reads ``rates.nc`` and ``rate_pilots.jsonl``. The base is a table of optimizer and norm. One group of features after the
 other is added; it stays if the gain in likelihood of the useful edges of the set "choose" is positive in the mean over
 its families and in 99 % of bootstrap samples of them. What stays is fitted to both sets and written into
-``workbench/risk/shipped/edges.json``, and the accuracy of several predictors into ``risk_accuracy.csv``. Judged on
-"choose", what stays looks better than it is, because it was chosen there. Designs that learned at no rate are left out.
+``workbench/risk/shipped/edges.json``, the gains into ``risk_gains.csv``, and the accuracy of several predictors into
+``risk_accuracy.csv``. Judged on "choose", what stays looks better than it is, because it was chosen there. Designs that
+learned at no rate are left out.
 """
 
 from __future__ import annotations
@@ -23,27 +24,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
-from fit_rates import FACTORS, read, table, truths
+from fit_rates import FACTORS, drift_of, inputs, read, shipped_features, table, truths
 from make_pilots import recorded
 from rate_designs import designs
 
 import workbench as wb
 from workbench.io.atomic import replacing
-from workbench.rates.drift import extrapolated
+from workbench.rates.drift import SOURCES
 from workbench.rates.outcomes import design_key
-from workbench.rates.rate_search import Round
 from workbench.risk.edge_model import EDGES, groups_of, in_enough_families
 from workbench.risk.edge_regression import Edges, Floats, best_penalty, fit_edges, log_likelihood
 from workbench.risk.features import FEATURES, feature_table
-from workbench.training.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SHIPPED = Path(wb.risk.__file__).parent / "shipped" / "edges.json"
 SEED, N_BOOTSTRAP = 0, 1000
-#: Share of the bootstrap samples of families in which a group of features has to help: nine groups are tried, so that
-#: by chance alone one is kept in less than one of ten studies.
+#: Share of the bootstrap samples of families in which a group of features has to help: twelve are tried, so that
+#: by chance alone one is kept in about one of eight studies.
 SHARE_THAT_GAINS = 0.99
 SPECTRAL = tuple(name for name, one in FEATURES.items() if one.measures is None and name.endswith(("mean", "max")))
 #: Groups of features beside the table, in the order in which they are added: cheap ones first.
@@ -58,7 +57,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ten trial updates": ("rehearsed_rate",),
     "curvature after 100 updates": ("curvature",),
 }
-#: Groups that are judged and never stay, as only a pilot knows them.
+#: Groups that are judged and never stay, as they take a pilot.
 OF_PILOTS = ("curvature after 100 updates",)
 #: Rates of the grid for all designs, and factors from the measured edge of each design.
 GRID, AROUND = np.geomspace(1e-6, 30, 60), 1.5 ** np.arange(-4.0, 5.0)
@@ -173,8 +172,12 @@ def likelihoods(study: Study, x: Floats, edge: str) -> Floats:
     return log_likelihood(found.mean(x[of_choose]), deviation, edges[of_choose])
 
 
-def chosen(study: Study) -> tuple[list[str], pd.DataFrame]:
+def chosen(study: Study, pilots: pd.DataFrame) -> tuple[list[str], pd.DataFrame]:
     """Groups of features that stay, and the gain of each one alone over the table.
+
+    Args:
+        study: The study.
+        pilots: From `fit_rates.table`.
 
     Returns:
         Names of groups, and a table of gains: nat for each design, means over families with 80 % intervals.
@@ -197,7 +200,26 @@ def chosen(study: Study) -> tuple[list[str], pd.DataFrame]:
         stays = _gain(more - before, families)
         if stays["share that gains"] >= SHARE_THAT_GAINS and stays["gain"] > 0:
             kept.append(group)
+    of_table, with_curvature = (
+        predictions(study, study.inputs(list(more)), study.is_of("fit")) for more in ((), OF_PILOTS)
+    )
+    of_pilots = after_pilots(study, pilots, ("fit",))
+    after = {
+        "pilot": of_pilots,
+        "pilot and table": joined(of_pilots, of_table),
+        f"pilot and table, {OF_PILOTS[0]}": joined(of_pilots, with_curvature),
+    }
+    for name, found in after.items():
+        more, before, is_known = (_density(study, one) for one in (found, of_table, of_pilots))
+        difference = (more - before)[np.isfinite(is_known + before)]
+        rows.append({"features": name, **_gain(difference, families[np.isfinite(is_known + before)])})
     return kept, pd.DataFrame(rows)
+
+
+def _density(study: Study, predicted: dict[str, Floats]) -> Floats:
+    """Log-likelihood of the useful edges of the set "choose"; NaN: no answer. The two deviations are averaged."""
+    mean, *deviations = predicted["useful_edge"][study.is_of("choose")].T
+    return log_likelihood(mean, np.mean(deviations, axis=0), study.edges["useful_edge"][study.is_of("choose")])
 
 
 def _gain(difference: Floats, families: np.ndarray) -> dict[str, float]:
@@ -294,37 +316,43 @@ def predictions(study: Study, x: Floats, is_fit: np.ndarray) -> dict[str, Floats
     return found
 
 
-def after_pilots(study: Study, rates: xr.Dataset, pilots: list[dict[str, Any]]) -> dict[str, Floats]:
-    """Distributions from the pilots of the largest budget, as `wb.find_rate` extrapolates them.
+def after_pilots(study: Study, pilots: pd.DataFrame, fitted: tuple[str, ...]) -> dict[str, Floats]:
+    """Distributions from the pilots of the largest budget, extrapolated as `wb.find_rate` does.
 
     Args:
         study: The study.
-        rates: Training runs at all rates.
-        pilots: Pilots of the same designs.
+        pilots: From `fit_rates.table`.
+        fitted: Sets that the extrapolation is fitted to, with the features that ship.
     """
-    found = table(rates, pilots)
-    is_it = (found["kind"] == "model") & (found["budget"] == found["budget"].max()) & found["is_last"]
-    found = found[is_it].set_index(["key", "horizon"])
+    pilots = pilots[(pilots["kind"] == "model") & (pilots["budget"] == pilots["budget"].max())]
+    drift = drift_of(pilots[pilots["set"].isin(fitted)], shipped_features())
+    places = {row: i for i, row in enumerate(zip(study.rows["key"], study.rows["horizon"], strict=True))}
     result = {name: np.full((len(study.rows), 3), np.nan) for name in EDGES}
-    for i, (key, horizon) in enumerate(zip(study.rows["key"], study.rows["horizon"], strict=True)):
-        if (key, horizon) not in found.index or not found.loc[(key, horizon)]["round"]:
-            continue
-        row = found.loc[(key, horizon)]
-        last = Round(
-            row["round"] == "coarse", int(row["updates"]), np.empty(0), np.empty((0, 0)), row["best_rate_pilot"],
-            row["useful_edge_pilot"],
-        )  # fmt: skip
-        plan = TrainingPlan(n_steps=int(horizon), schedule=row["schedule"])
-        for name, one in extrapolated(last, plan).items():
-            if name in result:
-                below, above = math.log(one.value / one.low) / _REACH, math.log(one.high / one.value) / _REACH
-                result[name][i] = math.log(one.value), below, above
+    for which, rows in pilots[pilots["is_last"] & (pilots["round"] != "")].groupby("round"):
+        is_known = [(row.key, row.horizon) in places for row in rows.itertuples()]
+        rows = rows[is_known]
+        at = [places[row.key, row.horizon] for row in rows.itertuples()]
+        for name in set(EDGES) & set(SOURCES):
+            fit = drift["model"][which][name]
+            change = inputs(rows, tuple(fit["weights"])) @ np.array(list(fit["weights"].values()))
+            result[name][at, 0] = np.log(rows[f"{SOURCES[name]}_pilot"].to_numpy()) + change
+            result[name][at, 1:] = -fit["low"] / _REACH, fit["high"] / _REACH
     return result
 
 
-def judged(
-    study: Study, on: str, fitted: tuple[str, ...], kept: list[str], of_pilots: dict[str, Floats]
-) -> pd.DataFrame:
+def joined(one: dict[str, Floats], other: dict[str, Floats]) -> dict[str, Floats]:
+    """Products of two distributions; where one has no answer, the other."""
+    found = {}
+    for name in one:
+        weight = other[name][:, 1:].mean(1) ** -2 / (one[name][:, 1:].mean(1) ** -2 + other[name][:, 1:].mean(1) ** -2)
+        mean = (1 - weight) * one[name][:, 0] + weight * other[name][:, 0]
+        deviations = np.sqrt(1 - weight)[:, None] * one[name][:, 1:]
+        both = np.concatenate([mean[:, None], deviations], axis=1)
+        found[name] = np.where(np.isfinite(both), both, np.where(np.isfinite(one[name]), one[name], other[name]))
+    return found
+
+
+def judged(study: Study, on: str, fitted: tuple[str, ...], kept: list[str], pilots: pd.DataFrame) -> pd.DataFrame:
     """The figures of all predictors on one set.
 
     Args:
@@ -332,14 +360,16 @@ def judged(
         on: Set that is judged.
         fitted: Sets that the regressions are fitted to.
         kept: Groups of features that stay beside the table.
-        of_pilots: From `after_pilots`.
+        pilots: From `fit_rates.table`.
     """
-    is_fit, table = study.is_of(*fitted), study.inputs([])
-    inputs = {"rate alone": study.inputs([], has_table=False), "table": table}
-    inputs |= {f"table, {name}": study.inputs([name]) for name in ("M", "all of RKSP")}
+    is_fit, of_table = study.is_of(*fitted), study.inputs([])
+    by_name = {"rate alone": study.inputs([], has_table=False), "table": of_table}
+    by_name |= {f"table, {name}": study.inputs([name]) for name in ("M", "all of RKSP", *OF_PILOTS)}
     if kept:
-        inputs[f"table, {', '.join(kept)}"] = study.inputs(kept)
-    predicted = {name: predictions(study, x, is_fit) for name, x in inputs.items()} | {"pilot": of_pilots}
+        by_name[f"table, {', '.join(kept)}"] = study.inputs(kept)
+    predicted = {name: predictions(study, x, is_fit) for name, x in by_name.items()}
+    of_pilots = after_pilots(study, pilots, fitted)
+    predicted |= {"pilot": of_pilots, "pilot and table": joined(of_pilots, predicted["table"])}
     predicted["table, where the pilot answers"] = {
         name: np.where(np.isfinite(of_pilots["useful_edge"]), values, np.nan)
         for name, values in predicted["table"].items()
@@ -359,20 +389,22 @@ def main() -> None:
     parser.add_argument("--pilots", type=Path, default=here / "rate_pilots.jsonl")
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--table", type=Path, default=here / "risk_accuracy.csv")
+    parser.add_argument("--gains", type=Path, default=here / "risk_gains.csv")
     parser.add_argument("--locked", action="store_true", help="judge on the locked set too")
     args = parser.parse_args()
     rates, pilots = read(args.rates, has_locked=args.locked), recorded(args.pilots)
     study = Study.of(rates, pilots)
-    kept, gains = chosen(study)
+    of_pilots = table(rates, pilots)
+    kept, gains = chosen(study, of_pilots)
     print(gains.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
     print(f"Beside the table stay: {', '.join(kept) or 'none'}.")
-    of_pilots = after_pilots(study, rates, pilots)
     found = judged(study, "choose", ("fit",), kept, of_pilots)
     if args.locked:
         found = pd.concat([found, judged(study, "locked", ("fit", "choose"), kept, of_pilots)])
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))
-    with replacing(args.table) as partial:
-        found.to_csv(partial, index=False, float_format="%.3f")
+    for what, file in ((gains, args.gains), (found, args.table)):
+        with replacing(file) as partial:
+            what.to_csv(partial, index=False, float_format="%.3f")
     is_known = study.is_of("fit", "choose")
     model = wb.risk.fit(
         study.cases.isel(run=is_known),
