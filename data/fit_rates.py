@@ -164,22 +164,23 @@ def errors(rows: pd.DataFrame, drift: dict[str, Any], target: str) -> np.ndarray
     return found
 
 
-def shipped_features() -> tuple[str, ...]:
-    """Features of what ships."""
-    return tuple(json.loads(SHIPPED.read_text())["model"][ROUNDS[1]]["useful_edge"]["weights"])
+def shipped_features() -> dict[str, tuple[str, ...]]:
+    """Features of what ships, by kind of pilot."""
+    shipped = json.loads(SHIPPED.read_text())
+    return {kind: tuple(shipped[kind]["fine"]["useful_edge"]["weights"]) for kind in KINDS}
 
 
-def drift_of(of_fit: pd.DataFrame, names: tuple[str, ...]) -> dict[str, Any]:
-    """What `workbench.rates.drift` reads."""
+def drift_of(of_fit: pd.DataFrame, names: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    """What `workbench.rates.drift` reads, with some features by kind of pilot."""
     found: dict[str, Any] = {"longest": int(of_fit["horizon"].max())}
     for (kind, which), rows in of_fit[of_fit["round"] != ""].groupby(["kind", "round"]):
         growth = float((rows["horizon"] / rows["updates"]).max())
-        fits: dict[str, Any] = {target: fitted(rows, target, names) for target in SOURCES}
+        fits: dict[str, Any] = {target: fitted(rows, target, names[kind]) for target in SOURCES}
         found.setdefault(kind, {})[which] = fits | {"largest_growth": round(growth, 1)}
     return found
 
 
-def judged(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
+def judged(rows: pd.DataFrame, names: dict[str, tuple[str, ...]]) -> pd.DataFrame:
     """The rows that answer, with the errors of their useful edges and of those of two simpler rules.
 
     ``error``: logarithm of the estimate over the measured edge; NaN: no answer. ``one rate`` and ``by optimizer``: the
@@ -189,7 +190,7 @@ def judged(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
 
     Args:
         rows: From `table`.
-        names: Features.
+        names: Features by kind of pilot.
     """
     import pandas as pd
 
@@ -212,6 +213,17 @@ def judged(rows: pd.DataFrame, names: tuple[str, ...]) -> pd.DataFrame:
         answers["by optimizer"] = answers["optimizer"].map(medians) - edge
         found.append(answers)
     return pd.concat(found)
+
+
+def best_features(rows: pd.DataFrame, kind: str) -> tuple[str, ...]:
+    """Features with the smallest median error of the pilots of one kind and the largest budget on the set "choose"."""
+    medians = {}
+    for names in TRIED:
+        found = judged(rows[rows["kind"].isin([kind, KINDS[0]])], dict.fromkeys(KINDS, names))
+        is_it = (found["set"] == "choose") & (found["kind"] == kind) & (found["budget"] == found["budget"].max())
+        medians[names] = float(found["error"][is_it].abs().median())
+        print(f"{kind}: {', '.join(names)}: median error on the set choose {math.exp(medians[names]):.2f}")
+    return min(medians, key=lambda names: medians[names])
 
 
 def by_one_seed(rates: xr.Dataset) -> pd.DataFrame:
@@ -276,13 +288,7 @@ def main() -> None:
     args = parser.parse_args()
     rates = read(args.rates, has_locked=args.locked)
     rows = table(rates, recorded(args.pilots))
-    medians: dict[tuple[str, ...], float] = {}
-    for names in TRIED:
-        found = judged(rows, names)
-        is_it = (found["set"] == "choose") & (found["kind"] == "model") & (found["budget"] == found["budget"].max())
-        medians[names] = float(found["error"][is_it].abs().median())
-        print(f"{', '.join(names)}: median error on the set choose {math.exp(medians[names]):.2f}")
-    names = min(medians, key=lambda names: medians[names])
+    names = {kind: best_features(rows, kind) for kind in KINDS}
     columns = ["set", "kind", "budget", "horizon"]
     found = pd.concat([accuracy(one, columns) for one in (judged(rows, names), by_one_seed(rates))])
     print(found.to_string(index=False, float_format=lambda value: f"{value:.2f}"))

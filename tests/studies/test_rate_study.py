@@ -114,6 +114,7 @@ def planted_rows(n=60, seed=0):
     rows = pd.DataFrame(
         {
             "set": np.where(np.arange(n) < n - 20, "fit", "choose"),
+            "key": [f"design {i}" for i in range(n)],
             "family": [f"family {i // 4}" for i in range(n)],
             "optimizer": np.where(np.arange(n) % 3 == 0, "SGD", "AdamW"),
             "kind": "model",
@@ -136,7 +137,7 @@ def planted_rows(n=60, seed=0):
 
 def test_planted_changes_of_rates_are_found_and_judged(fit_rates):
     rows = planted_rows()
-    names = ("constant", "growth", "decays", "width")
+    names = {"model": ("constant", "growth", "decays", "width")}
     drift = fit_rates.drift_of(rows[rows["set"] == "fit"], names)
     expected = {"constant": 0.0, "growth": -0.2, "decays": 0.5, "width": 0.0}
     assert drift["model"]["fine"]["useful_edge"]["weights"] == pytest.approx(expected, abs=0.03)
@@ -151,9 +152,27 @@ def test_planted_changes_of_rates_are_found_and_judged(fit_rates):
     assert (found["one rate, 1.6"] < 0.5).all()
 
 
+def test_the_features_that_are_chosen_are_the_planted_ones(fit_rates):
+    assert {"growth", "decays"} <= set(fit_rates.best_features(planted_rows(), "model"))
+
+
+def test_seeds_that_are_copies_place_each_others_edges_exactly(fit_rates):
+    study = wb.samples.rate_study("fit")
+    of = study.isel(
+        run=(study.cell == study.cell[0]).values & (study.seed == 1).values & (study.stage != "long").values
+    )
+    copies = [of.assign_coords(seed=("run", np.full(of.sizes["run"], seed))) for seed in (1, 2, 3)]
+    found = fit_rates.by_one_seed(xr.concat(copies, "run"))
+    assert len(found) == 3
+    assert (found["error"] == 0).all()
+    assert fit_rates.accuracy(found, ["set"]).iloc[0].to_dict() == {
+        "set": "fit", "designs": 1, "no answer": 0.0, "1.6": 1.0, "2.5": 1.0,
+    }  # fmt: skip
+
+
 def test_a_family_is_judged_by_the_others(fit_rates):
     rows = planted_rows()
-    names = ("constant", "growth", "decays")
+    names = {"model": ("constant", "growth", "decays")}
     before = fit_rates.judged(rows, names)
     is_it = (rows["family"] == "family 0") & (rows["round"] == "fine")
     rows.loc[is_it, "useful_edge"] *= 3
@@ -171,7 +190,7 @@ def test_a_pilot_without_an_answer_counts_as_wrong_and_is_counted(fit_rates):
     chosen.loc[silent, "round"] = ""
     chosen.loc[silent, ["updates", "best_rate_pilot", "useful_edge_pilot"]] = np.nan
     all_rows = pd.concat([rows[rows["set"] == "fit"], chosen])
-    judged = fit_rates.judged(all_rows, ("constant", "growth", "decays"))
+    judged = fit_rates.judged(all_rows, {"model": ("constant", "growth", "decays")})
     found = fit_rates.accuracy(judged, ["set"]).set_index("set").loc["choose"]
     assert found["no answer"] == 0.25
     assert found["1.6"] == 0.75
