@@ -38,13 +38,13 @@ def test_the_published_counts_are_those_of_the_recorded_designs(designs):
     share, verdicts = held_out["share_diverged"].values, held_out["verdict"].values
     a_trial_broke = held_out["share_broken"].values > 0
     assert counts(verdicts[share == 1]) == {"proceed": 0, "cannot say": 0, "at risk": 0, "refuse": 60}
-    assert counts(verdicts[share == 0]) == {"proceed": 0, "cannot say": 94, "at risk": 3, "refuse": 2}
+    assert counts(verdicts[share == 0]) == {"proceed": 0, "cannot say": 64, "at risk": 7, "refuse": 28}
     assert (a_trial_broke[share == 1].sum(), a_trial_broke[share == 0].sum()) == (60, 3)
     text = " ".join((ROOT / "README.md").read_text().split())
     for words in (
         "all 60 whose every run diverged are refused",
-        "5 of the 99 of which none did are flagged",
-        '94 of the 99 end with "cannot say"',
+        "35 of the 99 of which none did are flagged",
+        '64 of the 99 end with "cannot say"',
         "60 of 60 and 3 of 99",
     ):
         assert words in text, words
