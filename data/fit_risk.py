@@ -324,8 +324,8 @@ def after_pilots(study: Study, pilots: pd.DataFrame, fitted: tuple[str, ...]) ->
         pilots: From `fit_rates.table`.
         fitted: Sets that the extrapolation is fitted to, with the features that ship.
     """
-    pilots = pilots[(pilots["kind"] == "model") & (pilots["budget"] == pilots["budget"].max())]
     drift = drift_of(pilots[pilots["set"].isin(fitted)], shipped_features())
+    pilots = pilots[(pilots["kind"] == "model") & (pilots["budget"] == pilots["budget"].max())]
     places = {row: i for i, row in enumerate(zip(study.rows["key"], study.rows["horizon"], strict=True))}
     result = {name: np.full((len(study.rows), 3), np.nan) for name in EDGES}
     for which, rows in pilots[pilots["is_last"] & (pilots["round"] != "")].groupby("round"):
