@@ -104,9 +104,9 @@ sweep: venv  ## Record the sweeps over learning rates again, and fit the risk mo
 	$(BIN)/python data/make_sweep.py
 	$(BIN)/python data/make_rates.py
 	$(BIN)/python data/make_pilots.py
-	$(BIN)/python data/fit_rates.py
+	$(BIN)/python data/fit_rates.py --locked
 	$(BIN)/python data/make_kss_rates.py
-	$(BIN)/python data/fit_risk.py
+	$(BIN)/python data/fit_risk.py --locked
 
 scaling: venv  ## Record the ladders of sizes again
 	$(BIN)/python data/make_scaling.py
