@@ -44,6 +44,8 @@ TAILS = (0.1, 0.9)
 #: Horizons of designs with a constant rate; those of others are where their schedule ends.
 HORIZONS = (120, 240, 480)
 FACTORS = (1.6, 2.5)
+#: Updates after which the runs of one seed are judged: there and after four fifths of these the losses were measured.
+PREFIXES = (120, 240, 360, 480)
 #: Sets that may be looked at: of the fit, and of the choice.
 OPEN_SETS = ("fit", "choose")
 
@@ -227,28 +229,39 @@ def best_features(rows: pd.DataFrame, kind: str) -> tuple[str, ...]:
 
 
 def by_one_seed(rates: xr.Dataset) -> pd.DataFrame:
-    """How well all runs of one seed place the useful edge of the other seeds, as rows of `judged`; chance alone.
+    """How well all runs of one seed place the useful edge of the other seeds, as rows of `judged`: a limit.
+
+    Their ``budget`` is the mean number of updates of these runs. Of runs at a constant rate the beginnings are judged
+    too; the median change of the edge after them, over other families, is made up for.
 
     Args:
         rates: Training runs at all rates.
     """
     import pandas as pd
 
-    stage = rates["stage"].values
+    stage, whole = rates["stage"].values, max(HORIZONS)
     runs, shorter = rates.isel(run=np.isin(stage, ["coarse", "fine", "wider"])), rates.isel(run=stage == "shorter")
-    sets = {design_key(one.run(0, 1).as_dict()): one.set for one in designs()}
+    n_cells = len(set(runs["cell"].values))
+    named = {design_key(one.run(0, 1).as_dict()): one for one in designs()}
     found = []
-    for one in np.unique(runs["seed"].values):
-        own, others = (
-            _truths(runs.isel(run=is_it), shorter, max(HORIZONS)).set_index("key")["useful_edge"]
-            for is_it in (runs["seed"].values == one, runs["seed"].values != one)
-        )
-        error = np.log(own / others)
-        rows = pd.DataFrame({"key": error.index, "error": error.to_numpy()})[np.isfinite(others).to_numpy()]
-        found.append(rows)
-    rows = pd.concat(found)
-    n_updates = float(runs["n_steps"].values[runs["seed"].values == 2].sum() / len(set(runs["cell"].values)))
-    return rows.assign(set=rows["key"].map(sets), kind="one seed", budget=round(n_updates), horizon=max(HORIZONS))
+    for seed in np.unique(runs["seed"].values):
+        is_own = runs["seed"].values == seed
+        others = _truths(runs.isel(run=~is_own), shorter, whole).set_index("key")["useful_edge"].dropna()
+        for n_steps in PREFIXES:
+            own = _truths(runs.isel(run=is_own), shorter, n_steps).set_index("key")["useful_edge"]
+            both = others[others.index.isin(own.index)]
+            rows = pd.DataFrame({"key": both.index, "error": np.log(own.reindex(both.index) / both).to_numpy()})
+            n_rates = is_own.sum() / n_cells
+            found.append(rows.assign(n_steps=n_steps, n_rates=n_rates))
+    rows = pd.concat(found, ignore_index=True)
+    rows["set"] = [named[key].set for key in rows["key"]]
+    rows["family"] = [named[key].architecture.family for key in rows["key"]]
+    budgets = rows.groupby("n_steps")["n_rates"].transform("mean") * rows["n_steps"]
+    rows["budget"] = budgets.round().astype(int)
+    for (family, n_steps), group in rows[rows["n_steps"] < whole].groupby(["family", "n_steps"]):
+        is_other = (rows["n_steps"] == n_steps) & (rows["family"] != family) & rows["set"].isin(OPEN_SETS)
+        rows.loc[group.index, "error"] -= rows["error"][is_other].median()
+    return rows.assign(kind="one seed", horizon=whole)
 
 
 def accuracy(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:

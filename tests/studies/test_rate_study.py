@@ -163,6 +163,7 @@ def test_seeds_that_are_copies_place_each_others_edges_exactly(fit_rates):
     )
     copies = [of.assign_coords(seed=("run", np.full(of.sizes["run"], seed))) for seed in (1, 2, 3)]
     found = fit_rates.by_one_seed(xr.concat(copies, "run"))
+    found = found[found["n_steps"] == 480]  # of shorter ones the change would be learned from other families
     assert len(found) == 3
     assert (found["error"] == 0).all()
     assert fit_rates.accuracy(found, ["set"]).iloc[0].to_dict() == {
