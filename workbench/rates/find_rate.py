@@ -34,6 +34,9 @@ _START, _START_OF_SGD = 3e-3, 0.1
 _SMALLEST_BUDGET = 200
 #: Factor by which explosion edges of seven architectures were off the rule, at most, and factor in the width.
 _WIDTH_ERROR, _WIDTH_RATIO = 1.5, 4.0
+#: How much longer than its longest runs a training may be before a pilot says that it is unsure: edges of trainings ten
+#: times as long were placed worse than those of trainings 2.4 times as long.
+_SURE_GROWTH = 4.0
 #: Optimizers whose rates follow that rule.
 _ADAMS = ("adam", "adamw", "adamax", "nadam", "radam")
 
@@ -91,8 +94,12 @@ class FoundRates:
 
     @property
     def caveat(self) -> str:
-        """What the estimates assume beyond what was measured, as a sentence after a space; empty: nothing."""
+        """What makes the estimates less sure than others, as sentences after a space; empty: nothing."""
         sentences = []
+        edge = self.last_with_edge
+        if edge is not None and self.n_steps > _SURE_GROWTH * edge.n_updates:
+            ratio = self.n_steps / edge.n_updates
+            sentences.append(f" This is {ratio:.0f} times as long as the runs of the pilot; a larger budget is surer.")
         if self.n_steps > longest_measured():
             sentences.append(
                 f" How rates change was measured up to {longest_measured():,} updates; beyond, this is an assumption."

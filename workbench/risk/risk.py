@@ -71,7 +71,7 @@ class Risk:
         slow_edge: Smallest rate with which it learns well.
         useful_edge: Largest rate with which it learns well.
         explosion_edge: Rate from which it diverges.
-        caveat: What a pilot assumes beyond what was measured; empty: nothing.
+        caveat: What makes the answer of a pilot less sure than others; empty: nothing.
         reason: Why these are NaN, and ``explosion`` 1 if the fresh model counts as diverged; empty: they are known.
 
     Example:
