@@ -220,7 +220,7 @@ def judged(rows: pd.DataFrame, names: dict[str, tuple[str, ...]]) -> pd.DataFram
 def best_features(rows: pd.DataFrame, kind: str) -> tuple[str, ...]:
     """Features with the smallest median error of the pilots of one kind and the largest budget on the set "choose"."""
     medians = {}
-    for names in TRIED:
+    for names in TRIED:  # the simpler rules are taken from pilots of the first kind
         found = judged(rows[rows["kind"].isin([kind, KINDS[0]])], dict.fromkeys(KINDS, names))
         is_it = (found["set"] == "choose") & (found["kind"] == kind) & (found["budget"] == found["budget"].max())
         medians[names] = float(found["error"][is_it].abs().median())

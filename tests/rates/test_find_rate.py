@@ -188,8 +188,8 @@ def test_long_trainings_are_answered_with_a_caveat():
 
 def test_a_training_much_longer_than_the_pilot_has_a_caveat():
     long, short = (wb.find_rate(loop=planted_loop([]), n_steps=n, budget=1000, progress=False) for n in (1200, 600))
-    assert "This is 6 times as long as the runs of the pilot; a larger budget is surer." in str(long)
-    assert long.caveat
+    assert "The training is 6 times as long as the runs of the pilot, and such" in str(long)
+    assert "a budget of 1,500 gives longer runs" in long.caveat
     assert not short.caveat
 
 
