@@ -33,6 +33,7 @@ __all__ = [
     "failed_run",
     "failures",
     "initialization",
+    "kss_rates",
     "load",
     "matched_width",
     "names",
@@ -294,6 +295,26 @@ def rate_study(*sets: str) -> xr.Dataset:
         True
     """
     return _of_studies(_recorded("rates.nc"), sets)
+
+
+def kss_rates() -> xr.Dataset:
+    """The recorded study of what controls of training do to the useful learning rates; see data/README.md.
+
+    Returns:
+        A sweep without eigenvalues, as `workbench.open_sweep` gives it, with the losses along the runs of seven
+        architectures; ``study`` is the control: "none", "clipped at 1", "KSS, published" or "KSS, recommended".
+
+    Raises:
+        StoreError: If it is not there.
+
+    Example:
+        >>> import workbench as wb
+        >>> runs = wb.samples.kss_rates()
+        >>> outcomes = wb.rates.rate_outcomes(runs.isel(run=(runs.architecture == "ViT").values))
+        >>> outcomes["study"].values.tolist()
+        ['none', 'clipped at 1', 'KSS, published', 'KSS, recommended']
+    """
+    return _recorded("kss_rates.nc")
 
 
 def scaling() -> xr.Dataset:
