@@ -43,6 +43,44 @@ def test_every_architecture_learns_without_control_within_the_rates_tried(script
     assert (none["best_rate"] < none["largest_rate"]).all()
 
 
+def test_the_readme_has_the_recorded_figures(script, runs):
+    outcomes = wb.rates.rate_outcomes(runs).set_index(cell=("architecture", "study")).unstack("cell")
+    lines = (FOLDER.parent / "README.md").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("| | useful edge, best loss without control"))
+    controls = ["clipped at 1", "KSS, published", "KSS, recommended"]
+    for name, line in zip(script.ARCHITECTURES, lines[first + 2 :], strict=False):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == name
+        numbers = [[float(number) for number in cell.split(",")] for cell in cells[1:]]
+        of = outcomes.sel(architecture=name)
+        none = of.sel(study="none")
+        assert numbers[0] == pytest.approx([none["useful_edge"].item(), none["best_loss"].item()], rel=0.03, abs=0.005)
+        for found, control in zip(numbers[1:], controls, strict=True):
+            ratio = (of.sel(study=control)["useful_edge"] / none["useful_edge"]).item()
+            gained = (of.sel(study=control)["best_loss"] - none["best_loss"]).item()
+            assert found[0] == pytest.approx(ratio, abs=0.006)
+            assert found[1] == pytest.approx(gained, abs=6e-4)
+    moved = outcomes["useful_edge"].sel(study=controls) / outcomes["useful_edge"].sel(study="none")
+    medians = dict(zip(controls, moved.median("architecture").values, strict=True))
+    assert medians["KSS, recommended"] == pytest.approx(1.04, abs=0.006)
+    assert medians["clipped at 1"] == pytest.approx(1.14, abs=0.006)
+    explosion = outcomes["explosion_edge"].sel(architecture="No norm")
+    assert [explosion.sel(study=name).item() for name in ("KSS, recommended", "none")] == pytest.approx(
+        [0.058, 0.011], rel=0.04
+    )
+
+
+def test_best_losses_differ_between_seeds_as_published_and_clipping_lowers_five_in_both(script, runs):
+    last = runs["held_out_loss"].isel(evaluation=-1).to_series()
+    keys = [runs[name].values for name in ("architecture", "study", "seed")]
+    best = last.groupby(keys).min().unstack()
+    assert 0.08 < (best[1] - best[2]).abs().max() < 0.11
+    none, clipped = best.xs("none", level=1), best.xs("clipped at 1", level=1)
+    is_lower = (clipped < none).all(axis=1)
+    assert is_lower.drop("ViT").sum() == 5
+    assert not is_lower["ViT"]
+
+
 @pytest.mark.parametrize("control", ["none", "KSS, recommended"])
 def test_a_run_done_again_gives_the_recorded_losses(script, runs, control):
     is_it = (runs["architecture"] == "Pre-LN").values & (runs["study"] == control).values
