@@ -1,8 +1,12 @@
 """The scripts of data/ as modules."""
 
+import importlib
 import importlib.util
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 FOLDER = Path(__file__).parents[1] / "data"
 
@@ -17,3 +21,15 @@ def load_script(name):
     finally:
         del sys.modules[name]
     return module
+
+
+@contextmanager
+def script_with_others(name):
+    """A script that imports others of data/; none of them stays imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        try:
+            yield importlib.import_module(name)
+        finally:
+            for other in FOLDER.glob("*.py"):
+                sys.modules.pop(other.stem, None)

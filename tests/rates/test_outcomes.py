@@ -2,13 +2,14 @@ import math
 
 import numpy as np
 import pytest
+import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.errors import SchemaError
 from workbench.rates.outcomes import LossTable, count_lasting_spikes, held_out_at, rate_outcomes
-from workbench.rates.useful_band import rate_sensitivity, useful_band
+from workbench.rates.useful_band import largest_useful_loss, rate_sensitivity, useful_band
 
 RATES = 1e-3 * 1.5 ** np.arange(-6, 7)
 
@@ -148,6 +149,39 @@ def test_tables_hold_each_run_once(sweep):
             run = sweep.isel(run=(sweep["learning_rate"] == rate) & (sweep["seed"] == seed))
             assert table.loss[i, j] == run["held_out_loss"].values[0, -1]
             assert table.earlier()[i, j] == run["held_out_loss"].values[0, -2]
+
+
+def test_rates_compared_with_another_design_reach_what_its_best_rate_does():
+    """A design that is worse everywhere by an offset has the band of a curve that is cut off lower, or none at all."""
+    loss, earlier = parabola(1e-3, gain=0.5, seeds=(0.0, 0.3))
+    reference = largest_useful_loss(loss, earlier)
+    assert reference == pytest.approx([2.5, 2.8])
+    own = useful_band(RATES, loss, earlier)
+    same = useful_band(RATES, loss, earlier, reference=reference)
+    assert (same.slow_edge, same.useful_edge) == (own.slow_edge, own.useful_edge)
+    worse = useful_band(RATES, loss + 0.2, earlier + 0.2, reference=reference)
+    lower = useful_band(RATES, loss, earlier - 0.2)
+    assert (worse.slow_edge, worse.useful_edge) == pytest.approx((lower.slow_edge, lower.useful_edge))
+    none = useful_band(RATES, loss + 0.6, earlier + 0.6, reference=reference)
+    assert (none.best_rate, none.best_loss) == pytest.approx((1e-3, 2.75))
+    assert np.isnan([none.slow_edge, none.useful_edge]).all()
+
+
+def test_designs_are_compared_with_that_of_a_study_of_the_same_architecture(sweep):
+    other = sweep.assign_coords(study=("run", ["worse"] * sweep.sizes["run"]), cell=("run", ["x"] * sweep.sizes["run"]))
+    both = xr.concat([sweep, other.assign(held_out_loss=other["held_out_loss"] + 1.0)], "run")
+    both["trivial_loss"][:] = 99.0  # so that all are learned
+    study = str(sweep["study"].values[0])
+    alone = rate_outcomes(both)
+    compared = rate_outcomes(both, against=study)
+    np.testing.assert_array_equal(alone["useful_edge"][0], compared["useful_edge"][0])
+    np.testing.assert_array_equal(alone["useful_edge"][0], alone["useful_edge"][1])
+    assert np.isnan(compared["slow_edge"][1])
+    assert np.isnan(compared["useful_edge"][1])
+    with pytest.raises(SchemaError, match="The study 'none' has not one design of tiny with seeds"):
+        rate_outcomes(both, against="none")
+    with pytest.raises(SchemaError, match=r"seeds \[0\], expected one to compare with"):
+        rate_outcomes(both.isel(run=(both["study"] == study) | (both["seed"] == 0)), against=study)
 
 
 def test_noise_cannot_be_learned(sweep):

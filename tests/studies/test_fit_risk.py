@@ -1,23 +1,17 @@
 """The choice of what the risk is predicted from: a planted feature stays, noise does not."""
 
-import importlib
-import sys
-
 import numpy as np
 import pytest
 
-from tests.data_scripts import FOLDER
+from tests.data_scripts import FOLDER, script_with_others
 
 pytestmark = pytest.mark.recorded
 
 
 @pytest.fixture(scope="module")
 def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield importlib.import_module("fit_risk")
-    for name in ("rate_designs", "make_sweep", "make_pilots", "fit_rates", "fit_risk"):
-        sys.modules.pop(name, None)
+    with script_with_others("fit_risk") as found:
+        yield found
 
 
 def distribution(mean, below, above):

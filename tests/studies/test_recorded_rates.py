@@ -1,9 +1,7 @@
 """The recorded study of learning rates: consistent with the script that made it, with itself, and with a re-run."""
 
-import importlib
 import json
 import math
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +9,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
-from tests.data_scripts import FOLDER
+from tests.data_scripts import FOLDER, script_with_others
 from workbench.rates.outcomes import design_key
 from workbench.risk.edge_model import groups_of
 from workbench.schema.sweeps import CURVES, OUTCOMES, SETTINGS
@@ -23,11 +21,8 @@ FILE = FOLDER / "rates.nc"
 
 @pytest.fixture(scope="module")
 def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
-        yield importlib.import_module("make_rates")
-    for name in ("rate_designs", "make_sweep", "make_rates"):
-        sys.modules.pop(name, None)
+    with script_with_others("make_rates") as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

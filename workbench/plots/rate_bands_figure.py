@@ -27,8 +27,8 @@ def rate_bands(
     """Draw the useful learning rates of several designs: one row each, grouped by architecture.
 
     The bar ends at slow and useful edge; where an edge was not within the rates tried, it ends in a hollow square at
-    the last of them. The mark on the bar is the best rate, a hollow triangle the rate from which most runs diverge. The
-    right panel has the held-out loss at the best rate.
+    the last of them; without any edge there is no bar. The mark on the bar is the best rate, a hollow triangle the rate
+    from which most runs diverge. The right panel has the held-out loss at the best rate.
 
     Args:
         outcomes: Dataset of `workbench.rates.rate_outcomes`.

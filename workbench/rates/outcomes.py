@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.rates.useful_band import REFERENCE_SHARE, mean_over_seeds, rate_sensitivity, useful_band
+from workbench.rates.useful_band import (
+    REFERENCE_SHARE,
+    largest_useful_loss,
+    mean_over_seeds,
+    rate_sensitivity,
+    useful_band,
+)
 from workbench.schema.sweeps import LOSS_WINDOW
 
 if TYPE_CHECKING:
@@ -54,7 +60,9 @@ def count_lasting_spikes(loss: np.ndarray) -> int:
     return count
 
 
-def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_steps: int | None = None) -> xr.Dataset:
+def rate_outcomes(
+    sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_steps: int | None = None, against: str | None = None
+) -> xr.Dataset:
     """Outcomes of each design of a sweep over learning rates.
 
     Args:
@@ -63,6 +71,9 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
         shorter: Runs of four fifths of the updates, of designs whose schedule falls to 0; matched by the settings. A
             design without gets its reference from the run itself, which is right for a constant rate alone.
         n_steps: Number of updates after which the losses are read; None: all.
+        against: Name of a study, to compare others with: a rate is useful if it reaches what the best rate of that
+            study's design of the same architecture has after four fifths of the updates, and a design without such a
+            rate has no edges. None: each design is compared with its own best rate.
 
     Returns:
         Dataset with dim ``cell``, ``architecture`` and ``study`` as coordinates:
@@ -78,7 +89,8 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
         - ``smallest_rate`` and ``largest_rate`` that were tried.
 
     Raises:
-        SchemaError: If the sweep has no losses along its runs, or none after so many updates.
+        SchemaError: If the sweep has no losses along its runs, or none after so many updates; or not one design of the
+            study to compare with, of the same architecture and seeds.
 
     Example:
         >>> import workbench as wb
@@ -95,9 +107,11 @@ def rate_outcomes(sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_ste
     cells = list(dict.fromkeys(sweep["cell"].values.tolist()))
     for cell in cells:
         runs = sweep.isel(run=sweep["cell"].values == cell)
-        rows.append(_outcome(LossTable.of(runs, n_steps), shorter))
+        table = LossTable.of(runs, n_steps)
         for name in names:
             names[name].append(str(runs[name][0].item()))
+        compared = None if against is None else _compared(sweep, against, names["architecture"][-1], table)
+        rows.append(_outcome(table, shorter, compared))
     variables = {name: ("cell", np.array([row[name] for row in rows])) for name in rows[0]}
     return xr.Dataset(variables, {"cell": cells, **{name: ("cell", values) for name, values in names.items()}})
 
@@ -139,10 +153,29 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
     return xr.Dataset({**variables, **_outcome(table, shorter)}, coords)
 
 
-def _outcome(table: LossTable, shorter: xr.Dataset | None) -> dict[str, Any]:
-    """Outcomes of one design."""
-    earlier = None if shorter is None else table.earlier_from(shorter)
-    band = useful_band(table.rate, table.loss, table.earlier() if earlier is None else earlier)
+def _compared(sweep: xr.Dataset, study: str, architecture: str, table: LossTable) -> LossTable:
+    """The losses of a study's design of an architecture, of the seeds of another table."""
+    is_it = (sweep["study"].values == study) & (sweep["architecture"].values == architecture)
+    runs = sweep.isel(run=is_it)
+    found = LossTable.of(runs, table.n_steps) if len(set(runs["cell"].values.tolist())) == 1 else None
+    if found is None or found.seed.tolist() != table.seed.tolist():
+        raise SchemaError(
+            f"The study '{study}' has not one design of {architecture} with seeds {table.seed.tolist()}, expected "
+            "one to compare with."
+        )
+    return found
+
+
+def _earlier(table: LossTable, shorter: xr.Dataset | None) -> np.ndarray:
+    """The losses after four fifths of the updates, of runs of their own where there are such."""
+    found = None if shorter is None else table.earlier_from(shorter)
+    return table.earlier() if found is None else found
+
+
+def _outcome(table: LossTable, shorter: xr.Dataset | None, compared: LossTable | None = None) -> dict[str, Any]:
+    """Outcomes of one design, its rates compared with those of another one or with its own."""
+    reference = None if compared is None else largest_useful_loss(compared.loss, _earlier(compared, shorter))
+    band = useful_band(table.rate, table.loss, _earlier(table, shorter), reference=reference)
     tried = table.loss[table.rate == band.best_rate]
     tried = tried[np.isfinite(tried)]
     deviation = float(np.std(tried, ddof=1)) if len(tried) > 1 else 0.0

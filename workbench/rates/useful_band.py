@@ -44,7 +44,9 @@ class UsefulBand:
     excess: np.ndarray
 
 
-def useful_band(rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray) -> UsefulBand:
+def useful_band(
+    rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray, *, reference: np.ndarray | None = None
+) -> UsefulBand:
     """Find the band of useful learning rates of one design.
 
     A rate is useful if the held-out loss after all updates is no larger than that of the best rate after four fifths of
@@ -58,6 +60,8 @@ def useful_band(rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray) -> Usef
         loss: Held-out loss after all updates, shape (rate, seed); nat; infinite: not finite; NaN: not tried.
         earlier: The same after four fifths of the updates. With a schedule that falls to 0 these are runs of their own,
             of so many updates.
+        reference: Largest useful loss of each seed, where it is not the design's own, as another design's from
+            `largest_useful_loss`; shape (seed,). The edges are NaN if not even the best rate is useful by it.
 
     Returns:
         The band.
@@ -74,13 +78,20 @@ def useful_band(rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray) -> Usef
     n_tried = (~np.isnan(loss)).sum(axis=1)
     mean = mean_over_seeds(loss)
     compared = np.where(np.isfinite(mean) & (n_tried == n_tried.max()), mean, math.inf)
-    reference = np.array([_reference(loss, earlier, seed) for seed in range(loss.shape[1])])
+    is_own = reference is None
+    reference = largest_useful_loss(loss, earlier) if reference is None else reference
     if not (np.isfinite(compared).any() and np.isfinite(reference).any()):
         return UsefulBand(math.nan, math.nan, math.nan, math.nan, mean)
     best = int(np.argmin(compared))
     excess = mean_over_seeds((loss - reference)[:, np.isfinite(reference)])
-    ends = [_end(np.log(rate), excess, best, step) for step in (-1, 1)]
+    is_useful = is_own or not excess[best] > 0
+    ends = [_end(np.log(rate), excess, best, step) if is_useful else math.nan for step in (-1, 1)]
     return UsefulBand(float(rate[best]), float(mean[best]), math.exp(ends[0]), math.exp(ends[1]), excess)
+
+
+def largest_useful_loss(loss: np.ndarray, earlier: np.ndarray) -> np.ndarray:
+    """The largest useful loss of each seed, shape (seed,); NaN: not known. For the arguments see `useful_band`."""
+    return np.array([_reference(loss, earlier, seed) for seed in range(loss.shape[1])])
 
 
 def _reference(loss: np.ndarray, earlier: np.ndarray, seed: int) -> float:
