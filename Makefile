@@ -105,6 +105,8 @@ sweep: venv  ## Record the sweeps over learning rates again, and fit the risk mo
 	$(BIN)/python data/make_rates.py
 	$(BIN)/python data/make_pilots.py
 	$(BIN)/python data/fit_rates.py --locked
+	$(BIN)/python data/judge_ranking.py
+	$(BIN)/python data/judge_stop_rules.py
 	$(BIN)/python data/make_kss_rates.py
 	$(BIN)/python data/fit_risk.py --locked
 
@@ -115,7 +117,7 @@ scaling: venv  ## Record the ladders of sizes again
 failures: venv  ## Record the failed runs of known cause again, and fit the rules of diagnosis to those for it
 	$(BIN)/python data/make_failures.py
 
-designs: venv  ## Record again what healthy designs show, how well trials predict outcomes, and the assessments of notebook 08
+designs: venv  ## Record again what designs that train or fail show, and the assessments of notebook 08
 	$(BIN)/python data/make_assessed_designs.py
 	$(BIN)/python data/make_assessments.py
 

@@ -1,401 +1,471 @@
-"""Record what assessments rest on: what healthy fresh models show, and how trials of a plan foretell its outcome.
+"""Record what designs that train and designs with a planted fault show before training, and what pilots find.
 
-    python data/make_assessed_designs.py
-    python data/make_assessed_designs.py --again    # concludes again from what was recorded; no trial, no training
+    python data/make_assessed_designs.py          # everything; resumable
 
-Every design (a model and a plan: one cell of the recorded sweep at one rate) is looked at as `wb.assess` looks at it
-before training: spectra and first gradient as the sweep recorded them, information flow, and the first 60 updates tried
-twice on batches that the recorded runs never saw. Writes
+Three kinds of designs: *published* ones that trained (`trained_designs`), measured as thin models with the gains of the
+full width and all of their blocks, with the published initialization; *sound* small ones, trained here; and the same
+with a *planted* fault (`planted_designs`), trained here too. Families are divided into the sets "fit", "choose" and
+"locked" before anything is measured.
 
-- ``data/assessed_designs.nc``: one row a design, with what its recorded runs did,
-- ``workbench/assessment/shipped/healthy.json``: the healthy bands, with the sizes of the models behind each, from the
-  studies ``fit``, ``norms`` and ``scales`` and from the deep controls below. Nothing in it comes from ``held out``.
-
-Deep controls are healthy models of 8 to 24 blocks, deeper than any of the sweep, trained for 120 updates to know it.
-Interrupted, it goes on where it stopped. Concluding again looks at the fresh models once more, takes the trials from
-``data/assessed_designs.nc``, keeps the bands if they are what these models show, and judges every design anew.
+Written are ``data/assessed_designs.nc``, one row a design, and ``workbench/assessment/shipped/healthy.json``, the bands
+of the designs of "fit" and "choose" that train.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import planted_designs as planted
+import rate_designs
 import torch
+import trained_designs as trained
 import xarray as xr
+from torch import nn
 
 import workbench as wb
-from workbench.assessment.assess import initialization
-from workbench.assessment.failure_modes import CRITERIA, Criterion, CriterionReading, HealthyBand, band_of, judged
+from workbench.assessment.failure_modes import HealthyBand, band_of, judged
+from workbench.assessment.failure_modes.pilot_criteria import RATE, SLOW_RATE
 from workbench.assessment.failure_modes.size_ranges import Sizes
-from workbench.assessment.flow_numbers import flow_numbers
-from workbench.assessment.pilot_run import N_TRIALS, N_UPDATES, pilot_run
-from workbench.assessment.plan_risk import plan_risk
-from workbench.assessment.verdict import verdict_of
+from workbench.assessment.failure_modes.structure_criteria import STRUCTURE
+from workbench.assessment.measured_model import THIN_WIDTH, measured_model, planned_task, with_few_patches
+from workbench.assessment.plan_trials import try_plan
+from workbench.assessment.rate_pilot import rate_pilot
+from workbench.assessment.structure import NUMBERS, OUTPUTS, measure_structure
+from workbench.assessment.verdict import COLUMNS, column_state, verdict_of
+from workbench.hardware import read_plan
 from workbench.io.atomic import replacing
-from workbench.koopman.spectra import RankWarning
-from workbench.models.model_sizes import model_sizes
+from workbench.io.provenance import versions
+from workbench.models.batches import take_rows
+from workbench.rates.outcomes import REFERENCE_SHARE
+from workbench.schema.statuses import BAD_STATES
+from workbench.training.training_plan import TrainingPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "workbench" / "assessment" / "shipped" / "healthy.json"
-#: A design is healthy if none of its runs diverged at a rate of at least this.
-USEFUL_RATE = {"AdamW": 1e-3, "RMSprop": 1e-4, "SGD": 1e-2}
-#: Of a healthy run in the end, over that of a guess.
-WORST_LOSS = 1.02
-WORST = ("attention_entropy_share_min", "attention_logit_max", "routing_change", "max_violation")
-DEEP = {
-    "Pre-LN": {"norm": "pre_ln"},
-    "Post-LN": {"norm": "post_ln"},
-    "RMSNorm": {"norm": "rms_norm", "position": "rotary", "mlp": "swiglu", "has_bias": False},
-    "DeepNorm, DeepNet's": {"norm": "deep_norm_post"},
-    "MoE top-2": {"family": "moe", "norm": "pre_ln", "n_experts": 4, "top_k": 2},
-    "Mamba": {"family": "mamba"},
-}
-DEEP_DEPTHS, DEEP_RATE, DEEP_SEED = (8, 16, 24), 1e-3, 301
-DEEP_TASK = {"name": "synthetic_lm", "length": 16, "vocab_size": 64, "batch_size": 16}
-DEEP_SIZE = {"d_model": 64, "vocab_size": 64, "max_length": 16}
+#: Share of the families in each set, and the seed of the division.
+SHARES, SEED = {"fit": 0.5, "choose": 0.2, "locked": 0.3}, 19
+#: Models of each design, and examples of a batch.
+N_SEEDS, N_ROWS = 2, 8
+#: By how much a design of the study of learning rates beats the predictor that knows the frequencies alone, nat.
+LEARNED = 0.4
+#: Rate of a published design whose own is not known, times its width: the median of those that are known.
+TYPICAL_RATE = 0.6
+#: Margins of the bands, as shares of their widths, that are tried in this order, and the share of designs that train of
+#: which a margin may flag at most.
+MARGINS, MOST_FLAGGED = (0.0, 0.1, 0.25, 0.5, 1.0), 0.05
+#: Seconds of a pilot: more than any needs, so that what is recorded does not depend on the machine.
+PILOT_SECONDS = 3600.0
+#: Seed of the pilots of designs of the study of learning rates: none of its runs has it.
+PILOT_SEED = 7
+#: What is kept of pilots and trials.
+PILOTED = (RATE, SLOW_RATE, "useful_edge", "useful_edge_low", "useful_edge_high", "best_rate", "share_broken")
+_ADAMW = {"betas": [0.9, 0.95], "weight_decay": 0.1}
 
 
-def designs() -> xr.Dataset:
-    """One row a design: the first of its recorded runs, and the share that diverged."""
-    sweep = wb.samples.divergence_sweep()
-    keys = [
-        f"{cell} {rate:.6g}" for cell, rate in zip(sweep["cell"].values, sweep["learning_rate"].values, strict=True)
-    ]
-    _, first, index = np.unique(keys, return_index=True, return_inverse=True)
-    n = np.bincount(index)
-    rows = sweep.isel(run=first).rename(run="design")
-    return rows.assign(
-        share_diverged=("design", np.bincount(index, weights=sweep["has_diverged"].values) / n),
-        n_runs=("design", n),
-    )
+@dataclass(frozen=True)
+class Case:
+    """One design of the study.
 
-
-def to_try(rows: xr.Dataset) -> list[int]:
-    """Which designs are tried: those recorded; of ``held out`` all, of the others some and those with routers."""
-    recorded = set(wb.samples.assessed_designs()["settings"].values.astype(str).tolist())
-    return [i for i, settings in enumerate(rows["settings"].values.astype(str)) if settings in recorded]
-
-
-def tried(settings: str) -> dict[str, Any]:
-    """What the trials of one design showed."""
-    run = wb.sweeps.RunSettings.from_dict(json.loads(settings))
-    found = pilot_run(run.make_model(), run.make_task(), run.plan())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a model without routers
-        worst = {name: float((np.nanmin if name.endswith("min") else np.nanmax)(found[name].values)) for name in WORST}
-    return {"share_broken": float(found["has_diverged"].mean())} | worst
-
-
-def deep_controls() -> Iterator[wb.sweeps.RunSettings]:
-    """Deep models that train."""
-    for name, model in DEEP.items():
-        for depth in DEEP_DEPTHS:
-            yield wb.sweeps.RunSettings(
-                architecture=name,
-                model={**model, **DEEP_SIZE, "n_layers": depth},
-                task=DEEP_TASK,
-                training={
-                    "n_steps": 120,
-                    "learning_rate": DEEP_RATE,
-                    "warmup": 20,
-                    "optimizer_options": {"fused": True},
-                },
-                seed=DEEP_SEED,
-                study="deep controls",
-                n_snapshots=512,
-            )
-
-
-def try_all(rows: xr.Dataset, folder: Path) -> dict[int, dict[str, Any]]:
-    """Trials of every chosen design, two at a time; those in the folder already are not made again."""
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-
-    path = folder / "tried.jsonl"
-    done = {line["design"]: line for line in map(json.loads, path.read_text().splitlines())} if path.exists() else {}
-    chosen = to_try(rows)
-    settings = rows["settings"].values
-    with ProcessPoolExecutor(2, initializer=_one_thread) as pool, path.open("a") as file:
-        waiting = {pool.submit(tried, str(settings[i])): i for i in chosen if i not in done}
-        for future in as_completed(waiting):
-            line = {"design": waiting[future], **future.result()}
-            done[line["design"]] = line
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-    return {i: done[i] for i in chosen}
-
-
-def numbers_of(
-    row: xr.Dataset, run: wb.sweeps.RunSettings, trials: Mapping[str, Any] | None, flows: Flows
-) -> dict[str, Any]:
-    """What `wb.assess` judges of one design, by criterion.
-
-    Args:
-        row: One run of a sweep, dim ``run`` of one.
-        run: Its settings.
-        trials: From `tried`; None: it was not tried.
-        flows: Of all models.
+    Attributes:
+        name: Its name.
+        family: What it is held out with.
+        kind: "published", "sound" or "planted".
+        base: Name of the design that a fault is planted in.
+        fault: Name of the fault.
+        cell: Cell of the study of learning rates, of a design of that study.
+        rate: Its best rate there.
+        size: Its width and number of blocks.
     """
-    tree = parts_of(row, run, trials, flows)
-    found = {}
-    for criterion in CRITERIA:
-        reading = criterion.reads(tree)
-        if isinstance(reading, CriterionReading) and criterion.name not in _FROM_RULES:
-            found[criterion.name] = reading.value
+
+    name: str
+    family: str
+    kind: str
+    base: str = ""
+    fault: str = ""
+    cell: str = ""
+    rate: float = math.nan
+    size: tuple[int, int] = (0, 0)
+
+    @property
+    def set_of_family(self) -> str:
+        """The set that the case belongs to; families of the study of learning rates alone keep theirs."""
+        return sets().get(self.family) or next(
+            name for name, families in rate_designs.FAMILIES.items() if self.family in families
+        )
+
+
+def sets() -> dict[str, str]:
+    """Family -> its set."""
+    families = trained.FAMILIES
+    order = np.random.default_rng(SEED).permutation(len(families))
+    ends = np.cumsum([round(share * len(families)) for share in SHARES.values()])
+    names = list(SHARES)
+    places = np.minimum(np.searchsorted(ends, np.arange(len(families)), side="right"), 2)
+    return {families[i]: names[place] for i, place in zip(order, places, strict=True)}
+
+
+def cases() -> list[Case]:
+    """All designs; every fault in a third of the bases."""
+    found = [Case(each.name, each.family, "published") for each in trained.TRAINED]
+    found += [Case(base.name, base.family, "sound", base.name) for base in planted.BASES]
+    found += of_study(xr.load_dataset(ROOT / "data" / "rates.nc"))
+    for i, fault in enumerate(planted.FAULTS):
+        for j, base in enumerate(planted.BASES):
+            if planted.applies(base, fault) and (fault.needs or (i + j) % 3 == 0):
+                found.append(Case(f"{base.name}; {fault.name}", base.family, "planted", base.name, fault.name))
     return found
 
 
-_FROM_RULES = {criterion.name for criterion in CRITERIA if criterion.band is not None}
-
-
-class Flows:
-    """Information flow of fresh models in numbers, each measured once and kept in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-        self._known = {line.pop("key"): line for line in lines}
-
-    def of(self, run: wb.sweeps.RunSettings) -> xr.Dataset:
-        """As `wb.assess` has it of a model that is measured whole."""
-        key = f"{run.configuration} {run.seed}"
-        if key not in self._known:
-            inputs, targets = next(iter(run.make_task().stream(0)))
-            flow = wb.flow.measure(run.make_model(), inputs[:8], targets=targets[:8], jacobian=False)
-            self._known[key] = {name: float(value) for name, value in flow_numbers([flow]).items()}
-            with self._path.open("a") as file:
-                file.write(json.dumps({"key": key, **self._known[key]}) + "\n")
-        return xr.Dataset(self._known[key])
-
-
-def parts_of(
-    row: xr.Dataset, run: wb.sweeps.RunSettings, trials: Mapping[str, Any] | None, flows: Flows
-) -> xr.DataTree:
-    """The measured parts of an assessment of a design that is small enough to be measured whole."""
-    parts = {
-        "/spectra": row.isel(run=0, drop=True)[["spectral_radius", "energy_gain"]],
-        "/flow_numbers": flows.of(run),
-        "/initialization": initialization(row, run.make_task()),
-    }
-    if trials is not None:
-        parts["/rehearsal"] = xr.Dataset({name: trials[name] for name in ("share_broken", *WORST)})
-        parts["/risk"] = plan_risk(row)
-    tree = xr.DataTree.from_dict(parts)
-    tree.attrs = sizes_of(row, run).attributes
-    return tree
-
-
-def sizes_of(row: xr.Dataset, run: wb.sweeps.RunSettings) -> Sizes:
-    """Of a design that is measured whole."""
-    width, blocks = int(row["d_model"][0]), int(row["n_layers"][0])
-    experts = model_sizes(run.model).n_experts if run.model.get("family") == "moe" else 0
-    return Sizes(width, blocks, width, blocks, experts or 0)
-
-
-def is_useful(row: xr.Dataset, run: wb.sweeps.RunSettings) -> bool:
-    """Whether a design is healthy at a rate that anyone would train at, and no worse than a guess in the end."""
-    rate, optimizer = float(row["learning_rate"][0]), str(row["optimizer"].values[0])
-    task = run.make_task()
-    guess = np.log(getattr(task, "vocab_size", None) or task.n_classes)
-    is_stable = float(row["share_diverged"][0]) == 0 and rate >= USEFUL_RATE[optimizer]
-    return is_stable and float(row["final_loss"][0]) <= WORST_LOSS * guess
-
-
-#: Values of healthy models by architecture and criterion, one for each configuration, and the sizes of each model.
-Healthy = dict[str, dict[str, list[tuple[float, Sizes]]]]
-
-
-def healthy_numbers(
-    rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]], deep: Iterable[xr.Dataset], flows: Flows
-) -> tuple[Healthy, int]:
-    """What healthy models show, and how many there are."""
-    found: Healthy = {}
-    seen, n = set(), 0
-    for i in range(rows.sizes["design"]):
-        row = rows.isel(design=[i]).rename(design="run")
-        is_new = str(row["configuration"].values[0]) not in seen
-        run = wb.sweeps.RunSettings.from_dict(json.loads(str(row["settings"].values[0])))
-        if run.study == "held out" or not is_useful(row, run) or not (is_new or i in trials):
-            continue
-        values = numbers_of(row, run, trials.get(i), flows)
-        keep = set(values) if is_new else {name for name in values if name.endswith("_rehearsed")}
-        seen.add(run.configuration)
-        n += is_new
-        for name in keep:
-            own = (values[name], sizes_of(row, run))
-            found.setdefault(run.architecture, {}).setdefault(name, []).append(own)
-    for row in deep:
-        run = wb.sweeps.RunSettings.from_dict(json.loads(str(row["settings"].values[0])))
-        if not bool(row["has_diverged"][0]):
-            n += 1
-            for name, value in numbers_of(row, run, None, flows).items():
-                own = (value, sizes_of(row, run))
-                found.setdefault(run.architecture, {}).setdefault(name, []).append(own)
-    return found, n
-
-
-def bands(found: Healthy, *, without: str = "", margin: float | None = None) -> dict[str, HealthyBand]:
-    """The band of each criterion, from all architectures but one."""
-    result = {}
-    for criterion in CRITERIA:
-        if criterion.name in _FROM_RULES:
-            continue
-        of = (
-            criterion.name.removesuffix("_extrapolated")
-            if criterion.variable.endswith("_extrapolated")
-            else criterion.name
+def of_study(rates: xr.Dataset) -> list[Case]:
+    """The designs of the study of learning rates that learn, at their best rates."""
+    found = []
+    for design in rate_designs.designs():
+        cell = design.run(0, 1).cell
+        own = rates.isel(
+            run=(rates["cell"].values == cell) & np.isin(rates["stage"].values, ("coarse", "fine", "wider"))
         )
-        values = [v for name, numbers in found.items() if name != without for v in numbers.get(of, ())]
-        options = {} if margin is None else {"margin": margin}
-        band = band_of([value for value, _ in values], scale=criterion.scale, **options)
-        result[criterion.name] = replace(band, sizes=ranges_of(criterion, values))
-    return result
+        rate = own["learning_rate"].values.astype(float)
+        tried = np.unique(rate)
+        last = own["held_out_loss"].values[:, -1]
+        loss = np.array([np.mean(last[rate == each]) for each in tried])
+        if np.isfinite(loss).any() and np.nanmin(loss) < float(own["trivial_loss"][0]) - LEARNED:
+            name = f"{design.architecture.name} ({cell[:6]})"
+            best = float(tried[np.nanargmin(loss)])
+            size = int(own["d_model"].values[0]), int(own["n_layers"].values[0])
+            found.append(Case(name, design.architecture.family, "sound", cell=cell, rate=best, size=size))
+    return found
 
 
-def ranges_of(criterion: Criterion, values: Iterable[tuple[float, Sizes]]) -> dict[str, tuple[float, float]]:
-    """The smallest and the largest of the models whose values are behind a band."""
-    # As `band_of` leaves values out.
-    sizes = [own for value, own in values if np.isfinite(value) and (value > 0 or criterion.scale != "log")]
-    names = ("width", "blocks", *(["experts"] if criterion.failure_mode == "routing_oscillation" else []))
-    if not sizes:
-        return {}
-    ends = {name: [getattr(own, name) for own in sizes] for name in names}
-    return {name: (min(of), max(of)) for name, of in ends.items()}
+def _structure_of_study(case: Case) -> dict[str, float]:
+    design = next(each for each in rate_designs.designs() if each.run(0, 1).cell == case.cell)
+
+    def run(seed: int) -> wb.sweeps.RunSettings:
+        return design.run(0, seed)
+
+    task = run(1).make_task()
+    batches = [batch for _, batch in zip(range(2), task.stream(0), strict=False)]
+    plan = replace(run(1).plan(), learning_rate=case.rate)
+    models = (run(seed).make_model() for seed in range(1, N_SEEDS + 1))
+    numbers, _ = measure_structure(models, batches[0], batches[1][0], plan)
+    return _plain(numbers) | {"width": case.size[0], "depth": case.size[1]}
 
 
-def false_alarms(found: Healthy, margin: float) -> float:
-    """Share of healthy values outside of the bands that all other architectures make."""
-    outside = total = 0
-    for name, numbers in found.items():
-        others = bands(found, without=name, margin=margin)
-        for criterion, values in numbers.items():
-            band = others[criterion]
-            finite = [value for value, _ in values if np.isfinite(value)]
-            outside += sum(not band.low <= value <= band.high for value in finite)
-            total += len(finite)
-    return outside / total
+def structure_of(case: Case) -> dict[str, float]:
+    """What the structure of a design shows."""
+    if case.cell:
+        return _structure_of_study(case)
+    if case.kind == "published":
+        return _structure_of_published(next(each for each in trained.TRAINED if each.name == case.name))
+    base, fault = _parts(case)
+    plan = TrainingPlan(**settings_of(base, fault))
+    task = wb.tasks.text_bytes(length=planted.LENGTH, batch_size=N_ROWS, seed=1)
+    batches = [batch for _, batch in zip(range(2), task.stream(0), strict=False)]
+    models = (planted.build(base, fault, seed) for seed in range(1, N_SEEDS + 1))
+    numbers, _ = measure_structure(models, batches[0], batches[1][0], plan)
+    return _plain(numbers) | {"width": 64, "depth": wb.design(base.options).depth}
 
 
-def judged_designs(rows: xr.Dataset, trials: Mapping[int, Mapping[str, Any]], flows: Flows) -> xr.Dataset:
-    """The verdict on every design that was tried, beside what its recorded runs did."""
-    lines = []
-    for i in sorted(trials):
-        row = rows.isel(design=[i]).rename(design="run")
-        run = wb.sweeps.RunSettings.from_dict(json.loads(str(row["settings"].values[0])))
-        tree = parts_of(row, run, trials[i], flows)
-        criteria, modes = judged(tree)
-        bad = [
-            str(m)
-            for m, s in zip(modes["failure_mode"].values, modes["state"].values, strict=True)
-            if s in ("at risk", "failing")
-        ]
-        lines.append(
-            {
-                "study": run.study, "architecture": run.architecture, "cell": run.cell,
-                "settings": str(row["settings"].values[0]), "learning_rate": float(row["learning_rate"][0]),
-                "n_runs": int(row["n_runs"][0]), "share_diverged": float(row["share_diverged"][0]),
-                "failure": float(tree["risk"]["failure"][0]), "explosion": float(tree["risk"]["explosion"][0]),
-                **{name: trials[i][name] for name in ("share_broken", *WORST)},
-                "verdict": verdict_of(criteria, modes), "modes": ", ".join(bad),
-            }
-        )  # fmt: skip
-    return xr.Dataset({name: ("design", np.array([line[name] for line in lines])) for name in lines[0]})
+def _structure_of_published(each: trained.Trained) -> dict[str, float]:
+    design = with_few_patches(trained.design_of(each))
+    thin = design.nearest_width(min(THIN_WIDTH, design.width))
+    choices = 10 if design.n_classes else min(256, design.vocabulary or 256)
+
+    def models() -> Iterator[nn.Module]:
+        for seed in range(N_SEEDS):
+            model = wb.scaling.matched_width(design, thin, seed=seed, vocabulary=choices)
+            trained.initialize(model, each, design.width, design.depth, seed)
+            yield model.eval()
+
+    task = planned_task(next(models()), read_plan(None), seed=0)
+    batches = [batch for _, batch in zip(range(2), task.stream(0), strict=False)]
+    first, others = ((take_rows(part, slice(0, N_ROWS)) for part in batch) for batch in batches)
+    rate = each.rate or TYPICAL_RATE / design.width
+    plan = TrainingPlan(1, rate, optimizer_options=_ADAMW, clip_norm=1.0)
+    ratio = design.width / thin
+    numbers, _ = measure_structure(models(), tuple(first), next(others), plan, width_ratio=ratio)
+    found = _plain(numbers) | {"width": design.width, "depth": design.depth, "rate": each.rate or math.nan}
+    return found if each.rate else found | {"function_change": math.nan}  # of no rate that is known
 
 
-def deep_rows(folder: Path) -> list[xr.Dataset]:
-    """The deep controls, trained."""
-    sweep = wb.sweeps.run(list(deep_controls()), folder / "deep.zarr", n_workers=2, progress=False)
-    return [sweep.isel(run=[i]) for i in range(sweep.sizes["run"])]
+def _plain(numbers: Any) -> dict[str, float]:
+    return {str(name): float(value) for name, value in numbers.items()}
 
 
-def deep_rows_again() -> Iterator[xr.Dataset]:
-    """The deep controls as they began; all of them were healthy when they were trained."""
-    for run in deep_controls():
-        settings = run.plan().as_dict()
-        row = wb.sweeps.measure_case(
-            run.make_model(), run.make_task(), architecture=run.architecture, n_snapshots=run.n_snapshots,
-            runs_pilot=False, **settings,
-        )  # fmt: skip
-        yield row.assign(has_diverged=("run", [False])).assign_coords(settings=("run", [json.dumps(run.as_dict())]))
+def _parts(case: Case) -> tuple[planted.Base, planted.Fault | None]:
+    return planted.base_of(case.base), next((each for each in planted.FAULTS if each.name == case.fault), None)
 
 
-def recorded_trials(rows: xr.Dataset) -> dict[int, dict[str, Any]]:
-    """The trials of ``data/assessed_designs.nc``, by design."""
-    recorded = wb.samples.assessed_designs()
-    names = ("share_broken", *WORST)
-    by_settings = {
-        str(settings): {name: float(recorded[name].values[i]) for name in names}
-        for i, settings in enumerate(recorded["settings"].values)
-    }
-    settings = rows["settings"].values
-    return {i: by_settings[str(settings[i])] for i in to_try(rows)}
+def settings_of(base: planted.Base, fault: planted.Fault | None) -> dict[str, Any]:
+    """The planned training of a small design."""
+    settings = {
+        "n_steps": planted.N_STEPS, "warmup": planted.WARMUP, "learning_rate": base.rate, "clip_norm": 1.0,
+        "optimizer_options": _ADAMW, "stops_at_divergence": False,
+    }  # fmt: skip
+    if fault is not None:
+        settings |= {"learning_rate": base.rate * fault.rate, **fault.training}
+    return settings
 
 
-def is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two bands as mappings have the same limits and models."""
-    limits = ("low", "high", "failing_low", "failing_high", "n_reference")
-    return all(np.isclose(one[name], other[name], rtol=1e-3) for name in limits)
+def trained_here(case: Case) -> dict[str, Any]:
+    """The training losses of a small design, means of twenty updates each; NaN from where they are not finite."""
+    base, fault = _parts(case)
+    task = wb.tasks.text_bytes(length=planted.LENGTH, batch_size=planted.BATCH_SIZE, seed=1)
+    losses = np.full(planted.N_STEPS, math.nan)
+    for record in wb.train(planted.build(base, fault, 1), task, **settings_of(base, fault)):
+        losses[record.step] = record.loss
+        if not (math.isfinite(record.loss) and math.isfinite(record.grad_norm)):
+            break
+    smooth = losses.reshape(-1, 20).mean(1)
+    return {"losses": np.round(smooth, 4).tolist()}
+
+
+def piloted(case: Case) -> dict[str, float]:
+    """What the pilot and the trials of `wb.assess` show of a design under its plan."""
+    if case.kind == "published":
+        each = next(each for each in trained.TRAINED if each.name == case.name)
+        measured = measured_model(each.options or each.name)
+        rate, ratio = _rate(case), measured.design.width / measured.width
+        plan = TrainingPlan(10_000, rate, 1_000, optimizer_options=_ADAMW, clip_norm=1.0)
+        model, task = measured.model, planned_task(measured.model, read_plan(None), seed=0)
+    elif case.cell:
+        run = next(each for each in rate_designs.designs() if each.run(0, 1).cell == case.cell).run(0, PILOT_SEED)
+        model, task, plan, ratio = run.make_model(), run.make_task(), replace(run.plan(), learning_rate=case.rate), 1.0
+    else:
+        base, fault = _parts(case)
+        model, plan, ratio = planted.build(base, fault, 2), TrainingPlan(**settings_of(base, fault)), 1.0
+        task = wb.tasks.text_bytes(length=planted.LENGTH, batch_size=planted.BATCH_SIZE, seed=2)
+    pilot = rate_pilot(model, task, plan, width_ratio=ratio, seconds=PILOT_SECONDS)
+    trials = try_plan(model, task, replace(plan, learning_rate=plan.learning_rate * ratio))
+    found = {name: float(pilot[name]) for name in PILOTED if name != "share_broken"}
+    return found | {"share_broken": float(trials["share_broken"]), "reason": pilot.attrs["reason"]}
+
+
+def has_failed(losses: list[float], sound: list[float]) -> bool:
+    """Whether a training failed: it ends above the sound design's loss after 4/5 of the updates, so is not useful."""
+    last = round(REFERENCE_SHARE * len(sound))
+    return not np.mean(losses[-2:]) <= np.mean(sound[last - 1 : last + 1])
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A design with everything that was recorded.
+
+    Attributes:
+        case: The design.
+        structure: Its numbers.
+        pilot: What the pilot showed; None: it was not made.
+        fails: Whether its training fails.
+    """
+
+    case: Case
+    structure: dict[str, Any]
+    pilot: dict[str, Any] | None
+    fails: bool
+
+    @property
+    def is_known_to_train(self) -> bool:
+        """Whether bands are made of it; a fault that did no harm within a few hundred updates is no proof of health."""
+        return self.case.kind != "planted" and "refused" not in self.structure
+
+    @property
+    def rate(self) -> float:
+        """Peak rate of its plan; NaN: not published."""
+        return _rate(self.case) or math.nan
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether its family is of the set that bands are made of."""
+        return self.case.set_of_family == "fit"
+
+    @property
+    def tree(self) -> xr.DataTree:
+        """The measured parts of its assessment."""
+        numbers = {name: value for name, value in self.structure.items() if isinstance(value, float)}
+        parts = {"/structure": xr.Dataset({name: ((), value) for name, value in numbers.items()})}
+        if self.pilot is not None:
+            about = {"unseen": self.pilot["reason"]} if self.pilot["reason"] else {}
+            parts["/pilot"] = xr.Dataset({name: ((), self.pilot[name], about) for name in (RATE, SLOW_RATE)})
+            parts["/trials"] = xr.Dataset({"share_broken": ((), self.pilot["share_broken"])})
+        tree = xr.DataTree.from_dict(parts)
+        tree.attrs = self.sizes.attributes
+        return tree
+
+    @property
+    def sizes(self) -> Sizes:
+        """Sizes of the design; models of published ones were thin."""
+        width, depth = int(self.structure["width"]), int(self.structure["depth"])
+        return Sizes(width, depth, min(width, THIN_WIDTH), depth, 0, width > THIN_WIDTH)
+
+
+def bands_of(rows: list[Judged], margin: float) -> dict[str, HealthyBand]:
+    """The bands of the designs that train."""
+    found = {}
+    for criterion in STRUCTURE:
+        known = (row for row in rows if row.is_known_to_train)
+        of = [row for row in known if math.isfinite(row.structure.get(criterion.name, math.nan))]
+        band = band_of([row.structure[criterion.name] for row in of], scale=criterion.scale, margin=margin)
+        if of:
+            ends = {"width": [row.sizes.width for row in of], "blocks": [row.sizes.blocks for row in of]}
+            sizes = {name: (min(sizes), max(sizes)) for name, sizes in ends.items()}
+            found[criterion.name] = replace(band, sizes=sizes)
+    return found
+
+
+def states_of(row: Judged, bands: dict[str, HealthyBand]) -> dict[str, str]:
+    """The state of each column, the verdict, and the criteria that are bad."""
+    if "refused" in row.structure:
+        return {"structure": "not measured", "pilot": "not measured", "verdict": "cannot say", "bad": ""}
+    criteria, _ = judged(row.tree, bands)
+    bad = [str(name) for name, state in zip(criteria["criterion"].values, criteria["state"].values, strict=True)
+           if state in BAD_STATES]  # fmt: skip
+    found = {column: column_state(criteria, column).value for column in COLUMNS}
+    return {**found, "verdict": verdict_of(criteria).value, "bad": ", ".join(bad)}
+
+
+def recorded(path: Path, make: Callable[[Case], dict[str, Any]], wanted: list[Case]) -> dict[str, dict[str, Any]]:
+    """Results by name of a case; those in the file are not made again."""
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    done = {line["name"]: line for line in lines}
+    missing = [case for case in wanted if case.name not in done]
+    with ProcessPoolExecutor(2, initializer=_one_thread) as pool, path.open("a") as file:
+        waiting = {pool.submit(_timed, make, case): case for case in missing}
+        for future in as_completed(waiting):
+            line = {"name": waiting[future].name, **future.result()}
+            done[line["name"]] = line
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+    return {case.name: done[case.name] for case in wanted}
+
+
+def _timed(make: Callable[[Case], dict[str, Any]], case: Case) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        found = make(case)
+    except wb.WorkbenchError as refusal:
+        found = {"refused": str(refusal)}
+    return found | {"seconds": round(time.monotonic() - start, 1)}
 
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", RankWarning)
+    torch.set_flush_denormal(True)  # numbers below 1e-38, of designs with tiny weights, take a hundred times as long
+    warnings.simplefilter("ignore")
+
+
+def settings_state(row: Judged, rates: tuple[float, float]) -> str:
+    """What settings alone say: whether rate times width lies among the published ones."""
+    rate = row.rate * row.structure.get("width", math.nan)
+    is_odd = rate > rates[1] or rate < rates[0]
+    return "at risk" if is_odd else "healthy"
+
+
+def table_of(rows: list[Judged], bands: dict[str, HealthyBand], losses: dict[str, dict[str, Any]]) -> xr.Dataset:
+    """Everything that was recorded, and what is concluded of it."""
+    known = [row.rate * row.structure["width"] for row in rows if row.case.kind == "published" and row.is_fit]
+    rates = float(np.nanmin(known)), float(np.nanmax(known))
+    sources = {each.name: each.source for each in trained.TRAINED}
+    n_windows = planted.N_STEPS // 20
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        line = {
+            "design": row.case.name, "family": row.case.family, "set": row.case.set_of_family, "kind": row.case.kind,
+            "base": row.case.base, "fault": row.case.fault, "source": sources.get(row.case.name, ""),
+            "fails": row.fails, "learning_rate": row.rate, "reason": (row.pilot or {}).get("reason", ""),
+            "refused": row.structure.get("refused", ""), "settings_state": settings_state(row, rates),
+            **{name: row.structure.get(name, math.nan) for name in ("width", "depth", *NUMBERS, *OUTPUTS)},
+            **{f"{name}_error": row.structure.get(f"{name}_error", math.nan) for name in (*NUMBERS, *OUTPUTS)},
+            **{name: (row.pilot or {}).get(name, math.nan) for name in PILOTED},
+            **states_of(row, bands),
+        }  # fmt: skip
+        for name, value in line.items():
+            columns.setdefault(name, []).append(value)
+    names = columns.pop("design")
+    table = xr.Dataset({name: ("design", np.array(values)) for name, values in columns.items()}, {"design": names})
+    nothing = [math.nan] * n_windows
+    table["training_loss"] = (("design", "window"), [losses.get(name, {}).get("losses", nothing) for name in names])
+    return table
+
+
+def flagged(rows: list[Judged], bands: dict[str, HealthyBand]) -> float:
+    """Share of designs known to train whose structure is flagged."""
+    return float(np.mean([states_of(row, bands)["structure"] in BAD_STATES for row in rows if row.is_known_to_train]))
+
+
+def margin_of(rows: list[Judged]) -> float:
+    """The smallest margin with which at most 5 % of designs are flagged by bands of the other families."""
+    families = sorted({row.case.family for row in rows})
+    for margin in MARGINS:
+        n_flagged = [
+            flagged([row for row in rows if row.case.family == family],
+                    bands_of([row for row in rows if row.case.family != family], margin))
+            * sum(row.is_known_to_train for row in rows if row.case.family == family)
+            for family in families
+        ]  # fmt: skip
+        share = np.nansum(n_flagged) / sum(row.is_known_to_train for row in rows)
+        print(f"margin {margin}: {share:.3f} of the designs that train are flagged where their family is left out")
+        if share <= MOST_FLAGGED:
+            break
+    return margin
 
 
 def main() -> None:
-    """Try, fit, judge, write."""
+    """Measure, train, fit, judge, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "data" / "parts" / "assessed_designs", help="of the parts"
-    )
-    parser.add_argument("--again", action="store_true", help="conclude again from what was recorded")
+    parser.add_argument("--folder", type=Path, default=ROOT / "data" / "parts" / "assessed_designs")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    _one_thread()
-    rows, flows = designs(), Flows(given.folder / "flows.jsonl")
-    trials = recorded_trials(rows) if given.again else try_all(rows, given.folder)
-    found, n_healthy = healthy_numbers(
-        rows, trials, deep_rows_again() if given.again else deep_rows(given.folder), flows
-    )
-    own = {name: asdict(band) for name, band in bands(found).items() if band.n_reference}
-    if given.again:
-        shipped = json.loads(SHIPPED.read_text())
-        changed = [name for name, band in shipped["bands"].items() if not is_same(band, own[name])]
-        if changed or n_healthy != shipped["n_healthy"]:
-            raise SystemExit(f"Fresh models show other numbers than the recorded ones: {', '.join(changed)}.")
-        for name, band in shipped["bands"].items():
-            band["sizes"] = own[name]["sizes"]
-    else:
-        shipped = {
-            "about": "made by data/make_assessed_designs.py",
-            "n_healthy": n_healthy,
-            "bands": own,
-            "false_alarms": {f"{margin:g}": false_alarms(found, margin) for margin in (0.0, 0.25, 0.5)},
-        }
+    every = cases()
+    small = [case for case in every if case.kind != "published" and not case.cell]
+    structure = recorded(given.folder / "structure.jsonl", structure_of, every)
+    losses = recorded(given.folder / "losses.jsonl", trained_here, small)
+    pilots = recorded(given.folder / "pilots.jsonl", piloted, [case for case in every if _rate(case)])
+    rows = [
+        Judged(
+            case, structure[case.name], pilots.get(case.name),
+            case.kind == "planted" and has_failed(losses[case.name]["losses"], losses[case.base]["losses"]),
+        )
+        for case in every
+    ]  # fmt: skip
+    open_rows = [row for row in rows if row.case.set_of_family != "locked" and "refused" not in row.structure]
+    margin = margin_of(open_rows)
+    bands = bands_of(open_rows, margin)
+    shipped = {
+        "about": "made by data/make_assessed_designs.py", "margin": margin,
+        "n_healthy": sum(row.is_known_to_train for row in open_rows),
+        "bands": {name: asdict(band) for name, band in bands.items()},
+    }  # fmt: skip
     with replacing(SHIPPED) as path:
         path.write_text(json.dumps(shipped, indent=1) + "\n")
-    table = judged_designs(rows, trials, flows)
+    table = table_of(rows, bands, losses)
+    seconds = sum(each.get("seconds", 0.0) for part in (structure, losses, pilots) for each in part.values())
     table.attrs = {
-        "call": "python data/make_assessed_designs.py" + " --again" * given.again,
-        "n_updates": N_UPDATES,
-        "n_trials": N_TRIALS,
-        "versions": wb.koopman.spectra.versions(),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "duration_of_last_call": time.monotonic() - start,
-    }
+        "call": "python data/make_assessed_designs.py", "seed": SEED, "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"), "core_minutes": round(seconds / 60, 1),
+    }  # fmt: skip
     with replacing(ROOT / "data" / "assessed_designs.nc") as path:
-        table.to_netcdf(
-            path, encoding={name: {"zlib": True} for name in table.data_vars if table[name].dtype.kind in "fi"}
-        )
+        table.to_netcdf(path)
+
+
+def _rate(case: Case) -> float | None:
+    """Peak rate of a design's plan; None: not published."""
+    if case.cell:
+        return case.rate
+    if case.kind == "published":
+        each = next(each for each in trained.TRAINED if each.name == case.name)
+        return each.rate or TYPICAL_RATE / trained.design_of(each).width
+    base, fault = _parts(case)
+    return float(settings_of(base, fault)["learning_rate"])
 
 
 if __name__ == "__main__":

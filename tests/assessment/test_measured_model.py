@@ -6,8 +6,16 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.assessment.measured_model import LENGTH, LENGTH_OF_SCANS, THIN_WIDTH, measured_model, planned_task
-from workbench.assessment.pilot_run import pilot_run
+from workbench.assessment.measured_model import (
+    IMAGE_SIZE,
+    LENGTH,
+    LENGTH_OF_SCANS,
+    THIN_WIDTH,
+    measured_model,
+    planned_task,
+)
+from workbench.assessment.plan_trials import try_plan
+from workbench.assessment.rate_pilot import rate_pilot
 from workbench.errors import OptionError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
@@ -113,10 +121,14 @@ def bare_model():
     return transformers.BertModel(transformers.BertConfig(vocab_size=64, **{**VIT, "patch_size": None}))
 
 
-def two_classes():
+def with_classes(n):
     import transformers
 
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, image_size=16))
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, image_size=16, num_labels=n))
+
+
+def one_class():
+    return with_classes(1)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +136,47 @@ def two_classes():
     [
         (speech_model, "WhisperForConditionalGeneration reads input_features, for which there is no task"),
         (odd_images, "reads images of 20 pixels and 3 channels, expected a square with a side that is a multiple of 8"),
-        (bare_model, "BertModel returns no logits, so it has no loss; pass the model with its head"),
-        (two_classes, r"returns logits of shape \(2, 2\) for targets of shape \(2,\) below"),
+        (bare_model, "BertModel returns a BaseModel\\w+ without logits, so its loss is not known; pass loss="),
+        (one_class, r"returns logits of shape \(2, 1\) for targets of shape \(2,\) below"),
     ],
 )
 def test_what_no_task_is_known_for_is_said_before_anything_is_measured(make, says):
     found = measured_model(make())
     with pytest.raises(OptionError, match=says):
         planned_task(found.model, PLAN, seed=0)
+
+
+def test_models_of_few_classes_are_given_as_many():
+    for n, most in ((2, 2), (3, 3), (1000, 10)):
+        task = planned_task(with_classes(n), PLAN, seed=0)
+        assert task.n_classes == most
+        assert set(task.batch(0)[1].tolist()) <= set(range(most))
+
+
+def test_a_model_of_images_of_any_size_is_given_small_ones():
+    import transformers
+
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    task = planned_task(transformers.ResNetForImageClassification(config), PLAN, seed=0)
+    assert tuple(task.batch(0)[0].shape[1:]) == (3, IMAGE_SIZE, IMAGE_SIZE)
+
+
+def test_a_configuration_of_stages_is_built_whole_if_it_is_small(monkeypatch):
+    import transformers
+
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    config = transformers.ResNetConfig(**sizes)
+    found = measured_model({"model_type": "resnet", **sizes})
+    assert (found.name, found.design, found.is_own) == ("resnet", None, False)
+    weights = [measured_model(config, seed=seed).model.state_dict() for seed in (0, 0, 1)]
+    name = next(name for name in weights[0] if name.endswith("convolution.weight"))
+    assert torch.equal(weights[0][name], weights[1][name])
+    assert not torch.equal(weights[0][name], weights[2][name])
+    with pytest.raises(OptionError, match="has no hidden_size"):
+        measured_model(config, width=64)
+    monkeypatch.setattr("workbench.assessment.measured_model.MOST_OF_STAGES", 10)
+    with pytest.raises(OptionError, match="has no hidden_size"):
+        measured_model(config)
 
 
 def test_a_model_that_does_not_run_on_a_task_is_said_to():
@@ -149,9 +194,9 @@ def test_every_kind_of_small_design_is_assessed_to_the_end(kind, monkeypatch):
     """With as little as an assessment can do: what is trained on trial is trained for a few updates."""
     import transformers
 
-    monkeypatch.setitem(pilot_run.__kwdefaults__, "n_updates", 4)
-    monkeypatch.setitem(pilot_run.__kwdefaults__, "n_trials", 1)
-    monkeypatch.setattr("workbench.sweeps.case_measures.pilot_rate", lambda *_: 0.1)
+    monkeypatch.setitem(try_plan.__kwdefaults__, "n_updates", 4)
+    monkeypatch.setitem(try_plan.__kwdefaults__, "n_trials", 1)
+    monkeypatch.setitem(rate_pilot.__kwdefaults__, "budget", 200)
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = {
         "images": lambda: transformers.ViTConfig(**VIT, image_size=16),

@@ -11,7 +11,6 @@ from torch import nn
 
 import workbench as wb
 from tests.hardware.planted import Known, batches, emulation, on_task
-from workbench.hardware.emulation import NotMeasured
 from workbench.hardware.loss_scale import (
     activation_overflow,
     dynamic_scale,
@@ -22,6 +21,7 @@ from workbench.hardware.loss_scale import (
     share_lost,
 )
 from workbench.hardware.lost_updates import _N_RATES, lost_updates
+from workbench.hardware.share_gradients import NotMeasured
 from workbench.hardware.staleness import late_gradients
 
 BF16 = {"weight_dtype": "bfloat16", "master_weights": False}

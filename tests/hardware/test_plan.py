@@ -28,7 +28,7 @@ HARDWARE = {
     "master_weights": st.booleans(), "bucket_mb": POSITIVE, "loss_scale": POSITIVE | st.just("dynamic"),
     "reduction_order": st.sampled_from(ORDERS),
 }  # fmt: skip
-ASSESSMENT = {name: st.lists(SIZES, min_size=1, max_size=3, unique=True) for name in ("widths", "depths", "seeds")}
+TARGET = {"width": SIZES, "depth": SIZES}
 
 
 def toml(sections: dict) -> str:
@@ -44,11 +44,11 @@ def part(keys: dict) -> st.SearchStrategy:
 
 
 @settings(deadline=None, max_examples=40)
-@given(training=part(TRAINING), hardware=part(HARDWARE), assessment=part(ASSESSMENT))
+@given(training=part(TRAINING), hardware=part(HARDWARE), target=part(TARGET))
 def test_what_a_plan_says_of_itself_is_the_same_plan(
-    tmp_path_factory: pytest.TempPathFactory, training: dict, hardware: dict, assessment: dict
+    tmp_path_factory: pytest.TempPathFactory, training: dict, hardware: dict, target: dict
 ) -> None:
-    plan = read_plan({"training": training, "hardware": hardware, "assessment": assessment})
+    plan = read_plan({"training": training, "hardware": hardware, "target": target})
     assert read_plan(plan.as_dict()) == plan
     assert json.loads(json.dumps(plan.as_dict())) == plan.as_dict()
     path = tmp_path_factory.mktemp("plans") / "plan.toml"
@@ -103,8 +103,12 @@ def test_the_training_plan_has_the_settings() -> None:
         ({"training": {"optimizer": "AdamV"}}, "[training] optimizer is 'AdamV', expected one of "),
         ({"training": {"optimizer": "SGD", "optimizer_options": {"beta": 1}}}, "[training] SGD does not take"),
         ({"training": {"optimizer_options": 3}}, "expected a table of options."),
-        ({"assessment": {"widths": [64, 64]}}, "none of them twice."),
-        ({"assessment": {"seeds": 3}}, "expected a list of whole numbers."),
+        ({"assessment": {"widths": [64, 64]}}, "The plan knows no section 'assessment'; the nearest is"),
+        ({"widths": [64, 64]}, "The plan knows no section 'widths'; the nearest is"),
+        ({"target": {"width": 0}}, "[target] width is 0, expected at least 1."),
+        ({"target": {"widht": 64}}, "[target] knows no key 'widht'; the nearest is 'width', of width, depth."),
+        ({"target": {"depth": [2, 4]}}, "[target] depth is [2, 4], expected a whole number."),
+        ({"budget": {"tokens": -1}}, "[budget] tokens is -1, expected a number above 0."),
         ({"task": {"name": "associative_recal"}}, "the nearest is 'associative_recall'."),
         ({"task": {"name": "random_tokens", "lenght": 2}}, "[task] random_tokens knows no key 'lenght'; the"),
         ({"task": {"length": 2}}, "[task] has 'length' but no name"),

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hardware.planted import Known, emulation
-from workbench.hardware.emulation import NotMeasured
 from workbench.hardware.reduction import (
     accumulation_error,
     accumulation_shrinkage,
@@ -23,7 +22,7 @@ from workbench.hardware.reduction import (
     running_sum,
     tree_sum,
 )
-from workbench.hardware.share_gradients import GradientLayout, ShareGradients, Terms, compare
+from workbench.hardware.share_gradients import GradientLayout, NotMeasured, ShareGradients, Terms, compare
 
 EPS = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
 

@@ -42,35 +42,27 @@ def number(dim, values, long_name="", units="1"):
     )
 
 
-def risk(failure=0.62, rate=0.0021):
-    """The risk of a plan whose rate is rather too large, by `failure`; known up to `rate`."""
-    chances = {"failure": failure, "too_small": 0.05, "too_large": failure - 0.05, "explosion": 0.09}
-    edges = {"slow_edge": rate / 30, "useful_edge": rate, "explosion_edge": rate * 20}
+#: Factors between an estimated rate and the ends of its interval.
+ENDS = {"": 1.0, "_low": 0.5, "_high": 2.2}
+
+
+def pilot(planned=0.003, edge=0.0021):
+    """A pilot of a plan whose rate is rather too large."""
+    edges = {"slow_edge": edge / 30, "best_rate": edge / 3, "useful_edge": edge}
     values = {f"{name}{end}": by * value for name, value in edges.items() for end, by in ENDS.items()}
-    values |= {f"{name}{end}": value**power for name, value in chances.items() for end, power in POWERS.items()}
-    data = {name: number("run", [value], name.replace("_", " ")) for name, value in values.items()}
-    return xr.Dataset(data, attrs={"warning": ""})
+    values |= {"planned_rate": planned, "rate_over_edge": planned / values["useful_edge_high"]}
+    values["rate_over_slow_edge"] = planned / values["slow_edge_low"]
+    data = {name: number((), value, name.replace("_", " ")) for name, value in values.items()}
+    rates = np.geomspace(1e-4, 0.1, 7)
+    loss = 3 + np.log(rates / edges["best_rate"]) ** 2 / 4
+    data["loss"] = number(("n_updates", "rate", "seed"), loss[None, :, None], "held-out loss", "nat")
+    data["trivial_loss"] = number((), 5.0, "loss of a guess", "nat")
+    about = {"n_steps": 1000, "reason": "", "sentence": "Rates from here to there."}
+    return xr.Dataset(data, {"n_updates": [80], "rate": rates}, about)
 
 
-#: Factors between an edge, or powers between a probability, and the ends of its interval.
-ENDS, POWERS = {"": 1.0, "_low": 0.5, "_high": 2.2}, {"": 1.0, "_low": 1.5, "_high": 0.6}
-
-
-def rehearsal():
+def trials():
     return xr.Dataset({"share_broken": number((), 1 / 3, "share of trials that broke")})
-
-
-def risk_over_rates(rate=0.0021):
-    rates = np.geomspace(1e-5, 0.1, 41)
-    failure = 1 / (1 + np.exp(1.4 - 2.2 * np.log(rates / rate)))
-    curves = {"failure": failure, "explosion": failure / 4}
-    edges = {"slow_edge": rate / 30, "useful_edge": rate}
-    return xr.Dataset(
-        {f"{name}{end}": ("learning_rate", one**by) for name, one in curves.items() for end, by in POWERS.items()}
-        | {f"{name}{end}": by * one for name, one in edges.items() for end, by in ENDS.items()},
-        {"learning_rate": rates},
-        {"n_steps": 1000, "d_model": 16, "reason": ""},
-    )
 
 
 @functools.cache
@@ -101,8 +93,8 @@ _FIELDS = (
     "confidence", "reason",
 )  # fmt: skip
 _CRITERIA = [
-    ("failure_probability", "unsuitable_rate", "probability of not learning well under the plan", np.nan, 0.5, 0, -1,
-     "/risk", "failure", {"run": 0}, 0.8, "the planned rate is probably too large to learn well"),
+    ("rate_over_edge", "unsuitable_rate", "planned rate over the largest useful one", np.nan, 0.5, 0, -1,
+     "/pilot", "rate_over_edge", {}, 0.8, "the planned rate is too large to learn well"),
     ("gradient_gain_worst", "gradient_flow_collapse", "largest gradient gain of a block", 0.6, 1.8, 37, 2,
      "/flow", "gradient_gain", {"layer": 2}, 0.93, "the gradient grows from block to block"),
     ("spectral_radius", "initialization_out_of_band", "largest spectral radius", np.nan, 40.0, 37, 1,
@@ -178,7 +170,7 @@ def failure_modes(judged):
 
 def decisions(verdict):
     rows = [
-        ("change", "learning_rate", "0.003", "0.0021", "failure_probability", "lower the peak rate",
+        ("change", "learning_rate", "0.003", "0.0021", "rate_over_edge", "lower the peak rate",
          "3 of 3 trials did not break"),
         ("kss", "kss", "off", "recommended", "gradient_gain_worst", "switch on Koopman Spectral Shaping", ""),
         ("monitor", "wb.Recorder", "", "optimizer: module_grad_norm", "gradient_gain_worst",
@@ -192,14 +184,13 @@ def decisions(verdict):
     return xr.Dataset(data, {"decision": np.arange(len(rows))})
 
 
-def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", failure=0.62, rate=0.0021, seed=0):
+def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", edge=0.0021, seed=0):
     """The tree of `wb.assess`."""
     parts = {
         "spectra": spectra(seed),
         "flow": flow(),
-        "risk": risk(failure, rate),
-        "rehearsal": rehearsal(),
-        "risk_over_rates": risk_over_rates(rate),
+        "pilot": pilot(edge=edge),
+        "trials": trials(),
         "hardware": hardware(),
     }
     parts["criteria"] = criteria(parts)
@@ -218,38 +209,25 @@ def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", failure=0.62, 
     return tree
 
 
-def without_risk(*, is_stand_in=False, is_old=False):
-    """An assessment of a case of which nothing comparable was measured, or whose numbers are of a stand-in.
-
-    Args:
-        is_stand_in: Whether a smaller model was run.
-        is_old: Whether an older workbench made it, which predicted whether a run diverges, and gave numbers always.
-    """
-    tree = assessment("proceed" if is_old else "cannot say", subject="large")
-    table = tree["risk"].to_dataset()
-    if is_old:
-        table = table[["failure"]].rename(failure="tried_probability")
-        rows = tree["criteria"].to_dataset()
-        rows["variable"] = text("criterion", ["tried_probability", *rows["variable"].values[1:]])
-        tree["criteria"] = xr.DataTree(rows)
-    else:
-        table = table.assign({name: table[name] * np.nan for name in table.data_vars})
-        table.attrs["warning"] = "Too little was measured at a width of 576, only from 48 to 96."
-        tree = tree.drop_nodes("risk_over_rates")
-        rows = tree["criteria"].to_dataset()
-        rows["state"] = text("criterion", ["not measured", *rows["state"].values[1:]])
-        rows["value"][0], rows["confidence"][0] = np.nan, np.nan
-        rows["path"][0] = rows["variable"][0] = ""
-        rows["selection"][0] = "{}"
-        tree["criteria"] = xr.DataTree(rows)
-        modes = failure_modes(rows)
-        modes["reason"] = text("failure_mode", ["trials say nothing of the rest"] * modes.sizes["failure_mode"])
-        tree["failure_modes"] = xr.DataTree(modes)
-        tree.attrs["summary"] = "Whether large will train as planned cannot be said."
-    tree["risk"] = xr.DataTree(table)
+def without_rates(*, is_stand_in=False):
+    """An assessment whose pilot found no useful rates, perhaps of a stand-in."""
+    tree = assessment("cannot say", subject="large")
+    found = tree["pilot"].to_dataset()
+    unknown = [name for name in found.data_vars if str(name).startswith(("slow", "best", "useful", "rate_over"))]
+    found = found.assign({name: found[name] * np.nan for name in unknown})
+    tree["pilot"] = xr.DataTree(found.assign_attrs(reason="No rate tried was too large.", sentence=""))
+    rows = tree["criteria"].to_dataset()
+    rows["state"] = text("criterion", ["not measured", *rows["state"].values[1:]])
+    rows["value"][0], rows["confidence"][0] = np.nan, np.nan
+    rows["path"][0] = rows["variable"][0] = ""
+    rows["selection"][0] = "{}"
+    tree["criteria"] = xr.DataTree(rows)
+    modes = failure_modes(rows)
+    modes["reason"] = text("failure_mode", ["trials say nothing of the rest"] * modes.sizes["failure_mode"])
+    tree["failure_modes"] = xr.DataTree(modes)
+    tree.attrs["summary"] = "Whether large will train as planned cannot be said."
     if is_stand_in:
-        tree.attrs |= {"width": 4096, "depth": 32, "measured_width": 64, "measured_depth": 4}
-        tree.attrs |= {} if is_old else {"is_stand_in": 1}
+        tree.attrs |= {"width": 4096, "depth": 32, "measured_width": 64, "measured_depth": 4, "is_stand_in": 1}
     return tree
 
 
@@ -336,15 +314,14 @@ def with_weak_signs(n):
 def comparison():
     """The tree of `wb.compare_designs`."""
     trees = {
-        "wide": assessment("at risk", subject="wide", failure=0.62, rate=0.0021),
-        "deep": assessment("proceed", subject="deep", failure=0.07, rate=0.008, seed=1),
+        "wide": assessment("at risk", subject="wide", edge=0.0021),
+        "deep": assessment("proceed", subject="deep", edge=0.008, seed=1),
     }
     rows = {name: tree.attrs for name, tree in trees.items()}
     designs = xr.Dataset(
         {
             "verdict": text("design", [attrs["verdict"] for attrs in rows.values()]),
-            "failure": number("design", [0.62, 0.07], "probability of not learning well"),
-            "explosion": number("design", [0.09, 0.09], "probability of an explosion"),
+            "loss_at_best": number("design", [3.1, 2.9], "loss at the best rate of the pilot", "nat"),
             "useful_edge": number("design", [0.0021, 0.008], "largest useful rate"),
             "useful_edge_low": number("design", [0.00105, 0.004], "largest useful rate, lower end"),
             "useful_edge_high": number("design", [0.0046, 0.0176], "largest useful rate, upper end"),

@@ -33,7 +33,7 @@ def test_what_a_criterion_judges_is_one_quantity_with_one_place(numbers):
     assert (judged.band, judged.state, judged.where) == ("0.6 to 1.8", "failing", "/flow gradient_gain, layer 2")
     assert numbers.value("flow", "gradient_gain", layer=2) == judged
     assert numbers.value("flow", "gradient_gain", layer=-1) == judged
-    assert numbers.value("risk", "failure") == numbers.criterion("failure_probability")
+    assert numbers.value("pilot", "rate_over_edge") == numbers.criterion("rate_over_edge")
 
 
 def test_an_attribute_is_found_inside_of_json(numbers):
@@ -77,9 +77,7 @@ def test_a_selection_that_is_no_json_is_refused():
     data["selection"] = data["selection"].astype(object)
     data["selection"][0] = "layer 2"
     tree["criteria"] = xr.DataTree(data)
-    with pytest.raises(
-        SchemaError, match="selection of the criterion 'failure_probability' is 'layer 2', expected JSON"
-    ):
+    with pytest.raises(SchemaError, match="selection of the criterion 'rate_over_edge' is 'layer 2', expected JSON"):
         Numbers(tree)
 
 

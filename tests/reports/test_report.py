@@ -1,7 +1,6 @@
 """The files: every sentence links to a place that shows the same number, and nothing is written halfway."""
 
 import base64
-import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -244,7 +243,7 @@ def test_files_are_written_whole_and_never_over_others(tmp_path, without_picture
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (lambda tree: tree["risk"].to_dataset(), "A report is of a DataTree, not of a Dataset"),
+        (lambda tree: tree["pilot"].to_dataset(), "A report is of a DataTree, not of a Dataset"),
         (lambda tree: xr.DataTree(), "The tree's kind is None, a report knows assessment, diagnosis, comparison"),
         (
             lambda tree: tree.drop_nodes("criteria"),
@@ -291,87 +290,56 @@ def test_every_verdict_and_state_is_told_in_words():
 
 
 @pytest.mark.parametrize("is_stand_in", [False, True])
-@pytest.mark.parametrize("is_old", [False, True])
-def test_no_sentence_rests_on_a_risk_that_is_not_known(is_stand_in, is_old):
-    """Nor where an older workbench wrote numbers for it."""
-    document = document_of(made_trees.without_risk(is_stand_in=is_stand_in, is_old=is_old))
+def test_no_sentence_rests_on_rates_that_are_not_known(is_stand_in):
+    document = document_of(made_trees.without_rates(is_stand_in=is_stand_in))
     labels = [fact.label for fact in document.facts]
     assert labels
-    risky = {"risk of not learning well", "largest useful rate", "probability of not learning well under the plan"}
-    assert not risky & set(labels)
-    assert all(("of a stand-in 64 wide with 4 blocks" in fact.remark) == is_stand_in for fact in document.facts)
+    assert not {"largest useful rate", "planned rate over the largest useful one"} & set(labels)
     text = " ".join(s.text for s in document.sections[0].sentences)
-    assert "0.0021" not in text
-    if is_stand_in:
-        assert (
-            "Neither the risk of not learning well nor the useful rates are known: what was tried out is a stand-in "
-            "64 wide with 4 blocks."
-        ) in text
-    elif not is_old:
-        assert (
-            "Neither the risk of not learning well (not measured) nor the useful rates are known: too little was "
-            "measured at a width of 576, only from 48 to 96."
-        ) in text
+    assert "Whether 0.003 is a useful rate is not known: no rate tried was too large." in text
+    assert ("Of the trials of the first updates of a stand-in 64 wide with 4 blocks" in text) == is_stand_in
     assert "33\N{NO-BREAK SPACE}% broke" in text
-    assert document.verdict == ("proceed" if is_old else "cannot say")
+    assert document.verdict == "cannot say"
 
 
 def test_why_a_failure_mode_stays_open_is_told():
-    modes = [s.text for s in document_of(made_trees.without_risk()).sections[1].sentences]
+    modes = [s.text for s in document_of(made_trees.without_rates()).sections[1].sentences]
     meaning = "the planned rate is too small or too large to learn well"
     assert f"Whether {meaning} was not measured: trials say nothing of the rest." in modes
 
 
-def test_designs_of_unknown_risk_are_compared_without_it(tmp_path, without_pictures):
-    known, unknown = made_trees.assessment("proceed", subject="deep"), made_trees.without_risk(is_stand_in=True)
+def test_designs_of_unknown_rates_are_compared_without_them(tmp_path, without_pictures):
+    known, unknown = made_trees.assessment("proceed", subject="deep"), made_trees.without_rates(is_stand_in=True)
     table = made_trees.comparison()["designs"].to_dataset()
     table = table.assign_coords(design=["large", "deep"])
-    table = table.assign(verdict=("design", ["cannot say", "proceed"]), failure=("design", [np.nan, 0.07]))
+    table = table.assign(verdict=("design", ["cannot say", "proceed"]), useful_edge=("design", [np.nan, 0.0021]))
     tree = xr.DataTree.from_dict({"designs": table, "large": unknown, "deep": known})
     tree.attrs = {"kind": "comparison", "schema_version": 1}
     document = document_of(tree)
     assert [fact.label for fact in document.facts] == ["deep", "large"]
-    assert [fact.remark for fact in document.facts] == ["risk 7\N{NO-BREAK SPACE}%", "risk not known"]
-    assert document.actions[0].text == "Take deep: verdict proceed, risk 7\N{NO-BREAK SPACE}%."
-    assert document.actions[1].text == "Next comes large: verdict cannot say, risk not known."
+    assert [fact.remark for fact in document.facts] == ["useful up to 0.0021", "useful rates not known"]
+    assert document.actions[0].text == "Take deep: verdict proceed, useful up to a rate of 0.0021."
+    assert document.actions[1].text == "Next comes large: verdict cannot say, useful rates not known."
     assert report(tree, tmp_path / "a.html").stat().st_size > 0
     alone = xr.DataTree.from_dict({"designs": table.isel(design=[0]), "large": unknown})
     alone.attrs = tree.attrs
     assert document_of(alone).actions[0].text.startswith("None of them can be recommended on what was measured; the")
 
 
-def test_a_plan_or_risk_that_is_not_known_is_not_made_up():
-    tree = made_trees.assessment()
-    tree.attrs["plan"] = json.dumps({"training": {"learning_rate": None}})
-    tree = tree.drop_nodes(["risk_over_rates"])
-    text = " ".join(s.text for section in document_of(tree).sections for s in section.sentences)
-    assert "At the planned learning rate the risk of not learning well is 62\N{NO-BREAK SPACE}%" in text
-
-
-def test_a_known_risk_is_told_with_the_useful_rates():
+def test_known_rates_are_told_once_with_their_interval():
     document = document_of(made_trees.assessment())
-    assert [fact.label for fact in document.facts[:2]] == ["risk of not learning well", "largest useful rate"]
-    assert (document.facts[1].quantity.value, document.facts[1].remark) == (0.0021, "planned: 0.003")
+    assert document.facts[0].label == "largest useful rate"
+    assert (document.facts[0].quantity.value, document.facts[0].remark) == (
+        0.0021,
+        "0.00105 to 0.00462; planned: 0.003",
+    )
     text = " ".join(s.text for s in document.sections[0].sentences).replace("\N{NO-BREAK SPACE}", " ")
-    for sentence in (
-        "At the planned learning rate of 0.003 the risk of not learning well is 62 % (49 % to 75 %): 5 % that the rate "
-        "is too small, 57 % that it is too large.",
-        "The probability of an explosion is 9 % (2.7 % to 24 %).",
-        "The largest useful rate is 0.0021 (0.00105 to 0.00462), the smallest 7e-5 (3.5e-5 to 0.000154).",
-    ):
-        assert sentence in text, text
+    sentence = (
+        "Over 1,000 updates the best learning rate is about 0.0007; rates from 7e-5 up to 0.0021 (0.00105 to 0.00462) "
+        "learn about as well; planned is 0.003."
+    )
+    assert text.count(sentence) == 1, text
     assert "stable" not in text
-
-
-def test_what_explodes_at_once_has_a_risk_but_no_useful_rate():
-    tree = made_trees.assessment(failure=1.0)
-    table = tree["risk"].to_dataset()
-    edges = [name for name in table.data_vars if "edge" in name]
-    tree["risk"] = xr.DataTree(table.assign({name: table[name] * np.nan for name in edges}))
-    document = document_of(tree)
-    assert document.facts[0].quantity.value == 1
-    assert "largest useful rate" not in [fact.label for fact in document.facts]
-    assert "useful rate is" not in " ".join(s.text for s in document.sections[0].sentences)
 
 
 def test_a_diagnosis_without_failure_or_experiments_is_told():

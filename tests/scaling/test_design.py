@@ -1,6 +1,7 @@
 """Designs: known sizes, thin builds that keep what they should, and sentences for what cannot be built."""
 
 import json
+import math
 from itertools import pairwise
 
 import pytest
@@ -128,6 +129,12 @@ def test_below_one_head_there_is_one_narrower_head():
     assert of.build(32, 1).config.n_heads == 1
     with pytest.raises(OptionError, match="transformer cannot be 100 wide, for each of its heads takes 64; choose 128"):
         of.build(100)
+
+
+def test_heads_that_are_split_into_parts_stay_a_multiple_of_these():
+    of = design({"model_type": "codegen", "n_embd": 512, "n_layer": 2, "n_head": 8, "rotary_dim": 32})
+    assert [of.nearest_width(w) for w in (1, 64, 300, 500)] == [256, 256, 256, 512]
+    assert of.build(256, vocabulary=16)(torch.arange(8)[None]).logits.shape == (1, 8, 16)
 
 
 def test_nearest_widths_are_fixed_points_and_rise():
@@ -271,3 +278,11 @@ def test_a_design_of_the_zoo_without_a_name_is_called_by_norm_and_family():
     assert wb.design(wb.zoo.transformer("rms_norm", **small)).name == "rms_norm transformer"
     assert wb.design({"family": "mamba", "d_model": 16, "n_layers": 2}).name == "mamba"
     assert wb.design({"family": "transformer", **small}, name="mine").name == "mine"
+
+
+def test_a_configuration_as_transformers_writes_it_may_hold_infinity(tmp_path):
+    import transformers
+
+    transformers.AutoConfig.for_model("mamba2").save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert wb.design(tmp_path).source.config.time_step_limit[1] == math.inf

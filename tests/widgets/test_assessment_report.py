@@ -144,8 +144,8 @@ def test_a_chosen_criterion_shows_what_it_rests_on_and_nothing_is_drawn_unseen(m
     report.criteria.table.choose("routing")
     assert "The model has no router." in evidence.words.value
     assert evidence.key == ("criteria", "routing_oscillation")
-    report.criteria.table.choose("failure_probability")
-    assert evidence.key[0] == "risk_over_rates"
+    report.criteria.table.choose("rate_over_edge")
+    assert evidence.key[0] == "pilot"
     (picture,) = evidence._place.children
     report.criteria.states.value = ["failing", "at risk"]  # the same row stays chosen, and its picture stays
     assert evidence._place.children == (picture,)
@@ -153,11 +153,11 @@ def test_a_chosen_criterion_shows_what_it_rests_on_and_nothing_is_drawn_unseen(m
 
 
 def test_what_the_risk_model_does_not_know_is_shown_without_a_number_or_a_confidence(make):
-    report = make(made_trees.without_risk(is_stand_in=True))
+    report = make(made_trees.without_rates(is_stand_in=True))
     assert report.page.document.verdict == "cannot say"
     report.view = "criteria"
-    assert rows(report.criteria.table)[-1] in ("failure_probability", "routing")
-    report.criteria.table.choose("failure_probability")
+    assert rows(report.criteria.table)[-1] in ("rate_over_edge", "routing")
+    report.criteria.table.choose("rate_over_edge")
     assert "not measured" in report.criteria.evidence.words.value
     assert "confidence" not in report.criteria.evidence.words.value
     report.criteria.table.choose("hazard_weights")
@@ -344,12 +344,12 @@ def test_two_designs_stand_side_by_side(make, comparison):
     view = report.side_by_side
     assert (view.first.value, view.second.value) == ("wide", "deep")
     assert view.table.columns == ["criterion", "state of wide", "wide", "state of deep", "deep", "healthy band"]
-    assert texts(view.table, "failure_probability")[1:] == ["at risk", "62 %", "healthy", "7 %", "at most 50 %"]
+    assert texts(view.table, "rate_over_edge")[1:] == ["at risk", "0.649", "healthy", "0.17", "at most 0.5"]
     view.only_different.value = True
-    assert rows(view.table) == ["failure_probability"]
+    assert rows(view.table) == ["rate_over_edge"]
     report.view = "side by side"
     assert ["wide" in one.words.value for one in view.evidence] == [True, False]
-    assert ["62&nbsp;%" in one.words.value.replace("\xa0", "&nbsp;") for one in view.evidence] == [True, False]
+    assert ["0.649" in one.words.value for one in view.evidence] == [True, False]
     view.evidence[1].button.click()
     assert report.view == "report"
     assert f'id="{report.page.marked}"' in report.page._text

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 #: Parts of numbers only -> the part that has the picture of what they sum up.
-_PICTURED_BY = {"risk": "risk_over_rates", "flow_numbers": "flow", "depth_flow": "flow_at_depth"}
+_PICTURED_BY = {"structure": "flow", "trials": "pilot"}
 
 
 class Evidence(ipywidgets.VBox):

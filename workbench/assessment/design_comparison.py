@@ -1,10 +1,9 @@
-"""Compare several designs under one plan and budget: risk and compute cost."""
+"""Compare several designs under one plan and budget: useful rates, loss, and compute cost."""
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import time
 from collections.abc import Callable, Generator, Mapping
 from datetime import UTC, datetime
@@ -19,23 +18,22 @@ from workbench.callbacks.train import train
 from workbench.errors import OptionError
 from workbench.hardware import AssessmentPlan, read_plan
 from workbench.io.provenance import versions
+from workbench.models.losses import token_loss
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import Verdict
 
 if TYPE_CHECKING:
     import xarray as xr
-    from torch import nn
+    from torch import Tensor, nn
 
 #: Number of timed updates of each design, taken in turns; the median excludes the slow first ones.
 N_TIMED = 12
-#: Losses on trial that differ by less than this are considered equal; nat.
+#: Losses that differ by less than this are considered equal; nat.
 SAME_LOSS = 0.02
 #: Names of the comparison's own parts.
 _TAKEN = ("designs",)
-#: Columns that are variables of the risk of each design.
-OF_RISK = [
-    f"{name}{end}" for name in ("failure", "explosion", "useful_edge", "slow_edge") for end in ("", "_low", "_high")
-]
+#: Columns that are variables of the pilot of each design.
+OF_PILOT = [f"{name}{end}" for name in ("useful_edge", "best_rate") for end in ("", "_low", "_high")]
 
 
 def compare_designs(
@@ -43,28 +41,29 @@ def compare_designs(
     task: Any = None,
     *,
     plan: Any = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     seed: int = 0,
     progress: bool | Callable[[str], None] = False,
 ) -> xr.DataTree:
-    """Assess several designs under one plan, and compare risk and compute cost.
+    """Assess several designs under one plan, and compare verdicts, useful rates, losses and compute cost.
 
     Args:
         designs: Name -> a subject as `assess` takes it, at least two.
         task: As in `assess`; the same for all.
         plan: As in `assess`, with the budget in ``[budget]``.
+        loss: As in `assess`; the same for all.
         seed: Seed of fresh parameters and of data.
         progress: As in `assess`.
 
     Returns:
         DataTree of kind "comparison": the assessment of each design under its name, and ``designs``, dim ``design``:
-        ``verdict``, ``failure`` (probability of not learning well under the plan) and ``explosion``, ``useful_edge``
-        (largest useful rate) and ``slow_edge`` (smallest), each with ``_low`` and ``_high``, ``rate_margin`` (the
-        largest useful rate over the planned one), all NaN where the risk is not known, as that of a stand-in never is;
-        ``loss_on_trial`` (nat, of the model that was run, mean over the
-        last updates of trials that did not break; NaN: all did), ``n_weights``, ``flops_per_token`` (forward and
+        ``verdict``, ``structure_state`` and ``pilot_state``, ``useful_edge`` (largest useful rate) and ``best_rate``,
+        each with ``_low`` and ``_high``, ``rate_margin`` (the largest useful rate over the planned one), all NaN where
+        the pilot did not find them; ``loss_at_best`` (nat, held-out loss at the best rate in the last round of the
+        pilot, of the model that was run; NaN: no round ended), ``n_weights``, ``flops_per_token`` (forward and
         backward), ``relative_step_time`` (of an update of the measured models, over the quickest one),
-        ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, risk,
-        work and loss on trial, and better in one; where a risk is not known none is).
+        ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, loss
+        at its best rate and work, and better in one).
 
     Raises:
         OptionError: If there are fewer than two designs, a name cannot stand in a tree, or the plan does not fit.
@@ -75,7 +74,7 @@ def compare_designs(
         >>> tree = wb.compare_designs(designs, plan="plan.toml")  # doctest: +SKIP
         >>> tree = wb.samples.assessments()  # a recorded one, of four published designs
         >>> tree["designs"]["design"].values.tolist()
-        ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'mamba-130m']
+        ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'qwen3-8b']
     """
     import xarray as xr
 
@@ -91,19 +90,19 @@ def compare_designs(
     for each in found.values():  # all are refused before the first is measured
         plan.check_against(each.design or each.model)
     trees = {
-        name: assess(subject, task, plan=plan, seed=seed, progress=_named(progress, name))
+        name: assess(subject, task, plan=plan, loss=loss, seed=seed, progress=_named(progress, name))
         for name, subject in designs.items()
     }
-    times = step_times({name: each.model for name, each in found.items()}, task, plan, seed=seed)
+    times = step_times({name: each.model for name, each in found.items()}, task, plan, loss=loss, seed=seed)
     rows = [_row(trees[name], found[name], plan) for name in designs]
     data = {name: ("design", np.array([row[name] for row in rows])) for name in rows[0]}
     data["relative_step_time"] = ("design", np.array([times[name] for name in designs]) / min(times.values()))
     table = xr.Dataset(data, {"design": list(designs)})
     table["is_dominated"] = ("design", dominated(table))
     for name, (long_name, units) in _MEANING.items():
-        table[name].attrs = {"long_name": long_name, "units": units}
-    for name in OF_RISK:
-        table[name].attrs = dict(trees[table["design"].values[0]]["risk"][name].attrs)
+        for end, about in (("", ""), ("_low", ", lower end"), ("_high", ", upper end")):
+            if f"{name}{end}" in table:
+                table[f"{name}{end}"].attrs = {"long_name": f"{long_name}{about}", "units": units}
     tree = xr.DataTree.from_dict({"designs": table, **trees})
     tree.attrs = {
         "kind": "comparison",
@@ -120,41 +119,55 @@ def compare_designs(
 
 _MEANING = {
     "verdict": ("verdict", ""),
+    "structure_state": ("structure", ""),
+    "pilot_state": ("pilot", ""),
+    "useful_edge": ("largest useful rate", "1"),
+    "best_rate": ("best rate", "1"),
     "rate_margin": ("largest useful rate over the planned one", "1"),
-    "loss_on_trial": ("loss at the end of the trials, of the model that was run", "nat"),
+    "loss_at_best": ("loss at the best rate of the pilot, of the model that was run", "nat"),
     "n_weights": ("weights", "1"),
     "flops_per_token": ("work a token, forward and backward", "FLOP"),
     "relative_step_time": ("time of an update over the quickest design's, of the models that were run", "1"),
     "steps_in_budget": ("updates in the budget", "1"),
-    "is_dominated": ("another design is nowhere worse in verdict, risk, work and loss on trial, and better in one", ""),
+    "is_dominated": ("another design is nowhere worse in verdict, loss and work, and better in one", ""),
 }
 
 
 def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> dict[str, Any]:
-    risk = tree["risk"].to_dataset().isel(run=0)
-    pilot = tree["rehearsal"].to_dataset()
-    kept = pilot["loss"].values[~pilot["has_diverged"].values]
-    rate = float(tree["case"].to_dataset()["learning_rate"][0])
+    pilot = tree["pilot"].to_dataset()
+    found = {name: float(pilot[name]) for name in OF_PILOT}
     return {
-        "verdict": tree.attrs["verdict"],
-        **{name: float(risk[name]) for name in OF_RISK},
-        "rate_margin": float(risk["useful_edge"]) / rate,
-        "loss_on_trial": float(kept[:, -10:].mean()) if len(kept) else math.nan,
+        **{name: tree.attrs[name] for name in ("verdict", "structure_state", "pilot_state")},
+        **found,
+        "rate_margin": found["useful_edge"] / float(pilot["planned_rate"]),
+        "loss_at_best": float(pilot["loss_at_best"]),
         "n_weights": measured.n_weights,
         "flops_per_token": flops_per_token(measured, plan),
         "steps_in_budget": tree.attrs["steps_in_budget"],
     }
 
 
-def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan, *, seed: int) -> dict[str, float]:
+def step_times(
+    models: Mapping[str, nn.Module],
+    task: Any,
+    plan: AssessmentPlan,
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    seed: int,
+) -> dict[str, float]:
     """Seconds of an update of each model on copies, in turns so that a busy machine slows all of them equally."""
     from workbench.tasks import as_task
 
     runs = {}
     for name, model in models.items():
-        own = planned_task(model, plan, seed=seed) if task is None else task
+        own = planned_task(model, plan, seed=seed, loss=loss) if task is None else task
         runs[name] = train(
-            copy.deepcopy(model), as_task(own), n_steps=N_TIMED + 1, learning_rate=1e-6, stops_at_divergence=False
+            copy.deepcopy(model),
+            as_task(own),
+            n_steps=N_TIMED + 1,
+            learning_rate=1e-6,
+            stops_at_divergence=False,
+            loss=loss,
         )
         next(runs[name])
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -169,18 +182,15 @@ def step_times(models: Mapping[str, nn.Module], task: Any, plan: AssessmentPlan,
 
 
 def dominated(table: xr.Dataset) -> np.ndarray:
-    """Which designs are dominated: another is as good in verdict, risk, work and loss on trial, and better in one.
+    """Which designs are dominated: another is as good in verdict, loss at its best rate and work, and better in one.
 
-    Losses are rounded to ``SAME_LOSS``; a design whose trials all diverged has none, which counts as the worst. An
-    unknown risk is neither higher nor lower than another one, so such a design neither dominates nor is dominated.
+    Losses are rounded to ``SAME_LOSS``; a design without one neither dominates nor is dominated.
     """
-    losses = np.nan_to_num(table["loss_on_trial"].values, nan=math.inf)
     scores = np.column_stack(
         [
             [Verdict(verdict).severity for verdict in table["verdict"].values],
-            table["failure"].values,
             table["flops_per_token"].values,
-            np.round(losses / SAME_LOSS),
+            np.round(table["loss_at_best"].values / SAME_LOSS),
         ]
     )
     return np.array([any((other <= own).all() and (other < own).any() for other in scores) for own in scores])

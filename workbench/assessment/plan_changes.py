@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assessment.pilot_run import pilot_run
+from workbench.assessment.plan_trials import try_plan
 from workbench.callbacks.kss import KSS
+from workbench.models.losses import token_loss
 from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import xarray as xr
-    from torch import nn
+    from torch import Tensor, nn
 
     from workbench.training.training_plan import TrainingPlan
 
-#: Trials of each change; each has as many updates as the pilot run of the plan.
+#: Trials of each change; each has as many updates as those of the plan.
 N_TRIALS = 2
 
 
@@ -42,18 +43,15 @@ class Change:
     kss: bool = False
 
 
-def possible_changes(plan: TrainingPlan, useful_rate: float, breaking_rate: float = math.nan) -> list[Change]:
+def possible_changes(plan: TrainingPlan, best_rate: float) -> list[Change]:
     """List the single changes to try for a plan whose trials diverged, the one that slows training least first.
 
     Args:
-        plan: The plan.
-        useful_rate: Middle of the rates that are predicted to learn well; NaN: not known.
-        breaking_rate: Rate at which the model diverged within a few trial updates; not finite: none is known. A quarter
-            of it, or of the plan's rate if that is lower, is tried where no useful rate is known.
+        plan: The plan, as it was tried.
+        best_rate: Best rate that the pilot found; NaN: none, and a quarter of the plan's is tried.
     """
     rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
-    known = [value for value in (rate, breaking_rate) if math.isfinite(value) and value > 0]
-    lower = min(useful_rate, rate / 1.5) if math.isfinite(useful_rate) and useful_rate > 0 else min(known) / 4
+    lower = min(best_rate, rate / 1.5) if math.isfinite(best_rate) and best_rate > 0 else rate / 4
     lower = float(f"{lower:.2g}")
     changes = []
     if plan.clip_norm is None:
@@ -71,15 +69,17 @@ def try_changes(
     changes: list[Change],
     *,
     n_updates: int,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     say: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
-    """Make a pilot run of each change.
+    """Try each change.
 
     Args:
         model: The model, which is not changed.
-        task: As in `pilot_run`.
+        task: As in `try_plan`.
         changes: Changes from `possible_changes`.
         n_updates: Updates of each trial.
+        loss: As in `try_plan`.
         say: Called with a short text before each change; an exception ends the trials.
 
     Returns:
@@ -92,12 +92,13 @@ def try_changes(
     for change in changes:
         if say is not None:
             say(f"{change.setting} {change.current} → {change.proposed}")
-        tried = pilot_run(
+        tried = try_plan(
             model,
             task,
             change.plan,
             n_updates=n_updates,
             n_trials=N_TRIALS,
+            loss=loss,
             kss=KSS.recommended if change.kss else None,
         )
         rows.append((change.setting, change.current, change.proposed, *_outcome(tried)))

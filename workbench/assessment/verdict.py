@@ -5,9 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
-from workbench.assessment.failure_modes.plan_criteria import BROKEN_TRIALS, RISK, RISK_OPEN
-from workbench.formatting import fine_percent, listed, percent, short
+from workbench.assessment.failure_modes.pilot_criteria import BROKEN_TRIALS, PILOT, RATE
+from workbench.assessment.failure_modes.structure_criteria import STRUCTURE
+from workbench.formatting import clause, fine_percent, listed, short
 from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 
 if TYPE_CHECKING:
@@ -20,35 +23,57 @@ FIRST_STEP = (
     "find the useful rates at its full size with wb.find_rate, or train it there at the planned rate for the first few "
     "hundred updates, with wb.Recorder and wb.Alarms, before the rest is paid for"
 )
-#: Criteria whose values are shares of 1.
-_SHARES = (RISK, BROKEN_TRIALS)
-#: Part of the tree -> where its numbers were measured, where it is not on the model that was run.
-_ELSEWHERE = {"/scaling": "extrapolated from smaller models of its design"}
+#: The criteria of each column of the verdict: what the design is, and what the pilot says of its plan.
+COLUMNS = {
+    "structure": tuple(criterion.name for criterion in STRUCTURE),
+    "pilot": tuple(criterion.name for criterion in PILOT),
+}
+#: The criterion of each column without which nothing is healthy: what passes along depth, and the rate.
+DECIDES = {"structure": "gain_by_depth", "pilot": RATE}
 
 
-def verdict_of(criteria: xr.Dataset, modes: xr.Dataset) -> Verdict:
-    """The verdict: that of the worst failure mode with enough confidence, else whether the measurements suffice.
+def column_state(criteria: xr.Dataset, column: str) -> CriterionState:
+    """The state of a column: the worst of its criteria that are certain enough.
 
     Args:
-        criteria: Criteria from `failure_modes.judged`.
-        modes: Likewise.
+        criteria: From `failure_modes.judged`.
+        column: "structure" or "pilot".
 
     Returns:
-        "refuse" if a mode is failing with a confidence of at least .5, "at risk" if one is at risk or failing with
-        less. Otherwise "cannot say" if the risk of not learning well is not known, or no band applies to a model of
-        this size; else "proceed".
+        "not measured" if nothing is bad, but the criterion of ``DECIDES`` was not judged, or another was not because of
+        the design's size.
     """
-    found = [Verdict.PROCEED]
-    for state, confidence in zip(modes["state"].values, modes["confidence"].values, strict=True):
-        if state not in BAD_STATES:
-            continue
-        is_failing, is_sure = state == CriterionState.FAILING, confidence >= LEAST_CONFIDENCE
-        if is_failing and is_sure:
-            found.append(Verdict.REFUSE)
-        elif is_failing or is_sure:
-            found.append(Verdict.AT_RISK)
-    verdict = max(found, key=lambda each: each.severity)
-    return Verdict.CANNOT_SAY if verdict is Verdict.PROCEED and _left_open(criteria) else verdict
+    own = criteria.sel(criterion=[name for name in criteria["criterion"].values if name in COLUMNS[column]])
+    states = [CriterionState(state) for state in own["state"].values]
+    bad = [
+        state if sure >= LEAST_CONFIDENCE else CriterionState.AT_RISK
+        for state, sure in zip(states, own["confidence"].values, strict=True)
+        if state == CriterionState.FAILING or (state == CriterionState.AT_RISK and sure >= LEAST_CONFIDENCE)
+    ]
+    if bad:
+        return max(bad, key=lambda state: state.severity)
+    is_decided = str(own["state"].sel(criterion=DECIDES[column]).values) != CriterionState.NOT_MEASURED
+    return CriterionState.HEALTHY if is_decided and not own["is_outside"].any() else CriterionState.NOT_MEASURED
+
+
+def verdict_of(criteria: xr.Dataset) -> Verdict:
+    """The verdict: that of the worst criterion with enough confidence, else whether the measurements suffice.
+
+    Args:
+        criteria: From `failure_modes.judged`.
+
+    Returns:
+        "refuse" if a criterion is failing with a confidence of at least .5, "at risk" if one is at risk with as much,
+        or failing with less. Otherwise "cannot say" if structure or pilot were not measured; else "proceed".
+    """
+    found = [column_state(criteria, column) for column in COLUMNS]
+    known = {name for names in COLUMNS.values() for name in names}
+    hazards = [name not in known for name in criteria["criterion"].values]
+    found += [CriterionState(state) for state in criteria["state"].values[hazards] if state in BAD_STATES]
+    worst = max(found, key=lambda state: state.severity)
+    if worst in BAD_STATES:
+        return Verdict.REFUSE if worst is CriterionState.FAILING else Verdict.AT_RISK
+    return Verdict.CANNOT_SAY if CriterionState.NOT_MEASURED in found else Verdict.PROCEED
 
 
 def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, sizes: Sizes | None = None) -> str:
@@ -62,10 +87,13 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
         sizes: Sizes of the subject and of the model that was run; None: not known.
     """
     if verdict == Verdict.PROCEED:
-        return f"{name} may proceed: nothing that was measured lies where runs have failed."
+        return (
+            f"{name} may proceed: its structure is like that of designs that trained, and the pilot finds nothing "
+            "against the planned rate."
+        )
     if verdict == Verdict.CANNOT_SAY:
         return (
-            f"Whether {name} will train as planned cannot be said: {_why_open(criteria, sizes)}. Nothing that was "
+            f"Whether {name} will train as planned cannot be said: {_why_open(criteria)}. Nothing that was "
             f"measured failed; for an answer, {FIRST_STEP}."
         )
     bad = modes.isel(failure_mode=[i for i, s in enumerate(modes["state"].values) if s in BAD_STATES])
@@ -83,39 +111,25 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
     return f"{name} {word}: {str(first['title'].values).lower()} ({reason}){more}."
 
 
-def _left_open(criteria: xr.Dataset) -> list[str]:
-    """The undecided criteria that prevent the verdict "proceed"; the risk first."""
-    names, states = criteria["criterion"].values.tolist(), criteria["state"].values.tolist()
-    is_outside = criteria["is_outside"].values.tolist()
-    risk = [
-        name
-        for name, state, value in zip(names, states, criteria["value"].values.tolist(), strict=True)
-        if name == RISK and (state == CriterionState.NOT_MEASURED or value > RISK_OPEN)
-    ]
-    return risk + [name for name, is_it in zip(names, is_outside, strict=True) if is_it]
-
-
-def _why_open(criteria: xr.Dataset, sizes: Sizes | None) -> str:
-    if sizes is not None and sizes.is_stand_in:
-        return (
-            f"only {sizes.stand_in} could be tried out, which says nothing about the risk or the useful rates of "
-            "the design"
-        )
-    first = criteria.sel(criterion=_left_open(criteria)[0])
-    reason = str(first["reason"].values)
-    if str(first["criterion"].values) == RISK:
-        if float(first["value"]) > RISK_OPEN:
-            return f"its risk of not learning well is {percent(float(first['value']))}"
-        return f"its risk is not known, for {reason}"
-    return f"{first['title'].values} was not judged, for {reason}"
+def _why_open(criteria: xr.Dataset) -> str:
+    """Why neither a fault nor health was found."""
+    outside = criteria["is_outside"].values
+    if outside.any():
+        first = criteria.isel(criterion=int(np.flatnonzero(outside)[0]))
+        return f"{first['title'].values} was not judged, for {first['reason'].values}"
+    if column_state(criteria, "structure") is CriterionState.NOT_MEASURED:
+        reason = str(criteria.sel(criterion=DECIDES["structure"])["reason"].values)
+        return f"what passes along its depth was not measured ({clause(reason)})"
+    return f"its useful rates are not known ({criteria.sel(criterion=RATE)['reason'].values})"
 
 
 def _with_its_number(row: xr.Dataset, sizes: Sizes | None) -> str:
     """Why a criterion is not healthy, with the value, the exceeded limit, and the model that was measured."""
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
-    say = partial(fine_percent, digits=3) if str(row["criterion"].values) in _SHARES else short
+    say = partial(fine_percent, digits=3) if str(row["criterion"].values) == BROKEN_TRIALS else short
     limit = f", healthy up to {say(high)}" if value > high else f", healthy from {say(low)}" if value < low else ""
     where = ""
-    if sizes is not None and sizes.is_stand_in:
-        where = f", {_ELSEWHERE.get(str(row['path'].values), f'measured on {sizes.stand_in}')}"
-    return f"{row['reason'].values}: {say(value)}{limit}{where}"
+    if sizes is not None and sizes.is_stand_in and str(row["criterion"].values) in COLUMNS["pilot"]:
+        where = f", measured on {sizes.stand_in}"
+    place = f" in block {int(row['layer'])}" if int(row["layer"]) >= 0 else ""
+    return f"{row['reason'].values}: {say(value)}{place}{limit}{where}"

@@ -90,7 +90,8 @@ def train(
         clip_norm: Largest norm of all gradients together; larger ones are scaled down. None: no clipping.
         precision: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` for automatic mixed precision.
         seed: Seed of all randomness in training itself, such as dropout.
-        loss: Function from logits and targets to a 0-dim tensor.
+        loss: Function from logits and targets to a 0-dim tensor; of a model whose output is no tensor and has no
+            ``logits``, from the whole output and targets.
         loss_limit: A loss above this is a divergence (RKSP's label: 50).
         grad_norm_limit: A norm of all gradients, before clipping, above this is a divergence (RKSP's label: 500).
         stops_at_divergence: Whether divergence ends the run; otherwise it continues while everything is finite.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SnapshotError
-from workbench.models.losses import token_loss
+from workbench.models.losses import prediction_of, token_loss
 
 #: Function from logits and targets to a 0-dim tensor.
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -41,9 +41,9 @@ def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: i
         direction = torch.randn(result.shape, generator=generator).to(result)
         return (result * direction).sum(), f"random direction at the output, seed {seed}"
     try:
-        value = (loss or token_loss)(result, targets.to(result.device))
-    except (RuntimeError, ValueError, IndexError) as error:
-        first = str(error).strip().splitlines()[0]
+        value = (loss or token_loss)(result if loss is None else prediction_of(output), targets.to(result.device))
+    except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SnapshotError(
             f"The loss of an output of shape {tuple(result.shape)} on targets of shape {tuple(targets.shape)} failed "
             f"({first}); pass targets for these inputs, or the loss that they are for."

@@ -14,7 +14,13 @@ from torch import nn
 
 from workbench.errors import AnatomyError, OptionError
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.share_gradients import Batch, GradientLayout, Loss, ShareGradients, WorkingCopy
+from workbench.hardware.share_gradients import (
+    Batch,
+    GradientLayout,
+    Loss,
+    ShareGradients,
+    WorkingCopy,
+)
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import count_rows, take_rows
 from workbench.tasks.task import mixed_seed
@@ -25,10 +31,6 @@ if TYPE_CHECKING:
 
 #: Number of micro-batches whose gradients are measured.
 MAX_SHARES = 32
-
-
-class NotMeasured(Exception):  # noqa: N818  (a result, caught by who asked; not an error of the user's)
-    """An emulation is impossible on this model; the message gives the reason as a clause."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ import numpy as np
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured
+from workbench.hardware.emulation import Emulation, Finding
 from workbench.hardware.hazards import HAZARDS, Hazard
 from workbench.hardware.plan_files import AssessmentPlan, read_plan
+from workbench.hardware.share_gradients import NotMeasured
 from workbench.io.provenance import versions
 from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
@@ -140,8 +142,8 @@ def assess_hardware(
         "duration": time.monotonic() - begun,
     }
     if any(hazard.applies(plan) for hazard in chosen):
-        attrs["gradient_norm"] = emulation.shares.norm
-        attrs["sampling_noise"] = emulation.noise
+        with suppress(NotMeasured):
+            attrs |= {"gradient_norm": emulation.shares.norm, "sampling_noise": emulation.noise}
     return _dataset(chosen, found, plan, emulation.layer_names).assign_attrs(attrs)
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured
+from workbench.hardware.emulation import Emulation, Finding
 from workbench.hardware.lost_updates import updating
 from workbench.hardware.plan_sections import DTYPES
-from workbench.hardware.share_gradients import WorkingCopy
+from workbench.hardware.share_gradients import NotMeasured, WorkingCopy
 from workbench.models.block_calls import results
 
 N_UPDATES = 8

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured
+from workbench.hardware.emulation import Emulation, Finding
 from workbench.hardware.plan_sections import DTYPES
-from workbench.hardware.share_gradients import WorkingCopy
+from workbench.hardware.share_gradients import NotMeasured, WorkingCopy
 
 N_UPDATES = 8
 _N_RATES = 8

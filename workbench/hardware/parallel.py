@@ -14,8 +14,8 @@ from torch.nn import functional
 from workbench.callbacks.faults.communication import LowPrecisionReduction, ring_sum
 from workbench.errors import WorkbenchError
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured
-from workbench.hardware.share_gradients import Batch, WorkingCopy, compare
+from workbench.hardware.emulation import Emulation, Finding
+from workbench.hardware.share_gradients import Batch, NotMeasured, WorkingCopy, compare
 from workbench.models.site import Site
 
 #: Number of micro-batches whose gradients are measured with the effect and without.

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.hardware.plan_sections import (
     DTYPES,
     SECTIONS,
-    AssessmentSection,
     BudgetSection,
     HardwareSection,
     TargetSection,
@@ -52,7 +51,6 @@ class AssessmentPlan:
         hardware: Devices and number formats.
         target: The target size.
         budget: Largest number of tokens or operations.
-        assessment: Thoroughness of the assessment.
 
     Example:
         >>> import workbench as wb
@@ -66,16 +64,20 @@ class AssessmentPlan:
     hardware: HardwareSection = field(default_factory=HardwareSection)
     target: TargetSection = field(default_factory=TargetSection)
     budget: BudgetSection = field(default_factory=BudgetSection)
-    assessment: AssessmentSection = field(default_factory=AssessmentSection)
 
     def __post_init__(self) -> None:
-        # Options that the optimizer does not accept are refused now, not when the run begins.
-        if not self.training.optimizer_options:
+        # An optimizer that does not accept its options, or full matrices, is refused now, not when the run begins.
+        if self.training.optimizer == "AdamW" and not self.training.optimizer_options:
             return
+        weight = nn.Parameter(torch.zeros(1, 1))
+        weight.grad = torch.zeros(1, 1)
         try:
-            self.training_plan().optimizer_for(nn.ParameterList([nn.Parameter(torch.zeros(1, 1))]))
+            optimizer = self.training_plan().optimizer_for(nn.ParameterList([weight]))
+            optimizer.step(lambda: 0.0)
         except OptionError as error:
             raise OptionError(f"[training] {error}") from error
+        except RuntimeError as error:
+            raise OptionError(f"[training] optimizer is '{self.training.optimizer}', but {error}.") from error
 
     @property
     def batch_size(self) -> int:
@@ -125,6 +127,7 @@ class AssessmentPlan:
         max_length: int | None = None,
         image_size: int | None = None,
         n_channels: int | None = None,
+        n_classes: int | None = None,
         seed: int | None = None,
         n_rows: int | None = None,
     ) -> Task:
@@ -139,6 +142,7 @@ class AssessmentPlan:
             max_length: Longest sequence that the model reads; None: any.
             image_size: Pixels along a side of the images that the model reads.
             n_channels: Channels of the images.
+            n_classes: Largest number of classes of the images.
             seed: Seed of the data; None: that of the plan.
             n_rows: Examples of a batch, instead of the limit above.
 
@@ -155,12 +159,16 @@ class AssessmentPlan:
         length = min(self.training.sequence_length or _DEFAULT_LENGTH, max_length or MEASURED_TOKENS, MEASURED_TOKENS)
         rows = min(self.batch_size, MEASURED_ROWS, max(1, MEASURED_TOKENS // length)) if n_rows is None else n_rows
         sized = {"length": length, "batch_size": rows, "vocab_size": vocab_size}
-        sized |= {"image_size": image_size, "n_channels": n_channels}
+        sized |= {"image_size": image_size, "n_channels": n_channels, "n_classes": n_classes}
         known = task_options(name)
         options = {key: value for key, value in sized.items() if key in known and value is not None}
-        task = getattr(tasks, name)(
-            **{**options, **self.task.options}, seed=self.training.seed if seed is None else seed
-        )
+        seed = self.training.seed if seed is None else seed
+        try:
+            task = getattr(tasks, name)(**{**options, **self.task.options}, seed=seed)
+        except WorkbenchError as error:
+            raise OptionError(f"[task] {name}: {error}") from error
+        except (TypeError, ValueError) as error:  # values of another kind than the task's
+            raise OptionError(f"[task] {name} does not take {self.task.options}: {error}.") from error
         reads = getattr(task, "vocab_size", None)
         if vocab_size is not None and reads is not None and reads > vocab_size:
             remedy = f"vocab_size = {vocab_size}" if "vocab_size" in known else "a task with fewer tokens"

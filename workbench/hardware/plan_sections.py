@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from workbench.errors import OptionError
 from workbench.sweeps.run_settings import TASKS
@@ -19,7 +19,6 @@ from workbench.training.training_plan import PRECISIONS, SCHEDULES
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCTIONS = ("synchronous", "overlapped", "stale")
 ORDERS = ("ring", "tree")
-THOROUGHNESS = ("quick", "full")
 _OTHER_NAMES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 OPTIMIZERS = tuple(
     name
@@ -62,18 +61,6 @@ def _table(value: Any) -> dict[str, Any]:
     return {name: list(item) if isinstance(item, tuple) else item for name, item in value.items()}
 
 
-def _listed(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise ValueError("expected a list of whole numbers")
-    return tuple(value)
-
-
-def _different(value: tuple[int, ...]) -> tuple[int, ...]:
-    if not value or len(set(value)) < len(value):
-        raise ValueError("expected one number or more, none of them twice")
-    return value
-
-
 def _loss_scale(value: Any) -> str | float:
     if value == "dynamic":
         return "dynamic"
@@ -87,8 +74,6 @@ CountOrZero = Annotated[int, BeforeValidator(_plain), Field(ge=0)]
 Positive = Annotated[float, BeforeValidator(_plain), Field(gt=0, allow_inf_nan=False)]
 DtypeName = Annotated[str, _one_of(*DTYPES, spelling=_dtype)]
 Options = Annotated[Mapping[str, Any], BeforeValidator(_table)]
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_listed), AfterValidator(_different)]
-Seeds = Annotated[tuple[CountOrZero, ...], BeforeValidator(_listed), AfterValidator(_different)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -252,20 +237,9 @@ class BudgetSection(PlanSection):
     flops: Positive | None = None
 
 
-class AssessmentSection(PlanSection):
-    """Thoroughness: sizes and seeds of the measured models; None: chosen by the assessment."""
-
-    title: ClassVar[str] = "assessment"
-    widths: Counts | None = None
-    depths: Counts | None = None
-    seeds: Seeds | None = None
-    thoroughness: Annotated[str, _one_of(*THOROUGHNESS)] = "quick"
-
-
 #: Title -> its class.
 SECTIONS: dict[str, type[PlanSection]] = {
-    cls.title: cls
-    for cls in (TrainingSection, TaskSection, HardwareSection, TargetSection, BudgetSection, AssessmentSection)
+    cls.title: cls for cls in (TrainingSection, TaskSection, HardwareSection, TargetSection, BudgetSection)
 }
 
 

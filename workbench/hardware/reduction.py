@@ -12,9 +12,9 @@ from torch import Tensor
 
 from workbench.callbacks.faults.communication import LowPrecisionReduction, in_buckets, ring_sum
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured
+from workbench.hardware.emulation import Emulation, Finding
 from workbench.hardware.plan_sections import DTYPES
-from workbench.hardware.share_gradients import Discrepancy, Terms
+from workbench.hardware.share_gradients import Discrepancy, NotMeasured, Terms
 
 #: Largest number of terms that is emulated; beyond, the error is extrapolated.
 MAX_TERMS = 1024

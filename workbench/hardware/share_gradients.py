@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import SnapshotError
+from workbench.errors import SnapshotError, WorkbenchError
 from workbench.models.calling import call_model
-from workbench.models.losses import auxiliary_loss
+from workbench.models.losses import auxiliary_loss, prediction_of
+from workbench.models.probing import family_options
 from workbench.models.wrapping import unwrap
 from workbench.training import low_precision
 
@@ -25,6 +26,10 @@ Batch = tuple[Any, Tensor]
 MAX_VALUES = 2**25
 #: The same for resampled terms.
 _MAX_DRAWN = 2**23
+
+
+class NotMeasured(Exception):  # noqa: N818  (a result, caught by who asked; not an error of the user's)
+    """An emulation is impossible on this model; the message gives the reason as a clause."""
 
 
 class WorkingCopy:
@@ -42,6 +47,8 @@ class WorkingCopy:
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model = copy.deepcopy(unwrap(model)).float().eval()
+        for option in family_options(self.model):
+            setattr(*option)
         self.model.zero_grad(set_to_none=True)
         self.loss = loss
         named = [(name, weight) for name, weight in self.model.named_parameters() if weight.requires_grad]
@@ -55,16 +62,25 @@ class WorkingCopy:
             batch: Inputs and targets.
             autocast: Format of torch's autocast in the forward pass; None: that of the weights.
             scale: Factor of the loss before the backward pass.
+
+        Raises:
+            NotMeasured: If the model has no gradient in eval mode, or not in this format.
         """
         inputs, targets = batch
         device = next((weight.device.type for weight in self.weights), "cpu")
         self.model.zero_grad(set_to_none=True)
-        with low_precision.autocast(device, autocast):
-            output = call_model(self.model, inputs)
-            own = self.loss(output if isinstance(output, Tensor) else output.logits, targets)
-            extra = auxiliary_loss(self.model, output)
-            total = own if extra is None else own + extra
-        (total * scale).backward()
+        try:
+            with low_precision.autocast(device, autocast):
+                output = call_model(self.model, inputs)
+                own = self.loss(prediction_of(output), targets)
+                extra = auxiliary_loss(self.model, output)
+                total = own if extra is None else own + extra
+            (total * scale).backward()
+        except WorkbenchError:
+            raise
+        except Exception as error:  # of any kind, as the model's code is unknown
+            cause = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            raise NotMeasured(f"the model has no gradient in eval mode ({cause})") from error
         return float(own.detach())
 
     def gradients(self) -> list[Tensor]:

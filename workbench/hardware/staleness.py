@@ -11,10 +11,10 @@ from torch import Tensor
 
 from workbench.callbacks.faults.communication import StaleReduction
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured
+from workbench.hardware.emulation import Emulation, Finding
 from workbench.hardware.lost_updates import updating
 from workbench.hardware.reduction import plan_buckets
-from workbench.hardware.share_gradients import Batch
+from workbench.hardware.share_gradients import Batch, NotMeasured
 from workbench.models.batches import count_rows, take_rows
 
 N_UPDATES = 20

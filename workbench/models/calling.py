@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workbench.errors import SnapshotError, WorkbenchError
+from workbench.models.config_options import Option, config_options
 from workbench.models.refused_inputs import reason_for
 
 if TYPE_CHECKING:
@@ -31,11 +32,19 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
     Raises:
         SnapshotError: If a model that takes tokens alone is given a mask that hides more than the end.
     """
-    if isinstance(inputs, Mapping):
-        return model(**inputs) if _takes(model, inputs) else model(_tokens_alone(model, inputs))
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs, **_decoder_tokens(model, inputs))
+    with config_options(_no_cache(model)):
+        if isinstance(inputs, Mapping):
+            return model(**inputs) if _takes(model, inputs) else model(_tokens_alone(model, inputs))
+        if isinstance(inputs, tuple | list):
+            return model(*inputs)
+        return model(inputs, **_decoder_tokens(model, inputs))
+
+
+def _no_cache(model: nn.Module) -> list[Option]:
+    """The options that keep a Hugging Face model from filling a cache, which some models have no room for."""
+    whole = getattr(model, "config", None)
+    parts = (getattr(whole, name, None) for name in getattr(whole, "sub_configs", ()))
+    return [(config, "use_cache", False) for config in (whole, *parts) if getattr(config, "use_cache", None) is True]
 
 
 def _takes(model: nn.Module, inputs: Mapping[str, Any]) -> bool:

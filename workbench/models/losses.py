@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+
+def prediction_of(output: Any) -> Any:
+    """What a loss is computed from: an output that is a tensor, else its logits; the whole output if it has none."""
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else output
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -26,18 +35,20 @@ def auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
     term = None if isinstance(output, Tensor) else getattr(output, "aux_loss", None)
     if not isinstance(term, Tensor):
         return None
-    return term * getattr(model.config, "router_aux_loss_coef", 1.0)
+    return term * getattr(getattr(model, "config", None), "router_aux_loss_coef", 1.0)
 
 
-def accuracy_of(logits: Tensor, targets: Tensor) -> float:
+def accuracy_of(logits: Any, targets: Tensor) -> float:
     """Share of the targets that were most likely; NaN if that is not defined."""
     found = accuracy_on_device(logits, targets)
     return math.nan if found is None else float(found)
 
 
-def accuracy_on_device(logits: Tensor, targets: Tensor) -> Tensor | None:
+def accuracy_on_device(logits: Any, targets: Tensor) -> Tensor | None:
     """`accuracy_of` as a 0-dim tensor that may still be computed; None if it is not defined."""
-    if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
+    if not isinstance(logits, Tensor) or not logits.ndim or targets.is_floating_point():
+        return None
+    if logits.shape[:-1] != targets.shape:
         return None
     is_target = targets != -100
     right = (logits.detach().argmax(-1) == targets) & is_target

@@ -130,6 +130,6 @@ def _options(source: Any) -> Callable[[str], Any]:
         # A composite description keeps the language part a level below.
         inner = [value for value in source.values() if isinstance(value, Mapping)]
         return lambda name: next((part[name] for part in (source, *inner) if part.get(name) is not None), None)
-    text = getattr(source, "text_config", None)
-    parts = [part for part in (source, text) if part is not None]
+    whole = (source, getattr(source, "text_config", None), getattr(source, "vision_config", None))
+    parts = [part for part in whole if part is not None]
     return lambda name: next((v for part in parts if (v := getattr(part, name, None)) is not None), None)

@@ -42,7 +42,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         stack.enter_context(as_written())
         stack.enter_context(_restored_random_state())
         stack.enter_context(_restored_attributes(model))
-        stack.enter_context(config_options(_family_options(model)))
+        stack.enter_context(config_options(family_options(model)))
         stack.enter_context(_without_fast_path())
         stack.enter_context(torch.no_grad())
         stack.enter_context(_WriteGuard(model))
@@ -169,7 +169,7 @@ class _Contents:
                 (value.extend if isinstance(value, list | deque) else value.update)(copy)
 
 
-def _family_options(model: nn.Module) -> list[Option]:
+def family_options(model: nn.Module) -> list[Option]:
     """The options that would keep a family from being read."""
     return [
         (config, name, value)

@@ -139,7 +139,7 @@ class FoundRates:
             OptionError: If the ratio is not positive, there is no such parametrization, or the optimizer is not of
                 Adam's family.
         """
-        if self.optimizer and self.optimizer.lower() not in _ADAMS:
+        if self.optimizer and not is_of_adam(self.optimizer):
             raise OptionError(
                 f"The rule is Adam's, but the pilot used {self.optimizer}; run a pilot at the target width."
             )
@@ -149,7 +149,7 @@ class FoundRates:
             raise OptionError(f"parametrization is {parametrization!r}, expected 'standard' or 'mup'.")
         factor = 1 / float(ratio) if parametrization == "standard" else 1.0
         error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
-        found = _with(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})
+        found = with_estimates(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})
         return replace(found, width_ratio=self.width_ratio * float(ratio))
 
     @property
@@ -182,6 +182,11 @@ class FoundRates:
             {"n_updates": lengths, "rate": ("rate", rate, {"long_name": "learning rate", "units": "1"})},
             {"n_steps": self.n_steps, "reason": self.reason},
         )
+
+
+def is_of_adam(optimizer: Any) -> bool:
+    """Whether rates of an optimizer, given as plans do, follow Adam's rule for widths."""
+    return (optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")).lower() in _ADAMS
 
 
 def find_rate(
@@ -293,10 +298,10 @@ def find_rate(
     of_loop = loop is not None
     if (reason := _reason(found, plan, budget, of_loop)) or found.last_with_edge is None:
         return replace(found, reason=reason)
-    return _with(found, extrapolated(found.last_with_edge, plan, of_loop=of_loop))
+    return with_estimates(found, extrapolated(found.last_with_edge, plan, of_loop=of_loop))
 
 
-def _with(found: FoundRates, estimates: Mapping[str, Estimate]) -> FoundRates:
+def with_estimates(found: FoundRates, estimates: Mapping[str, Estimate]) -> FoundRates:
     """The same with other estimates."""
     slow, best, edge = (estimates[name] for name in SOURCES)
     return replace(found, slow_edge=slow, best_rate=best, useful_edge=edge)

@@ -18,7 +18,7 @@ from workbench.callbacks.train import train
 from workbench.errors import OptionError
 from workbench.formatting import counted
 from workbench.models.calling import call_model, on_device_of
-from workbench.models.losses import token_loss
+from workbench.models.losses import prediction_of, token_loss
 from workbench.models.probing import undisturbed
 from workbench.rates.useful_band import REFERENCE_SHARE
 from workbench.tasks import Task, as_task
@@ -141,7 +141,7 @@ class ModelRuns:
             for inputs, targets in self._held_out:
                 inputs, targets = on_device_of(model, inputs), on_device_of(model, targets)
                 output = call_model(model, inputs)
-                losses.append(float(self.loss(output if isinstance(output, Tensor) else output.logits, targets)))
+                losses.append(float(self.loss(prediction_of(output), targets)))
         mean = float(np.mean(losses))
         return mean if math.isfinite(mean) else math.inf
 

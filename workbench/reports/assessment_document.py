@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from workbench.assessment.verdict import DECIDES
 from workbench.formatting import capitalized, clause, listed, lowered, title_of
 from workbench.reports import effect_space
 from workbench.reports.document import (
@@ -76,7 +77,7 @@ def assessment_document(tree: xr.DataTree) -> Document:
 
 
 def observed(numbers: Numbers) -> ReportSection:
-    """V1: the numbers outside their bands, the risk, and what could not be measured."""
+    """V1: the numbers outside their bands, the useful rates, and what could not be measured."""
     size = say(
         "{subject} has {weights} weights in {depth} blocks of width {width}; it was looked at before training, and "
         "tried out for a few updates on copies (seed {seed}).",
@@ -88,8 +89,8 @@ def observed(numbers: Numbers) -> ReportSection:
     )
     sizes = (size, _what_stood_in(numbers)) if is_stand_in(numbers) else (size,)
     blocks: list[Block] = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
-    if risk := risk_sentences(numbers):
-        blocks += [Heading("Will it learn well?"), Paragraph(tuple(risk))]
+    if rates := rate_sentences(numbers):
+        blocks += [Heading("At which rate does it learn well?"), Paragraph(tuple(rates))]
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
     for state, heading in ((CriterionState.FAILING, "Failing"), (CriterionState.AT_RISK, "At risk")):
         items = [_standing(numbers, name) for name, its in zip(ids, states, strict=True) if its == state]
@@ -141,49 +142,38 @@ def actions(numbers: Numbers) -> tuple[Sentence, ...]:
     return tuple(_decision_sentence(numbers, row, stands_alone=True) for row in rows[:_N_ACTIONS])
 
 
-def most_important(numbers: Numbers) -> tuple[Fact, ...]:
-    """The risk and the largest useful rate where they are known, and the worst criteria: three numbers at most.
+#: How far to trust rates that were carried over; the figures are tested with the recorded designs.
+_OF_THIN_MODELS = (
+    "Published designs trained at .1 to 12 times such an estimate from a thin model, 3 times in the median; so a rate "
+    "is flagged beyond three times the upper end only, and the planned one is {share} of that."
+)
 
-    For a stand-in only bad criteria: its rates are not those of the design, and its healthy criteria exclude nothing.
-    """
+
+def most_important(numbers: Numbers) -> tuple[Fact, ...]:
+    """The largest useful rate where it is known, and what is bad, or else the gain: three numbers at most."""
     facts = []
-    if knows_risk(numbers):
-        risk, low, high = (_risk(numbers, f"failure{end}") for end in ("", "_low", "_high"))
-        facts.append(Fact(risk, "risk of not learning well", " to ".join(dict.fromkeys((low.text, high.text)))))
-        rate = _risk(numbers, "useful_edge")
-        if not math.isnan(rate.value):
-            planned = _planned_rate(numbers)
-            facts.append(Fact(rate, "largest useful rate", f"planned: {planned.text}" if planned else ""))
-    shown = {fact.quantity.anchor for fact in facts}
-    left_out = set() if knows_risk(numbers) else _risk_anchors(numbers)
+    if knows_rates(numbers):
+        edge, low, high = (_of_pilot(numbers, f"useful_edge{end}") for end in ("", "_low", "_high"))
+        planned = _of_pilot(numbers, "planned_rate")
+        if is_stand_in(numbers):
+            note = f"at most 1; the limit is three times {high.text}, the upper end of the pilot's interval"
+            facts.append(Fact(_of_pilot(numbers, "rate_over_edge"), "planned rate over the limit of its pilot", note))
+        else:
+            facts.append(Fact(edge, "largest useful rate", f"{low.text} to {high.text}; planned: {planned.text}"))
     for quantity in worst_criteria(numbers):
         if len(facts) == 3:
             break
-        says_nothing = is_stand_in(numbers) and (
-            quantity.state == CriterionState.HEALTHY or quantity.path.endswith("/scaling")
-        )
-        if quantity.anchor not in shown | left_out and not says_nothing:
-            of = f"; of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
-            facts.append(Fact(quantity, quantity.meaning, f"healthy: {quantity.band}{of}"))
+        is_told = any(fact.quantity.variable == quantity.variable for fact in facts)
+        if not is_told and (quantity.state in BAD_STATES or quantity.variable == DECIDES["structure"]):
+            facts.append(Fact(quantity, quantity.meaning, f"healthy: {quantity.band}"))
     return tuple(facts)
 
 
-def knows_risk(numbers: Numbers) -> bool:
-    """Whether the risk is known, and that of the model itself."""
-    if is_stand_in(numbers) or not _has_risk(numbers):
+def knows_rates(numbers: Numbers) -> bool:
+    """Whether the pilot found the useful rates."""
+    if not (numbers.has("pilot") and "useful_edge" in numbers.node("pilot")):
         return False
-    return not math.isnan(_risk(numbers, "failure").value)
-
-
-def _has_risk(numbers: Numbers) -> bool:
-    """Whether the tree has the risk of not learning well; trees of an older workbench lack it."""
-    return numbers.has("risk") and "failure" in numbers.node("risk")
-
-
-def _risk_anchors(numbers: Numbers) -> set[str]:
-    """Indices of the criteria that judge a risk."""
-    ids, paths = numbers.names("criteria", "criterion"), numbers.texts("criteria", "path")
-    return {numbers.criterion(name).anchor for name, path in zip(ids, paths, strict=True) if path.strip("/") == "risk"}
+    return not math.isnan(_of_pilot(numbers, "useful_edge").value)
 
 
 def worst_criteria(numbers: Numbers) -> list[Quantity]:
@@ -195,78 +185,47 @@ def worst_criteria(numbers: Numbers) -> list[Quantity]:
     return [numbers.criterion(ids[row]) for row in rows]
 
 
-def risk_sentences(numbers: Numbers) -> list[Sentence]:
-    """Sentences on the risk: of not learning well, of an explosion, the useful rates, and the trials."""
-    if not numbers.has("risk"):
+def rate_sentences(numbers: Numbers) -> list[Sentence]:
+    """Sentences on the useful rates that the pilot found, or why it found none, and on the trials."""
+    if not numbers.has("pilot"):
         return []
-    if not knows_risk(numbers):
-        return [*_why_no_risk(numbers), *_trials(numbers)]
-    of = {str(name): _risk(numbers, str(name)) for name in numbers.node("risk").data_vars}
-    planned = _planned_rate(numbers)
-    start = "At the planned learning rate" + (" of {rate}" if planned else "")
-    slots = of | ({"rate": planned} if planned else {})
-    said = [
-        say(
-            f"{start} the risk of not learning well is {{failure}} ({{failure_low}} to {{failure_high}}): "
-            "{too_small} that the rate is too small, {too_large} that it is too large.",
-            **slots,
-        ),
-        say("The probability of an explosion is {explosion} ({explosion_low} to {explosion_high}).", **of),
-        *_trials(numbers),
-    ]
-    if not math.isnan(of["useful_edge"].value):
-        said.append(
-            say(
-                "The largest useful rate is {useful_edge} ({useful_edge_low} to {useful_edge_high}), the smallest "
-                "{slow_edge} ({slow_edge_low} to {slow_edge_high}).",
-                **of,
-            )
-        )
-    return said
-
-
-def _why_no_risk(numbers: Numbers) -> list[Sentence]:
-    """Why neither a risk nor useful rates are given, in one sentence; empty for a tree of an older workbench."""
-    if is_stand_in(numbers):
-        return [
-            say(
-                "Neither the risk of not learning well nor the useful rates are known: what was tried out is a "
-                "stand-in {width} wide with {depth} blocks.",
-                width=numbers.attribute("measured_width", meaning="width of the model that was run"),
-                depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
-            )
-        ]
-    if not _has_risk(numbers):
-        return []
-    told = str(numbers.node("risk").attrs.get("warning", "")) or "nothing comparable was measured"
+    if not knows_rates(numbers):
+        why = str(numbers.node("pilot").attrs.get("reason", "")) or "no pilot was made"
+        planned = _of_pilot(numbers, "planned_rate")
+        told = say("Whether {planned} is a useful rate is not known: {why}.", planned=planned, why=lowered(clause(why)))
+        return [told, *_trials(numbers)]
+    names = ("slow_edge", "best_rate", "useful_edge", "useful_edge_low", "useful_edge_high", "planned_rate")
+    n_steps = int(numbers.node("pilot").attrs["n_steps"])
     return [
         say(
-            "Neither the risk of not learning well ({risk}) nor the useful rates are known: {why}.",
-            risk=_risk(numbers, "failure"),
-            why=lowered(clause(told)),
-        )
+            f"Over {n_steps:,} updates the best learning rate is about {{best_rate}}; rates from {{slow_edge}} up to "
+            "{useful_edge} ({useful_edge_low} to {useful_edge_high}) learn about as well; planned is {planned_rate}.",
+            **{name: _of_pilot(numbers, name) for name in names},
+        ),
+        *([say(_OF_THIN_MODELS, share=_of_pilot(numbers, "rate_over_edge"))] if is_stand_in(numbers) else []),
+        *_trials(numbers),
     ]
 
 
 def _trials(numbers: Numbers) -> list[Sentence]:
     """The outcome of the trials of the plan."""
-    if not (numbers.has("rehearsal") and "share_broken" in numbers.node("rehearsal")):
+    if not (numbers.has("trials") and "share_broken" in numbers.node("trials")):
         return []
-    share = numbers.value("rehearsal", "share_broken", meaning="share of the trials that broke")
+    share = numbers.value("trials", "share_broken", meaning="share of the trials that broke")
     of = f" of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
     return [say(f"Of the trials of the first updates{of}, {{share}} broke.", share=share)]
 
 
-def _risk(numbers: Numbers, name: str) -> Quantity:
-    return numbers.value("risk", name, run=0)
+def _of_pilot(numbers: Numbers, name: str) -> Quantity:
+    return numbers.value("pilot", name)
 
 
 def _what_stood_in(numbers: Numbers) -> Sentence:
     """A sentence on the stand-in of a design that is too large."""
     return say(
-        "Models {width} wide stood in for it: before training with its variances, so that signals and gradients pass "
-        "as they would at the full width, once with all blocks; in the trials with {depth} blocks, as their library "
-        "makes them.",
+        "Models {width} wide stood in for it: for its structure with all blocks and its variances, so that signals and "
+        "gradients pass as they would at the full width; in pilot and trials with {depth} blocks, as their library "
+        "makes them, at rates that are larger by the ratio of the widths.",
         width=numbers.attribute("measured_width", meaning="width of the model that was run"),
         depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
     )
@@ -290,13 +249,6 @@ def stand_in_of(numbers: Numbers) -> str:
         return ""
     width, depth = (numbers.attribute(f"measured_{size}").text for size in ("width", "depth"))
     return f"a stand-in {width} wide with {depth} blocks"
-
-
-def _planned_rate(numbers: Numbers) -> Quantity | None:
-    place = ("plan", "training", "learning_rate")
-    if not numbers.has_attribute(*place):
-        return None
-    return numbers.attribute(*place, meaning="planned learning rate")
 
 
 def _tally(numbers: Numbers) -> Sentence:

@@ -36,6 +36,7 @@ _LEAD = (
     "All designs beside each other, and then what was measured of each. Tables with numbered rows hold the numbers "
     "that the sentences of this report rest on; the folded ones hold the rest."
 )
+_ENDS = {"edge": "", "low": "_low", "high": "_high"}
 #: Decisions of each design that are repeated here.
 _N_DECISIONS = 3
 
@@ -58,7 +59,7 @@ def comparison_document(tree: xr.DataTree) -> Document:
     verdict = _verdict(numbers, names, best)
     spoken = (_observed(numbers, designs, names), _causes(designs), _decisions(numbers, designs, names, ranked))
     facts = tuple(
-        Fact(_verdict(numbers, names, name), name, _risk_in_words(numbers, designs[name], names.index(name)))
+        Fact(_verdict(numbers, names, name), name, _rates_in_words(numbers, designs[name], names.index(name)))
         for name in ranked[:3]
     )
     first = tuple(sentence for block in spoken[2].each(Paragraph) for sentence in block.sentences)
@@ -83,16 +84,11 @@ def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -
         verdict = _verdict(numbers, names, name)
         n_weights = _of(numbers, row, name, "n_weights")
         sentences = [say("The verdict is {verdict}; it has {n_weights} weights.", verdict=verdict, n_weights=n_weights)]
-        if assessment.knows_risk(designs[name]):
-            of = {key: _of(numbers, row, name, key) for key in ("failure", "explosion", "useful_edge")}
-            ends = {key: _of(numbers, row, name, f"useful_edge_{key}") for key in ("low", "high")}
-            sentences.append(
-                say("The risk of not learning well as planned is {failure}, that of an explosion {explosion}.", **of)
-            )
-            if not math.isnan(of["useful_edge"].value):
-                sentences.append(say("The largest useful rate is {useful_edge} ({low} to {high}).", **of, **ends))
+        if assessment.knows_rates(designs[name]):
+            of = {key: _of(numbers, row, name, f"useful_edge{end}") for key, end in _ENDS.items()}
+            sentences.append(say("The largest useful rate is {edge} ({low} to {high}).", **of))
         else:
-            sentences += assessment.risk_sentences(designs[name])
+            sentences += assessment.rate_sentences(designs[name])
         items.append(
             Item(name, tuple(sentences), assessment.VERDICT_STATE.get(verdict.text, CriterionState.NOT_MEASURED))
         )
@@ -156,11 +152,11 @@ def _choice(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ran
     for start, name in zip(starts, ranked, strict=False):
         slots: dict[str, str | Quantity] = {"name": name, "verdict": _verdict(numbers, names, name)}
         text = f"{start} {{name}}: verdict {{verdict}}, "
-        if assessment.knows_risk(designs[name]):
-            risk = _of(numbers, names.index(name), name, "failure")
-            said.append(say(f"{text}risk {{risk}}.", **slots, risk=risk))
+        if assessment.knows_rates(designs[name]):
+            edge = _of(numbers, names.index(name), name, "useful_edge")
+            said.append(say(f"{text}useful up to a rate of {{edge}}.", **slots, edge=edge))
         else:
-            said.append(say(f"{text}risk not known.", **slots))
+            said.append(say(f"{text}useful rates not known.", **slots))
     return said
 
 
@@ -169,7 +165,6 @@ def _effect_space(
 ) -> ReportSection:
     cited = unique(cited)
     blocks: list[Block] = [Lead(_LEAD), Heading("Designs"), *_designs_tables(numbers, names)]
-    blocks += pictures.of_designs(numbers.tree, names)
     for name, of in designs.items():
         judged = [of.criterion(criterion) for criterion in of.names("criteria", "criterion")]
         blocks += [Heading(f"Criteria: {name}"), pictures.criteria(at=name)]
@@ -202,13 +197,13 @@ def _designs_tables(numbers: Numbers, names: list[str]) -> list[ReportTable]:
 
 
 def _ranked(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> list[str]:
-    """By verdict, then by risk; unknown risks last."""
+    """By verdict, then by the loss at the best rate of the pilot; unknown losses last."""
 
     def place(name: str) -> tuple[int, float]:
         verdict = _verdict(numbers, names, name).text
-        is_known = assessment.knows_risk(designs[name])
-        risk = _of(numbers, names.index(name), name, "failure").value if is_known else math.inf
-        return (Verdict(verdict).severity if verdict in list(Verdict) else len(Verdict), risk)
+        loss = _of(numbers, names.index(name), name, "loss_at_best").value
+        severity = Verdict(verdict).severity if verdict in list(Verdict) else len(Verdict)
+        return (severity, math.inf if math.isnan(loss) else loss)
 
     return sorted(names, key=place)
 
@@ -222,6 +217,7 @@ def _of(numbers: Numbers, row: int, name: str, variable: str) -> Quantity:
     return replace(quantity, meaning=f"{quantity.meaning} of {name}")
 
 
-def _risk_in_words(numbers: Numbers, design: Numbers, row: int) -> str:
-    is_known = assessment.knows_risk(design)
-    return f"risk {numbers.value('designs', 'failure', design=row).text}" if is_known else "risk not known"
+def _rates_in_words(numbers: Numbers, design: Numbers, row: int) -> str:
+    if not assessment.knows_rates(design):
+        return "useful rates not known"
+    return f"useful up to {numbers.value('designs', 'useful_edge', design=row).text}"

@@ -11,8 +11,6 @@ import numpy as np
 from workbench.reports.document import Picture
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import xarray as xr
 
     from workbench.reports.document import Block
@@ -26,11 +24,9 @@ def of_part(name: str, data: xr.Dataset, *, at: str = "") -> list[Block]:
     """The figures of a part of a tree; empty if there is none."""
     path = "/".join(filter(None, (at.strip("/"), name)))
     makers = {
-        "risk_over_rates": _risk,
+        "pilot": _pilot,
         "spectra": _spectra,
         "flow": _flow,
-        "flow_at_depth": _flow,
-        "scaling": _scaling,
         "hardware": _hardware,
     }
     return makers[name](data, path) if name in makers else []
@@ -86,35 +82,6 @@ def evidence(evidence: xr.Dataset) -> list[Block]:
             )
         )
     return found
-
-
-def of_designs(tree: xr.DataTree, names: Sequence[str]) -> list[Block]:
-    """The risk curves of all designs on the same axes."""
-    with_risk = [name for name in names if "risk_over_rates" in tree[name].children]
-    if not with_risk:
-        return []
-
-    def draw(tree: xr.DataTree, backend: str) -> Any:
-        from workbench import plots
-
-        return plots.risk_curve(risks_of_designs(tree), backend=backend)
-
-    return [
-        Picture(
-            "Risk of all designs over the learning rate",
-            "One line a design: the probability of not learning well; the large marks are the largest useful rates.",
-            f"Probability of not learning well over the learning rate, of {', '.join(with_risk)}.",
-            draw,
-            "wb.plots.risk_curve(pictures.risks_of_designs(tree))",
-        )
-    ]
-
-
-def risks_of_designs(tree: xr.DataTree) -> dict[str, xr.Dataset]:
-    """The risk of each design of a comparison over the rates, as `workbench.plots.risk_curve` draws it."""
-    names = [str(name) for name in tree.children["designs"].to_dataset()["design"].values]
-    named = {name: tree[name] for name in names if "risk_over_rates" in tree[name].children}
-    return {name: node["risk_over_rates"].to_dataset() for name, node in named.items()}
 
 
 def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple[str, bytes]:
@@ -179,22 +146,19 @@ def _picture(
     return Picture(title, caption, alternative, draw, code, has_many_marks)
 
 
-def _risk(risk: xr.Dataset, path: str) -> list[Block]:
+def _pilot(pilot: xr.Dataset, path: str) -> list[Block]:
+    if "loss" not in pilot or not np.isfinite(pilot["loss"].values).any():
+        return []
     return [
         _picture(
-            "risk_curve",
+            "pilot_losses",
             path,
-            "Risk over the learning rate",
-            "The line is the probability of not learning well, the strip its interval; dashed the probability of an "
-            "explosion. The box holds the rates that are predicted to learn well.",
-            "Probabilities of not learning well and of an explosion at learning rates from "
-            f"{_ends(risk['learning_rate'].values)}.",
+            "Loss over the learning rate in the pilot",
+            "One line a round: held-out losses after its updates, of the model that was run. The box holds the rates "
+            "that learn about as well as the best over the planned updates.",
+            "Held-out losses of the pilot at the rates that it tried.",
         )
     ]
-
-
-def _ends(values: np.ndarray) -> str:
-    return f"{values.min():.2g} to {values.max():.2g}"
 
 
 def _spectra(spectra: xr.Dataset, path: str) -> list[Block]:
@@ -230,21 +194,6 @@ def _flow(flow: xr.Dataset, path: str) -> list[Block]:
             "What enters and leaves each block on the way forward, and what of the gradient comes back.",
             "Size of the signal and of the gradient, shares of the branches and attention of every block.",
             has_many_marks=n_marks > _MOST_MARKS,
-        )
-    ]
-
-
-def _scaling(scaling: xr.Dataset, path: str) -> list[Block]:
-    if "explosion_edge" not in scaling["quantity"].values:  # other measurements are in the tables
-        return []
-    return [
-        _picture(
-            "scaling_trend",
-            path,
-            "Measured rungs and the way to the target size",
-            "Marks are sizes that were built and measured; the line and its strip lead to the target, where they are "
-            "supported by the rungs.",
-            "Quantities measured at growing sizes with a trend to the target size and its interval.",
         )
     ]
 

@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 
 #: Words in names of variables that are shares of 1 without a unit, and are written in percent.
 _SHARES = {"probability", "share", "confidence", "mass"}
-#: Variables of the given part that are probabilities, or bounds of one.
-_PROBABILITIES = {
-    (part, f"{name}{end}")
-    for part in ("risk", "designs")
-    for name in ("failure", "too_small", "too_large", "explosion")
-    for end in ("", "_low", "_high")
-}
 
 
 @dataclass(frozen=True)
@@ -334,7 +327,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_share(path: str, variable: str) -> bool:
-    return bool(_SHARES & set(variable.split("_"))) or (path.split("/")[-1], variable) in _PROBABILITIES
+    return bool(_SHARES & set(variable.split("_")))
 
 
 def _agree(source: Any, judged: float) -> bool:

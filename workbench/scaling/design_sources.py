@@ -53,6 +53,11 @@ class DesignSource(ABC):
         """Shapes of the weights at the target size, by name; empty if they are not known without building the model."""
         return {}
 
+    def with_images(self, side: int) -> DesignSource:
+        """The same for square images of another side; itself if it reads none, or their size cannot be chosen."""
+        del side
+        return self
+
     @abstractmethod
     def describe(self, width: int, depth: int) -> dict[str, Any]:
         """Describe a size as plain values."""
@@ -110,6 +115,12 @@ class ZooSource(DesignSource):
     def vocabulary(self) -> int | None:
         """Size of the vocabulary; None for images."""
         return self.config.vocab_size
+
+    def with_images(self, side: int) -> ZooSource:
+        """See `DesignSource`."""
+        if self.config.image_size is None:
+            return self
+        return ZooSource(ArchitectureConfig.from_dict(self.config.as_dict() | {"image_size": side}))
 
     def describe(self, width: int, depth: int) -> dict[str, Any]:
         """The family and its options."""

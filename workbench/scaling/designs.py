@@ -218,15 +218,35 @@ def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[DesignSource, st
     )
 
 
+def transformers_config(source: Any) -> Any:
+    """The configuration of transformers that a source describes, of one stack of blocks or not; None: it has none.
+
+    Args:
+        source: A ``config.json`` or a folder that has one, a configuration, or its options as a mapping.
+    """
+    if isinstance(source, str | os.PathLike):
+        path = Path(source).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+        source = _options_in(path) if path.is_file() else None
+    if isinstance(source, Mapping) and "model_type" in source:
+        return _config_of(source)
+    return source if _is_of_transformers(source) else None
+
+
 def _from_file(path: Path) -> tuple[DesignSource, str]:
+    options = _options_in(path)
+    name = path.parent.resolve().name if path.name == "config.json" else path.stem
+    return _from_options(options)[0], str(options.get("_name_or_path") or name).rsplit("/", 1)[-1]
+
+
+def _options_in(path: Path) -> dict[str, Any]:
     try:
         options = json.loads(path.read_text())
         if not isinstance(options, dict):
             raise ValueError("it holds no table of options")
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} is no valid configuration ({error}); fetch it again.") from error
-    name = path.parent.resolve().name if path.name == "config.json" else path.stem
-    return _from_options(options)[0], str(options.get("_name_or_path") or name).rsplit("/", 1)[-1]
+    return options
 
 
 def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
@@ -242,16 +262,29 @@ def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
     if "model_type" not in options:
         own = ArchitectureConfig.from_dict(options)
         return ZooSource(own), own.title
+    return TransformersSource(_config_of(options)), str(options["model_type"])
+
+
+def _config_of(options: Mapping[str, Any]) -> Any:
     import transformers
 
+    options = dict(_with_floats(options))
     kind = options.pop("model_type")
     try:
-        config = transformers.AutoConfig.for_model(kind, **options)
+        return transformers.AutoConfig.for_model(kind, **options)
     except Exception as error:  # of any kind: each configuration checks its options in its own way
         raise OptionError(
             f"transformers has no architecture '{kind}' of these options ({cause_of(error)}); correct them."
         ) from error
-    return TransformersSource(config), str(kind)
+
+
+def _with_floats(value: Any) -> Any:
+    """The same with the numbers that JSON does not have, such as infinity, which transformers writes as a table."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _with_floats(item) for name, item in value.items()}
+    return type(value)(map(_with_floats, value)) if isinstance(value, list | tuple) else value
 
 
 def _is_of_transformers(config: Any) -> bool:

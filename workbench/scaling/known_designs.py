@@ -7,7 +7,10 @@ from typing import Any
 _GPT2 = "GPT2Config"
 _PYTHIA = {"vocab_size": 50304, "max_position_embeddings": 2048}
 _LLAMA_2 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-_MAMBA = {"vocab_size": 50280, "state_size": 16, "expand": 2, "conv_kernel": 4}
+#: The initialization of the published training (state-spaces/mamba), not that of the configurations on the hub: fresh
+#: models of those begin with embeddings five times as large.
+_MAMBA_START = {"initializer_range": 0.02, "rescale_prenorm_residual": True}
+_MAMBA = {"vocab_size": 50280, "state_size": 16, "expand": 2, "conv_kernel": 4, **_MAMBA_START}
 
 
 def _pythia(width: int, depth: int, n_heads: int, **options: Any) -> tuple[str, dict[str, Any]]:
@@ -22,7 +25,7 @@ def _mamba(width: int, depth: int) -> tuple[str, dict[str, Any]]:
 def _mamba_2(width: int, depth: int) -> tuple[str, dict[str, Any]]:
     size = {"hidden_size": width, "num_hidden_layers": depth, "num_heads": width // 32, "head_dim": 64}
     options = {"vocab_size": 50288, "n_groups": 1, "state_size": 128, "tie_word_embeddings": True}
-    return "Mamba2Config", {**options, **size}
+    return "Mamba2Config", {**options, **size, **_MAMBA_START}
 
 
 def _rope(theta: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,9 @@ _LONGEST_CAUSE = 200
 _NOT_EQUAL = (
     "blocks of several widths, expected one stack of equal blocks; pass a function(width, depth, seed) that builds it."
 )
+
+#: Kinds whose code splits the heads into this many parts.
+_PARTS_OF_HEADS = {"codegen": 4}
 
 
 @dataclass(frozen=True)
@@ -142,12 +146,23 @@ class TransformersSource(DesignSource):
             raise self._refusal(width, depth, f"its configuration stays {found[0]} wide and {found[1]} deep")
         return config
 
+    def with_images(self, side: int) -> TransformersSource:
+        """See `DesignSource`."""
+        if not self.n_classes or not is_count(getattr(self.config, "image_size", None)):
+            return self
+        config = copy.deepcopy(self.config)
+        config.image_size = side
+        return TransformersSource(config)
+
     def nearest_width(self, width: int) -> int:
         """See `DesignSource`; the rotated part of each head has to be an even number of features."""
         if width == self.width:
             return width
         if self.width_per_head is None and n_heads_of(self.config):
             return max(GRANULE, GRANULE * math.ceil(width / GRANULE - 0.5))
+        if parts := _PARTS_OF_HEADS.get(self.config.model_type):
+            step = parts * (self.width_per_head or 1)
+            return max(step, step * math.ceil(width / step - 0.5))
         return super().nearest_width(width)
 
     def _is_width(self, width: int) -> bool:
@@ -204,34 +219,56 @@ class TransformersSource(DesignSource):
 
     @cached_property
     def _class(self) -> Any:
-        """The class of the models: the one that the configuration names, or one with a head if that has none.
+        return class_of(self.config)
 
-        A bare model makes no predictions; it gets the head of the task that its kind is pretrained on.
-        """
-        import transformers
-        from transformers.models.auto import modeling_auto as auto
 
-        kind = type(self.config)
-        named = self.config.architectures or []
-        named = [named] if isinstance(named, str) else named
-        classes = [getattr(transformers, name, None) for name in named if isinstance(name, str)]
-        own = next((cls for cls in classes if getattr(cls, "config_class", None) is kind), None)
-        bare = _class_of(auto.MODEL_MAPPING, kind)
-        if own is not None and own is not bare:
-            return own
-        heads = [
-            auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-            auto.MODEL_FOR_MASKED_LM_MAPPING,
-            auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-        ]
-        if getattr(self.config, "is_encoder_decoder", False):  # not the decoder alone, which may have its own class
-            heads = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, *heads]
-        found = next((cls for mapping in heads if (cls := _class_of(mapping, kind)) is not None), own or bare)
-        if found is None:
-            raise OptionError(
-                f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed) that builds it."
-            )
-        return found
+def class_of(config: Any) -> Any:
+    """The class of the models: the one that a configuration names, or one with a head if that has none.
+
+    A bare model makes no predictions; it gets the head of the task that its kind is pretrained on.
+
+    Raises:
+        OptionError: If there is none.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = type(config)
+    named = config.architectures or []
+    named = [named] if isinstance(named, str) else named
+    classes = [getattr(transformers, name, None) for name in named if isinstance(name, str)]
+    own = next((cls for cls in classes if getattr(cls, "config_class", None) is kind), None)
+    bare = _class_of(auto.MODEL_MAPPING, kind)
+    if own is not None and own is not bare:
+        return own
+    heads = [
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        auto.MODEL_FOR_MASKED_LM_MAPPING,
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    ]
+    if getattr(config, "is_encoder_decoder", False):  # not the decoder alone, which may have its own class
+        heads = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, *heads]
+    found = next((cls for mapping in heads if (cls := _class_of(mapping, kind)) is not None), own or bare)
+    if found is None:
+        raise OptionError(
+            f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed) that builds it."
+        )
+    return found
+
+
+def built_whole(config: Any, *, seed: int, most_weights: int) -> nn.Module | None:
+    """A fresh model of a configuration that describes no design, such as of stages; None: it is too large, or fails."""
+    try:
+        cls = class_of(config)
+        with torch.device("meta"):
+            n_weights = sum(weight.numel() for weight in cls._from_config(copy.deepcopy(config)).parameters())
+        if n_weights > most_weights:
+            return None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return cls._from_config(copy.deepcopy(config), dtype=torch.float32)
+    except Exception:  # noqa: BLE001  (of any kind, as any code may build the model)
+        return None
 
 
 def cause_of(error: Exception) -> str:

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 #: A spread is assumed to scale with the width to a power that is a multiple of this: 0, -1/2 and -1 are in use.
 _STEP_OF_EXPONENT = 0.5
-#: Standard error of the logarithm of a gain of such a model, against the real width (``data/make_matched_width.py``).
-WIDTH_ERROR = 0.15
 
 
 def matched_width(

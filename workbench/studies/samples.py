@@ -335,7 +335,7 @@ def scaling() -> xr.Dataset:
 
 
 def matched_width() -> xr.Dataset:
-    """Gains of fresh models as thin ones, thin ones with matched variances and real widths; see data/README.md.
+    """Structure of fresh models: thin ones, thin ones with matched variances, real widths; see data/README.md.
 
     Returns:
         Dataset with dims ``design`` (coordinates ``width`` and ``depth``) and ``size``: "thin", "matched", "target".
@@ -352,7 +352,7 @@ def matched_width() -> xr.Dataset:
 
 
 def assessed_designs() -> xr.Dataset:
-    """Assessments of designs of the recorded sweep before training, and the outcomes of their runs.
+    """What designs that train and designs with a planted fault show before training, and what is concluded.
 
     Returns:
         Dataset with dim ``design``; see data/README.md.
@@ -362,8 +362,8 @@ def assessed_designs() -> xr.Dataset:
 
     Example:
         >>> import workbench as wb
-        >>> wb.samples.assessed_designs()["design"].dims
-        ('design',)
+        >>> wb.samples.assessed_designs().sel(design="gpt2")["family"].item()
+        'GPT-2'
     """
     return _recorded("assessed_designs.nc")
 
@@ -378,7 +378,7 @@ def assessments() -> xr.DataTree:
         >>> import workbench as wb
         >>> tree = wb.samples.assessments()
         >>> [name for name in tree.children if name != "designs"]
-        ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'mamba-130m']
+        ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'qwen3-8b']
     """
     from workbench.io.store import open_run
 

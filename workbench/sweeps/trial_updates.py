@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from workbench.models.calling import call_model
-from workbench.models.losses import auxiliary_loss
+from workbench.models.losses import auxiliary_loss, prediction_of, token_loss
+from workbench.models.probing import family_options
+from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -145,6 +147,55 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
     }
 
 
+def first_update(
+    model: nn.Module, batch: Batch, others: Any, plan: TrainingPlan, loss: Loss, *, width_ratio: float = 1.0
+) -> dict[str, float]:
+    """Measure the initial loss, and by how much the first update at the plan's peak rate changes the predictions.
+
+    ``loss_over_guess``: the loss of the batch over that of equal probabilities. ``function_change``: the mean
+    Kullback-Leibler divergence (nat) of the predictions of other examples after the update from those before it; of a
+    model that is thinner than the planned one, the change of every matrix is multiplied by the ratio of the widths, so
+    that it changes outputs as it would at the full width: entries of an update of Adam have one size, and add up over
+    the inputs (Yang et al., arXiv:2203.03466).
+
+    Args:
+        model: A fresh model; it is not changed.
+        batch: Inputs and targets that the update is made from.
+        others: Inputs of the other examples.
+        plan: Plan with the optimizer and its peak rate.
+        loss: Function of logits and targets.
+        width_ratio: Width of the planned model over that of this one.
+
+    Returns:
+        Both; infinite where predictions are not finite. The change is NaN if the optimizer needs several gradients for
+        an update, or is an existing one; both are if the loss is not `token_loss`.
+    """
+    if loss is not token_loss:  # the model need not predict classes
+        return {"loss_over_guess": math.nan, "function_change": math.nan}
+    trial = _Copy(model, loss)
+    start_loss, grad_norm = trial.measure(batch)
+    base = [weight.detach().clone() for weight in trial.weights]
+    if plan.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(trial.weights, plan.clip_norm)
+    optimizer = trial.optimizer(plan, DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate)
+    before = trial.logits(others)
+    guess = math.log(before.shape[-1]) if before.shape[-1] > 1 else math.nan
+    found = {"loss_over_guess": start_loss / guess if math.isfinite(start_loss) else math.inf}
+    if optimizer is None:
+        return found | {"function_change": math.nan}
+    if not math.isfinite(grad_norm):
+        return found | {"function_change": math.inf}
+    optimizer.step()
+    tables = {id(part.weight) for part in trial.model.modules() if isinstance(part, torch.nn.Embedding)}
+    with torch.no_grad():
+        for weight, start in zip(trial.weights, base, strict=True):
+            if weight.ndim > 1 and id(weight) not in tables:
+                weight.copy_(start + width_ratio * (weight - start))
+    old, new = (logits.double().log_softmax(-1) for logits in (before, trial.logits(others)))
+    change = float((old.exp() * (old - new)).sum(-1).mean())
+    return found | {"function_change": change if math.isfinite(change) else math.inf}
+
+
 def _first_rate(is_too_large: Callable[[float], bool]) -> float:
     """The smallest rate that is too large: first on the coarse rates, from small to large, then by bisection."""
     index = next((i for i, rate in enumerate(TRIED_RATES) if is_too_large(float(rate))), len(TRIED_RATES))
@@ -174,6 +225,8 @@ class _Copy:
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model = copy.deepcopy(model).eval()
+        for option in family_options(self.model):
+            setattr(*option)
         self.loss = loss
         self.weights = [weight for weight in self.model.parameters() if weight.requires_grad]
 
@@ -182,7 +235,7 @@ class _Copy:
         inputs, targets = batch
         self.model.zero_grad(set_to_none=True)
         output = call_model(self.model, inputs)
-        own = self.loss(output if isinstance(output, Tensor) else output.logits, targets)
+        own = self.loss(prediction_of(output), targets)
         extra = auxiliary_loss(self.model, output)
         (own if extra is None else own + extra).backward()
         grads = [weight.grad for weight in self.weights if weight.grad is not None]
@@ -192,7 +245,7 @@ class _Copy:
     def logits(self, inputs: Any) -> Tensor:
         """Logits in single precision, less their mean over classes."""
         output = call_model(self.model, inputs)
-        logits = (output if isinstance(output, Tensor) else output.logits).float()
+        logits = prediction_of(output).float()
         return logits - logits.mean(-1, keepdim=True)
 
     def optimizer(self, plan: TrainingPlan, rate: float) -> torch.optim.Optimizer | None:

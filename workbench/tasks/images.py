@@ -23,7 +23,7 @@ from workbench.tasks.task import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SIDE = 8
+_SIDE, _N_DIGITS = 8, 10
 #: Share of the images kept for validation.
 _HELD_OUT_SHARE = 0.2
 
@@ -46,6 +46,7 @@ class Digits(SeededTask):
         batch_size: Images in a batch.
         seed: Seed of the split and the order.
         split: ``"train"`` or ``"validation"``.
+        n_classes: Number of classes from 2 to 10; with fewer than 10 the class is the digit modulo this number.
 
     Example:
         >>> import workbench as wb
@@ -56,17 +57,20 @@ class Digits(SeededTask):
     """
 
     name: ClassVar[str] = "digits"
-    n_classes: ClassVar[int] = 10
     image_size: int = _SIDE
     batch_size: int = 32
     seed: int = 0
     split: str = "train"
     n_channels: int = 1
+    n_classes: int = _N_DIGITS
 
     def __post_init__(self) -> None:
         require_whole(1, image_size=self.image_size, batch_size=self.batch_size, n_channels=self.n_channels)
         require_seed(self.seed)
         require_split(self.split)
+        require_whole(2, n_classes=self.n_classes)
+        if self.n_classes > _N_DIGITS:
+            raise OptionError(f"n_classes is {self.n_classes}, expected at most {_N_DIGITS}.")
         if self.image_size % _SIDE:
             raise OptionError(f"image_size is {self.image_size}, expected a multiple of {_SIDE}.")
 
@@ -85,7 +89,7 @@ class Digits(SeededTask):
 
         Returns:
             images: float32 in [0, 1], shape (batch, channel, height, width); 1 is ink.
-            targets: Digits as int64, shape (batch,).
+            targets: Classes as int64, shape (batch,).
         """
         rows = split_rows(self.seed, self.split)
         key = (self.name, "order", self.split, self.seed)
@@ -93,16 +97,22 @@ class Digits(SeededTask):
         images, digits = _images_and_digits()
         factor = self.image_size // _SIDE
         larger = images[chosen, None].repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-        return larger.repeat(1, self.n_channels, 1, 1).to(device), digits[chosen].to(device)
+        return larger.repeat(1, self.n_channels, 1, 1).to(device), (digits[chosen] % self.n_classes).to(device)
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """The task's name and fields; runs that were recorded when there was a single channel do not name it."""
-        found = super().describe()
-        return found if self.n_channels > 1 else {name: v for name, v in found.items() if name != "n_channels"}
+        """The task's name and fields; those that came after the first recorded runs only where they say something."""
+        usual = {"n_channels": 1, "n_classes": _N_DIGITS}
+        return {name: value for name, value in super().describe().items() if usual.get(name) != value}
 
 
 def digits(
-    *, image_size: int = _SIDE, n_channels: int = 1, batch_size: int = 32, seed: int = 0, split: str = "train"
+    *,
+    image_size: int = _SIDE,
+    n_channels: int = 1,
+    n_classes: int = _N_DIGITS,
+    batch_size: int = 32,
+    seed: int = 0,
+    split: str = "train",
 ) -> Digits:
     """Handwritten digits from scikit-learn; see `Digits`.
 
@@ -112,7 +122,7 @@ def digits(
         >>> tuple(images.shape)
         (4, 3, 8, 8)
     """
-    return Digits(image_size=image_size, n_channels=n_channels, batch_size=batch_size, seed=seed, split=split)
+    return Digits(image_size, batch_size, seed, split, n_channels, n_classes)
 
 
 @lru_cache(maxsize=8)

@@ -23,7 +23,7 @@ from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.device_numbers import read_numbers
-from workbench.models.losses import accuracy_on_device, auxiliary_loss
+from workbench.models.losses import accuracy_on_device, auxiliary_loss, prediction_of
 from workbench.models.run_checkpoints import latest_checkpoint, load_weights
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
@@ -61,7 +61,7 @@ class Training:
         task: Task that gives the batches.
         plan: Settings of the training.
         recording: Settings of what is recorded.
-        loss: Function from logits and targets to a 0-dim tensor.
+        loss: Function from logits, or an output without them, and targets to a 0-dim tensor.
         callbacks: Callbacks that act on it, in this order; see `Callback`.
         resume: Whether to continue from the last checkpoint.
         overwrite: Whether to replace the run at the store.
@@ -356,7 +356,7 @@ class Training:
         dtype = PRECISIONS[self.plan.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             output = call_model(self.model, inputs)
-            logits = output if isinstance(output, Tensor) else output.logits
+            logits = prediction_of(output)
             task_loss = self.loss(logits, targets)
             auxiliary = self.callbacks.auxiliary_loss(task_loss, auxiliary_loss(self.model, output))
             return task_loss, auxiliary, logits

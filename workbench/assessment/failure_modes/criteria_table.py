@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, judge
-from workbench.assessment.failure_modes.flow_criteria import FLOW
 from workbench.assessment.failure_modes.modes import FAILURE_MODES
-from workbench.assessment.failure_modes.plan_criteria import PLAN
+from workbench.assessment.failure_modes.pilot_criteria import PILOT
 from workbench.assessment.failure_modes.reference import healthy_bands
 from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.assessment.failure_modes.structure_criteria import STRUCTURE
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
 
-CRITERIA: tuple[Criterion, ...] = (*FLOW, *PLAN)
+CRITERIA: tuple[Criterion, ...] = (*STRUCTURE, *PILOT)
 #: A state with less confidence than this does not decide about its failure mode.
 LEAST_CONFIDENCE = 0.5
 #: Why a mode stays undecided although none of its measured criteria is bad.
-ALONE = "only a stand-in was measured, and what is healthy of it says nothing of the design"
 TOO_SHORT = "trials of a few updates that do not break say nothing of the rest"
 
 
@@ -52,7 +51,7 @@ def judged(tree: xr.DataTree, bands: Mapping[str, HealthyBand] | None = None) ->
     """Judge every criterion of an assessment and, from these, its failure modes.
 
     A band judges no model outside of the sizes of the healthy models behind it; a value that is not finite fails in any
-    case. A healthy value of a stand-in, or of trials of a few updates, does not exclude the failure mode.
+    case. Trials of a few updates without divergence do not exclude one.
 
     Args:
         tree: The measured parts of an assessment, with its sizes as attributes.
@@ -70,9 +69,8 @@ def judged(tree: xr.DataTree, bands: Mapping[str, HealthyBand] | None = None) ->
     rows = [_judged(criterion, tree, bands, sizes) for criterion in CRITERIA]
     if "/hardware" in tree.groups:
         rows += _hazards(tree["/hardware"].to_dataset())
-    is_stand_in = sizes is not None and sizes.is_stand_in
-    rows = [_without_acquittal(row) if is_stand_in or not row.acquits else row for row in rows]
-    return _criteria(rows), _modes(rows, ALONE if is_stand_in else TOO_SHORT)
+    rows = [row if row.acquits else _without_acquittal(row) for row in rows]
+    return _criteria(rows), _modes(rows, TOO_SHORT)
 
 
 def _without_acquittal(row: JudgedCriterion) -> JudgedCriterion:
@@ -102,11 +100,10 @@ def _judged(
         reading = found
         state, confidence = judge(reading, band, scale=criterion.scale)
         reason = criterion.meaning if state != CriterionState.HEALTHY else ""
-    path = criterion.path if criterion.path in tree.groups else "/flow_numbers"
     is_measured = state is not CriterionState.NOT_MEASURED
     return JudgedCriterion(
         criterion.name, criterion.failure_mode, criterion.title, criterion.units, band or HealthyBand(), reading, state,
-        confidence, path if is_measured else "", criterion.variable if is_measured else "", reason,
+        confidence, criterion.path if is_measured else "", criterion.variable if is_measured else "", reason,
         is_outside, criterion.acquits,
     )  # fmt: skip
 
