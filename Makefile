@@ -114,8 +114,9 @@ scaling: venv  ## Record the ladders of sizes again
 	$(BIN)/python data/make_scaling.py
 	$(BIN)/python data/make_matched_width.py
 
-failures: venv  ## Record the failed runs of known cause again, and fit the rules of diagnosis to those for it
+failures: venv  ## Record the runs with planted faults again, and fit the rules of diagnosis to them
 	$(BIN)/python data/make_failures.py
+	$(BIN)/python data/make_failure_examples.py
 
 designs: venv  ## Record again what designs that train or fail show, and the assessments of notebook 08
 	$(BIN)/python data/make_assessed_designs.py

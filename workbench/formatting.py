@@ -215,10 +215,10 @@ def counted(n: int, noun: str) -> str:
 # Words
 
 
-def listed(words: Iterable[str]) -> str:
+def listed(words: Iterable[str], last: str = "and") -> str:
     """Such as "a, b and c"."""
     words = list(words)
-    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def clipped(text: str, n_letters: int, *, keep_end: bool = False) -> str:

@@ -150,6 +150,10 @@ class TestWhatItSays:
             assert found["gradient_rms_over_eps"] == pytest.approx(rms / 1e-6, rel=1e-6)
             staleness = float((g**2 / v.clamp_min(1e-12)).mean().sqrt())
             assert found["adam_staleness"] == pytest.approx(staleness, rel=1e-5)
+            first = torch.cat([optimizer.state[parameters[n]]["exp_avg"].double().flatten() for n in names])
+            squares = float((first / (1 - 0.9**3)).square().sum() / v.sum())
+            noise = 0.1 * (1 + 0.9**3) / (1.9 * (1 - 0.9**3))
+            assert found["gradient_signal_share"] == pytest.approx((squares - noise) / (1 - noise), abs=1e-4)
 
     def test_an_optimizer_without_second_moments_has_no_staleness(self, task):
         model, recorder = dense(), recorder_with()
@@ -157,6 +161,7 @@ class TestWhatItSays:
         (o,) = of_part(recorder, "optimizer")
         assert np.isnan(o.values["adam_staleness"]).all()
         assert np.isnan(o.values["gradient_rms_over_eps"]).all()
+        assert np.isnan(o.values["gradient_signal_share"]).all()
         assert np.isfinite(o.values["update_ratio"]).all()
 
     def test_routers_and_what_the_probe_shows(self, task):

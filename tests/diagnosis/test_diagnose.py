@@ -6,7 +6,7 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from workbench.diagnosis import CAUSES
+from workbench.diagnosis import CAUSES, Rules
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
 from workbench.errors import CheckpointError, OptionError, SchemaError, StoreError
@@ -61,6 +61,9 @@ def test_the_tree_is_as_agreed(store, tree):
     best = str(causes["cause"].values[0])
     assert tree.attrs["fault"] == CAUSES[best].kind
     assert CAUSES[best].title in tree.attrs["summary"]
+    assert bool(causes["is_possible"][0])
+    assert float(causes["mechanism_probability"].sum()) == pytest.approx(1)
+    assert (tree.attrs["view"], tree.attrs["coverage"]) == ("store", 0.9)
     assert sum(json.loads(tree.attrs["fault_probabilities"]).values()) == pytest.approx(1, abs=1e-3)
     for name in causes.data_vars:
         assert {"units", "long_name", "meaning"} <= set(causes[name].attrs)
@@ -162,11 +165,11 @@ def test_the_experiment_decides_against_another_cause(tree):
 
 def test_the_unchanged_replay_is_the_run(store, tree):
     """From the checkpoint on, the control's losses are those recorded."""
-    from workbench.diagnosis.experiment_runs import _Replay
+    from workbench.diagnosis.experiment_runs import Replay
     from workbench.diagnosis.failed_run import read_record
 
     model, task = fresh()
-    replay = _Replay(read_record(store), store, model, task, 40, 20, (), None, {})
+    replay = Replay(read_record(store), store, model, task, 40, 20, (), None, {})
     recorded = wb.open_run(store)["monitors"]["loss"].sel(step=slice(40, 59)).values
     losses = replay.losses({})
     n = len(recorded) - 1  # that of the step that diverged is not given
@@ -174,12 +177,36 @@ def test_the_unchanged_replay_is_the_run(store, tree):
     assert np.isnan(losses[n:]).all()
 
 
-def test_a_run_in_which_nothing_failed_is_told_so(store):
+def test_the_outcome_weighs_the_causes(tree):
+    model, task = fresh()
+    done = run_experiment(tree, "schedule", model=model, task=task)
+    before = dict(zip(tree["causes"]["cause"].values.tolist(), tree["causes"]["probability"].values, strict=True))
+    causes = done["causes"].to_dataset()
+    wanted = Rules.shipped().after(before, "schedule", supports=True)
+    assert causes["cause"].values.tolist() == list(wanted)
+    np.testing.assert_allclose(causes["probability"].values, list(wanted.values()), rtol=1e-9)
+    assert wanted["schedule"] > before["schedule"]
+    assert done.attrs["n_replays"] == 1
+    assert done.attrs["summary"].startswith(tree.attrs["what_happened"])
+    worth = done["experiments"]["information"].values / (done["experiments"]["cost"].values + 0.05)
+    assert (np.diff(worth[np.argsort(done["experiments"]["order"].values)]) <= 1e-12).all()
+    assert tree["causes"]["cause"].values.tolist() == list(before)  # the tree that was passed is as it was
+
+
+def test_a_failure_that_does_not_recur_changes_no_probability(tree):
+    model, task = fresh()
+    done = run_experiment(tree, "schedule", model=model, task=task, n_steps=3)
+    outcomes = done["experiments"].to_dataset().set_index(experiment="cause")["outcome"]
+    assert "Undecided" in str(outcomes.sel(experiment="schedule").values)
+    xr.testing.assert_identical(done["causes"].to_dataset(), tree["causes"].to_dataset())
+
+
+def test_a_run_in_which_nothing_failed_shows_none(store):
     healthy = wb.open_run(store)["monitors"].to_dataset().isel(step=slice(0, JUMP - 5))
     found = diagnose(healthy)
     assert found.attrs["shows_failure"] == 0
-    assert found.attrs["summary"].startswith("No failure was seen: ")
-    assert "If the run should have learned more, the likeliest cause is " in found.attrs["summary"]
+    assert found.attrs["view"] == "log"
+    assert bool(found["causes"].to_dataset().sel(cause="nothing")["is_possible"])
     assert diagnose(store).attrs["shows_failure"] == 1
 
 

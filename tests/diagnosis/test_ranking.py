@@ -3,7 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.diagnosis import CAUSES, Rules
+from tests.diagnosis.records import descent, monitors, optimizer, record
+from workbench.diagnosis import CAUSES, Rules, find_failure, read_symptoms
+from workbench.diagnosis.ranking import smallest_in_sets, view_of
 from workbench.errors import OptionError, StoreError
 
 SIGNS = ("a", "b", "c")
@@ -55,13 +57,92 @@ def test_a_sign_that_is_not_there_says_nothing():
     assert rules.probabilities({"a": 0.7, "unheard of": 9.0}) == rules.probabilities({"a": 0.7})
 
 
+def test_a_run_with_two_causes_counts_for_both_of_them():
+    both = [({"a": 1.0, "b": 1.0}, ("batch", "data")), *(({"a": 1.0}, "batch"), ({"b": 1.0}, "data")) * 5]
+    probability = Rules.fit(both).probabilities({"a": 1.0, "b": 1.0})
+    assert probability["batch"] == pytest.approx(0.5, abs=0.05)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 400), st.integers(0, 2**32 - 1))
+def test_sets_cover_as_often_as_stated_whatever_the_scores(n, seed):
+    """A new score of the same law is at least the threshold with probability 1 - rank / (n + 1), at least .9."""
+    draw = np.random.default_rng(seed)
+    scores = draw.beta(*draw.uniform(0.3, 3, 2), n)
+    least = smallest_in_sets(scores)
+    rank = np.sum(scores <= least)
+    assert rank <= 0.1 * (n + 1) + 1e-9
+    assert rank + 1 > 0.1 * (n + 1) - 1e-9
+    if n < 9:
+        assert least == 0  # too few to exclude anything
+
+
+def test_the_set_holds_what_is_at_least_as_likely_as_in_recorded_runs_and_the_first():
+    rules = Rules.fit(examples())
+    thresholds = {"store": np.array([0.7, 0.2])}
+    rules = Rules(rules.causes, rules.symptoms, rules.weight, rules.usual, rules.bias, thresholds)
+    assert rules.causes == ("batch", "data")
+    assert rules.set_of({"batch": 0.75, "data": 0.25}, "store") == ("batch", "data")
+    assert rules.set_of({"batch": 0.9, "data": 0.1}, "store") == ("batch",)
+    assert rules.set_of({"batch": 0.6, "data": 0.4}, "store") == ("batch", "data")
+    assert rules.set_of({"data": 0.95, "batch": 0.05}, "another view") == ("data",)
+
+
+def test_a_replay_weighs_by_bayes_and_tells_most_where_answers_differ():
+    rules = Rules.fit(examples())
+    answers = np.array([[0.8, 0.4], [0.5, 0.5]])
+    rules = Rules(rules.causes, rules.symptoms, rules.weight, rules.usual, rules.bias, answers=answers)
+    before = {"batch": 0.5, "data": 0.5}
+    assert rules.after(before, "batch", supports=True)["batch"] == pytest.approx(0.8 / 1.2)
+    assert rules.after(before, "batch", supports=False)["batch"] == pytest.approx(0.2 / 0.8)
+    assert next(iter(rules.after(before, "batch", supports=False))) == "data"
+    assert rules.information(before, "data") == pytest.approx(0, abs=1e-12)
+    h = lambda p: -p * np.log2(p) - (1 - p) * np.log2(1 - p)  # noqa: E731
+    assert rules.information(before, "batch") == pytest.approx(h(0.6) - (h(0.8) + h(0.4)) / 2)
+    assert rules.information({"batch": 1.0, "data": 0.0}, "batch") == pytest.approx(0, abs=1e-12)
+
+
+def test_nothing_can_be_wrong_with_routing_where_nothing_is_routed():
+    mixed = [({"a": 1.0, "has_routers": 1.0}, "routing"), ({"a": -1.0, "has_routers": 0.0}, "data")] * 10
+    rules = Rules.fit(mixed)
+    dense = rules.probabilities({"a": 1.0, "has_routers": 0.0})
+    assert dense == {"data": 1.0, "routing": 0.0}
+    assert rules.set_of(dense, "store") == ("data",)
+    assert rules.probabilities({"a": 1.0})["routing"] > 0.5  # a log does not say what the model is made of
+
+
+def test_a_run_that_diverged_is_never_called_healthy():
+    rules = Rules.fit([({"a": 1.0}, "nothing"), ({"a": -1.0}, "data")] * 10)
+    assert rules.probabilities({"a": 1.0})["nothing"] > 0.5
+    assert rules.probabilities({"a": 1.0, "diverges": 1.0})["nothing"] == 0
+
+
+def test_the_view_is_what_the_record_holds():
+    plain = {"monitors": monitors(descent())}
+    setting = {"training": {"optimizer": "AdamW", "warmup": 10}}
+    for parts, options, view in (
+        (plain | {"optimizer": optimizer()}, {"configuration": setting}, "store"),
+        (plain | {"optimizer": optimizer()}, {}, "recorder"),
+        (plain, {}, "log"),
+        ({"monitors": plain["monitors"].drop_vars("learning_rate")}, {}, "curves"),
+    ):
+        one = record(parts, **options)
+        assert view_of(read_symptoms(one, find_failure(one))) == view
+    one = record(plain | {"optimizer": optimizer()})
+    assert view_of(read_symptoms(one, find_failure(one), kinds=["mechanism"])) == "mechanism"
+
+
 def test_saved_rules_say_the_same(tmp_path):
     rules = Rules.fit(examples(), about="made by hand")
+    least, answers = {"log": np.array([0.25, 0.5])}, np.array([[0.75, 0.25], [0.5, 0.5]])
+    rules = Rules(rules.causes, rules.symptoms, rules.weight, rules.usual, rules.bias, least, answers, rules.about)
     opened = Rules.open(rules.save(tmp_path / "rules.json"))
     assert opened.about == "made by hand"
     assert opened.probabilities({"a": 0.4, "c": 1.0}) == pytest.approx(
         rules.probabilities({"a": 0.4, "c": 1.0}), abs=1e-4
     )
+    np.testing.assert_allclose(opened.least["log"], least["log"])
+    np.testing.assert_allclose(opened.answers, answers)
 
 
 def test_one_cause_is_not_enough():
@@ -70,7 +151,13 @@ def test_one_cause_is_not_enough():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"causes": ["data"], "signs": {"a": {"usual": 0, "weight": [1, 2]}}, "bias": [0]}']
+    "text",
+    [
+        "",
+        "{}",
+        '{"causes": ["data"], "signs": {"a": {"usual": 0, "weight": [1, 2]}}, "bias": [0]}',
+        '{"causes": ["data"], "signs": {"a": {"usual": 0, "weight": [1]}}, "bias": [0], "least": {"log": [1, 2]}}',
+    ],
 )
 def test_what_is_no_rules_is_refused(tmp_path, text):
     (tmp_path / "rules.json").write_text(text)
@@ -79,4 +166,7 @@ def test_what_is_no_rules_is_refused(tmp_path, text):
 
 
 def test_shipped_rules_know_every_cause():
-    assert set(Rules.shipped().causes) == set(CAUSES)
+    rules = Rules.shipped()
+    assert set(rules.causes) == set(CAUSES) == set(Rules.uniform().causes)
+    assert rules.answers.shape == (len(CAUSES), len(CAUSES))
+    assert set(Rules.uniform().probabilities({"abrupt": 1.0}).values()) == {1 / len(CAUSES)}

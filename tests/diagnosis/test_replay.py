@@ -7,9 +7,11 @@ import torch
 import workbench as wb
 from tests.diagnosis.records import descent, monitors, record
 from workbench.diagnosis.experiment_changes import Course, Limit, ShiftedTask, shifted, steady_routers
-from workbench.diagnosis.experiment_runs import _is_lower
+from workbench.diagnosis.experiment_runs import _is_lower, _judge
 from workbench.diagnosis.experiments import propose
 from workbench.diagnosis.failure import find_failure
+from workbench.diagnosis.ranking import Rules
+from workbench.schema.statuses import FailureKind
 
 TASK = wb.tasks.associative_recall(length=5, vocab_size=10, n_pairs=2, batch_size=4, seed=1)
 
@@ -74,6 +76,13 @@ def test_routers_are_held_small_and_balanced():
         assert torch.equal(other, model.blocks[0].attention.query.weight)
 
 
+def test_a_run_without_a_finite_loss_has_failed_again_where_the_replay_has_none():
+    one = record({"monitors": monitors(np.full(8, np.nan))})
+    broken, whole = np.full(5, np.nan), np.linspace(2, 1, 5)
+    assert _judge(FailureKind.DIVERGED, one, 0, broken, whole) == (True, False)
+    assert _judge(FailureKind.DIVERGED, one, 0, whole, whole) == (False, False)
+
+
 def test_lower_means_beyond_the_noise():
     control = 2 + 0.1 * np.random.default_rng(0).standard_normal(50)
     assert not _is_lower(control - 0.01, control)
@@ -81,13 +90,27 @@ def test_lower_means_beyond_the_noise():
     assert not _is_lower(np.full(50, np.nan), control)
 
 
-def test_a_likely_cause_is_asked_about_before_an_unlikely_one_of_equal_cost():
+def test_experiments_are_proposed_by_what_they_tell_and_never_for_nothing():
     loss = descent()
     loss[100:] += 3
     one = record({"monitors": monitors(loss)})
-    probability = {"learning_rate": 0.6, "data": 0.3, "precision": 0.09, "optimizer_eps": 0.005, "batch": 0.005}
-    found = propose(one, find_failure(one), probability, {}, checkpoints={40: None, 90: None, 180: None})
+    probability = {"learning_rate": 0.5, "nothing": 0.2, "data": 0.2, "precision": 0.09, "optimizer_eps": 0.005}
+    rules = Rules.uniform()
+    options = {"rules": rules, "checkpoints": {40: None, 90: None, 180: None}}
+    found = propose(one, find_failure(one), probability, {}, **options)
     assert [experiment.cause for experiment in found] == ["learning_rate", "data", "precision"]
     assert all(experiment.from_step == 90 for experiment in found)
     assert all(0 < experiment.cost < 2 for experiment in found)
-    assert found[0].information == pytest.approx(-(0.6 * np.log2(0.6) + 0.4 * np.log2(0.4)))
+    assert [one.information for one in found] == [rules.information(probability, one.cause) for one in found]
+
+
+def test_a_replay_of_a_stalled_run_reaches_the_step_at_which_the_change_acts():
+    rate = np.where(np.arange(200) >= 117, 0.1, 0.01)
+    one = record({"monitors": monitors(descent(last=2.5), rate=rate)})
+    failure = find_failure(one)
+    assert failure.is_stalled
+    probability = {"schedule": 0.5, "batch": 0.5}
+    found = {e.cause: e for e in propose(one, failure, probability, {}, rules=Rules.uniform(), checkpoints={})}
+    assert found["schedule"].change["at"] == 117
+    assert found["schedule"].n_steps == 177
+    assert found["batch"].n_steps == 60

@@ -63,6 +63,46 @@ def test_eps_that_rules_is_seen_and_told_from_updates_that_get_lost():
     assert sound["updates_get_lost"].strength == 0
 
 
+def test_the_course_of_the_updates_is_seen_without_the_rate():
+    """A leap, updates at full size at once and updates that fade: from their size alone, whatever the rate was."""
+    kinds = ("mechanism",)
+    looks = optimizer()
+
+    def symptoms(sizes, loss):
+        part = looks.assign(update_ratio=(("step", "module"), np.repeat(np.array(sizes)[:, None], 5, axis=1)))
+        one = record({"monitors": monitors(loss), "optimizer": part})
+        return read_symptoms(one, find_failure(one), kinds=kinds)
+
+    steady = np.concatenate([np.linspace(0.002, 0.01, 5), np.full(15, 0.01)])
+    spiked = descent()
+    spiked[105:] += 3
+    leaping = np.where(np.arange(20) >= 10, 12 * steady, steady)
+    leap = symptoms(leaping, spiked)["updates_leap"]
+    assert leap.value == pytest.approx(12)
+    assert leap.strength > 1
+    assert (leap.step, leap.kind) == (109, "mechanism")
+    assert symptoms(steady, spiked)["updates_leap"].strength == 0
+    assert symptoms(np.full(20, 0.01), descent())["starts_with_full_updates"].strength == 1
+    assert symptoms(steady, descent())["starts_with_full_updates"].strength == 0
+    faded = np.where(np.arange(20) >= 6, 1e-4, steady)
+    assert symptoms(faded, descent(last=2.5))["updates_fade"].strength > 1
+    assert symptoms(steady, descent(last=2.5))["updates_fade"].strength == 0
+
+
+def test_noise_and_the_edge_of_stability_are_read_in_numbers_without_scale():
+    noisy = signs_of({"monitors": monitors(descent()), "optimizer": optimizer(signal=0.0)})["gradients_are_noise"]
+    clean = signs_of({"monitors": monitors(descent()), "optimizer": optimizer(signal=0.8)})["gradients_are_noise"]
+    assert noisy.strength == pytest.approx(1)
+    assert clean.strength < 0
+    for name, edge in (("preconditioned_sharpness_rate", 38.0), ("sharpness_rate", 2.0)):
+        part = xr.Dataset({name: ("step", np.array([0.5, 10.0, 3.0]) * edge)}, coords={"step": [49, 99, 149]})
+        found = signs_of({"monitors": monitors(descent()), "curvature": part})["rate_over_edge"]
+        assert found.value == pytest.approx(10)
+        assert found.strength == pytest.approx(1)
+        assert found.position == {"step": 99}
+    assert "rate_over_edge" not in signs_of({"monitors": monitors(descent())})
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     factor=st.one_of(st.floats(0.02, 0.1), st.floats(10, 100)),
@@ -166,4 +206,4 @@ def test_every_cause_has_words():
     for cause in CAUSES.values():
         assert cause.title
         assert cause.meaning
-        assert cause.kind in ("hyperparameter", "architecture", "precision", "routing", "data")
+        assert cause.kind in ("hyperparameter", "architecture", "precision", "routing", "data", "none")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, update_ratio
+from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, gradient_signal_share, update_ratio
 
 
 def test_gradients_of_a_module_count_by_entry():
@@ -69,6 +69,44 @@ def test_staleness_is_one_after_the_first_step_and_jumps_with_the_gradients():
     assert staleness(10.0) > 5
 
 
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("beta1", [0.5, 0.9])
+def test_the_planted_share_of_signal_is_found_at_any_age_of_the_moments(share, beta1):
+    """Gradients of a constant part and independent noise, as Adam itself averages them."""
+    n = 20_000
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.zeros(n))
+    optimizer = torch.optim.Adam([weight], betas=(beta1, 0.99))
+    signal = share**0.5 * torch.ones(n)
+    for step in range(1, 41):
+        weight.grad = signal + (1 - share) ** 0.5 * torch.randn(n, generator=generator)
+        optimizer.step()
+        state = optimizer.state[weight]
+        moments = state["exp_avg"] / (1 - beta1**step), state["exp_avg_sq"] / (1 - 0.99**step)
+        found = gradient_signal_share(*moments, beta1=beta1, n_updates=step).item()
+        if step == 1:
+            assert math.isnan(found)  # one gradient cannot be told from noise
+        elif step in (2, 5, 40):
+            assert found == pytest.approx(share, abs=0.04)
+
+
+def test_the_noise_scale_follows_from_the_share_and_the_batch_size():
+    """B (1 - share) / share is the same for batches of any size, as the gradient-noise scale is."""
+    scales = []
+    for n_rows in (4, 16):
+        generator = torch.Generator().manual_seed(1)
+        weight = nn.Parameter(torch.zeros(20_000))
+        optimizer = torch.optim.Adam([weight], betas=(0.9, 0.999))
+        for _ in range(30):
+            weight.grad = 1.0 + 3.0 * torch.randn(20_000, generator=generator) / n_rows**0.5
+            optimizer.step()
+        state = optimizer.state[weight]
+        moments = state["exp_avg"] / (1 - 0.9**30), state["exp_avg_sq"] / (1 - 0.999**30)
+        share = gradient_signal_share(*moments, beta1=0.9, n_updates=30).item()
+        scales.append(n_rows * (1 - share) / share)
+    assert scales == pytest.approx([9.0, 9.0], rel=0.1)
+
+
 def test_refusals():
     with pytest.raises(OptionError, match=r"Weights before and after have shapes \[\(2,\)\] and \[\(3,\)\]"):
         update_ratio(torch.ones(2), torch.ones(3))
@@ -76,3 +114,9 @@ def test_refusals():
         adam_staleness([torch.ones(2)], [])
     with pytest.raises(OptionError, match="eps is -1, expected a number of at least 0"):
         adam_staleness(torch.ones(2), torch.ones(2), eps=-1)
+    with pytest.raises(OptionError, match="First and second moments have shapes"):
+        gradient_signal_share(torch.ones(2), torch.ones(3), beta1=0.9, n_updates=3)
+    with pytest.raises(OptionError, match="beta1 is 1.0, expected at least 0 and below 1"):
+        gradient_signal_share(torch.ones(2), torch.ones(2), beta1=1.0, n_updates=3)
+    assert gradient_signal_share(torch.ones(2), torch.ones(2), beta1=0.0, n_updates=3).isnan()
+    assert gradient_signal_share(torch.zeros(2), torch.zeros(2), beta1=0.9, n_updates=3).isnan()

@@ -231,15 +231,19 @@ def without_rates(*, is_stand_in=False):
     return tree
 
 
-def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True):
+def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True, is_healthy=False):
     """The tree of `wb.diagnose`."""
     causes = [
-        ("learning_rate", "Learning rate too high", "hyperparameter", 0.81, -1),
-        ("architecture", "No normalization", "architecture", 0.15, 2),
-        ("precision", "Low precision", "precision", 0.03, -1),
-        ("data", "Bad data", "data", 0.01, -1),
+        ("learning_rate", "Learning rate too high", "hyperparameter", 0.81, -1, 0.6),
+        ("architecture", "No normalization", "architecture", 0.15, 2, 0.3),
+        ("precision", "Low precision", "precision", 0.03, -1, 0.06),
+        ("data", "Bad data", "data", 0.01, -1, 0.04),
     ]
-    ids, titles, kinds, probability, layer = zip(*causes, strict=True)
+    if is_healthy:
+        causes = [("nothing", "Nothing wrong", "none", 0.9, -1, 0.8)] + [
+            (*cause[:3], 0.1 * cause[3], cause[4], 0.2 * cause[5]) for cause in causes
+        ]
+    ids, titles, kinds, probability, layer, alone = zip(*causes, strict=True)
     evidence = [
         (
             "learning_rate",
@@ -262,6 +266,8 @@ def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True):
     floats = {name: number("evidence", columns[name]) for name in ("weight", "value", "reference", "step")}
     texts = {name: text("evidence", columns[name]) for name in ("cause", "quantity", "units", "sentence")}
     texts["sign"] = text("evidence", [f"odd_{name}" for name in columns["quantity"]])
+    is_setting = [name == "warmup" for name in columns["quantity"]]
+    texts["kind"] = text("evidence", ["configuration" if one else "mechanism" for one in is_setting])
     experiments = xr.Dataset(
         {
             "cause": text("experiment", ["learning_rate", "architecture"]),
@@ -286,6 +292,8 @@ def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True):
                 {
                     "title": text("cause", titles), "kind": text("cause", kinds),
                     "probability": number("cause", probability), "layer": ("cause", list(layer)),
+                    "is_possible": ("cause", [p >= 0.1 for p in probability]),
+                    "mechanism_probability": number("cause", alone),
                 },
                 {"cause": list(ids)},
             ),
@@ -296,6 +304,7 @@ def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True):
     tree.attrs = {
         "kind": "diagnosis", "subject": subject, "fault": "hyperparameter", "failure_step": failure_step,
         "summary": f"{subject} most likely failed because the learning rate was too high.", "schema_version": 1,
+        "coverage": 0.9, "shows_failure": 1,
         "created": "2026-01-01T00:00:00+00:00",
     }  # fmt: skip
     return tree

@@ -342,10 +342,10 @@ def test_known_rates_are_told_once_with_their_interval():
     assert "stable" not in text
 
 
-def test_a_diagnosis_without_failure_or_experiments_is_told():
+def test_a_diagnosis_without_a_step_or_experiments_is_told():
     document = document_of(made_trees.diagnosis(failure_step=-1, with_outcome=False))
-    assert not any("failed at step" in s.text for s in document.sections[0].sentences)
-    assert (document.verdict, document.state, document.actions) == ("No failure seen", "not measured", ())
+    assert not any("at step" in s.text for s in document.sections[0].sentences if "loss" in s.text)
+    assert (document.verdict, document.state) == ("The cause: learning rate too high or no normalization", "failing")
     tree = made_trees.diagnosis()
     tree["experiments"] = xr.DataTree(tree["experiments"].to_dataset().isel(experiment=[]))
     (said,) = next(document_of(tree).sections[3].each(Paragraph)).sentences
@@ -353,17 +353,27 @@ def test_a_diagnosis_without_failure_or_experiments_is_told():
     assert document_of(tree).actions == (said,)
 
 
-def test_a_healthy_run_is_not_said_to_have_failed():
-    tree = made_trees.diagnosis()
-    tree.attrs["shows_failure"] = 1
-    assert document_of(tree).verdict == "At fault: hyperparameter"
-    tree.attrs["shows_failure"] = 0
-    document = document_of(tree)
-    assert (document.verdict, document.state, document.actions) == ("No failure seen", "not measured", ())
-    assert document.facts[0].label == "if it failed, probability: learning rate too high"
-    first = document.sections[0].sentences[0].text
-    assert first == "The loss shows no failure; the symptoms are read as if it had begun at step 412."
+def test_a_run_without_a_fault_is_said_to_have_none():
+    document = document_of(made_trees.diagnosis(is_healthy=True))
+    assert (document.verdict, document.state, document.actions) == ("Most likely nothing is wrong", "healthy", ())
+    assert [fact.label for fact in document.facts] == ["probability: nothing wrong"]
     assert "Nothing needs to be done, unless" in next(document.sections[3].each(Lead)).text
+
+
+def test_what_the_run_did_and_what_its_settings_say_stand_apart():
+    told = " ".join(s.text for s in document_of(made_trees.diagnosis()).sections[1].sentences)
+    assert "For it, from what the run did: odd sharpness rate" in told
+    assert "Against it, from its settings: odd warmup" in told
+    assert "60\N{NO-BREAK SPACE}% from what the run did alone" in told
+
+
+def test_a_tree_of_an_older_version_is_told_by_its_first_cause():
+    tree = made_trees.diagnosis()
+    causes = tree["causes"].to_dataset().drop_vars(["is_possible", "mechanism_probability"])
+    tree["causes"] = xr.DataTree(causes)
+    tree["evidence"] = xr.DataTree(tree["evidence"].to_dataset().drop_vars("kind"))
+    del tree.attrs["coverage"]
+    assert document_of(tree).verdict == "The cause: learning rate too high"
 
 
 def test_what_came_of_an_experiment_stands_before_those_still_to_do():

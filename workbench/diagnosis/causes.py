@@ -47,4 +47,5 @@ CAUSES: dict[str, Cause] = {
         "routing", CauseKind.ROUTING, "the router, or the loss that is to balance it, sends tokens astray"
     ),
     "data": Cause("burst of bad data", CauseKind.DATA, "batches unlike the others came in between"),
+    "nothing": Cause("nothing wrong", CauseKind.NONE, "the run learns as runs without a fault do"),
 }

@@ -16,9 +16,10 @@ from workbench.diagnosis.checkpoint_evidence import checkpoints_of, measure_weig
 from workbench.diagnosis.experiments import Experiment, propose
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
-from workbench.diagnosis.ranking import Rules
+from workbench.diagnosis.ranking import COVERAGE, Rules, view_of
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
 from workbench.errors import OptionError
+from workbench.formatting import capitalized, listed, percent
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import CauseKind, SymptomKind
@@ -55,8 +56,9 @@ def diagnose(
     """Rank the causes of a failed run, with the evidence for and against each, and propose deciding experiments.
 
     Everything is read from the run's own record: no healthy run is compared, and faults that a study has injected are
-    not read. The rules were fitted to recorded failures of small models with one planted cause each. The probabilities
-    are conditional on a failure from one of these causes; they say nothing about other causes.
+    not read. The rules were fitted to recorded runs of small models, healthy ones and ones with one or two planted
+    faults. The answer is a set, of one cause or several: of recorded runs of each cause, 90 % had it in their set. The
+    probabilities say nothing about causes that were not planted.
 
     Args:
         run: Path of a store, or of a CSV or TensorBoard log; a tree from `workbench.open_run`, or a thinner record from
@@ -71,11 +73,12 @@ def diagnose(
 
     Returns:
         A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the likeliest cause), ``failure_kind``,
-        ``failure_step``, ``shows_failure`` (0: the loss shows none, and the probabilities hold only if there was one),
-        ``summary``, and the children
+        ``failure_step``, ``shows_failure`` (0: the loss neither diverged nor rose), ``view`` (what the record holds:
+        "store", "recorder", "mechanism", "log" or "curves"), ``coverage``, ``summary``, and the children
 
-        - ``causes`` (``cause``, by falling probability): ``title``, ``kind``, ``probability`` (adds up to 1),
-          ``layer`` (the block at fault; -1: none in particular);
+        - ``causes`` (``cause``, by falling probability; "nothing": no fault): ``title``, ``kind``, ``probability``
+          (adds up to 1), ``is_possible`` (whether it is in the set), ``mechanism_probability`` (from what the run did
+          alone, without its settings), ``layer`` (the block at fault; -1: none in particular);
         - ``evidence`` (``evidence``, by cause and falling weight): ``cause``, ``sign``, ``weight`` (what it adds to
           the log-odds of the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``,
           ``layer``, ``sentence``, and where the number stands in the run (``path``, ``variable``, ``selection``, JSON;
@@ -94,6 +97,8 @@ def diagnose(
         >>> tree = wb.diagnose(wb.samples.failed_run("hyperparameter"))
         >>> tree["causes"]["cause"].values[0].item(), tree["causes"]["kind"].values[0].item()
         ('schedule', 'hyperparameter')
+        >>> tree["causes"]["is_possible"].values.sum()  # causes in the set
+        np.int64(1)
     """
     for kind in uses:
         if kind not in list(SymptomKind):
@@ -110,7 +115,7 @@ def diagnose(
     strengths = {name: symptom.strength for name, symptom in symptoms.items()}
     probability = rules.probabilities(strengths)
     layers = {cause: block_at_fault(symptoms) if cause in ("architecture",) else -1 for cause in probability}
-    experiments = propose(record, failure, probability, layers, checkpoints=places)
+    experiments = propose(record, failure, probability, layers, rules=rules, checkpoints=places)
     return _tree(record, failure, symptoms, rules, probability, layers, experiments, task)
 
 
@@ -137,30 +142,29 @@ def _tree(
 ) -> xr.DataTree:
     import xarray as xr
 
-    best = next(iter(probability))
+    view, what_happened = view_of(symptoms), capitalized(failure.words)
+    possible = rules.set_of(probability, view)
+    alone = {name: s.strength for name, s in read_symptoms(record, failure, kinds=[SymptomKind.MECHANISM]).items()}
     tree = xr.DataTree.from_dict(
         {
-            "/causes": _causes(probability, layers),
+            "/causes": causes_table(probability, layers, possible, rules.probabilities(alone)),
             "/evidence": _evidence(symptoms, rules, probability),
             "/experiments": experiments_table(experiments),
         }
     )
-    by_kind = {
-        kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in CauseKind
-    }
-    where = f" in block {layers[best]}" if layers[best] >= 0 else ""
     described = task.describe() if hasattr(task, "describe") else {}
     tree.attrs = {
         "schema_version": SCHEMA_VERSION,
         "kind": "diagnosis",
         "subject": _subject(record),
         "run": record.source,
-        "fault": CAUSES[best].kind,
-        "fault_probabilities": json.dumps({kind: round(p, 4) for kind, p in by_kind.items()}),
         "failure_kind": failure.kind.value,
         "failure_step": failure.step,
         "shows_failure": int(failure.is_seen),
-        "summary": _summary(failure, f"{CAUSES[best].title}{where} ({100 * probability[best]:.0f} %)"),
+        "view": view,
+        "coverage": COVERAGE,
+        "what_happened": what_happened,
+        **answer_of(what_happened, probability, layers, possible),
         "rules": rules.about,
         "n_signs": len(symptoms),
         "task": json.dumps(described, default=str),
@@ -182,30 +186,64 @@ def _subject(record: Record) -> str:
     return f"{known.title}, {known.n_layers} blocks of width {known.d_model}"
 
 
-def _summary(failure: Failure, cause: str) -> str:
-    if failure.is_seen:
-        return f"{failure.words[0].upper()}{failure.words[1:]}; the likeliest cause is {cause}."
-    return f"No failure was seen: {failure.words}. If the run should have learned more, the likeliest cause is {cause}."
+def answer_of(
+    what_happened: str, probability: Mapping[str, float], layers: Mapping[str, int], possible: Collection[str]
+) -> dict[str, str]:
+    """The attributes of a diagnosis that tell which causes are not excluded.
+
+    Args:
+        what_happened: Clause about the run.
+        probability: Probability of each cause, in falling order.
+        layers: Block at fault by cause; -1: none in particular.
+        possible: Causes in the set.
+    """
+    told = []
+    for cause in possible:
+        where = f" in block {layers[cause]}" if layers[cause] >= 0 else ""
+        told.append(f"{CAUSES[cause].title}{where} ({percent(probability[cause])})")
+    first = next(iter(probability))
+    if first == "nothing":
+        answer = f"Most likely nothing is wrong ({percent(probability[first])})"
+        answer += f"; not excluded: {listed(told[1:], 'or')}." if len(told) > 1 else "."
+    elif len(told) == 1:
+        answer = f"The cause: {told[0]}."
+    else:
+        answer = f"The cause is one of these, or several of them: {listed(told, 'or')}."
+    by_kind = {
+        kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in CauseKind
+    }
+    return {
+        "fault": CAUSES[first].kind,
+        "fault_probabilities": json.dumps({kind: round(p, 4) for kind, p in by_kind.items()}),
+        "summary": f"{what_happened}. {answer}",
+    }
 
 
-def _causes(probability: Mapping[str, float], layers: Mapping[str, int]) -> xr.Dataset:
+def causes_table(
+    probability: Mapping[str, float],
+    layers: Mapping[str, int],
+    possible: Collection[str],
+    mechanism: Mapping[str, float],
+) -> xr.Dataset:
+    """The causes by falling probability, dim ``cause``."""
     import xarray as xr
 
     names = list(probability)
+    columns: dict[str, tuple[list[Any], str, str, str]] = {
+        "title": ([CAUSES[name].title for name in names], "cause", "", "what may have made it fail"),
+        "kind": ([CAUSES[name].kind for name in names], "kind", "", "kind of the cause"),
+        "probability": ([probability[name] for name in names], "probability", "1", "among these causes; adds up to 1"),
+        "is_possible": ([name in possible for name in names], "in the set", "", "not excluded, at the stated coverage"),
+        "mechanism_probability": (
+            [mechanism[name] for name in names], "probability by mechanism", "1", "from what the run did alone, "
+            "without rate, batch size and configuration",
+        ),
+        "layer": ([layers[name] for name in names], "block", "1", "block at fault; -1: none in particular"),
+    }  # fmt: skip
     return xr.Dataset(
-        {
-            "title": ("cause", [CAUSES[name].title for name in names], _about("cause", "", "what may have made it "
-            "fail")),
-            "kind": ("cause", [CAUSES[name].kind for name in names], _about("kind", "", "kind of the cause")),
-            "probability": (
-                "cause", [probability[name] for name in names], _about("probability", "1", "among these causes; adds "
-                "up to 1"),
-            ),
-            "layer": ("cause", [layers[name] for name in names], _about("block", "1", "block at fault; -1: none in "
-            "particular")),
-        },
+        {name: ("cause", np.array(values), _about(*about)) for name, (values, *about) in columns.items()},
         coords={"cause": names},
-    )  # fmt: skip
+    )
 
 
 def _evidence(symptoms: Mapping[str, Symptom], rules: Rules, probability: Mapping[str, float]) -> xr.Dataset:

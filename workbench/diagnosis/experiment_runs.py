@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from workbench.diagnosis.checkpoint_evidence import check_fits, checkpoints_of
 from workbench.diagnosis.experiment_changes import ACT_ON, Course, ShiftedTask, change_model, shifted
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import running_median
+from workbench.diagnosis.ranking import Rules
+from workbench.diagnosis.weighing import weigh
 from workbench.errors import CheckpointError, OptionError
 from workbench.models.run_checkpoints import load_weights
 from workbench.schema.statuses import FailureKind
@@ -61,8 +63,9 @@ def run_experiment(
     clip_norm: float | None = None,
     precision: str | None = None,
     seed: int | None = None,
+    rules: Rules | None = None,
 ) -> xr.DataTree:
-    """Replay a part of a failed run twice, unchanged and with one change, and record the outcome.
+    """Replay a part of a failed run twice, unchanged and with one change, and weigh the causes by the outcome.
 
     Everything happens on copies: neither the model nor the run or its checkpoints are touched. The same arguments give
     the same numbers.
@@ -85,11 +88,14 @@ def run_experiment(
         clip_norm: Largest norm of all gradients together.
         precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         seed: Seed of dropout and the like.
+        rules: Rules of the diagnosis; None: the shipped ones.
 
     Returns:
         The tree with the experiment's row filled in: ``outcome`` (a sentence), ``is_done``, ``supports``, ``value`` and
         ``twin_value`` (mean loss over the last fifth of the changed and the unchanged replay, in nats; NaN: it
-        diverged).
+        diverged). Unless the failure did not recur, the probabilities of the causes, their set and order, and the
+        information of the other experiments follow from the outcome by Bayes' rule, with what replays of recorded runs
+        answered.
 
     Raises:
         OptionError: If there is no such experiment, a setting is impossible, or a replay from step 0 begins with
@@ -129,17 +135,41 @@ def run_experiment(
         "seed": seed,
     }
     training = {name: value for name, value in given.items() if value is not None}
-    replay = _Replay(
+    replay = Replay(
         read_record(source), source, module_of(model), as_task(task), from_step, n_steps, faults, checkpoints, training
     )
     control = replay.losses({})
     replay.check_begins_as_recorded(control)
-    changed = replay.losses(change)
-    kind = FailureKind(tree.attrs["failure_kind"])
-    has_failed = _judge(kind, replay.record, int(tree.attrs["failure_step"]), control, changed)
-    value, control_value = _level(changed), _level(control)
-    outcome, supports = _verdict(kind, str(row["title"].values), has_failed, value, control_value, changed, control)
-    blank = {
+    kind, step, title = tree.attrs["failure_kind"], int(tree.attrs["failure_step"]), str(row["title"].values)
+    answer = replay.answer(FailureKind(kind), step, control, change, title)
+    done = tree.copy()
+    done["experiments"] = xr.DataTree(_with_answer(table, at, answer))
+    if answer.is_decided and "is_possible" in done["causes"]:  # trees of older versions have no set
+        weigh(done, str(row["cause"].values), supports=answer.supports, rules=rules)
+    return done
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of one replay with a change.
+
+    Attributes:
+        outcome: As a sentence.
+        is_decided: Whether the failure recurred in the unchanged replay.
+        supports: Whether the outcome speaks for the cause.
+        value, control_value: Mean loss over the last fifth of the changed and the unchanged replay; NaN: it diverged.
+    """
+
+    outcome: str
+    is_decided: bool
+    supports: bool
+    value: float
+    control_value: float
+
+
+def _with_answer(table: xr.Dataset, at: int, answer: Answer) -> xr.Dataset:
+    """The experiments with the outcome of one."""
+    about = {
         "outcome": ("", "", "the outcome; empty: it was not run"),
         "is_done": (False, "", "whether it was run"),
         "supports": (False, "", "whether it speaks for the cause"),
@@ -150,19 +180,17 @@ def run_experiment(
             "mean loss over the last fifth of the unchanged replay; NaN: not run, or diverged",
         ),
     }
-    answer = {"outcome": outcome, "is_done": True, "supports": supports, "value": value, "twin_value": control_value}
+    new = dict(zip(about, (answer.outcome, True, answer.supports, answer.value, answer.control_value), strict=True))
     columns = {}
-    for name, (empty, units, meaning) in blank.items():
+    for name, (empty, units, meaning) in about.items():
         values = table[name].values.tolist() if name in table else [empty] * table.sizes["experiment"]
-        values[at] = answer[name]
+        values[at] = new[name]
         columns[name] = (
             "experiment",
             np.array(values),
             {"long_name": name.replace("_", " "), "units": units, "meaning": meaning},
         )
-    done = tree.copy()
-    done["experiments"] = xr.DataTree(table.assign(columns))
-    return done
+    return table.assign(columns)
 
 
 def _place(table: xr.Dataset, experiment: str | int) -> int:
@@ -176,7 +204,7 @@ def _place(table: xr.Dataset, experiment: str | int) -> int:
     return experiment
 
 
-class _Replay:
+class Replay:
     """The settings and data that both replays share."""
 
     def __init__(
@@ -250,6 +278,16 @@ class _Replay:
                 remove()
         return np.array(found + [math.nan] * (self.n_steps - len(found)))
 
+    def answer(
+        self, kind: FailureKind, step: int, control: np.ndarray, change: Mapping[str, Any], title: str
+    ) -> Answer:
+        """Replay with a change, beside the losses of the unchanged replay."""
+        changed = self.losses(change)
+        has_failed = _judge(kind, self.record, step, control, changed)
+        value, control_value = _level(changed), _level(control)
+        outcome, supports = _verdict(kind, title, has_failed, value, control_value, changed, control)
+        return Answer(outcome, has_failed[0], supports, value, control_value)
+
     def check_begins_as_recorded(self, control: np.ndarray) -> None:
         """Refuse other initial parameters than the run's by the loss of the first batch, where no checkpoint exists."""
         loss = float(self.record.values("monitors", "loss")[0])
@@ -308,6 +346,8 @@ def _judge(kind: FailureKind, record: Record, step: int, control: np.ndarray, ch
         return True, not _is_lower(changed, control)
     loss = record.values("monitors", "loss")
     loss = loss[np.isfinite(loss)]
+    if not len(loss):  # not one finite loss was recorded: any replay that is finite is another outcome
+        return not np.isfinite(control).all(), not np.isfinite(changed).all()
     if kind is FailureKind.DIVERGED:  # a loss diverges within a few steps, which a median would hide
         recorded = float(np.max(loss - np.minimum.accumulate(loss)))
         rise = max(_AGAIN * recorded, _NOISES * _noise(loss), _SHARE * float(np.min(loss)))

@@ -12,8 +12,11 @@ import numpy as np
 
 from workbench.diagnosis.failed_run import Record
 from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.ranking import Rules
 from workbench.schema.statuses import FailureKind
 
+#: Added to the cost of a replay beside its steps, where experiments are put in order.
+FIXED_COST = 0.05
 #: Causes less likely than this are not worth an experiment.
 _LEAST_PROBABILITY = 0.01
 #: Steps replayed after the step at which the record shows the failure.
@@ -39,7 +42,7 @@ class Experiment:
         if_right: Expected outcome if it is this cause.
         if_wrong: Expected outcome if it is another one.
         cost: Steps of both replays over the steps of the run.
-        information: Entropy of the answer, in bits: highest where the cause is as likely as not.
+        information: Mutual information of the answer and the cause, in bits, by what replays of recorded runs answered.
     """
 
     cause: str
@@ -59,6 +62,7 @@ def propose(
     probability: Mapping[str, float],
     layers: Mapping[str, int],
     *,
+    rules: Rules,
     checkpoints: Mapping[int, Path],
 ) -> list[Experiment]:
     """Propose deciding experiments, those with the most information for their cost first.
@@ -68,28 +72,29 @@ def propose(
         failure: Its failure.
         probability: Probability of each cause.
         layers: Block at fault by cause; -1: none in particular.
+        rules: What replays of recorded runs answered.
         checkpoints: Checkpoints by step.
     """
     n_all = int(record.steps[-1] - record.steps[0]) + 1
     found = []
     for cause, p in probability.items():
-        if p < _LEAST_PROBABILITY:
+        if p < _LEAST_PROBABILITY or cause == "nothing":
             continue
         title, change, begins_anew = _change(cause, record, failure, layers.get(cause, -1))
         if cause == "optimizer_eps" and _eps(record) <= change["value"]:
             continue  # it would change nothing
         from_step = 0 if begins_anew else max((step for step in checkpoints if step <= failure.step), default=0)
-        n_steps = _length(record, failure, from_step)
+        n_steps = _length(record, failure, from_step, acts_at=int(change.get("at", 0)))
         if failure.is_stalled:
             if_right = "the loss goes on falling while the unchanged replay's does not, or falls slower"
             if_wrong = "both replays end at about the same loss"
         else:
             if_right = "the loss stays down while the unchanged replay fails again"
             if_wrong = "the changed replay fails like the unchanged one"
-        information = -sum(q * math.log2(q) for q in (p, 1 - p) if q > 0)
+        information = rules.information(probability, cause)
         cost = 2 * n_steps * (change.get("factor", 1) if cause == "batch" else 1) / n_all
         found.append(Experiment(cause, title, change, n_steps, from_step, if_right, if_wrong, cost, information))
-    return sorted(found, key=lambda e: -e.information / (e.cost + 0.05))
+    return sorted(found, key=lambda e: -e.information / (e.cost + FIXED_COST))
 
 
 def _eps(record: Record) -> float:
@@ -100,10 +105,12 @@ def _eps(record: Record) -> float:
     return float(record.setting("training", "optimizer_options", "eps", default=1e-8))
 
 
-def _length(record: Record, failure: Failure, from_step: int) -> int:
+def _length(record: Record, failure: Failure, from_step: int, *, acts_at: int) -> int:
+    """Steps to replay: to a little beyond the failure; of a stalled run a share of it, from where the change acts."""
     last = int(record.steps[-1])
     if failure.is_stalled:
-        return int(np.clip(_STALLED_SHARE * (last + 1), _FEWEST, _MOST))
+        n_steps = int(np.clip(_STALLED_SHARE * (last + 1), _FEWEST, _MOST))
+        return min(max(acts_at - from_step, 0) + n_steps, max(last + 1 - from_step, n_steps))
     if failure.kind is FailureKind.DIVERGED:
         end = record.diverged_at if record.diverged_at is not None else last
         return max(end - from_step + _MARGIN, _MARGIN)
@@ -139,7 +146,8 @@ def _change(cause: str, record: Record, failure: Failure, layer: int) -> tuple[s
             "routers held to small weights, with a balance loss of the usual weight",
             {"setting": "routing", "balance": 0.01, "router_rms": 0.05}, False,
         )  # fmt: skip
-    first, last = failure.step - 5, _end_of_burst(record, failure)
+    first = failure.step - 5
+    last = max(_end_of_burst(record, failure), failure.step + 5)
     return (
         f"batches {max(first, 0)} to {last} left out",
         {"setting": "data", "first": max(first, 0), "last": last},

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 
 #: Parts that symptoms read.
-PARTS = ("monitors", "optimizer", "activations", "attention", "router", "spectra")
+PARTS = ("monitors", "optimizer", "activations", "attention", "router", "curvature", "spectra")
 _LEAST_STEPS = 5
 #: A run whose last step is beyond these has diverged (RKSP's label, as in `workbench.TrainingPlan`).
 _LOSS_LIMIT, _NORM_LIMIT = 50.0, 500.0

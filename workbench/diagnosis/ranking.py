@@ -1,42 +1,65 @@
-"""Rank causes by additive evidence from symptoms.
+"""Rank causes by additive evidence from symptoms, and answer with a set that holds the cause with a stated coverage.
 
-A multinomial logistic regression with a strong quadratic penalty (Hoerl and Kennard's ridge, on the logit), fitted to
-recorded runs whose cause was planted. Each symptom adds ``weight[cause] * (strength - usual)`` to the log-odds of a
-cause; a missing symptom adds nothing, so a log with few variables gives a less certain answer, not another one.
+A multinomial logistic regression with a quadratic penalty (Hoerl and Kennard's ridge, on the logit), fitted to recorded
+runs whose fault was planted, healthy ones among them. Each symptom adds ``weight[cause] * (strength - usual)`` to the
+log-odds of a cause; a missing symptom adds nothing, so a log with few variables gives a less certain answer, not
+another one. Sets are conformal by class (Vovk et al. 2005, Algorithmic Learning in a Random World, section 4.5): a
+cause is in the set where its probability is at least what 90 % of the recorded runs of that cause got from rules
+without their family.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from workbench.diagnosis.causes import CAUSES
 from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import write_json
+from workbench.schema.statuses import SymptomKind
+
+if TYPE_CHECKING:
+    from workbench.diagnosis.symptoms import Symptom
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
-#: The penalty is divided by the square of this factor. It is above 1 for symptoms that decide by definition, of which
-#: there are few recorded runs each, and below 1 for those that may correlate with a cause only because of how the runs
-#: were made.
-TRUST: dict[str, float] = {
-    "rate_jumps": 2.5, "rise_out_of_nothing": 2.5, "a_block_stands_out": 2.5, "routing_is_off": 2.5,
-    "rate_is_spent": 2.0, "eps_rules": 2.0, "batches_shrink": 2.0, "logits_without_focus": 2.0,
-    "few_rows": 1.5, "experts_die": 1.5, "updates_get_lost": 1.5, "updates_scatter": 1.5,
-    "attention_outgrows_the_rest": 1.5, "peak_rate": 1.5, "weights_grow": 1.5,
-    "gradient_noise": 0.7, "no_norm_setting": 0.7, "attention_narrows": 0.7,
-    "starts_at_full_rate": 0.5, "near_unit_mass": 0.5, "first_gradient": 0.5, "no_warm_up_setting": 0.5,
-    "no_clipping_setting": 0.3, "has_routers": 0.3,
-}  # fmt: skip
+#: Share of runs of each cause whose set holds the cause.
+COVERAGE = 0.9
+#: What a record shows -> the kinds of symptoms, and whether the model was measured beside its curves. Sets are
+#: calibrated for each; the first of which a record has all is its own.
+VIEWS: dict[str, tuple[tuple[SymptomKind, ...], bool]] = {
+    "store": (tuple(SymptomKind), True),
+    "recorder": ((SymptomKind.MECHANISM, SymptomKind.LOG), True),
+    "mechanism": ((SymptomKind.MECHANISM,), True),
+    "log": ((SymptomKind.MECHANISM, SymptomKind.LOG), False),
+    "curves": ((SymptomKind.MECHANISM,), False),
+}
+#: Cause, and the strength of a symptom that excludes it.
+_EXCLUDED = (("routing", "has_routers", 0.0), ("nothing", "diverges", 1.0))
+#: Name of the calibration of sets after one replay.
+REPLAYED = "replayed"
+#: Parts of a record that only a measured model has.
+_OF_MODEL = ("/optimizer", "/activations", "/attention", "/router", "/spectra")
+
+
+def view_of(symptoms: Mapping[str, Symptom]) -> str:
+    """Which of the views a record gives, by the symptoms read from it."""
+    kinds = {symptom.kind for symptom in symptoms.values()}
+    has_model = any(symptom.path in _OF_MODEL for symptom in symptoms.values())
+    for view, (needed, needs_model) in VIEWS.items():
+        if set(needed) <= kinds and (has_model or not needs_model):
+            return view
+    return "curves"
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Weights of symptoms for causes.
+    """Weights of symptoms for causes, and what the recorded runs say of sets and replays.
 
     Attributes:
         causes: Names, shape (cause,).
@@ -44,6 +67,10 @@ class Rules:
         weight: Shape (cause, symptom); adds up to 0 over the causes.
         usual: Strength at which each symptom is no evidence: its mean over the recorded runs, shape (symptom,).
         bias: Log-odds of each cause without symptoms, shape (cause,).
+        least: View -> the smallest probability with which each cause is in a set, shape (cause,); empty: every cause
+            with at least a tenth of the probability of the first.
+        answers: Probability that the replay with the change for one cause supports it if another, or it, is the cause,
+            shape (change, cause); empty: .9 for its own cause, .3 for others.
         about: Description of the runs they were fitted to.
     """
 
@@ -52,17 +79,23 @@ class Rules:
     weight: np.ndarray
     usual: np.ndarray
     bias: np.ndarray
+    least: Mapping[str, np.ndarray] = field(default_factory=dict)
+    answers: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     about: str = ""
 
     @classmethod
     def fit(
-        cls, examples: Iterable[tuple[Mapping[str, float], str]], *, penalty: float = 1.0, about: str = ""
+        cls,
+        examples: Iterable[tuple[Mapping[str, float], str | Sequence[str]]],
+        *,
+        penalty: float = 1.0,
+        about: str = "",
     ) -> Rules:
-        """Fit rules to failed runs of known cause.
+        """Fit rules to runs of known cause; a cause is as likely beforehand as it is frequent among them.
 
         Args:
-            examples: Strengths of the symptoms of a run by name, and its cause; a run may be given several times, with
-                fewer symptoms each time.
+            examples: Strengths of the symptoms of a run by name, and its cause, or its causes, which share its weight;
+                a run may be given several times, with fewer symptoms each time.
             penalty: Coefficient of the squared weights.
             about: Description of the runs.
 
@@ -71,24 +104,25 @@ class Rules:
         """
         from sklearn.linear_model import LogisticRegression
 
-        examples = list(examples)
-        found = {cause for _, cause in examples}
+        rows = [(strengths, (of,) if isinstance(of, str) else tuple(of)) for strengths, of in examples]
+        found = {cause for _, of in rows for cause in of}
         causes = tuple(name for name in CAUSES if name in found)
         if len(causes) < 2:
             raise OptionError(
                 f"The examples show {len(causes)} causes, expected at least 2; add runs of another cause."
             )
-        symptoms = tuple(sorted({name for strengths, _ in examples for name in strengths}))
-        table = np.array([[strengths.get(name, math.nan) for name in symptoms] for strengths, _ in examples])
+        symptoms = tuple(sorted({name for strengths, _ in rows for name in strengths}))
+        table = np.array([[strengths.get(name, math.nan) for name in symptoms] for strengths, _ in rows])
         usual = np.nanmean(table, axis=0)
         centred = np.where(np.isnan(table), 0.0, table - usual)
-        model = LogisticRegression(C=1 / penalty, max_iter=5000, class_weight="balanced")
-        trust = np.array([TRUST.get(name, 1.0) for name in symptoms])
-        model.fit(centred * trust, [causes.index(cause) for _, cause in examples])
-        weight, bias = model.coef_ * trust, model.intercept_
+        place = [(row, causes.index(cause), 1 / len(of)) for row, (_, of) in enumerate(rows) for cause in of]
+        chosen, labels, shares = (np.array(column) for column in zip(*place, strict=True))
+        model = LogisticRegression(C=1 / penalty, max_iter=5000)
+        model.fit(centred[chosen], labels, sample_weight=shares)
+        weight, bias = model.coef_, model.intercept_
         if len(causes) == 2:
             weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
-        return cls(causes, symptoms, weight - weight.mean(axis=0), usual, bias - bias.mean(), about)
+        return cls(causes, symptoms, weight - weight.mean(axis=0), usual, bias - bias.mean(), about=about)
 
     def evidence(self, strengths: Mapping[str, float]) -> np.ndarray:
         """What each symptom adds to the log-odds of each cause, shape (cause, symptom); 0 for missing symptoms."""
@@ -96,11 +130,58 @@ class Rules:
         return self.weight * np.where(np.isnan(row), 0.0, row - self.usual)
 
     def probabilities(self, strengths: Mapping[str, float]) -> dict[str, float]:
-        """Probability of each cause, in falling order; adds up to 1."""
+        """Probability of each cause, in falling order; adds up to 1.
+
+        Routing has none where nothing is routed, and a run that diverged is not without a fault.
+        """
         logits = self.evidence(strengths).sum(axis=1) + self.bias
-        found = np.exp(logits - logits.max())
-        found /= found.sum()
-        return {self.causes[i]: float(found[i]) for i in np.argsort(-found, kind="stable")}
+        for cause, symptom, strength in _EXCLUDED:
+            if strengths.get(symptom) == strength and cause in self.causes:
+                logits[self.causes.index(cause)] = -math.inf
+        return self._in_order(np.exp(logits - logits.max()))
+
+    def set_of(self, probability: Mapping[str, float], view: str) -> tuple[str, ...]:
+        """The causes that are not excluded, by falling probability: the likeliest at least.
+
+        Args:
+            probability: From `probabilities`.
+            view: From `view_of`.
+        """
+        first = next(iter(probability))
+        if view not in self.least:
+            return tuple(cause for cause, p in probability.items() if p >= 0.1 * probability[first])
+        least = dict(zip(self.causes, self.least[view], strict=True))
+        return tuple(cause for cause, p in probability.items() if (p >= least[cause] and p > 0) or cause == first)
+
+    def answer(self, change: str, cause: str) -> float:
+        """Probability that the replay with the change for one cause supports it if ``cause`` is at work."""
+        if not self.answers.size:
+            return 0.9 if change == cause else 0.3
+        return float(self.answers[self.causes.index(change), self.causes.index(cause)])
+
+    def information(self, probability: Mapping[str, float], change: str) -> float:
+        """Mutual information of the cause and the answer of a replay, in bits."""
+        supports = math.fsum(p * self.answer(change, cause) for cause, p in probability.items())
+        given = math.fsum(p * _entropy(self.answer(change, cause)) for cause, p in probability.items())
+        return max(_entropy(supports) - given, 0.0)
+
+    def after(self, probability: Mapping[str, float], change: str, *, supports: bool) -> dict[str, float]:
+        """Probability of each cause after a replay, by Bayes' rule, in falling order.
+
+        Args:
+            probability: Before it.
+            change: Cause that the change of the replay was for.
+            supports: Whether the replay supported it.
+        """
+        found = np.zeros(len(self.causes))
+        for cause, p in probability.items():
+            likelihood = self.answer(change, cause)
+            found[self.causes.index(cause)] = p * (likelihood if supports else 1 - likelihood)
+        return self._in_order(found)
+
+    def _in_order(self, weights: np.ndarray) -> dict[str, float]:
+        weights = weights / weights.sum()
+        return {self.causes[i]: float(weights[i]) for i in np.argsort(-weights, kind="stable")}
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
         """Write the rules as JSON."""
@@ -112,6 +193,8 @@ class Rules:
                 for i, name in enumerate(self.symptoms)
             },
             "bias": [_short(value) for value in self.bias],
+            "least": {view: [_short(value) for value in values] for view, values in self.least.items()},
+            "answers": [[_short(value) for value in row] for row in self.answers],
         }
         return write_json(content, path, overwrite=overwrite)
 
@@ -128,16 +211,46 @@ class Rules:
             weight = np.array([one["weight"] for one in symptoms.values()], dtype=float).T
             usual = np.array([one["usual"] for one in symptoms.values()], dtype=float)
             bias, causes = np.array(content["bias"], dtype=float), tuple(content["causes"])
+            least = {view: np.array(values, dtype=float) for view, values in content.get("least", {}).items()}
+            answers = np.array(content.get("answers") or np.zeros((0, 0)), dtype=float)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(f"{path} holds no rules ({error}); pass a file from Rules.save().") from error
-        if weight.shape != (len(causes), len(symptoms)) or bias.shape != (len(causes),):
+        n = len(causes)
+        is_whole = weight.shape == (n, len(symptoms)) and bias.shape == (n,) and answers.shape in ((0, 0), (n, n))
+        if not is_whole or any(values.shape != (n,) for values in least.values()):
             raise StoreError(f"{path} is damaged: its weights do not fit its causes and symptoms; write it again.")
-        return cls(causes, tuple(symptoms), weight, usual, bias, str(content.get("about", "")))
+        return cls(causes, tuple(symptoms), weight, usual, bias, least, answers, str(content.get("about", "")))
+
+    @classmethod
+    def uniform(cls) -> Rules:
+        """Rules that read no symptom and give every cause the same probability."""
+        n = len(CAUSES)
+        return cls(tuple(CAUSES), (), np.zeros((n, 0)), np.zeros(0), np.zeros(n))
 
     @classmethod
     def shipped(cls) -> Rules:
         """The rules fitted to the recorded runs; see data/README.md."""
         return cls.open(_SHIPPED)
+
+
+def smallest_in_sets(scores: Iterable[float], *, coverage: float = COVERAGE) -> float:
+    """The smallest score with which a cause is in a set, from the scores of runs that have it.
+
+    Args:
+        scores: Probability that each run's own cause got from rules that were fitted without its family.
+        coverage: Share of runs to cover.
+
+    Returns:
+        The score of rank floor((1 - coverage)(n + 1)) from below; 0, so that the cause is in every set, where there are
+        too few runs for that.
+    """
+    ranked = np.sort(np.array(list(scores), dtype=float))
+    rank = math.floor((1 - coverage) * (len(ranked) + 1) + 1e-9)
+    return float(ranked[rank - 1]) if rank >= 1 else 0.0
+
+
+def _entropy(p: float) -> float:
+    return -math.fsum(q * math.log2(q) for q in (p, 1 - p) if q > 0)
 
 
 def _short(value: float) -> float:

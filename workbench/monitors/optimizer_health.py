@@ -1,8 +1,9 @@
-"""Health of an update: its size, the staleness of the optimizer's moments, and the influence of epsilon."""
+"""Health of an update: its size, staleness and noise by the optimizer's moments, and the influence of epsilon."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,51 @@ def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-
     pairs = zip(gradients, second_moments, strict=True)
     ratios = (widened(g) / widened(v).clamp_min(eps**2).sqrt() for g, v in pairs)
     return _norm(ratios) / _count(gradients) ** 0.5
+
+
+def gradient_signal_share(first_moments: Tensors, second_moments: Tensors, *, beta1: float, n_updates: float) -> Tensor:
+    """Share of the mean squared gradient that successive batches have in common, from Adam's moments.
+
+    With gradients g = s + n, noise n independent between batches, the bias-corrected moments have the expectations
+    m^2 = s^2 + r n^2 and v = s^2 + n^2, where r = (1 - beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t)) after t
+    updates. Solved for s^2 / (s^2 + n^2), summed over all entries. The simple gradient-noise scale of McCandlish et al.
+    2018 (arXiv:1812.06162, Eq. 2.9) is the batch size times (1 - share) / share: below one half, gradients are mostly
+    noise.
+
+    Args:
+        first_moments: Bias-corrected first moments, one tensor or several.
+        second_moments: Bias-corrected second moments, likewise.
+        beta1: Decay of the first moment, at least 0 and below 1.
+        n_updates: Updates that the moments are of, t.
+
+    Returns:
+        0-dim, at most 1 while the gradients are stationary; about 0 for pure noise, also slightly below; NaN before the
+        second update, for a beta1 of 0, where all gradients are 0, for no entries and where a moment is NaN.
+
+    Raises:
+        OptionError: If the two do not have the same shapes, or ``beta1`` is not in [0, 1).
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> moments = torch.tensor([2.0, -1.0]), torch.tensor([4.0, 1.0])  # of gradients that are always the same
+        >>> wb.monitors.gradient_signal_share(*moments, beta1=0.9, n_updates=10).item()
+        1.0
+    """
+    if not 0 <= beta1 < 1:
+        raise OptionError(f"beta1 is {beta1}, expected at least 0 and below 1, such as 0.9.")
+    first, second = _same_shapes(first_moments, second_moments, "First and second moments")
+    squares, total = _norm(first) ** 2, _norm(v.clamp_min(0).sqrt() for v in second) ** 2
+    return signal_share(squares / total, beta1=beta1, n_updates=n_updates)
+
+
+def signal_share(ratio: Any, *, beta1: float, n_updates: float) -> Any:
+    """The share of `gradient_signal_share` from the sum of squared first moments over the sum of second ones."""
+    if not (beta1 > 0 and n_updates > 1):
+        return ratio * float("nan")
+    decay = beta1**n_updates
+    noise = (1 - beta1) * (1 + decay) / ((1 + beta1) * (1 - decay))
+    return (ratio - noise) / (1 - noise)
 
 
 def _listed(tensors: Tensors) -> list[Tensor]:

@@ -24,10 +24,10 @@ _LONGEST_NAME = 40
 
 
 def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw the probability of each cause as a bar, the most probable one above.
+    """Draw the probability of each cause as a bar, the most probable one above; those in the set are colored.
 
     Args:
-        causes: Dim ``cause``: title, probability.
+        causes: Dim ``cause``: title, probability; ``is_possible``, or the first alone is colored.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -47,11 +47,14 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
     rows = columns_of(causes, ["title", "probability"], what="table of causes", source=_SOURCE, dim="cause")
     probability = rows["probability"].astype(float)
     order = np.argsort(-probability, kind="stable")
+    is_possible = np.arange(len(order)) == 0
+    if "is_possible" in causes:
+        is_possible = causes["is_possible"].values[order]
     titles, probability = [str(rows["title"][i]) for i in order], probability[order]
     height = -np.arange(len(titles), dtype=float)
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "probability", "cause")
-        colors = np.where(np.arange(len(titles)) == 0, outcome_colors.DIVERGED, style.NEUTRAL)
+        colors = np.where(is_possible, outcome_colors.DIVERGED, style.NEUTRAL)
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
         draw.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)

@@ -27,7 +27,7 @@ from workbench.reports.document import (
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.schema.statuses import CriterionState
+from workbench.schema.statuses import CauseKind, CriterionState, SymptomKind
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,6 +41,14 @@ _N_ACTIONS = 3
 _N_TOLD = 10
 #: Numbers of symptoms for and against a cause in the text; the table has all.
 _N_SIGNS = 4
+#: Evidence that stands in a sentence of its own: how it is introduced, its sign, and the kinds of symptoms.
+_MECHANISM, _SETTINGS = (SymptomKind.MECHANISM,), (SymptomKind.LOG, SymptomKind.CONFIGURATION)
+_GROUPS = (
+    ("For it, from what the run did", 1, _MECHANISM), ("For it, from its settings", 1, _SETTINGS),
+    ("Against it, from what the run did", -1, _MECHANISM), ("Against it, from its settings", -1, _SETTINGS),
+)  # fmt: skip
+#: As many causes in the set, and more, are not listed in the headline.
+_MANY = 4
 #: Causes below this probability share one sentence.
 _UNLIKELY = 0.05
 #: Symptoms that no sentence cites, and that change the odds by less than half, are folded away.
@@ -55,25 +63,44 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
     """
     numbers = Numbers(tree)
     spoken = (observed(numbers), cause(numbers), decisions(numbers))
-    has_failed = _has_failed(numbers)
-    likeliest = [_probability(numbers, row) for row in range(len(numbers.names("causes", "cause")))][:2]
-    facts = [Fact(one, one.meaning if has_failed else f"if it failed, {one.meaning}") for one in likeliest]
-    if has_failed:
+    possible, is_healthy = _possible(numbers), _is_healthy(numbers)
+    facts = [Fact(one, one.meaning) for one in (_probability(numbers, row) for row in possible[:2])]
+    if not is_healthy and _has_failed(numbers):
         facts.append(Fact(_failure_step(numbers), "step of the failure"))
-    first = _first_actions(numbers) if has_failed else ()
+    first = () if is_healthy else _first_actions(numbers)
     cited = [quantity for section in spoken for quantity in section.cited] + [fact.quantity for fact in facts]
     cited += [quantity for sentence in first for quantity in sentence.quantities]
     return Document(
         kind="Diagnosis of a training run",
         subject=numbers.attribute("subject").text,
-        verdict=f"At fault: {numbers.attribute('fault').text}" if has_failed else "No failure seen",
-        state=CriterionState.FAILING if has_failed else CriterionState.NOT_MEASURED,
+        verdict=_verdict(numbers, possible),
+        state=CriterionState.HEALTHY if is_healthy else CriterionState.FAILING,
         summary=numbers.attribute("summary").text,
         facts=tuple(facts),
         actions=first,
         sections=(spoken[0], spoken[1], _effect_space(numbers, cited), spoken[2]),
         about=effect_space.about(tree),
     )
+
+
+def _possible(numbers: Numbers) -> list[int]:
+    """Rows of the causes in the set, likeliest first; of trees of older versions that of the likeliest alone."""
+    if "is_possible" not in numbers.node("causes"):
+        return [0]
+    return [row for row, is_in in enumerate(numbers.node("causes")["is_possible"].values) if is_in]
+
+
+def _is_healthy(numbers: Numbers) -> bool:
+    """Whether most likely nothing is wrong."""
+    return numbers.names("causes", "cause")[0] == "nothing"
+
+
+def _verdict(numbers: Numbers, possible: list[int]) -> str:
+    """The causes in the set, in a few words."""
+    if _is_healthy(numbers):
+        return "Most likely nothing is wrong"
+    titles = [lowered(numbers.text("causes", "title", cause=row)) for row in possible]
+    return f"The cause: {listed(titles, 'or')}" if len(titles) < _MANY else f"One of {len(titles)} causes"
 
 
 def observed(numbers: Numbers) -> ReportSection:
@@ -101,27 +128,30 @@ def _strongest(numbers: Numbers) -> tuple[list[int], int]:
 
 def cause(numbers: Numbers) -> ReportSection:
     """V2: the causes by falling probability, with the evidence for and against each."""
-    ids = numbers.names("causes", "cause")
+    ids, possible = numbers.names("causes", "cause"), _possible(numbers)
     owners = numbers.texts("evidence", "cause")
     lead = "Which cause explains the symptoms, and how surely."
-    if not _has_failed(numbers):
-        lead = "Which cause would be likeliest if the run failed after all, by learning too little."
+    if numbers.has_attribute("coverage"):
+        lead += " Of recorded runs of each cause, 90 % had it in their set; causes outside of it are called unlikely."
     blocks: list[Block] = [Lead(lead)]
     items, unlikely = [], []
     for row, name in enumerate(ids):
         probability = _probability(numbers, row)
-        if row and probability.value < _UNLIKELY:
+        if row not in possible and probability.value < _UNLIKELY:
             unlikely.append((numbers.text("causes", "title", cause=row), probability))
             continue
         sentences = [_share_of(numbers, row, probability)]
         mine = [index for index, owner in enumerate(owners) if owner == name]
-        for word, sign in (("For it", 1), ("Against it", -1)):
+        for words, sign, kinds in _GROUPS:
+            of_kind = [index for index in mine if _kind(numbers, index) in kinds]
             weights = [
-                numbers.value("evidence", "weight", evidence=index, meaning=_about(numbers, index)) for index in mine
+                numbers.value("evidence", "weight", evidence=index, meaning=_about(numbers, index)) for index in of_kind
             ]
-            chosen = [(index, weight) for index, weight in zip(mine, weights, strict=True) if sign * weight.value > 0]
+            chosen = [
+                (index, weight) for index, weight in zip(of_kind, weights, strict=True) if sign * weight.value > 0
+            ]
             if chosen:
-                sentences.append(_spoken_for(numbers, word, chosen))
+                sentences.append(_spoken_for(numbers, words, chosen))
         items.append(Item(capitalized(numbers.text("causes", "title", cause=row)), tuple(sentences)))
     blocks.append(Items(tuple(items)))
     if unlikely:
@@ -134,7 +164,7 @@ def cause(numbers: Numbers) -> ReportSection:
 def decisions(numbers: Numbers) -> ReportSection:
     """V4: the deciding experiments in the order of the tree, and the outcomes of those that were run."""
     lead = "What to do, in this order. Each step names the numbers that it rests on."
-    if not _has_failed(numbers):
+    if _is_healthy(numbers):
         lead = "Nothing needs to be done, unless the run should have learned more. Then, in this order:"
     blocks: list[Block] = [Lead(lead)]
     if rows := _experiments_in_order(numbers):
@@ -182,7 +212,8 @@ def _effect_space(numbers: Numbers, cited: list[Quantity]) -> ReportSection:
 
 
 def _causes_table(numbers: Numbers) -> ReportTable:
-    rows = []
+    rows: list[tuple[TableCell, ...]] = []
+    possible = _possible(numbers)
     for row, _ in enumerate(numbers.names("causes", "cause")):
         layer = int(numbers.value("causes", "layer", cause=row).value)
         probability = _probability(numbers, row)
@@ -191,13 +222,32 @@ def _causes_table(numbers: Numbers) -> ReportTable:
                 TableCell(capitalized(numbers.text("causes", "title", cause=row))),
                 TableCell(numbers.text("causes", "kind", cause=row)),
                 TableCell(probability.text, quantity=probability, is_number=True),
+                *_alone_cell(numbers, row, probability),
+                TableCell("yes" if row in possible else ""),
                 TableCell(f"block {layer}" if layer >= 0 else ""),
                 TableCell(probability.where),
             )
         )
-    return ReportTable(
-        "Causes by probability", ("cause", "kind", "probability", "where at fault", "where in the tree"), tuple(rows)
-    )
+    by_mechanism = ("by mechanism",) if _tells_mechanism(numbers) else ()
+    columns = ("cause", "kind", "probability", *by_mechanism, "in the set", "where at fault", "where in the tree")
+    return ReportTable("Causes by probability", columns, tuple(rows))
+
+
+def _tells_mechanism(numbers: Numbers) -> bool:
+    """Whether the tree has probabilities from what the run did alone; those of older versions have none."""
+    return "mechanism_probability" in numbers.node("causes")
+
+
+def _alone(numbers: Numbers, row: int, probability: Quantity) -> Quantity:
+    """The probability of a cause from what the run did alone."""
+    return numbers.value("causes", "mechanism_probability", cause=row, meaning=f"{probability.meaning}, by mechanism")
+
+
+def _alone_cell(numbers: Numbers, row: int, probability: Quantity) -> tuple[TableCell, ...]:
+    if not _tells_mechanism(numbers):
+        return ()
+    alone = _alone(numbers, row, probability)
+    return (TableCell(alone.text, quantity=alone, is_number=True),)
 
 
 def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[ReportTable]:
@@ -260,6 +310,13 @@ def _name(numbers: Numbers, row: int) -> str:
     return title_of(numbers.text("evidence", which, evidence=row))
 
 
+def _kind(numbers: Numbers, row: int) -> str:
+    """What a symptom was read from; trees of older versions do not say it."""
+    if "kind" not in numbers.node("evidence"):
+        return SymptomKind.MECHANISM
+    return numbers.text("evidence", "kind", evidence=row)
+
+
 def _about(numbers: Numbers, row: int) -> str:
     return f"log-odds from {_name(numbers, row)}"
 
@@ -274,12 +331,13 @@ def _share_of(numbers: Numbers, row: int, probability: Quantity) -> Sentence:
     layer = int(numbers.value("causes", "layer", cause=row).value)
     place = f", in block {layer}" if layer >= 0 else ""
     kind = numbers.text("causes", "kind", cause=row)
+    what = "" if kind == CauseKind.NONE else f" (a fault of the {kind}{place})"
+    if not _tells_mechanism(numbers):
+        return say("Its probability is {probability}{what}.", probability=probability, what=what)
     return say(
-        "Its probability is {probability} (a fault of the {kind}{place}).",
-        probability=probability,
-        kind=kind,
-        place=place,
-    )
+        "Its probability is {probability}{what}, {alone} from what the run did alone.",
+        probability=probability, what=what, alone=_alone(numbers, row, probability),
+    )  # fmt: skip
 
 
 def _spoken_for(numbers: Numbers, word: str, chosen: list[tuple[int, Quantity]]) -> Sentence:
@@ -369,8 +427,8 @@ def _change_in_words(change: str) -> str:
 def _how_it_failed(numbers: Numbers) -> Sentence:
     step = _failure_step(numbers)
     if _has_failed(numbers):
-        return say("The run failed at step {step}.", step=step)
-    return say("The loss shows no failure; the symptoms are read as if it had begun at step {step}.", step=step)
+        return say("The loss began to rise at step {step}.", step=step)
+    return say("The loss neither diverged nor rose far; it had come down most of its way by step {step}.", step=step)
 
 
 def _has_failed(numbers: Numbers) -> bool:

@@ -214,6 +214,13 @@ OPTIMIZER: dict[str, Variable] = {
     "gradient_rms_over_eps": Variable(
         _MODULE, "f", "gradient RMS over eps", "1", "NaN: the optimizer keeps no second moment"
     ),
+    "gradient_signal_share": Variable(
+        _MODULE,
+        "f",
+        "signal share of the gradient",
+        "1",
+        "of the mean squared gradient, common to successive batches; NaN: the optimizer keeps no two moments",
+    ),
 }
 
 #: Variables of the residual stream that leaves each block, on the probe.

@@ -111,6 +111,8 @@ class CauseKind(StrEnum):
     PRECISION = "precision"
     ROUTING = "routing"
     DATA = "data"
+    #: Nothing is wrong.
+    NONE = "none"
 
 
 class SymptomKind(StrEnum):

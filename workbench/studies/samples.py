@@ -386,7 +386,7 @@ def assessments() -> xr.DataTree:
 
 
 def failures() -> xr.Dataset:
-    """Failed runs of known cause, their symptoms, and the diagnosis of each; see data/README.md.
+    """Runs of known cause, healthy ones among them: their symptoms, and the diagnosis of each; see data/README.md.
 
     Raises:
         StoreError: If it is not there.
@@ -394,17 +394,17 @@ def failures() -> xr.Dataset:
     Example:
         >>> import workbench as wb
         >>> failures = wb.samples.failures()
-        >>> "run" in failures.dims, "sign" in failures.dims
+        >>> "run" in failures.dims, "symptom" in failures.dims
         (True, True)
     """
     return _recorded("failures.nc")
 
 
 def failed_run(name: str) -> Path:
-    """The complete record of a failed run; its last checkpoint before the failure is next to it.
+    """The complete record of a failed run, or of a healthy one; its last checkpoint before the failure is next to it.
 
     Args:
-        name: "architecture", "hyperparameter" or "precision".
+        name: "architecture", "hyperparameter", "precision" or "healthy".
 
     Raises:
         StoreError: If there is none of that name.
@@ -417,7 +417,9 @@ def failed_run(name: str) -> Path:
     """
     file = _DATA / "failures" / f"{name}.nc"
     if not file.exists():
-        raise StoreError(f"No failed run is called '{name}'; expected architecture, hyperparameter or precision.")
+        raise StoreError(
+            f"No failed run is called '{name}'; expected architecture, hyperparameter, precision or healthy."
+        )
     return file
 
 

@@ -52,6 +52,7 @@ _LOW_IS_BAD = (
     "effective_rank",
     "gradient_rms",
     "gradient_rms_over_eps",
+    "gradient_signal_share",
     "rank",
     "router_conditioning",
     "routing_entropy",

@@ -14,14 +14,15 @@ from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.ranks import added_up
 from workbench.models.device_numbers import read_numbers
 from workbench.models.readable_weights import own_part
-from workbench.monitors.optimizer_health import adam_staleness, gradient_rms
+from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, signal_share
 
 if TYPE_CHECKING:
     from workbench.models.anatomy import Anatomy
     from workbench.models.site import Site
 
 #: Quantities summed over each module, as a sum of squares and a count.
-_GRADIENT, _WEIGHT, _CHANGE, _STALENESS = range(4)
+_GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT = range(6)
+_N_QUANTITIES = 6
 
 
 class UpdateCollector:
@@ -72,6 +73,7 @@ class UpdateCollector:
             For each variable an array (module,), and a description of layers with values that are not finite.
         """
         eps = [math.nan] * len(self.module_names)
+        ages = [(0.0, 0.0)] * len(self.module_names)  # beta1, and updates that the moments are of
         n_steps = self._read_steps()
         for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
             self._add(module, _CHANGE, own_part(weight.detach()).float() - before.float(), weight)
@@ -82,6 +84,13 @@ class UpdateCollector:
                 if gradient.numel():
                     staleness = adam_staleness(gradient, own_part(moment), eps=eps[module])
                     self._roots.append((module, _STALENESS, staleness, gradient.numel() * _share(weight)))
+                first = self.optimizer.state.get(weight, {}).get("exp_avg")
+                done = n_steps.get(id(weight))
+                if isinstance(first, Tensor) and first.shape == weight.shape and done and "betas" in group:
+                    beta1 = float(group["betas"][0])
+                    ages[module] = (beta1, done)
+                    self._add(module, _FIRST_MOMENT, own_part(first) / (1 - beta1**done), weight)
+                    self._add(module, _SECOND_MOMENT, own_part(moment).clamp_min(0).sqrt(), weight)
         self._before = []
         sums = self._read_sums()
         if any(_is_sharded(weight) for _, weight, _ in self._weights()):
@@ -97,6 +106,7 @@ class UpdateCollector:
                 "adam_staleness": rms[:, _STALENESS],
                 "gradient_rms": rms[:, _GRADIENT],
                 "gradient_rms_over_eps": rms[:, _GRADIENT] / np.array(eps),
+                "gradient_signal_share": _signal_shares(rms[:, _FIRST_MOMENT] / rms[:, _SECOND_MOMENT], ages),
             }
         is_bad = ~np.isfinite(total[:, _WEIGHT] + total[:, _GRADIENT] + total[:, _CHANGE])
         broken = {
@@ -134,11 +144,17 @@ class UpdateCollector:
     def _read_sums(self) -> np.ndarray:
         """Sum of squares and count, (module, quantity, 2); the host waits for the device once, not for each tensor."""
         roots, self._roots = self._roots, []
-        sums = np.zeros((len(self.module_names), 4, 2))
+        sums = np.zeros((len(self.module_names), _N_QUANTITIES, 2))
         values = read_numbers([root for _, _, root, _ in roots])
         for (module, what, _, count), value in zip(roots, values, strict=True):
             sums[module, what] += (value**2 * count, count)
         return sums
+
+
+def _signal_shares(roots: np.ndarray, ages: Sequence[tuple[float, float]]) -> np.ndarray:
+    """Share of signal in each module's gradient, from the ratio of the roots of its moments."""
+    pairs = zip(roots, ages, strict=True)
+    return np.array([signal_share(float(root) ** 2, beta1=beta1, n_updates=n) for root, (beta1, n) in pairs])
 
 
 def total_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor | float:

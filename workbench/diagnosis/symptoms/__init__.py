@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 
 from workbench.diagnosis.failed_run import Record
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.attention_symptoms import attention_symptoms
 from workbench.diagnosis.symptoms.block_symptoms import block_symptoms
+from workbench.diagnosis.symptoms.curvature_symptoms import curvature_symptoms
 from workbench.diagnosis.symptoms.curve_symptoms import curve_symptoms
 from workbench.diagnosis.symptoms.joint_symptoms import joint_symptoms
 from workbench.diagnosis.symptoms.routing_symptoms import routing_symptoms
@@ -18,7 +20,10 @@ from workbench.schema.statuses import SymptomKind
 
 __all__ = ["Symptom", "read_symptoms"]
 
-_GROUPS = (curve_symptoms, update_symptoms, block_symptoms, attention_symptoms, routing_symptoms, setting_symptoms)
+_GROUPS = (
+    curve_symptoms, update_symptoms, curvature_symptoms, block_symptoms, attention_symptoms, routing_symptoms,
+    setting_symptoms,
+)  # fmt: skip
 
 
 def read_symptoms(
@@ -31,7 +36,9 @@ def read_symptoms(
         failure: Its failure.
         kinds: Kinds of symptoms to read.
     """
-    found = (symptom for group in _GROUPS for symptom in group(record, failure))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # blocks without a part, such as attention, are NaN throughout
+        found = [symptom for group in _GROUPS for symptom in group(record, failure)]
     alone = {symptom.name: symptom for symptom in found if symptom.kind in kinds}
     # Joint symptoms are made of the allowed ones, so that they use no other data.
     return alone | {symptom.name: symptom for symptom in joint_symptoms(alone)}

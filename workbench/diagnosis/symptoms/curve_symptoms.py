@@ -18,6 +18,8 @@ from workbench.schema.statuses import FailureKind, SymptomKind
 _JUMP, _FIRST = 1.5, 4
 #: A jump may precede the failure by this many steps, or follow it by a few, as the onset is only found to within noise.
 _BEFORE, _AFTER = 40, 20
+#: Steps on either side of a burst that it is compared with.
+_SIDE = 15
 #: The rate counts as decayed below this share of its peak.
 _SPENT = 0.1
 
@@ -61,6 +63,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
         yield Symptom(
             "hardly_learns", ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0, share, 0.3, f"{learned}.", **place
         )
+        yield Symptom("learns", ramp(share, 0.05, 0.6, high=1), share, 0.3, f"{learned}.", **place)
     yield Symptom(
         "spike_recovers",
         failure.recovered if is_spike else 0.0,
@@ -83,10 +86,22 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
             units="step",
             **place,
         )
+        yield from _of_a_burst(loss, failure, place)
+    yield from _of_the_scatter(loss, steps)
     noise = _relative_noise(loss, failure)
     if math.isfinite(noise):
         sentence = f"From step to step the loss scatters by {100 * noise:.2g} % of its level."
         yield Symptom("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, 0.05, sentence, **place)
+    if failure.noise > 0:
+        yield Symptom(
+            "loss_scatters",
+            ramp(finite_log10(failure.noise), -1.2, -0.3, low=-1),
+            failure.noise,
+            0.06,
+            f"From step to step the loss scatters by {failure.noise:.2g} nats.",
+            units="nat",
+            **place,
+        )
     n_classes = record.setting("task", "vocab_size") or record.setting("model", "config", "n_classes")
     if n_classes and n_classes > 1:
         guess = math.log(n_classes)
@@ -100,6 +115,48 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
             step=int(steps[0]),
             path="/monitors",
             variable="loss",
+        )
+
+
+def _of_a_burst(loss: np.ndarray, failure: Failure, place: dict[str, Any]) -> Iterator[Symptom]:
+    """How far the loss stands above both its sides for some steps, beside its scatter: as under unlike batches."""
+    rises = failure.smooth - np.minimum.accumulate(failure.smooth)
+    peak, first = int(np.argmax(rises)), failure.row + 1
+    back = np.flatnonzero(rises[peak:] < 0.5 * rises[peak])
+    last = peak + int(back[0]) if len(back) else len(loss)
+    sides = [loss[max(0, first - _SIDE) : first], loss[last : last + _SIDE]]
+    inside = loss[first:last]
+    if min(len(inside), *map(len, sides)) < 3 or not failure.noise > 0:
+        return
+    height = float(np.nanmedian(inside) - max(np.nanmedian(side) for side in sides)) / failure.noise
+    yield Symptom(
+        "loss_stands_above_both_sides",
+        ramp(height, 1.0, 5.0, low=-0.5),
+        height,
+        math.nan,
+        f"For {in_steps(len(inside))} the loss was {short(height)} times its scatter above the steps before and after.",
+        **place,
+    )
+
+
+def _of_the_scatter(loss: np.ndarray, steps: np.ndarray) -> Iterator[Symptom]:
+    """Whether the loss scatters more from step to step, beside its level, than at the start."""
+    known = np.flatnonzero(np.isfinite(loss) & (loss > 0))
+    if len(known) < 4 * _SIDE:
+        return
+    moves = np.abs(np.diff(loss[known])) / loss[known][:-1]
+    parts = [float(np.median(part)) for part in np.array_split(moves[3:], 4)]
+    rise = max(parts[1:]) / parts[0] if parts[0] > 0 else math.nan
+    if math.isfinite(rise):
+        yield Symptom(
+            "loss_scatters_more",
+            ramp(finite_log10(rise), 0.2, 0.8, low=-0.5),
+            rise,
+            1.0,
+            f"From step to step the loss scatters up to {short(rise)} times as much as at the start.",
+            path="/monitors",
+            variable="loss",
+            step=int(steps[-1]),
         )
 
 
@@ -246,15 +303,6 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         if is_rising
         else f"It failed at a rate of {rate[row]:.3g}, not while the rate was first rising.",
         step=failure.step,
-        **place,
-    )
-    yield Symptom(
-        "peak_rate",
-        ramp(math.log10(peak), -2.0, -1.0, low=-1, high=2),
-        peak,
-        0.01,
-        f"The largest learning rate is {peak:.3g}.",
-        step=int(steps[int(np.nanargmax(rate))]),
         **place,
     )
 

@@ -65,7 +65,7 @@ def _burst(symptoms: Mapping[str, Symptom]) -> Iterator[Symptom]:
     """A rise of the loss that is recovered, while neither rate nor batch size nor gradients had changed before."""
     if "spike_recovers" not in symptoms or "abrupt" not in symptoms:
         return
-    excuses = ("rate_jumps", "gradients_build_up", "few_rows", "batches_shrink")
+    excuses = ("rate_jumps", "updates_leap", "gradients_build_up", "few_rows", "batches_shrink", "loss_noise")
     innocence = math.prod(1 - min(max(symptoms[name].strength, 0.0), 1.0) for name in excuses if name in symptoms)
     strength = min(symptoms["abrupt"].strength, 1.0) * min(symptoms["spike_recovers"].strength, 1.0) * innocence
     yield replace(

@@ -13,6 +13,11 @@ from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.formatting import short
 
+#: A leap of the updates may precede the failure by this many steps, or follow it by a few.
+_BEFORE, _AFTER = 40, 20
+#: Updates have faded below this share of the largest.
+_FADED = 0.1
+
 
 def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     """Symptoms of the part ``optimizer``, over all modules together (medians over the blocks)."""
@@ -42,6 +47,8 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
         path="/optimizer",
         step=int(steps[0]),
     )
+    yield from _course(record, failure, steps, ratio)
+    yield from _noise(record, steps, at)
     yield from _shortfall(record, steps, at)
     if record.has("optimizer", "gradient_rms_over_eps"):
         over = float(np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: at + 1]))
@@ -81,6 +88,71 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             path="/optimizer",
             step=int(steps[-1]),
         )
+
+
+def _course(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarray) -> Iterator[Symptom]:
+    """How the size of the updates changes over the run: at once, in one leap near the failure, to almost nothing."""
+    if len(ratio) < 4 or not np.isfinite(ratio).all() or not (ratio > 0).all():
+        return
+    place: dict[str, Any] = {"path": "/optimizer", "variable": "update_ratio"}
+    start = float(ratio[0] / np.max(ratio[: max(2, len(ratio) // 3)]))
+    yield Symptom(
+        "starts_with_full_updates",
+        ramp(start, 0.3, 0.9, high=1),
+        start,
+        0.2,
+        f"The first measured update, at step {steps[0]}, has {100 * start:.0f} % of the size of those that followed.",
+        step=int(steps[0]),
+        **place,
+    )
+    near = np.arange(2, len(ratio))
+    if not failure.is_stalled:
+        near = near[(steps[near] >= failure.step - _BEFORE) & (steps[near] <= failure.step + _AFTER)]
+    leaps = ratio[near] / ratio[near - 1]
+    at = int(near[np.argmax(leaps)]) if len(near) else 1
+    leap = float(ratio[at] / ratio[at - 1]) if len(near) else 1.0
+    yield Symptom(
+        "updates_leap",
+        ramp(math.log10(leap), 0.2, 0.7),
+        leap,
+        1.0,
+        f"From step {steps[at - 1]} to step {steps[at]} the updates became {short(leap)} times as large.",
+        step=int(steps[at]),
+        **place,
+    )
+    peak = int(np.argmax(ratio))
+    faded = float(np.mean(ratio[peak:] < _FADED * ratio[peak]))
+    yield Symptom(
+        "updates_fade",
+        ramp(faded, 0.25, 0.7) if failure.is_stalled else 0.0,
+        faded,
+        0.2,
+        f"{100 * faded:.0f} % of the updates after the largest were smaller than a tenth of it.",
+        step=int(steps[-1]),
+        **place,
+    )
+
+
+def _noise(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
+    """How much of the gradients is noise of the batch (McCandlish et al. 2018, arXiv:1812.06162), where it is least."""
+    if not record.has("optimizer", "gradient_signal_share"):
+        return
+    share = _over_blocks(record, "gradient_signal_share")[: at + 1]
+    if not np.isfinite(share).any():
+        return
+    best = int(np.nanargmax(share))
+    found = float(np.clip(share[best], 0, 1))
+    yield Symptom(
+        "gradients_are_noise",
+        ramp(found, 0.5, 0.0, low=-1),
+        found,
+        0.5,
+        f"At most {100 * found:.2g} % of the squared gradient was common to successive batches, at step {steps[best]}; "
+        "the rest was noise.",
+        path="/optimizer",
+        variable="gradient_signal_share",
+        step=int(steps[best]),
+    )
 
 
 def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:

@@ -1,0 +1,529 @@
+"""The runs of the study behind the diagnosis: setups, what is planted in them, and which runs are made.
+
+Families of setups are divided into three sets before anything is measured: the rules are made from "fit", chosen on
+"choose", and "locked" is read once, at the end. Doses, places and settings are drawn from wide ranges, so that none of
+them tells the cause: settings are drawn before the fault, and a run and its control share them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import workbench as wb
+
+N_STEPS = 200
+SEED = 21
+#: Settings drawn for each setup, and draws of each kind of plant.
+N_BASES = 8
+#: Pairs of faults of each setup.
+N_PAIRS = 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An architecture, a task, and a rate at which it learns well.
+
+    Attributes:
+        set: "fit", "choose" or "locked".
+        family: What it is held out with.
+        make: Function of `wb.zoo`, or "design" for a configuration of transformers.
+        options: Of the model.
+        task: Function of `wb.tasks`.
+        task_options: Of the task.
+        rate: Peak rate.
+    """
+
+    set: str
+    family: str
+    make: str
+    options: dict[str, Any]
+    task: str
+    task_options: dict[str, Any]
+    rate: float
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether there is attention by the kernel whose arithmetic a fault can change."""
+        return self.make != "mamba" and self.options.get("model_type") not in ("gemma2", "bloom")
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether blocks route to experts."""
+        return "n_experts" in self.options or "num_experts" in self.options
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether blocks normalize."""
+        return self.options.get("norm", "some") != "none"
+
+
+def _lm(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
+    return {"vocab_size": vocab_size, "length": length, "batch_size": batch_size, "n_sequences": 2000}
+
+
+def _recall(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
+    return {"vocab_size": vocab_size, "length": length, "n_pairs": 2, "batch_size": batch_size}
+
+
+def _of(width: int, depth: int, norm: str | None = None, **others: Any) -> dict[str, Any]:
+    return {"d_model": width, "n_layers": depth} | ({"norm": norm} if norm else {}) | others
+
+
+def _config(model_type: str, width: int, depth: int, **others: Any) -> dict[str, Any]:
+    return {
+        "model_type": model_type, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 3 * width, "vocab_size": 256, "max_position_embeddings": 64,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **others,
+    }  # fmt: skip
+
+
+_IMAGES = {"image_size": 8, "patch_size": 4, "n_channels": 1, "n_classes": 10}
+_XAVIER = {"initialization": "xavier"}
+_BYTES = {"length": 16, "batch_size": 16}
+_LM, _RECALL, _VIT = "synthetic_lm", "associative_recall", {"batch_size": 32}
+
+SETUPS: dict[str, Setup] = {
+    "pre_ln lm": Setup("fit", "Pre-LN", "transformer", _of(32, 3, "pre_ln"), _LM, _lm(32, 16, 16), 0.01),
+    "pre_ln recall": Setup("fit", "Pre-LN", "transformer", _of(32, 4, "pre_ln"), _RECALL, _recall(10, 5, 32), 0.006),
+    "gpt2 bytes": Setup("fit", "Pre-LN", "gpt2_style", _of(40, 3), "text_bytes", _BYTES, 0.004),
+    "vit": Setup("fit", "Pre-LN", "vit", _of(32, 3, "pre_ln", **_IMAGES), "digits", _VIT, 0.005),
+    "llama lm": Setup("fit", "Llama", "llama_style", _of(32, 3), _LM, _lm(40, 12, 16), 0.006),
+    "post_ln lm": Setup("fit", "Post-LN", "transformer", _of(32, 4, "post_ln"), _LM, _lm(32, 12, 24), 0.008),
+    "none recall": Setup("fit", "No norm", "transformer", _of(32, 4, "none"), _RECALL, _recall(10, 5, 32), 0.0015),
+    "x none recall": Setup(
+        "fit", "No norm", "transformer", _of(32, 4, "none", **_XAVIER), _RECALL, _recall(10, 5, 32), 0.003
+    ),
+    "none vit": Setup("fit", "No norm", "vit", _of(32, 3, "none", **_IMAGES), "digits", _VIT, 0.008),
+    "moe lm": Setup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=1), _LM, _lm(32, 16, 16), 0.008),
+    "moe recall": Setup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=2), _RECALL, _recall(10, 5, 32), 0.01),
+    "gemma2 bytes": Setup(
+        "fit", "Gemma", "design", _config("gemma2", 32, 3, head_dim=8, query_pre_attn_scalar=8), "text_bytes", _BYTES,
+        0.01,
+    ),
+    "x sub_ln vit": Setup(
+        "choose", "SubLN", "vit", _of(32, 4, "sub_ln", **_IMAGES, **_XAVIER), "digits", _VIT, 0.006
+    ),
+    "qk recall": Setup(
+        "choose", "QK-norm", "transformer", _of(40, 3, "rms_norm", qk_norm=True), _RECALL, _recall(12, 6, 32), 0.006
+    ),
+    "parallel bytes": Setup(
+        "choose", "Parallel", "transformer", _of(32, 4, "pre_ln", is_parallel=True), "text_bytes", _BYTES, 0.006
+    ),
+    "mixtral lm": Setup(
+        "choose", "Mixtral", "mixtral_style", _of(32, 3, n_experts=6, top_k=2), _LM, _lm(40, 12, 16), 0.006
+    ),
+    "rezero recall": Setup(
+        "choose", "ReZero", "transformer", _of(32, 4, "none", initialization="rezero"), _RECALL, _recall(10, 5, 32),
+        0.008,
+    ),
+    "deepnorm lm": Setup(
+        "locked", "DeepNorm", "transformer", _of(32, 4, "deep_norm_post"), _LM, _lm(40, 14, 16), 0.006
+    ),
+    "deepnorm vit": Setup(
+        "locked", "DeepNorm", "vit", _of(36, 3, "deep_norm_post", **_IMAGES), "digits", {"batch_size": 28}, 0.004
+    ),
+    "olmo2 bytes": Setup("locked", "OLMo 2", "design", _config("olmo2", 32, 3), "text_bytes", _BYTES, 0.006),
+    "mamba lm": Setup("locked", "Mamba", "mamba", _of(32, 3), _LM, _lm(36, 10, 16), 0.006),
+    "fixup recall": Setup(
+        "locked", "Fixup", "transformer", _of(32, 4, "none", initialization="fixup"), _RECALL, _recall(12, 5, 32), 0.002
+    ),
+    "bloom bytes": Setup(
+        "locked", "ALiBi", "design", _config("bloom", 32, 3, n_layer=3, n_head=4), "text_bytes", _BYTES, 0.004
+    ),
+    "window moe": Setup(
+        "locked", "Window MoE", "moe",
+        _of(40, 3, "rms_norm", n_experts=5, top_k=2, window=4, position="rotary", mlp="swiglu", has_bias=False),
+        _LM, _lm(36, 14, 16), 0.006,
+    ),
+    "qwen3 moe bytes": Setup(
+        "locked", "Qwen 3 MoE", "design",
+        _config("qwen3_moe", 32, 2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+        "text_bytes", _BYTES, 0.006,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One fault.
+
+    Attributes:
+        cause: Cause that the diagnosis should name.
+        kind: What is done.
+        dose: How strongly.
+        start: Step from which it acts.
+        block: Block that it acts on; -1: all.
+    """
+
+    cause: str
+    kind: str
+    dose: float = math.nan
+    start: int = 0
+    block: int = -1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a setup, settings, and what is planted.
+
+    Attributes:
+        setup: Its name.
+        base: Number of the settings drawn for the setup.
+        plants: Faults, none in a control.
+    """
+
+    setup: str
+    base: int
+    plants: tuple[Plant, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For a file."""
+        text = f"{self.setup} {self.base}" + "".join(
+            f" {p.kind} {p.dose:.4g} {p.start} {'all' if p.block < 0 else p.block}" for p in self.plants
+        )
+        return "_".join("".join(c if c.isalnum() or c == "." else " " for c in text).split())
+
+    @property
+    def control(self) -> Case:
+        """The same run without a fault."""
+        return replace(self, plants=())
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """What was planted."""
+        return tuple(plant.cause for plant in self.plants)
+
+
+# What is planted
+
+
+def jumped(step: int, *, at: int, factor: float) -> float:
+    """A schedule that raises the rate at a step and keeps it there."""
+    return factor if step >= at else 1.0
+
+
+def restarted(step: int, *, at: int, factor: float) -> float:
+    """A schedule of cosine waves, each higher than the one before."""
+    wave = 0.5 * (1 + math.cos(math.pi * (step % at) / at))
+    return wave * (1 + (factor - 1) * (step // at))
+
+
+def ended(step: int, *, at: int, factor: float) -> float:
+    """A schedule that has come down to almost nothing far too early."""
+    return max(1 - step / at, factor)
+
+
+SCHEDULES = {"jump": jumped, "restarts": restarted, "ends early": ended}
+
+
+def stepped(step: int) -> float:
+    """A sound schedule that is a function of one's own: it halves at three fifths of the run."""
+    return 1.0 if step < 0.6 * N_STEPS else 0.5
+
+
+@dataclass(frozen=True)
+class Rescaled:
+    """A hook that multiplies what a block adds to the stream; minus the stream itself for a block without a skip."""
+
+    factor: float = 1.0
+    keeps_stream: bool = True
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """The block's output with a changed update."""
+        state = output[0] if isinstance(output, tuple) else output
+        new = args[0] * float(self.keeps_stream) + self.factor * (state - args[0])
+        return (new, *output[1:]) if isinstance(output, tuple) else new
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model: its longest list of modules."""
+    return list(max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len))
+
+
+def _without_norms(module: nn.Module) -> None:
+    for part in list(module.modules()):
+        for name, child in list(part.named_children()):
+            if "norm" in type(child).__name__.lower():
+                setattr(part, name, nn.Identity())
+
+
+@torch.no_grad()
+def plant_in_model(model: nn.Module, plant: Plant) -> None:
+    """What is wrong with the model itself, in place."""
+    blocks = blocks_of(model)
+    chosen = blocks if plant.block < 0 else [blocks[plant.block]]
+    if plant.kind in ("large init", "no norm here"):
+        for block in chosen:
+            if plant.kind == "no norm here":
+                _without_norms(block)
+            for weight in block.parameters():
+                if weight.ndim > 1:
+                    weight.mul_(plant.dose)
+    elif plant.kind == "large branch":
+        for block in chosen:
+            block.register_forward_hook(Rescaled(plant.dose))
+    elif plant.kind == "no skip":
+        for block in chosen:
+            block.register_forward_hook(Rescaled(keeps_stream=False))
+    elif plant.kind == "no norm":
+        _without_norms(model)
+    elif plant.kind == "router init":
+        for name, weight in model.named_parameters():
+            if is_router(name):
+                weight.mul_(plant.dose)
+    elif plant.kind in ("wrong sign", "balance"):
+        object.__setattr__(model.config, "balance_coefficient", plant.dose * (-1 if plant.kind == "wrong sign" else 1))
+
+
+def is_router(name: str) -> bool:
+    """Whether a parameter of this name is that of a router."""
+    return "router" in name or name.endswith("mlp.gate.weight")
+
+
+def fault_of(plant: Plant) -> Any:
+    """The fault of `wb.faults`, for those that are one."""
+    start, dose = plant.start, int(plant.dose) if math.isfinite(plant.dose) else 0
+    if plant.kind == "few rows":
+        return wb.faults.small_batch(n_rows=dose, start=start)
+    if plant.kind == "attention bits":
+        return wb.faults.low_precision_attention(n_bits=dose, start=start)
+    if plant.kind == "reduction":
+        return wb.faults.low_precision_reduction(n_bits=8, n_ranks=dose, start=start)
+    if plant.kind in ("labels", "tokens"):
+        return wb.faults.corrupted_data(what=plant.kind, start=start, stop=start + dose)
+    if plant.kind == "half of the labels":
+        return wb.faults.corrupted_data(what="labels", share=0.5, start=start, stop=start + dose)
+    if plant.kind == "router rate":
+        return wb.faults.no_auxiliary_loss(start=start)
+    return None
+
+
+def router_rate(weights: list[nn.Parameter], *, routers: list[int], rate: float, factor: float, **options: Any) -> Any:
+    """AdamW with another rate for the routers, told by their place among the weights."""
+    own = [weight for i, weight in enumerate(weights) if i in routers]
+    others = [weight for i, weight in enumerate(weights) if i not in routers]
+    return torch.optim.AdamW([{"params": others}, {"params": own, "lr": rate * factor}], lr=rate, **options)
+
+
+def coarse_weights(weights: list[nn.Parameter], *, n_bits: int, start: int, **options: Any) -> Any:
+    """AdamW whose weights are kept, from a step on, with so few bits of mantissa, as float8 without a master."""
+    optimizer = torch.optim.AdamW(weights, **options)
+    n_done = 0
+
+    def round_off(*_: Any) -> None:
+        nonlocal n_done
+        n_done += 1
+        if n_done > start:
+            for weight in weights:
+                mantissa, exponent = torch.frexp(weight.data)
+                weight.data.copy_(torch.ldexp((mantissa * 2 ** (n_bits + 1)).round(), exponent - n_bits - 1))
+
+    optimizer.register_step_post_hook(round_off)
+    return optimizer
+
+
+@dataclass
+class Training:
+    """Everything that one run is made of.
+
+    Attributes:
+        model: Fresh.
+        task: Its task.
+        plan: Keywords of `wb.train`.
+        faults: Likewise.
+    """
+
+    model: nn.Module
+    task: Any
+    plan: dict[str, Any]
+    faults: list[Any] = field(default_factory=list)
+
+
+def base_of(setup: str, number: int) -> dict[str, Any]:
+    """The settings of a number, drawn for a setup: they vary as sound plans do, whatever is planted later."""
+    draw = np.random.default_rng([SEED, list(SETUPS).index(setup), number])
+    rate = SETUPS[setup].rate * float(draw.choice([0.35, 0.5, 0.7, 1.0]))
+    warmup = int(draw.choice([0, 10, 20, 40, 60])) if SETUPS[setup].family != "Post-LN" else 40
+    eps = float(draw.choice([1e-8, 1e-8, 1e-6, 1e-10]))
+    betas = tuple(draw.choice([[0.9, 0.95], [0.9, 0.95], [0.9, 0.999]]).tolist())
+    return {
+        "learning_rate": rate,
+        "warmup": warmup,
+        "schedule": draw.choice(["constant", "constant", "cosine", "linear", "own"]).item(),
+        "clip_norm": 1.0 if draw.random() < 0.6 else None,
+        "optimizer_options": {"betas": betas, "eps": eps},
+        "seed": 100 * list(SETUPS).index(setup) + number,
+    }
+
+
+def build(case: Case) -> Training:
+    """Model, task, settings and faults of a case, all fresh."""
+    setup = SETUPS[case.setup]
+    plan = base_of(case.setup, case.base) | {"n_steps": N_STEPS}
+    seed = plan["seed"]
+    plan["schedule"] = stepped if plan["schedule"] == "own" else plan["schedule"]
+    plan["optimizer_options"] = {**plan["optimizer_options"], "fused": True}
+    task_options = dict(setup.task_options)
+    for plant in case.plants:
+        if plant.kind == "batch size":
+            task_options["batch_size"] = int(plant.dose)
+    task = getattr(wb.tasks, setup.task)(**task_options, seed=seed)
+    if setup.make == "design":
+        model = wb.design(setup.options).build(seed=seed)
+        sizes = {}
+    else:
+        sizes = {}
+        if "length" in task_options:
+            sizes = {"vocab_size": task_options.get("vocab_size", 256), "max_length": task_options["length"]}
+        heads = {} if setup.make == "mamba" else {"n_heads": 4}
+        model = getattr(wb.zoo, setup.make)(**heads, **setup.options, **sizes, seed=seed)
+    made = Training(model, task, plan)
+    for plant in case.plants:
+        plant_in_training(made, plant)
+    return made
+
+
+def plant_in_training(made: Training, plant: Plant) -> None:
+    """Plant a fault in the model, the settings or the faults of a run, in place."""
+    plan = made.plan
+    plant_in_model(made.model, plant)
+    if plant.kind == "rate":
+        plan["learning_rate"] *= plant.dose
+    elif plant.kind == "no warm-up":
+        plan["learning_rate"] *= plant.dose
+        plan["warmup"] = 0
+    elif plant.kind in SCHEDULES:
+        plan["schedule"] = partial(SCHEDULES[plant.kind], factor=plant.dose, at=plant.start)
+    elif plant.kind == "eps":
+        plan["optimizer_options"] = {**plan["optimizer_options"], "eps": plant.dose}
+    elif plant.kind == "router rate":
+        routers = [i for i, (name, _) in enumerate(made.model.named_parameters()) if is_router(name)]
+        given = {name: value for name, value in plan.pop("optimizer_options").items() if name != "fused"}
+        rate = plan.pop("learning_rate")
+        plan["optimizer"] = partial(router_rate, routers=routers, rate=rate, factor=plant.dose, **given)
+    elif plant.kind == "coarse weights":
+        given = plan.pop("optimizer_options")
+        rate = plan.pop("learning_rate")
+        plan["optimizer"] = partial(coarse_weights, n_bits=int(plant.dose), start=plant.start, lr=rate, **given)
+    if (fault := fault_of(plant)) is not None:
+        made.faults.append(fault)
+
+
+# Which runs are made
+
+
+def _log(low: float, high: float) -> Callable[[np.random.Generator], float]:
+    return lambda draw: float(np.exp(draw.uniform(np.log(low), np.log(high))))
+
+
+def _whole(low: int, high: int) -> Callable[[np.random.Generator], float]:
+    return lambda draw: int(draw.integers(low, high + 1))
+
+
+def _none(_: np.random.Generator) -> float:
+    return math.nan
+
+
+#: Cause, kind, dose, first step, whether it is planted in one block, and number of draws.
+_AT_ONCE, _EARLY, _MIDDLE = _whole(0, 0), _whole(0, 50), _whole(80, 130)
+PLANTS: tuple[tuple[str, str, Callable, Callable, bool, int], ...] = (
+    ("learning_rate", "rate", _log(6, 40), _AT_ONCE, False, 3),
+    ("schedule", "jump", _log(4, 25), _MIDDLE, False, 2),
+    ("schedule", "restarts", _log(4, 12), _whole(40, 70), False, 1),
+    ("schedule", "ends early", _log(1e-3, 1e-2), _whole(10, 40), False, 2),
+    ("schedule", "no warm-up", _log(2, 3), _AT_ONCE, False, 1),
+    ("batch", "few rows", _whole(1, 3), _EARLY, False, 2),
+    ("batch", "batch size", _whole(1, 2), _AT_ONCE, False, 1),
+    ("optimizer_eps", "eps", _log(0.01, 1.0), _AT_ONCE, False, 3),
+    ("architecture", "large branch", _log(5, 300), _AT_ONCE, True, 2),
+    ("architecture", "large init", _log(3, 100), _AT_ONCE, True, 2),
+    ("architecture", "no norm here", _log(8, 40), _AT_ONCE, True, 1),
+    ("architecture", "no norm", _none, _AT_ONCE, False, 1),
+    ("architecture", "no skip", _none, _AT_ONCE, True, 1),
+    ("architecture", "no skip", _none, _AT_ONCE, False, 1),
+    ("precision", "attention bits", _whole(8, 8), _EARLY, False, 3),
+    ("precision", "coarse weights", _whole(1, 3), _EARLY, False, 2),
+    ("precision", "reduction", _whole(4, 8), _EARLY, False, 1),
+    ("routing", "wrong sign", _log(0.03, 0.5), _AT_ONCE, False, 2),
+    ("routing", "balance", _log(30, 300), _AT_ONCE, False, 2),
+    ("routing", "router rate", _log(100, 300), _AT_ONCE, False, 2),
+    ("routing", "router init", _log(100, 400), _AT_ONCE, False, 2),
+    ("data", "labels", _whole(12, 50), _MIDDLE, False, 2),
+    ("data", "half of the labels", _whole(20, 60), _MIDDLE, False, 1),
+    ("data", "tokens", _whole(15, 50), _MIDDLE, False, 2),
+)
+#: The same, drawn by themselves: most draws above of these kinds do no harm within 200 updates.
+STRONG_PLANTS: tuple[tuple[str, str, Callable, Callable, bool, int], ...] = (
+    ("architecture", "large branch", _log(300, 3000), _AT_ONCE, True, 2),
+    ("architecture", "large init", _log(60, 600), _AT_ONCE, True, 2),
+    ("architecture", "no norm here", _log(40, 200), _AT_ONCE, True, 1),
+    ("precision", "attention bits", _whole(8, 8), _whole(0, 10), False, 2),
+    ("routing", "wrong sign", _log(0.3, 3), _AT_ONCE, False, 2),
+    ("routing", "balance", _log(100, 1000), _AT_ONCE, False, 1),
+    ("routing", "router rate", _log(300, 1000), _AT_ONCE, False, 3),
+    ("routing", "router init", _log(400, 4000), _AT_ONCE, False, 3),
+)
+_NO_PAIRS = ("router rate", "coarse weights", "batch size", "no skip", "no norm", "no norm here")
+
+
+def _applies(setup: Setup, kind: str) -> bool:
+    if kind in ("wrong sign", "balance"):
+        return "n_experts" in setup.options
+    if kind in ("router rate", "router init"):
+        return setup.has_routers
+    if kind == "attention bits":
+        return setup.has_attention
+    if kind == "tokens":
+        return setup.task != "digits"
+    return setup.has_norms or kind not in ("no norm", "no norm here")
+
+
+def _singles(name: str, plants: tuple, draw: np.random.Generator) -> list[Case]:
+    """Runs of a setup with one fault each."""
+    setup, found = SETUPS[name], []
+    n_blocks = setup.options.get("n_layers", setup.options.get("num_hidden_layers"))
+    for cause, kind, dose, start, is_local, n_draws in plants:
+        for _ in range(n_draws if _applies(setup, kind) else 0):
+            block = int(draw.integers(n_blocks)) if is_local else -1
+            plant = Plant(cause, kind, dose(draw), int(start(draw)), block)
+            found.append(Case(name, int(draw.integers(N_BASES)), (plant,)))
+    return found
+
+
+def cases(which: str) -> list[Case]:
+    """All runs of a set: controls, runs with one fault, and pairs of faults of one control."""
+    found: list[Case] = []
+    for number, (name, setup) in enumerate(SETUPS.items()):
+        if setup.set != which:
+            continue
+        draw = np.random.default_rng([SEED, 1000 + number])
+        found += [Case(name, base) for base in range(N_BASES)]
+        single = _singles(name, PLANTS, draw)
+        found += single
+        able = [case for case in single if case.plants[0].kind not in _NO_PAIRS]
+        for _ in range(N_PAIRS):
+            one = able[int(draw.integers(len(able)))]
+            others = [case for case in able if case.causes != one.causes]
+            other = others[int(draw.integers(len(others)))]
+            second = Case(name, one.base, other.plants)
+            pair = Case(name, one.base, (*one.plants, *other.plants))
+            found += [case for case in (second, pair) if case not in found]
+        found += _singles(name, STRONG_PLANTS, np.random.default_rng([SEED, 2000 + number]))
+    return [case for case in dict.fromkeys(found) if not any(_is_refused(SETUPS[case.setup], p) for p in case.plants)]
+
+
+def _is_refused(setup: Setup, plant: Plant) -> bool:
+    """Whether the run cannot be made: no auxiliary loss to leave out, or no stream that spectra could be of."""
+    if plant.kind == "router rate":
+        return "n_experts" not in setup.options
+    starts_as_identity = setup.options.get("initialization") in ("rezero", "fixup")
+    return plant.kind == "no skip" and plant.block < 0 and starts_as_identity

@@ -1,0 +1,45 @@
+"""Weigh the causes of a diagnosis by the answer of a replay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.diagnosis.diagnose import answer_of
+from workbench.diagnosis.experiments import FIXED_COST
+from workbench.diagnosis.ranking import REPLAYED, Rules
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules | None = None) -> None:
+    """Weigh the causes of a diagnosis by the answer of one replay, in place.
+
+    Args:
+        tree: Tree from `workbench.diagnose`.
+        change: Cause that the change of the replay was for.
+        supports: Whether the replay supported it.
+        rules: Rules with the answers of recorded replays; None: the shipped ones.
+    """
+    import xarray as xr
+
+    rules = Rules.shipped() if rules is None else rules
+    causes = tree["causes"].to_dataset()
+    before = dict(zip(map(str, causes["cause"].values), causes["probability"].values.tolist(), strict=True))
+    after = rules.after(before, change, supports=supports)
+    possible = rules.set_of(after, REPLAYED)
+    causes = causes.sel(cause=list(after))
+    causes["probability"].values[:] = list(after.values())
+    causes["is_possible"].values[:] = [cause in possible for cause in after]
+    tree["causes"] = xr.DataTree(causes)
+    experiments = tree["experiments"].to_dataset().copy(deep=True)
+    information = [rules.information(after, str(cause)) for cause in experiments["cause"].values]
+    experiments["information"].values[:] = information
+    worth = np.array(information) / (experiments["cost"].values + FIXED_COST)
+    experiments["order"].values[np.argsort(-worth, kind="stable")] = np.arange(1, len(worth) + 1)
+    tree["experiments"] = xr.DataTree(experiments)
+    layers = dict(zip(map(str, causes["cause"].values), causes["layer"].values.tolist(), strict=True))
+    tree.attrs |= answer_of(str(tree.attrs["what_happened"]), after, layers, possible)
+    tree.attrs["n_replays"] = int(tree.attrs.get("n_replays", 0)) + 1
