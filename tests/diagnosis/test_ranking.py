@@ -141,7 +141,8 @@ def test_saved_rules_say_the_same(tmp_path):
     assert opened.probabilities({"a": 0.4, "c": 1.0}) == pytest.approx(
         rules.probabilities({"a": 0.4, "c": 1.0}), abs=1e-4
     )
-    np.testing.assert_allclose(opened.least["log"], least["log"])
+    np.testing.assert_allclose(opened.least["log"], least["log"], rtol=2e-4)
+    assert (opened.least["log"] < least["log"]).all()  # rounded down, so that no run at the limit is lost
     np.testing.assert_allclose(opened.answers, answers)
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,28 @@ def test_the_table_of_accuracy_follows_from_the_recorded_answers(runs, accuracy)
                 ("missed", missed / n_failed), ("healthy", called / n_sound),
             ):  # fmt: skip
                 assert float(row[label]) == pytest.approx(value, abs=6e-4), (name, view, label)
+
+
+def test_the_readme_says_what_the_table_of_accuracy_says(accuracy):
+    readme = (DATA.parent / "README.md").read_text()
+    table = readme[readme.index("| read | first cause is right |") :].split("\n\n")[0].splitlines()[2:]
+    answers = ("store", "recorder", "mechanism", "mechanism and one replay", "log", "curves", "settings alone")
+    answers = (*answers, "majority class")
+    assert len(table) == len(answers)
+    for line, answer in zip(table, answers, strict=True):
+        row = accuracy["locked", answer]
+        first, covered, size, missed, healthy = (cell.strip() for cell in line.split("|")[2:7])
+        for said, label in ((first, "first"), (covered, "covered"), (healthy, "healthy")):
+            if said:
+                found = [float(number) for number in re.findall(r"[\d.]+", said)]
+                wanted = [float(row[label]), float(row[f"{label}_low"]), float(row[f"{label}_high"])]
+                assert found == pytest.approx(wanted, abs=0.0051), (answer, label)
+        assert float(missed) == pytest.approx(float(row["missed"]), abs=0.0051)
+        if size:
+            assert float(size) == pytest.approx(float(row["size"]), abs=0.0051)
+    held = accuracy["locked", "mechanism"]
+    assert float(held["covered"]) >= 0.9
+    assert float(held["size"]) < 2
 
 
 def test_answers_beat_the_majority_and_the_settings_do_not_decide(accuracy):

@@ -193,7 +193,7 @@ class Rules:
                 for i, name in enumerate(self.symptoms)
             },
             "bias": [_short(value) for value in self.bias],
-            "least": {view: [_short(value) for value in values] for view, values in self.least.items()},
+            "least": {view: [_short(0.9999 * value) for value in values] for view, values in self.least.items()},
             "answers": [[_short(value) for value in row] for row in self.answers],
         }
         return write_json(content, path, overwrite=overwrite)
