@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.diagnosis.records import descent, monitors, optimizer, record, tree
-from workbench.diagnosis import CAUSES, find_failure, read_record, read_symptoms
+from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_symptoms
 from workbench.diagnosis.diagnose import block_at_fault, diagnose
 from workbench.diagnosis.symptoms.block_symptoms import odd_one
 from workbench.diagnosis.symptoms.symptom import ramp
@@ -87,6 +87,16 @@ def test_the_course_of_the_updates_is_seen_without_the_rate():
     faded = np.where(np.arange(20) >= 6, 1e-4, steady)
     assert symptoms(faded, descent(last=2.5))["updates_fade"].strength > 1
     assert symptoms(steady, descent(last=2.5))["updates_fade"].strength == 0
+
+
+def test_a_loss_that_rose_and_stayed_up_is_no_healthy_run():
+    loss = descent(noise=0.0)
+    loss[100:] = 2.4  # of 3.0, after 1.0
+    found = signs_of({"monitors": monitors(loss)})["ends_above_its_best"]
+    assert found.value == pytest.approx(1.3 / 1.9, abs=0.02)
+    assert found.strength == 1
+    assert signs_of({"monitors": monitors(descent())})["ends_above_its_best"].strength == 0
+    assert Rules.shipped().probabilities({"ends_above_its_best": 1.0})["nothing"] == 0
 
 
 def test_noise_and_the_edge_of_stability_are_read_in_numbers_without_scale():

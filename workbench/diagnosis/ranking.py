@@ -40,7 +40,11 @@ VIEWS: dict[str, tuple[tuple[SymptomKind, ...], bool]] = {
     "curves": ((SymptomKind.MECHANISM,), False),
 }
 #: Cause, and the strength of a symptom that excludes it.
-_EXCLUDED = (("routing", "has_routers", 0.0), ("nothing", "diverges", 1.0))
+_EXCLUDED = (
+    ("routing", "has_routers", 0.0),
+    ("nothing", "diverges", 1.0),
+    ("nothing", "ends_above_its_best", 1.0),
+)
 #: Name of the calibration of sets after one replay.
 REPLAYED = "replayed"
 #: Parts of a record that only a measured model has.
@@ -132,7 +136,8 @@ class Rules:
     def probabilities(self, strengths: Mapping[str, float]) -> dict[str, float]:
         """Probability of each cause, in falling order; adds up to 1.
 
-        Routing has none where nothing is routed, and a run that diverged is not without a fault.
+        Routing has none where nothing is routed, and a run that diverged, or at its end has lost half of what it had
+        learned, is not without a fault.
         """
         logits = self.evidence(strengths).sum(axis=1) + self.bias
         for cause, symptom, strength in _EXCLUDED:

@@ -57,13 +57,26 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
     )
     share = (first - low) / first if first > 0 else math.nan
     if math.isfinite(share):
-        learned = (
+        sentence = (
             f"The loss has come down by {100 * share:.0f} % of its first value, from {first:.3g} to {low:.3g} nats"
         )
         yield Symptom(
-            "hardly_learns", ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0, share, 0.3, f"{learned}.", **place
+            "hardly_learns", ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0, share, 0.3, f"{sentence}.", **place
         )
-        yield Symptom("learns", ramp(share, 0.05, 0.6, high=1), share, 0.3, f"{learned}.", **place)
+        yield Symptom("learns", ramp(share, 0.05, 0.6, high=1), share, 0.3, f"{sentence}.", **place)
+    learned = float(failure.smooth[0]) - low
+    if learned > 0:
+        lost = (float(failure.smooth[-1]) - low) / learned
+        yield Symptom(
+            "ends_above_its_best",
+            ramp(lost, 0.1, 0.5, high=1),
+            lost,
+            0.1,
+            f"At the end the loss had lost {100 * min(lost, 1):.0f} % of what it had come down.",
+            path="/monitors",
+            variable="loss",
+            step=int(steps[-1]),
+        )
     yield Symptom(
         "spike_recovers",
         failure.recovered if is_spike else 0.0,
