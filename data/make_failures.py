@@ -292,7 +292,7 @@ def sound_optimizer(case: Case) -> dict[str, Any]:
 
 
 def replay_all(work: Path, processes: int) -> None:
-    """Replay every failed run with the changes for the causes that its mechanism points to most."""
+    """Replay every run, healthy ones too, with the changes for the causes that its mechanism points to most."""
     known = [*read("fit", work), *read("choose", work)]
     ranked = [(run, rules.probabilities(run.strengths["mechanism"])) for run, rules in without_family(known, PENALTY)]
     rules = Rules.fit(examples(known), penalty=PENALTY)
@@ -300,7 +300,7 @@ def replay_all(work: Path, processes: int) -> None:
     for name in SETS:
         todo = []
         for run, probability in ranked:
-            if run.set == name and run.how:
+            if run.set == name:
                 todo.append((run.case, tuple([cause for cause in probability if cause != "nothing"][:N_REPLAYS])))
         in_processes(replay, todo, work / name, processes)
 
@@ -373,8 +373,6 @@ def fit(work: Path) -> None:
             probability = others.probabilities(strengths)
             for cause in run.causes:
                 scores[view][cause].append(probability[cause])
-        if run.how and not answered(run, work):
-            continue
         after = one_replay(replace(others, answers=rules.answers), run, "mechanism", answered(run, work))
         for cause in run.causes:
             scores[REPLAYED][cause].append(after[cause])

@@ -231,7 +231,8 @@ def _parser() -> argparse.ArgumentParser:
     diagnose = commands.add_parser(
         "diagnose",
         help="why did this run fail?",
-        description="Rank the causes of a failure from what the run recorded. Exit status: 0 done, 3 wrong input.",
+        description="Name the causes that a run's record does not exclude, or that nothing is wrong. Exit status: 0 "
+        "done, 3 wrong input.",
     )
     diagnose.add_argument(
         "run_path", type=Path, metavar="RUN", help="a store of wb.train, a CSV log, or a folder of TensorBoard events"

@@ -187,6 +187,11 @@ def test_the_outcome_weighs_the_causes(tree):
     np.testing.assert_allclose(causes["probability"].values, list(wanted.values()), rtol=1e-9)
     assert wanted["schedule"] > before["schedule"]
     assert done.attrs["n_replays"] == 1
+    assert "coverage" not in done.attrs  # which was measured before replays
+    again = run_experiment(done, "schedule", model=model, task=task)
+    xr.testing.assert_identical(again["causes"].to_dataset(), causes)  # the same replay tells nothing new
+    last = done["experiments"].to_dataset().set_index(experiment="cause").sel(experiment="schedule")
+    assert float(last["information"]) == 0
     assert done.attrs["summary"].startswith(tree.attrs["what_happened"])
     worth = done["experiments"]["information"].values / (done["experiments"]["cost"].values + 0.05)
     assert (np.diff(worth[np.argsort(done["experiments"]["order"].values)]) <= 1e-12).all()
@@ -199,6 +204,12 @@ def test_a_failure_that_does_not_recur_changes_no_probability(tree):
     outcomes = done["experiments"].to_dataset().set_index(experiment="cause")["outcome"]
     assert "Undecided" in str(outcomes.sel(experiment="schedule").values)
     xr.testing.assert_identical(done["causes"].to_dataset(), tree["causes"].to_dataset())
+
+
+def test_settings_alone_have_no_stated_coverage(store):
+    found = diagnose(store, uses=("configuration",))
+    assert found.attrs["view"] == "other"
+    assert "coverage" not in found.attrs
 
 
 def test_a_run_in_which_nothing_failed_shows_none(store):
@@ -240,6 +251,9 @@ def test_impossible_experiments_are_refused(store, tree, tmp_path):
     model, task = fresh()
     with pytest.raises(OptionError, match="No experiment is about 'weather'; there are"):
         run_experiment(tree, "weather", model=model, task=task)
+    few = Rules.fit([({"abrupt": 1.0}, "data"), ({"abrupt": 0.0}, "batch")])
+    with pytest.raises(OptionError, match="made by other rules than these; pass rules="):
+        run_experiment(tree, "schedule", model=model, task=task, rules=few)
     with pytest.raises(OptionError, match="n_steps is 0, expected at least 1"):
         run_experiment(tree, "schedule", model=model, task=task, n_steps=0)
     with pytest.raises(CheckpointError, match="has the shape .* but the model says"):

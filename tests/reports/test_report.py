@@ -374,6 +374,9 @@ def test_a_tree_of_an_older_version_is_told_by_its_first_cause():
     tree["evidence"] = xr.DataTree(tree["evidence"].to_dataset().drop_vars("kind"))
     del tree.attrs["coverage"]
     assert document_of(tree).verdict == "The cause: learning rate too high"
+    tree.attrs["shows_failure"] = 0
+    document = document_of(tree)
+    assert (document.verdict, document.state, document.actions) == ("No failure seen", "not measured", ())
 
 
 def test_what_came_of_an_experiment_stands_before_those_still_to_do():

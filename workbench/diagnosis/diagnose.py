@@ -57,8 +57,9 @@ def diagnose(
 
     Everything is read from the run's own record: no healthy run is compared, and faults that a study has injected are
     not read. The rules were fitted to recorded runs of small models, healthy ones and ones with one or two planted
-    faults. The answer is a set, of one cause or several: of recorded runs of each cause, 90 % had it in their set. The
-    probabilities say nothing about causes that were not planted.
+    faults. The answer is a set, of one cause or several: of the recorded runs of each cause that its limits were set
+    on, 90 % had it in their set, judged by rules without their family. The probabilities say nothing about causes that
+    were not planted.
 
     Args:
         run: Path of a store, or of a CSV or TensorBoard log; a tree from `workbench.open_run`, or a thinner record from
@@ -74,11 +75,13 @@ def diagnose(
     Returns:
         A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the likeliest cause), ``failure_kind``,
         ``failure_step``, ``shows_failure`` (0: the loss neither diverged nor rose), ``view`` (what the record holds:
-        "store", "recorder", "mechanism", "log" or "curves"), ``coverage``, ``summary``, and the children
+        "store", "recorder", "mechanism", "log", "curves" or "other"), ``coverage`` (where it is known for that view),
+        ``summary``, and the children
 
         - ``causes`` (``cause``, by falling probability; "nothing": no fault): ``title``, ``kind``, ``probability``
           (adds up to 1), ``is_possible`` (whether it is in the set), ``mechanism_probability`` (from what the run did
-          alone, without its settings), ``layer`` (the block at fault; -1: none in particular);
+          alone: measured quantities, some of them relative to rate or eps), ``layer`` (the block at fault; -1: none in
+          particular);
         - ``evidence`` (``evidence``, by cause and falling weight): ``cause``, ``sign``, ``weight`` (what it adds to
           the log-odds of the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``,
           ``layer``, ``sentence``, and where the number stands in the run (``path``, ``variable``, ``selection``, JSON;
@@ -162,7 +165,7 @@ def _tree(
         "failure_step": failure.step,
         "shows_failure": int(failure.is_seen),
         "view": view,
-        "coverage": COVERAGE,
+        **({"coverage": COVERAGE} if view in rules.least else {}),
         "what_happened": what_happened,
         **answer_of(what_happened, probability, layers, possible),
         "rules": rules.about,
@@ -205,10 +208,12 @@ def answer_of(
     if first == "nothing":
         answer = f"Most likely nothing is wrong ({percent(probability[first])})"
         answer += f"; not excluded: {listed(told[1:], 'or')}." if len(told) > 1 else "."
-    elif len(told) == 1:
-        answer = f"The cause: {told[0]}."
     else:
-        answer = f"The cause is one of these, or several of them: {listed(told, 'or')}."
+        faults = [words for cause, words in zip(possible, told, strict=True) if cause != "nothing"]
+        one, several = "The cause", "The cause is one of these, or several of them"
+        answer = f"{one if len(faults) == 1 else several}: {listed(faults, 'or')}."
+        if "nothing" in possible:
+            answer += f" That nothing is wrong is not excluded ({percent(probability['nothing'])})."
     by_kind = {
         kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in CauseKind
     }
@@ -235,8 +240,8 @@ def causes_table(
         "probability": ([probability[name] for name in names], "probability", "1", "among these causes; adds up to 1"),
         "is_possible": ([name in possible for name in names], "in the set", "", "not excluded, at the stated coverage"),
         "mechanism_probability": (
-            [mechanism[name] for name in names], "probability by mechanism", "1", "from what the run did alone, "
-            "without rate, batch size and configuration",
+            [mechanism[name] for name in names], "probability by mechanism", "1", "from what the run did alone: "
+            "measured quantities, some of them relative to rate or eps",
         ),
         "layer": ([layers[name] for name in names], "block", "1", "block at fault; -1: none in particular"),
     }  # fmt: skip

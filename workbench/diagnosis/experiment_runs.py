@@ -93,13 +93,14 @@ def run_experiment(
     Returns:
         The tree with the experiment's row filled in: ``outcome`` (a sentence), ``is_done``, ``supports``, ``value`` and
         ``twin_value`` (mean loss over the last fifth of the changed and the unchanged replay, in nats; NaN: it
-        diverged). Unless the failure did not recur, the probabilities of the causes, their set and order, and the
-        information of the other experiments follow from the outcome by Bayes' rule, with what replays of recorded runs
-        answered.
+        diverged). If the failure recurred in the unchanged replay, the probabilities of the causes, their set and
+        order, and the information of the other experiments follow from the outcome by Bayes' rule, with what replays
+        of recorded runs answered; the same experiment done again changes nothing. The set is then that of recorded
+        runs after one replay, without a stated coverage.
 
     Raises:
-        OptionError: If there is no such experiment, a setting is impossible, or a replay from step 0 begins with
-            another loss than the run.
+        OptionError: If there is no such experiment, the rules are not those of the diagnosis, a setting is impossible,
+            or a replay from step 0 begins with another loss than the run.
         CheckpointError: If the checkpoint is missing or does not fit the model, or the model's parameters are not those
             of step 0 where the replay begins there.
         StoreError: If the run cannot be read.
@@ -117,6 +118,10 @@ def run_experiment(
 
     table = tree["experiments"].to_dataset()
     at = _place(table, experiment)
+    rules = Rules.shipped() if rules is None else rules
+    has_set = "is_possible" in tree["causes"]  # trees of older versions have none, and are not weighed
+    if has_set and set(tree["causes"].to_dataset()["cause"].values.tolist()) != set(rules.causes):
+        raise OptionError("The diagnosis was made by other rules than these; pass rules= with those of the diagnosis.")
     row = table.isel(experiment=at)
     change = json.loads(str(row["change"].values))
     from_step = int(row["from_step"].values)
@@ -142,9 +147,10 @@ def run_experiment(
     replay.check_begins_as_recorded(control)
     kind, step, title = tree.attrs["failure_kind"], int(tree.attrs["failure_step"]), str(row["title"].values)
     answer = replay.answer(FailureKind(kind), step, control, change, title)
+    was_done = "is_done" in table and bool(table["is_done"].values[at])
     done = tree.copy()
     done["experiments"] = xr.DataTree(_with_answer(table, at, answer))
-    if answer.is_decided and "is_possible" in done["causes"]:  # trees of older versions have no set
+    if answer.is_decided and not was_done and has_set:  # the same replay again tells nothing new
         weigh(done, str(row["cause"].values), supports=answer.supports, rules=rules)
     return done
 

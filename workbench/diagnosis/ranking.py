@@ -45,15 +45,17 @@ _EXCLUDED = (
     ("nothing", "diverges", 1.0),
     ("nothing", "ends_above_its_best", 1.0),
 )
-#: Name of the calibration of sets after one replay.
-REPLAYED = "replayed"
+#: Name of the calibration of sets after one replay, and of views without one.
+REPLAYED, OTHER = "replayed", "other"
 #: Parts of a record that only a measured model has.
 _OF_MODEL = ("/optimizer", "/activations", "/attention", "/router", "/spectra")
 
 
 def view_of(symptoms: Mapping[str, Symptom]) -> str:
-    """Which of the views a record gives, by the symptoms read from it."""
+    """Which of the views a record gives, by the symptoms read from it; without curves none that was calibrated."""
     kinds = {symptom.kind for symptom in symptoms.values()}
+    if SymptomKind.MECHANISM not in kinds:
+        return OTHER
     has_model = any(symptom.path in _OF_MODEL for symptom in symptoms.values())
     for view, (needed, needs_model) in VIEWS.items():
         if set(needed) <= kinds and (has_model or not needs_model):

@@ -35,11 +35,14 @@ def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules | None
     causes["is_possible"].values[:] = [cause in possible for cause in after]
     tree["causes"] = xr.DataTree(causes)
     experiments = tree["experiments"].to_dataset().copy(deep=True)
-    information = [rules.information(after, str(cause)) for cause in experiments["cause"].values]
+    information = np.array([rules.information(after, str(cause)) for cause in experiments["cause"].values])
+    if "is_done" in experiments:  # what was done tells nothing more
+        information[experiments["is_done"].values] = 0.0
     experiments["information"].values[:] = information
-    worth = np.array(information) / (experiments["cost"].values + FIXED_COST)
+    worth = information / (experiments["cost"].values + FIXED_COST)
     experiments["order"].values[np.argsort(-worth, kind="stable")] = np.arange(1, len(worth) + 1)
     tree["experiments"] = xr.DataTree(experiments)
     layers = dict(zip(map(str, causes["cause"].values), causes["layer"].values.tolist(), strict=True))
     tree.attrs |= answer_of(str(tree.attrs["what_happened"]), after, layers, possible)
+    tree.attrs.pop("coverage", None)  # it was measured before replays
     tree.attrs["n_replays"] = int(tree.attrs.get("n_replays", 0)) + 1

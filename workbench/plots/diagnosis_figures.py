@@ -54,7 +54,11 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
     height = -np.arange(len(titles), dtype=float)
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "probability", "cause")
-        colors = np.where(is_possible, outcome_colors.DIVERGED, style.NEUTRAL)
+        is_sound = (
+            causes["cause"].values[order] == "nothing" if "cause" in causes.coords else np.zeros(len(order), bool)
+        )
+        colored = np.where(is_sound, outcome_colors.SURVIVED, outcome_colors.DIVERGED)
+        colors = np.where(is_possible, colored, style.NEUTRAL)
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
         draw.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)

@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.formatting import capitalized, clause, listed, lowered, title_of, units_in_words
+from workbench.formatting import capitalized, clause, listed, lowered, percent, title_of, units_in_words
 from workbench.reports import effect_space, pictures
 from workbench.reports.document import (
     Block,
@@ -49,8 +49,6 @@ _GROUPS = (
 )  # fmt: skip
 #: As many causes in the set, and more, are not listed in the headline.
 _MANY = 4
-#: Causes below this probability share one sentence.
-_UNLIKELY = 0.05
 #: Symptoms that no sentence cites, and that change the odds by less than half, are folded away.
 _WEAK = 0.4
 
@@ -63,18 +61,18 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
     """
     numbers = Numbers(tree)
     spoken = (observed(numbers), cause(numbers), decisions(numbers))
-    possible, is_healthy = _possible(numbers), _is_healthy(numbers)
+    possible, is_healthy, is_open = _possible(numbers), _is_healthy(numbers), _is_open(numbers)
     facts = [Fact(one, one.meaning) for one in (_probability(numbers, row) for row in possible[:2])]
     if not is_healthy and _has_failed(numbers):
         facts.append(Fact(_failure_step(numbers), "step of the failure"))
-    first = () if is_healthy else _first_actions(numbers)
+    first = () if is_healthy or is_open else _first_actions(numbers)
     cited = [quantity for section in spoken for quantity in section.cited] + [fact.quantity for fact in facts]
     cited += [quantity for sentence in first for quantity in sentence.quantities]
     return Document(
         kind="Diagnosis of a training run",
         subject=numbers.attribute("subject").text,
         verdict=_verdict(numbers, possible),
-        state=CriterionState.HEALTHY if is_healthy else CriterionState.FAILING,
+        state=_state(is_healthy=is_healthy, is_open=is_open),
         summary=numbers.attribute("summary").text,
         facts=tuple(facts),
         actions=first,
@@ -90,6 +88,17 @@ def _possible(numbers: Numbers) -> list[int]:
     return [row for row, is_in in enumerate(numbers.node("causes")["is_possible"].values) if is_in]
 
 
+def _is_open(numbers: Numbers) -> bool:
+    """Whether a tree of an older version, which knows no healthy runs, shows no failure."""
+    return "is_possible" not in numbers.node("causes") and not _has_failed(numbers)
+
+
+def _state(*, is_healthy: bool, is_open: bool) -> CriterionState:
+    if is_open:
+        return CriterionState.NOT_MEASURED
+    return CriterionState.HEALTHY if is_healthy else CriterionState.FAILING
+
+
 def _is_healthy(numbers: Numbers) -> bool:
     """Whether most likely nothing is wrong."""
     return numbers.names("causes", "cause")[0] == "nothing"
@@ -99,7 +108,10 @@ def _verdict(numbers: Numbers, possible: list[int]) -> str:
     """The causes in the set, in a few words."""
     if _is_healthy(numbers):
         return "Most likely nothing is wrong"
-    titles = [lowered(numbers.text("causes", "title", cause=row)) for row in possible]
+    if _is_open(numbers):
+        return "No failure seen"
+    names = numbers.names("causes", "cause")
+    titles = [lowered(numbers.text("causes", "title", cause=row)) for row in possible if names[row] != "nothing"]
     return f"The cause: {listed(titles, 'or')}" if len(titles) < _MANY else f"One of {len(titles)} causes"
 
 
@@ -132,12 +144,13 @@ def cause(numbers: Numbers) -> ReportSection:
     owners = numbers.texts("evidence", "cause")
     lead = "Which cause explains the symptoms, and how surely."
     if numbers.has_attribute("coverage"):
-        lead += " Of recorded runs of each cause, 90 % had it in their set; causes outside of it are called unlikely."
+        share = percent(float(numbers.attribute("coverage").value))
+        lead += f" Of the recorded runs of each cause that the limits were set on, {share} had it in their set."
     blocks: list[Block] = [Lead(lead)]
     items, unlikely = [], []
     for row, name in enumerate(ids):
         probability = _probability(numbers, row)
-        if row not in possible and probability.value < _UNLIKELY:
+        if row not in possible:
             unlikely.append((numbers.text("causes", "title", cause=row), probability))
             continue
         sentences = [_share_of(numbers, row, probability)]
@@ -157,7 +170,7 @@ def cause(numbers: Numbers) -> ReportSection:
     if unlikely:
         slots = {f"p{place}": probability for place, (_, probability) in enumerate(unlikely)}
         told = listed(f"{lowered(title)} ({{p{place}}})" for place, (title, _) in enumerate(unlikely))
-        blocks += [Heading("Unlikely"), Paragraph((say(f"Little speaks for {told}.", **slots),))]
+        blocks += [Heading("Not in the set"), Paragraph((say(f"Less speaks for {told}.", **slots),))]
     return ReportSection("v2", "Structural cause", tuple(blocks))
 
 
@@ -275,7 +288,7 @@ def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[ReportTabl
                 TableCell(value.where),
             )
         )
-    columns = ("sign", "value", "unit", "usual", "step", "speaks of", "log-odds", "where in the tree")
+    columns = ("symptom", "value", "unit", "usual", "step", "speaks of", "log-odds", "where in the tree")
     tables = [
         ReportTable("Evidence; positive log-odds speak for the cause, negative against it", columns, tuple(shown))
     ]
@@ -428,7 +441,9 @@ def _how_it_failed(numbers: Numbers) -> Sentence:
     step = _failure_step(numbers)
     if _has_failed(numbers):
         return say("The loss began to rise at step {step}.", step=step)
-    return say("The loss neither diverged nor rose far; it had come down most of its way by step {step}.", step=step)
+    if numbers.has_attribute("what_happened"):
+        return say("{what}.", what=numbers.attribute("what_happened").text)
+    return say("The loss shows no failure; the symptoms are read as of step {step}.", step=step)
 
 
 def _has_failed(numbers: Numbers) -> bool:
