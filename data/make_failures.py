@@ -138,6 +138,7 @@ class Run:
         set: "fit", "choose" or "locked".
         causes: Its causes; ("nothing",) of a healthy one.
         how: How it failed; empty: it did not.
+        lost: Share of what its control learned that it lacks at the end; infinite where it diverged.
         strengths: View -> strengths of the symptoms that it may read.
         layer: Block that the symptoms point to; -1: none.
     """
@@ -146,6 +147,7 @@ class Run:
     set: str
     causes: tuple[str, ...]
     how: str
+    lost: float
     strengths: dict[str, dict[str, float]]
     layer: int
 
@@ -173,13 +175,15 @@ def read(which: str, work: Path) -> list[Run]:
             continue
         causes, how = answer(case, results)
         if causes:
-            found.append((case, causes, how))
+            learned = control["start_loss"] - control["final_loss"]
+            behind = (results[case]["final_loss"] - control["final_loss"]) / learned
+            found.append((case, causes, how, math.inf if results[case]["diverged"] else behind))
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        places = [work / which / f"{case.name}.nc" for case, _, _ in found]
+        places = [work / which / f"{case.name}.nc" for case, *_ in found]
         seen = list(pool.map(views, places, chunksize=8))
     return [
-        Run(case, which, causes, how, strengths, layer)
-        for (case, causes, how), (strengths, layer) in zip(found, seen, strict=True)
+        Run(case, which, causes, how, lost, strengths, layer)
+        for (case, causes, how, lost), (strengths, layer) in zip(found, seen, strict=True)
     ]
 
 
@@ -439,6 +443,7 @@ def collect(work: Path) -> None:
             "probability_by_settings": (("run", "ranked_cause"), settings.astype(np.float32)),
             "is_cause": (("run", "ranked_cause"), np.array([[c in run.causes for c in causes] for run in runs])),
             "how": ("run", [run.how for run in runs]),
+            "lost": ("run", np.array([run.lost for run in runs], dtype=np.float32)),
             "layer": ("run", [run.layer for run in runs]),
         },
         coords={

@@ -99,7 +99,7 @@ def test_the_table_of_accuracy_follows_from_the_recorded_answers(runs, accuracy)
                 assert float(row[label]) == pytest.approx(value, abs=6e-4), (name, view, label)
 
 
-def test_the_readme_says_what_the_table_of_accuracy_says(accuracy):
+def test_the_readme_says_what_the_table_of_accuracy_says(accuracy, runs):
     readme = (DATA.parent / "README.md").read_text()
     table = readme[readme.index("| read | first cause is right |") :].split("\n\n")[0].splitlines()[2:]
     answers = ("store", "recorder", "mechanism", "mechanism and one replay", "log", "curves", "settings alone")
@@ -116,6 +116,14 @@ def test_the_readme_says_what_the_table_of_accuracy_says(accuracy):
         assert float(missed) == pytest.approx(float(row["missed"]), abs=0.0051)
         if size:
             assert float(size) == pytest.approx(float(row["size"]), abs=0.0051)
+    locked = of_set(runs, "locked").sel(view="mechanism")
+    first, truth, lost = locked["probability"].values.argmax(1), locked["is_cause"].values, locked["lost"].values
+    has_failed, right = ~truth[:, NOTHING], truth[np.arange(len(first)), first]
+    medians = [np.median(lost[has_failed & of]) for of in (~right, right, first == NOTHING)]
+    said = [f"{100 * value:.0f} %" for value in medians]
+    assert f"lack a median {said[0]}" in readme
+    assert f"(those answered rightly {said[1]})" in readme
+    assert f"called healthy {said[2]}" in readme
     held = accuracy["locked", "mechanism"]
     assert float(held["covered"]) >= 0.9
     assert float(held["size"]) < 2
