@@ -1,7 +1,7 @@
 """The runs of the study behind the diagnosis: setups, what is planted in them, and which runs are made.
 
 Families of setups are divided into three sets before anything is measured: the rules are made from "fit", chosen on
-"choose", and "locked" is read once, at the end. Doses, places and settings are drawn from wide ranges: settings are
+"choose", and "locked" judges them. Doses, places and settings are drawn from wide ranges: settings are
 drawn before the fault, and a run and its control share them, so that only the fault's own setting tells its cause.
 """
 

@@ -2,7 +2,7 @@
 
     python data/make_failures.py --only fit           # runs that the rules are made from; resumable
     python data/make_failures.py --only choose        # runs that rules and symptoms are chosen on
-    python data/make_failures.py --only locked        # runs that are read once, at the end
+    python data/make_failures.py --only locked        # runs that judge them
 
     python data/make_failures.py --only replays       # failed runs again, with the changes for their likeliest causes
     python data/make_failures.py --only rules         # the rules: workbench/diagnosis/shipped/
