@@ -41,7 +41,7 @@ from workbench.assessment.failure_modes.structure_criteria import STRUCTURE
 from workbench.assessment.measured_model import THIN_WIDTH, measured_model, planned_task, with_few_patches
 from workbench.assessment.plan_trials import try_plan
 from workbench.assessment.rate_pilot import rate_pilot
-from workbench.assessment.structure import NUMBERS, OUTPUTS, measure_structure
+from workbench.assessment.structure import ALL, measure_structure
 from workbench.assessment.verdict import COLUMNS, column_state, verdict_of
 from workbench.hardware import read_plan
 from workbench.io.atomic import replacing
@@ -70,6 +70,8 @@ PILOT_SECONDS = 3600.0
 PILOT_SEED = 7
 #: What is kept of pilots and trials.
 PILOTED = (RATE, SLOW_RATE, "useful_edge", "useful_edge_low", "useful_edge_high", "best_rate", "share_broken")
+#: Whether gain and growth are those between blocks.
+BETWEEN = "between_blocks"
 _ADAMW = {"betas": [0.9, 0.95], "weight_decay": 0.1}
 
 
@@ -198,8 +200,9 @@ def _structure_of_published(each: trained.Trained) -> dict[str, float]:
     return found if each.rate else found | {"function_change": math.nan}  # of no rate that is known
 
 
-def _plain(numbers: Any) -> dict[str, float]:
-    return {str(name): float(value) for name, value in numbers.items()}
+def _plain(numbers: xr.Dataset) -> dict[str, float]:
+    found = {str(name): float(value) for name, value in numbers.items()}
+    return found | {BETWEEN: float(numbers.attrs.get(BETWEEN, 0))}
 
 
 def _parts(case: Case) -> tuple[planted.Base, planted.Fault | None]:
@@ -292,7 +295,8 @@ class Judged:
     def tree(self) -> xr.DataTree:
         """The measured parts of its assessment."""
         numbers = {name: value for name, value in self.structure.items() if isinstance(value, float)}
-        parts = {"/structure": xr.Dataset({name: ((), value) for name, value in numbers.items()})}
+        structure = xr.Dataset({name: ((), value) for name, value in numbers.items()})
+        parts = {"/structure": structure.assign_attrs({BETWEEN: int(numbers[BETWEEN])})}
         if self.pilot is not None:
             about = {"unseen": self.pilot["reason"]} if self.pilot["reason"] else {}
             parts["/pilot"] = xr.Dataset({name: ((), self.pilot[name], about) for name in (RATE, SLOW_RATE)})
@@ -311,7 +315,7 @@ class Judged:
 def bands_of(rows: list[Judged], margin: float) -> dict[str, HealthyBand]:
     """The bands of the designs that train."""
     found = {}
-    for criterion in STRUCTURE:
+    for criterion in (criterion for criterion in STRUCTURE if criterion.band is None):
         known = (row for row in rows if row.is_known_to_train)
         of = [row for row in known if math.isfinite(row.structure.get(criterion.name, math.nan))]
         band = band_of([row.structure[criterion.name] for row in of], scale=criterion.scale, margin=margin)
@@ -383,8 +387,8 @@ def table_of(rows: list[Judged], bands: dict[str, HealthyBand], losses: dict[str
             "base": row.case.base, "fault": row.case.fault, "source": sources.get(row.case.name, ""),
             "fails": row.fails, "learning_rate": row.rate, "reason": (row.pilot or {}).get("reason", ""),
             "refused": row.structure.get("refused", ""), "settings_state": settings_state(row, rates),
-            **{name: row.structure.get(name, math.nan) for name in ("width", "depth", *NUMBERS, *OUTPUTS)},
-            **{f"{name}_error": row.structure.get(f"{name}_error", math.nan) for name in (*NUMBERS, *OUTPUTS)},
+            **{name: row.structure.get(name, math.nan) for name in ("width", "depth", BETWEEN, *ALL)},
+            **{f"{name}_error": row.structure.get(f"{name}_error", math.nan) for name in ALL},
             **{name: (row.pilot or {}).get(name, math.nan) for name in PILOTED},
             **states_of(row, bands),
         }  # fmt: skip

@@ -21,7 +21,7 @@ import xarray as xr
 from torch import nn
 
 import workbench as wb
-from workbench.assessment.structure import NUMBERS, OUTPUTS, measure_structure
+from workbench.assessment.structure import ALL, measure_structure
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.scaling import Design
@@ -87,7 +87,7 @@ def main() -> None:
     data = data.drop_vars([name for name in data if str(name).endswith("_error")])
     data["width"] = ("design", [DESIGNS[name][1] for name in DESIGNS])
     data["depth"] = ("design", [DESIGNS[name][2] for name in DESIGNS])
-    for name in (*NUMBERS, *OUTPUTS):
+    for name in ALL:
         logs = [np.log(data[name].sel(size=size) / data[name].sel(size="target")).values for size in SIZES[:2]]
         thin, matched = (np.sqrt(np.nanmean(log**2)) for log in logs)
         print(f"{name}: rms of the log ratio {thin:.3f} thin, {matched:.3f} matched")

@@ -35,12 +35,12 @@ def rows(script, designs):
     found = []
     for case in script.cases():
         of = designs.sel(design=case.name)
-        names = ("width", "depth", *script.NUMBERS, *script.OUTPUTS)
+        names = ("width", "depth", script.BETWEEN, *script.ALL)
         structure = {name: float(of[name]) for name in names}
         if str(of["refused"].values):
             structure = {"refused": str(of["refused"].values)}
         else:
-            structure |= {f"{name}_error": float(of[f"{name}_error"]) for name in (*script.NUMBERS, *script.OUTPUTS)}
+            structure |= {f"{name}_error": float(of[f"{name}_error"]) for name in script.ALL}
         pilot = {name: float(of[name]) for name in script.PILOTED} | {"reason": str(of["reason"].values)}
         has_pilot = np.isfinite(pilot["share_broken"])
         found.append(script.Judged(case, structure, pilot if has_pilot else None, bool(of["fails"])))
@@ -90,7 +90,7 @@ def test_the_margin_is_the_smallest_that_flags_few_designs_of_families_left_out(
 def test_a_structure_measured_again_is_the_recorded_one(script, designs, name):
     case = next(case for case in script.cases() if case.name == name)
     found = script.structure_of(case)
-    for number in (*script.NUMBERS, *script.OUTPUTS):
+    for number in script.ALL:
         recorded = float(designs[number].sel(design=name))
         assert found[number] == pytest.approx(recorded, rel=0.05, nan_ok=True), number
 
@@ -109,7 +109,7 @@ def test_the_verdicts_are_as_often_right_as_the_readme_says(designs):
     assert counted(designs, locked=True, fails=False) == (44, 1, 0, 1, 13, 2)
     assert counted(designs, locked=True, fails=True) == (11, 9, 7, 7, 8, 0)
     assert counted(designs, locked=False, fails=False) == (117, 5, 0, 5, 32, 5)
-    assert counted(designs, locked=False, fails=True) == (24, 15, 10, 9, 17, 2)
+    assert counted(designs, locked=False, fails=True) == (24, 18, 14, 9, 17, 1)
 
 
 def test_published_rates_lie_around_the_carried_over_edge(designs):

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import AnatomyError, WorkbenchError
+from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
+from workbench.flow.block_chain import chain_sizes
 from workbench.flow.flow_measurement import measure
 from workbench.flow.gains import plain_options
+from workbench.flow.norm_eps import eps_shares
 from workbench.models.calling import on_device_of
 from workbench.models.config_options import config_options
 from workbench.models.losses import token_loss
@@ -73,7 +75,7 @@ def _growth_by_depth(flow: xr.Dataset) -> float:
 
 def _over(name: str, worst: Callable[[Any], Any]) -> Callable[[xr.Dataset], float]:
     def over(flow: xr.Dataset) -> float:
-        values = flow[name].values.astype(float)
+        values = flow[name].values.astype(float) if name in flow else np.array(math.nan)
         return float(worst(values[np.isfinite(values)])) if np.isfinite(values).any() else math.nan
 
     return over
@@ -95,12 +97,16 @@ def _largest_step(values: np.ndarray) -> int:
     return _worst(np.abs(np.diff(np.log(values[1:]))), first=1)
 
 
-#: Number -> its title, its scale ("log" or "share"), and the function of a flow that computes it.
+#: Number -> its title, its scale ("log" or "share"), and the function of a flow that computes it. Logits below 1 make
+#: no token stand out, and count as 1.
 NUMBERS: dict[str, tuple[str, str, Callable[[xr.Dataset], float]]] = {
     "gain_by_depth": ("scale-free gradient gain for the root of the depth", "log", _gain_by_depth),
     "growth_by_depth": ("growth of the stream for the root of the depth", "log", _growth_by_depth),
     "attention_entropy_share": (
         "smallest attention entropy share", "share", _over("attention_entropy_share", np.min),
+    ),
+    "attention_logit_max": (
+        "largest attention logit, at least 1", "log", _over("attention_logit_max", lambda x: max(1.0, np.max(x))),
     ),
     "routing_entropy_share": ("smallest routing entropy share", "share", _over("routing_entropy_share", np.min)),
 }  # fmt: skip
@@ -109,19 +115,27 @@ WORST_BLOCK: dict[str, Callable[[xr.Dataset], int]] = {
     "gain_by_depth": lambda flow: _largest_step(gains(flow)),
     "growth_by_depth": lambda flow: _largest_step(flow["state_rms"].values.astype(float)),
     "attention_entropy_share": lambda flow: _worst(-_by_layer(flow["attention_entropy_share"], np.nanmin)),
+    "attention_logit_max": lambda flow: _worst(_by_layer(flow["attention_logit_max"], np.nanmax)),
     "routing_entropy_share": lambda flow: _worst(-flow["routing_entropy_share"].values.astype(float)),
 }
-#: Numbers of outputs -> their title and scale.
+#: Numbers of the predictions -> their title and scale.
 OUTPUTS: dict[str, tuple[str, str]] = {
     "loss_over_guess": ("initial loss over that of a guess", "log"),
     "function_change": ("change of the predictions by the first update (nat)", "log"),
 }
-#: Why the numbers of outputs are not known under another loss than the mean cross entropy.
+#: Numbers of the modules -> their title and scale.
+MODULES: dict[str, tuple[str, str]] = {
+    "norm_eps_share": ("share of eps in what normalizations divide by", "share"),
+}
+#: Every number -> its title and scale.
+ALL = {name: about[:2] for name, about in NUMBERS.items()} | OUTPUTS | MODULES
+#: Why the numbers of predictions are not known under another loss than the mean cross entropy.
 OF_ANOTHER_LOSS = "It is that of predicted classes, and loss= is another one than the mean cross entropy."
 #: Number -> standard error of its logarithm on a thin model with matched variances, against the real width
 #: (``data/make_matched_width.py``).
 WIDTH_ERRORS = {
-    "gain_by_depth": 0.024, "growth_by_depth": 0.01, "loss_over_guess": 0.135, "function_change": 0.535,
+    "gain_by_depth": 0.024, "growth_by_depth": 0.01, "attention_logit_max": 0.106, "loss_over_guess": 0.135,
+    "function_change": 0.535,
 }  # fmt: skip
 
 
@@ -145,31 +159,55 @@ def measure_structure(
         loss: Function of logits and targets.
 
     Returns:
-        The numbers of `structure_numbers`, and the flow of the first model; None: its residual stream cannot be read,
-        and the attribute ``unseen`` of the numbers says why.
+        The numbers of `structure_numbers`, and the flow of the first model; None: its residual stream cannot be read.
+        Where its blocks are a chain, gain and growth are those between blocks then (`workbench.flow.block_chain`),
+        which the attribute ``between_blocks`` says; the attribute ``unseen`` of numbers that are NaN says why.
     """
-    flows, outputs, unseen_flow = [], [], ""
+    flows, others_of, whole, unseen_flow = [], [], None, ""
     for model in models:
         inputs, targets = (on_device_of(model, part) for part in batch)
-        own_loss = None if loss is token_loss else loss
-        try:
-            flows.append(measure(model, inputs, targets=targets, loss=own_loss, jacobian=False))
-        except AnatomyError as error:
-            unseen_flow = str(error)
+        flow, unseen_flow, is_whole = _flow_of(model, inputs, targets, None if loss is token_loss else loss)
+        flows += [] if flow is None else [flow]
+        whole = flow if whole is None and is_whole else whole
         unseen = on_device_of(model, others)
-        try:
-            with config_options(plain_options(model)):
-                outputs.append(first_update(model, (inputs, targets), unseen, plan, loss, width_ratio=width_ratio))
-        except WorkbenchError:
-            raise
-        except Exception:  # noqa: BLE001  (of any kind, as of a state that is overwritten: no gradient in eval mode)
-            outputs.append({})
-    numbers = structure_numbers(flows, outputs, log_errors=WIDTH_ERRORS if width_ratio != 1 else {})
+        with config_options(plain_options(model)):
+            try:
+                found = first_update(model, (inputs, targets), unseen, plan, loss, width_ratio=width_ratio)
+            except WorkbenchError:
+                raise
+            except Exception:  # noqa: BLE001  (of any kind, as of a state that is overwritten: no gradient in eval mode)
+                found = {}
+            shares = eps_shares(model, inputs)
+        others_of.append(found | {"norm_eps_share": float(np.median(shares)) if len(shares) else math.nan})
+    numbers = structure_numbers(flows, others_of, log_errors=WIDTH_ERRORS if width_ratio != 1 else {})
+    if unseen_flow and flows:
+        numbers.attrs["between_blocks"] = 1
     for name in NUMBERS if unseen_flow else ():
-        numbers[name].attrs["unseen"] = unseen_flow
+        if math.isnan(float(numbers[name])):
+            numbers[name].attrs["unseen"] = unseen_flow
     for name in OUTPUTS if loss is not token_loss else ():
         numbers[name].attrs["unseen"] = OF_ANOTHER_LOSS
-    return numbers, flows[0] if flows else None
+    return numbers, whole
+
+
+def _flow_of(
+    model: nn.Module, inputs: Any, targets: Any, loss: Callable[[Tensor, Tensor], Tensor] | None
+) -> tuple[xr.Dataset | None, str, bool]:
+    """The flow, why it is not whole, and whether it is; what passes between blocks where the stream cannot be read."""
+    import xarray as xr
+
+    try:
+        return measure(model, inputs, targets=targets, loss=loss, jacobian=False), "", True
+    except AnatomyError as error:
+        reason = str(error)
+    try:
+        sizes, gradients = chain_sizes(model, inputs, targets=targets, loss=loss)
+    except (AnatomyError, SnapshotError):
+        return None, reason, False
+    # What enters the first block is not known, and is not used.
+    values = {"state_rms": sizes, "gradient_norm": gradients}
+    flow = xr.Dataset({name: ("boundary", np.concatenate([[math.nan], each])) for name, each in values.items()})
+    return flow, reason, False
 
 
 def structure_numbers(
@@ -179,11 +217,11 @@ def structure_numbers(
 
     Args:
         flows: Of each model, from `workbench.flow.measure`.
-        outputs: Of each model, the numbers of ``OUTPUTS``.
+        outputs: Of each model, the numbers of ``OUTPUTS`` and ``MODULES``.
         log_errors: Number -> additional standard error of its logarithm, common to all seeds.
 
     Returns:
-        Dataset of the numbers of ``NUMBERS`` and ``OUTPUTS``, 0-dim, geometric means of those compared as logarithms;
+        Dataset of the numbers of ``ALL``, 0-dim, geometric means of those compared as logarithms;
         NaN where the model has no such part. ``<name>_error``: standard error over the seeds, of the logarithm where
         the mean is geometric. Attribute ``n_seeds``; of a number ``block``, where it is worst in the first model.
     """
@@ -192,14 +230,15 @@ def structure_numbers(
     flows, outputs = list(flows), list(outputs)
     values = {name: (title, scale, [find(flow) for flow in flows]) for name, (title, scale, find) in NUMBERS.items()}
     values |= {
-        name: (title, scale, [of.get(name, math.nan) for of in outputs]) for name, (title, scale) in OUTPUTS.items()
+        name: (title, scale, [of.get(name, math.nan) for of in outputs])
+        for name, (title, scale) in (OUTPUTS | MODULES).items()
     }
     data = {}
     for name, (title, scale, found) in values.items():
         mean, error = _mean(np.array(found), scale == "log") if found else (math.nan, 0.0)
         error = math.hypot(error, log_errors.get(name, 0.0))
         about: dict[str, str | int] = {"long_name": title, "units": "1"}
-        if flows and name in WORST_BLOCK:
+        if flows and name in WORST_BLOCK and not math.isnan(mean):
             with np.errstate(all="ignore"):
                 about["block"] = WORST_BLOCK[name](flows[0])
         data[name] = ((), mean, about)

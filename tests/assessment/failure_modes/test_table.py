@@ -9,7 +9,7 @@ import xarray as xr
 
 from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, HealthyBand, healthy_bands, judged
 from workbench.assessment.failure_modes.size_ranges import Sizes
-from workbench.assessment.structure import NUMBERS, OUTPUTS
+from workbench.assessment.structure import ALL
 from workbench.assessment.verdict import FIRST_STEP, column_state, summary_of, verdict_of
 
 BANDS = {c.name: HealthyBand(0.5, 2.0, 0.1, 10.0, 50) for c in CRITERIA if c.band is None}
@@ -22,7 +22,7 @@ STAND_IN = Sizes(4096, 32, 64, 4, is_stand_in=True)
 
 def planted(*, rate=0.3, slow=30.0, broken=0.0, structure=None, sizes=None, reason=""):
     """Everything as in healthy designs, but for what is given; ``rate`` and ``slow`` are over the useful edges."""
-    numbers = dict.fromkeys((*NUMBERS, *OUTPUTS), ((), 1.0))
+    numbers = dict.fromkeys(ALL, ((), 1.0)) | {"norm_eps_share": ((), 0.1)}
     numbers |= {f"{name}_error": ((), 0.0) for name in numbers}
     numbers |= {name: ((), value) for name, value in (structure or {}).items()}
     about = {"unseen": reason} if reason else {}
@@ -57,6 +57,8 @@ def test_healthy_numbers_may_proceed():
         ({"structure": {"gain_by_depth": 40.0}}, "gradient_flow_collapse", "refuse", ("failing", "healthy")),
         ({"structure": {"gain_by_depth": 4.0}}, "gradient_flow_collapse", "at risk", ("at risk", "healthy")),
         ({"structure": {"attention_entropy_share": 0.01}}, "attention_degeneracy", "refuse", ("failing", "healthy")),
+        ({"structure": {"attention_logit_max": 30.0}}, "attention_degeneracy", "refuse", ("failing", "healthy")),
+        ({"structure": {"norm_eps_share": 0.9}}, "initialization_out_of_band", "at risk", ("at risk", "healthy")),
         ({"structure": {"routing_entropy_share": 0.2}}, "routing_oscillation", "at risk", ("at risk", "healthy")),
         ({"structure": {"loss_over_guess": 5.0}}, "initialization_out_of_band", "at risk", ("at risk", "healthy")),
         ({"structure": {"function_change": math.inf}}, "scale_dependent_divergence", "refuse", ("failing", "healthy")),
@@ -69,6 +71,20 @@ def test_a_planted_number_is_found_in_its_mode_and_column(plant, mode, verdict, 
     assert verdict_of(criteria) == verdict
     assert tuple(column_state(criteria, column) for column in ("structure", "pilot")) == columns
     assert str(modes.sel(failure_mode=mode)["title"].values).lower() in summary_of("it", verdict, criteria, modes)
+
+
+def test_gains_between_blocks_flag_a_design_but_do_not_acquit_it():
+    for gain, verdict, states in (
+        (1.0, "cannot say", ("not measured", "healthy")),
+        (4.0, "at risk", ("at risk", "healthy")),
+    ):
+        tree = planted(structure={"gain_by_depth": gain})
+        tree["structure"].attrs["between_blocks"] = 1
+        criteria, modes = judged(tree, BANDS)
+        assert verdict_of(criteria) == verdict
+        assert tuple(column_state(criteria, column) for column in ("structure", "pilot")) == states
+        if verdict == "cannot say":
+            assert "its residual stream cannot be read" in summary_of("it", verdict, criteria, modes)
 
 
 def test_every_number_stands_where_the_table_says():

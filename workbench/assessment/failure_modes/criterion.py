@@ -83,12 +83,14 @@ class CriterionReading:
         spread: Standard error of the value over repeated measurements; 0: one measurement, or an exact one.
         selection: Dimension -> index of the number in the variable.
         layer: Block of the number; -1: none in particular.
+        only_flags: Why a healthy value says nothing; empty: it does.
     """
 
     value: float
     spread: float = 0.0
     selection: Mapping[str, int] = field(default_factory=dict)
     layer: int = -1
+    only_flags: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, number
-from workbench.assessment.structure import NUMBERS, OUTPUTS
+from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, number
+from workbench.assessment.structure import ALL
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -21,7 +21,11 @@ _ABOUT = {
         "gradient_flow_collapse", "high", "the stream grows or shrinks with depth as in no design that trained",
     ),
     "attention_entropy_share": ("attention_degeneracy", "low", "a fresh head looks at little but one token"),
+    "attention_logit_max": ("attention_degeneracy", "high", "a fresh head has logits beyond those of any that trained"),
     "routing_entropy_share": ("routing_oscillation", "low", "the fresh router is sure of its choices"),
+    "norm_eps_share": (
+        "initialization_out_of_band", "high", "eps outweighs what normalizations divide by, so they do not normalize",
+    ),
     "loss_over_guess": ("initialization_out_of_band", "high", "the fresh model is far worse than a guess"),
     "function_change": (
         "scale_dependent_divergence", "both",
@@ -29,20 +33,35 @@ _ABOUT = {
     ),
 }  # fmt: skip
 
+#: Numbers of the residual stream, and why those between blocks flag a design, but are no evidence that it is sound.
+_OF_STREAM = ("gain_by_depth", "growth_by_depth")
+BETWEEN_BLOCKS = "its residual stream cannot be read, and what passes between blocks can show a fault, but not health"
+#: Number -> its band, where the limits follow from a rule.
+_BANDS = {"norm_eps_share": HealthyBand(high=0.5, why="beyond one half eps is larger than the variance")}
+
 
 def _read(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
     def read(tree: xr.DataTree) -> CriterionReading | str:
         data = tree["/structure"].to_dataset()
         found = number(data, name, spread=f"{name}_error")
-        return found if isinstance(found, str) else replace(found, layer=int(data[name].attrs.get("block", -1)))
+        if isinstance(found, str):
+            return found
+        is_between_blocks = name in _OF_STREAM and bool(data.attrs.get("between_blocks", 0))
+        return replace(
+            found,
+            layer=int(data[name].attrs.get("block", -1)),
+            only_flags=BETWEEN_BLOCKS if is_between_blocks else "",
+        )
 
     return read
 
 
 def _criterion(name: str) -> Criterion:
-    title, scale = NUMBERS[name][:2] if name in NUMBERS else OUTPUTS[name]
+    title, scale = ALL[name]
     mode, bad_side, meaning = _ABOUT[name]
-    return Criterion(name, mode, title, "1", "/structure", name, _read(name), meaning, scale=scale, bad_side=bad_side)
+    return Criterion(
+        name, mode, title, "1", "/structure", name, _read(name), meaning, _BANDS.get(name), scale, bad_side
+    )
 
 
 STRUCTURE = tuple(_criterion(name) for name in _ABOUT)

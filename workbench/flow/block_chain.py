@@ -1,0 +1,125 @@
+"""Signal and gradient between the blocks of a model whose residual stream cannot be read.
+
+Where the stream is mixed between blocks, or a block is no sum, there are no branches to compare. What passes from block
+to block can still be measured if each block's output is all that later blocks know of earlier ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from workbench.errors import AnatomyError
+from workbench.flow.collapse import norm_of, rms
+from workbench.flow.gains import plain_options
+from workbench.flow.gradient_targets import Loss, end_of
+from workbench.models.block_calls import Call, record_calls
+from workbench.models.calling import run_foreign
+from workbench.models.config_options import config_options
+from workbench.models.probing import undisturbed, watch
+from workbench.models.stacks import LEAST_COVERAGE, share_of_repeated
+
+
+def chain_sizes(
+    model: nn.Module, batch: Any, *, targets: Any = None, loss: Loss | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Root mean square of what leaves each block, and norm of the loss's gradient with respect to it.
+
+    The model runs in eval mode with the outputs of all blocks cut out of the graph. The gradient is then carried back
+    block by block, and each block must pass it to the output before it and to no other.
+
+    Args:
+        model: The model, which is not changed.
+        batch: Inputs of one batch.
+        targets: As for `workbench.flow.measure`.
+        loss: As for `workbench.flow.measure`.
+
+    Returns:
+        Both of shape (block,), float64.
+
+    Raises:
+        AnatomyError: If no container has blocks that run once each, in order, with outputs of one shape; or if outputs
+            bypass a block.
+        SnapshotError: If there is no gradient.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench.flow.block_chain import chain_sizes
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2)
+        >>> inputs, targets = next(iter(wb.tasks.associative_recall(length=16).stream(0)))
+        >>> sizes, gradients = chain_sizes(model, inputs, targets=targets)
+        >>> sizes.shape, gradients.shape
+        ((3,), (3,))
+    """
+    blocks = _blocks_of(model, batch)
+    cuts: list[tuple[Tensor, Tensor]] = []
+
+    def cut(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        state = _first_state(output)
+        assert state is not None  # as in the run that found the blocks
+        leaf = state.detach().requires_grad_()
+        cuts.append((state, leaf))
+        return _with_first_state(output, leaf.clone())  # the next block may write into it
+
+    with undisturbed(model), config_options(plain_options(model)), torch.enable_grad():
+        with watch((block, cut, False) for block in blocks):
+            output = run_foreign(model, batch)
+        end, _ = end_of(output, batch, targets, loss, seed=0)
+        leaves = [leaf for _, leaf in cuts]
+        gradient = _to_last(end, None, leaves)
+        gradients = [gradient]
+        for i in range(len(cuts) - 1, 0, -1):
+            gradient = _to_last(cuts[i][0], gradient, leaves[:i])
+            gradients.append(gradient)
+    return np.array([rms(leaf) for leaf in leaves]), np.array([norm_of(each) for each in reversed(gradients)])
+
+
+def _to_last(end: Tensor, gradient: Tensor | None, leaves: list[Tensor]) -> Tensor:
+    """The gradient with respect to the last of some leaves, where it reaches no other."""
+    try:
+        found = torch.autograd.grad(end, leaves, gradient, allow_unused=True, retain_graph=True)
+    except RuntimeError as error:  # such as a state that is overwritten
+        raise AnatomyError(f"No gradient passes between blocks: {str(error).splitlines()[0].rstrip('.')}.") from error
+    if found[-1] is None or any(each is not None and bool(each.any()) for each in found[:-1]):
+        raise AnatomyError("The outputs of some blocks bypass later ones, so that no state between them holds all.")
+    return found[-1]
+
+
+def _blocks_of(model: nn.Module, batch: Any) -> list[nn.Module]:
+    """The members of the container with most parameters that run once each, in order, with outputs of one shape."""
+    calls: dict[nn.Module, list[Call]] = {}
+    for call in record_calls(model, batch, everything=True):
+        calls.setdefault(call.module, []).append(call)
+
+    def is_chain(members: list[nn.Module]) -> bool:
+        own = [calls[member][0] for member in members if len(calls.get(member, ())) == 1]
+        shapes = {next((state.shape for state in call.outputs if state.slot in (None, 0)), None) for call in own}
+        starts = [call.index for call in own]
+        is_in_order = len(own) == len(members) > 1 and starts == sorted(starts)
+        return is_in_order and len(shapes) == 1 and None not in shapes
+
+    chains = [
+        members
+        for each in model.modules()
+        if isinstance(each, nn.ModuleList | nn.Sequential)
+        and is_chain(members := list(each))
+        and share_of_repeated(model, members) >= LEAST_COVERAGE
+    ]
+    if not chains:
+        raise AnatomyError("No container holds blocks that run once each, in order, with outputs of one shape.")
+    return max(chains, key=lambda members: (share_of_repeated(model, members), len(members)))
+
+
+def _first_state(output: Any) -> Tensor | None:
+    """The output, or the first item of a tuple, where that is a tensor of states."""
+    first = output[0] if isinstance(output, tuple) and output else output
+    return first if isinstance(first, Tensor) and first.is_floating_point() and first.ndim > 1 else None
+
+
+def _with_first_state(output: Any, state: Tensor) -> Any:
+    if not isinstance(output, tuple):
+        return state
+    return type(output)(state, *output[1:]) if hasattr(output, "_fields") else (state, *output[1:])
