@@ -143,6 +143,7 @@ class TestWhatItSays:
             v = v / (1 - 0.999**3)
             found = {name: float(value[i]) for name, value in o.values.items()}
             rms = float(g.square().mean().sqrt())
+            assert found["unchanged_share"] == float((now == w)[g != 0].double().mean())
             assert found["module_grad_norm"] == pytest.approx(float(g.norm()), rel=1e-6)
             assert found["module_weight_norm"] == pytest.approx(float(w.norm()), rel=1e-6)
             assert found["update_ratio"] == pytest.approx(float((now - w).norm() / w.norm()), rel=1e-5)
@@ -237,6 +238,33 @@ class TestWhen:
         steps = {part: [o.step for o in of_part(recorder, part)] for part in ("attention", "router", "optimizer")}
         assert steps == {"attention": [1, 3, 5], "router": [], "optimizer": [2, 5]}
         assert [o.step for o in of_part(recorder, "activations")] == [5]
+
+    def test_a_run_that_ends_before_a_part_is_due_is_measured_at_its_end(self, task):
+        model, recorder = moe(), recorder_with(every={"router": 100, "activations": 2, "curvature": None})
+        run(model, task, 3, recorder)
+        assert [o.step for o in of_part(recorder, "activations")] == [1]
+        (router,) = of_part(recorder, "router")
+        assert router.step == 2
+        assert np.isfinite(router.values["routing_entropy"]).all()
+
+    def test_a_run_whose_first_loss_is_too_large_for_an_update_still_has_a_record(self, task):
+        model, recorder = dense(), recorder_with(every=100)
+        with torch.no_grad():
+            for weight in model.blocks[0].parameters():
+                weight.mul_(1e3)
+        with recorder.attach(model, adam(model)):
+            loss_of(model, task.batch(0))
+        (found,) = of_part(recorder, "activations")
+        assert found.step == 0
+        assert found.values["state_norm"][0] > 1e3
+        assert of_part(recorder, "optimizer") == []
+
+    def test_a_run_that_ends_by_an_error_is_not_measured_again(self, task):
+        model, recorder = dense(), recorder_with(every=100)
+        attached = recorder.attach(model, adam(model))
+        loss_of(model, task.batch(0))
+        attached.detach(is_broken=True)
+        assert recorder.heard == []
 
     def test_one_number_is_for_all_that_are_on(self):
         every = wb.Recorder(every=20).every

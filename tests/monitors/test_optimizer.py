@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, gradient_signal_share, update_ratio
+from workbench.monitors.optimizer_health import (
+    adam_staleness,
+    gradient_rms,
+    gradient_signal_share,
+    unchanged_share,
+    update_ratio,
+)
 
 
 def test_gradients_of_a_module_count_by_entry():
@@ -107,7 +113,18 @@ def test_the_noise_scale_follows_from_the_share_and_the_batch_size():
     assert scales == pytest.approx([9.0, 9.0], rel=0.1)
 
 
+def test_an_update_below_half_a_unit_of_rounding_leaves_weights_unchanged():
+    before = [torch.tensor([1.0, 1.0, 1.0], dtype=torch.bfloat16), torch.zeros(2)]
+    after = [before[0] - torch.tensor([1e-3, 1e-2, 1e-3], dtype=torch.bfloat16), torch.tensor([1e-9, 0.0])]
+    gradients = [torch.tensor([1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0])]
+    assert unchanged_share(before, after, gradients).item() == pytest.approx(0.5)
+    assert unchanged_share(before, after, [torch.zeros(3), torch.zeros(2)]).isnan()
+    assert unchanged_share([], [], []).isnan()
+
+
 def test_refusals():
+    with pytest.raises(OptionError, match="Weights and gradients have shapes"):
+        unchanged_share(torch.ones(2), torch.ones(2), torch.ones(3))
     with pytest.raises(OptionError, match=r"Weights before and after have shapes \[\(2,\)\] and \[\(3,\)\]"):
         update_ratio(torch.ones(2), torch.ones(3))
     with pytest.raises(OptionError, match="Gradients and second moments have shapes"):

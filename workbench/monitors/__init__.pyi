@@ -17,6 +17,7 @@ from .matrices import stable_rank as stable_rank
 from .optimizer_health import adam_staleness as adam_staleness
 from .optimizer_health import gradient_rms as gradient_rms
 from .optimizer_health import gradient_signal_share as gradient_signal_share
+from .optimizer_health import unchanged_share as unchanged_share
 from .optimizer_health import update_ratio as update_ratio
 from .probe_pass import ModelProbe as ModelProbe
 from .router_health import dead_experts as dead_experts

@@ -63,6 +63,45 @@ def update_ratio(before: Tensors, after: Tensors) -> Tensor:
     return _norm(change) / _norm(before)
 
 
+def unchanged_share(before: Tensors, after: Tensors, gradients: Tensors) -> Tensor:
+    """Share of the weights with a gradient that an update left exactly as they were.
+
+    In float32 nearly every update changes every weight. In low precision an update is lost where it is smaller than
+    half the distance of a weight to its neighbour: in bfloat16 about 2e-3 of the weight.
+
+    Args:
+        before: One parameter or several, before the update.
+        after: The same, after it.
+        gradients: Their gradients; weights whose gradient is 0, such as rows of tokens that the batch does not have,
+            do not count.
+
+    Returns:
+        0-dim, a share; NaN where every gradient is 0, and for no entries.
+
+    Raises:
+        OptionError: If they do not have the same shapes.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> before = torch.tensor([1.0, 1.0, 1.0], dtype=torch.bfloat16)
+        >>> after = before - torch.tensor([1e-3, 1e-2, 0.0], dtype=torch.bfloat16)
+        >>> wb.monitors.unchanged_share(before, after, torch.tensor([1.0, 1.0, 0.0])).item()
+        0.5
+    """
+    before, after = _same_shapes(before, after, "Weights before and after")
+    before, gradients = _same_shapes(before, gradients, "Weights and gradients")
+    masks = [unchanged_and_pushed(*each) for each in zip(before, after, gradients, strict=True)]
+    unchanged, pushed = (_norm(mask[i].float() for mask in masks) ** 2 for i in range(2))
+    return unchanged / pushed
+
+
+def unchanged_and_pushed(before: Tensor, after: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Which weights have a gradient and were left as they were, and which have one; boolean, of the weights' shape."""
+    pushed = gradient != 0
+    return pushed & (before == after), pushed
+
+
 def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-8) -> Tensor:
     """RMS_t = sqrt(mean(g^2 / max(v, eps^2))): about 1 while Adam's second moment matches the gradients.
 

@@ -207,6 +207,13 @@ OPTIMIZER: dict[str, Variable] = {
     ),
     "module_weight_norm": Variable(_MODULE, "f", "weight norm", "1", "of the module's weights before the update"),
     "update_ratio": Variable(_MODULE, "f", "update ratio", "1", "RMS(dw) / RMS(w) of this one update; NaN: no weights"),
+    "unchanged_share": Variable(
+        _MODULE,
+        "f",
+        "share of unchanged weights",
+        "1",
+        "of the weights with a gradient, those that this update left exactly as they were; NaN: none has a gradient",
+    ),
     "adam_staleness": Variable(
         _MODULE, "f", "Adam staleness", "1", "sqrt(mean g^2 / max(v, eps^2)); NaN: the optimizer keeps no second moment"
     ),

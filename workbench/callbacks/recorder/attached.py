@@ -25,6 +25,7 @@ from workbench.io.run_output import say
 from workbench.models.device_numbers import read_numbers
 from workbench.models.process_group import is_shared
 from workbench.models.wrapping import acting_on_gradients, bare, innermost
+from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
 
@@ -73,7 +74,8 @@ class AttachedRecorder:
     Hooks on the optimizer run before and after each update, hooks on the model count its inputs. Measurements are
     taken after the update of step s, from 0, where (s + 1) is a multiple of the part's cadence: the row of step s shows
     the parameters with which the loss of step s + 1 is computed. Spectra are taken before the update of step s where s
-    is a multiple, as `workbench.train` does.
+    is a multiple, as `workbench.train` does. Attention, routers and activations that were never due by the end of a
+    run are measured then, as of its last update.
 
     Numbers given to `log` belong to the update of the batch that went through the model last: to the next one before
     ``optimizer.step()``, and still to the one just made until the next batch begins.
@@ -116,6 +118,8 @@ class AttachedRecorder:
         self._has_given_norm = False
         self._closure_loss: Any = None
         self._is_ready = False
+        self._optimizer: torch.optim.Optimizer | None = inner
+        self._measured: set[str] = set()
         if parameters.are_coarse:
             say(
                 f"{type(bare(model)).__name__} is trained in low precision without a copy in float32; updates below "
@@ -171,9 +175,11 @@ class AttachedRecorder:
         self._handles.clear()
         try:
             self._close_row()
+            if not is_broken:
+                self._measure_at_the_end()
         finally:
             self.batches.detach()
-            self._collectors = self._parameters = None
+            self._collectors = self._parameters = self._optimizer = None
             if not self.is_hosted:
                 word = "stopped" if is_broken else "finished"
                 self.event(word, message=f"{word.capitalize()} after {self.step} steps.")
@@ -320,12 +326,30 @@ class AttachedRecorder:
     def _measure_parts(self, collectors: Collectors) -> None:
         """After the update of ``self.step``."""
         due = [part for part in collectors.after_update if is_due(self.step, self._every[part])]
-        probed = self._guarded("probe", lambda collectors: collectors.probed(due)) or {}
-        for part in due:
-            measure = partial(Collectors.measure, part=part, step=self.step, probed=probed.get(part, {}))
+        self._measure(collectors, due, self.step)
+
+    def _measure(self, collectors: Collectors, parts: list[str], step: int) -> None:
+        """Measure some parts, as the row of a step."""
+        probed = self._guarded("probe", lambda collectors: collectors.probed(parts)) or {}
+        for part in parts:
+            measure = partial(Collectors.measure, part=part, step=step, probed=probed.get(part, {}))
             values = self._guarded(part, measure)
             if values is not None:
-                self._publish(Observation(self.step, part, plain(values), collectors.coords(part)))
+                self._measured.add(part)
+                self._publish(Observation(step, part, plain(values), collectors.coords(part)))
+
+    def _measure_at_the_end(self) -> None:
+        """Measure the parts of the probe that were never due, so that a run that fails at once leaves a record too."""
+        # Reading the model anew takes all ranks, which may not end together.
+        if not self.batches.has_seen or self._optimizer is None or is_shared():
+            return
+        if not self._is_ready:
+            self._prepare(self._optimizer)
+        if self._collectors is None:
+            return
+        missing = [part for part in PROBED if self._every[part] is not None and part not in self._measured]
+        with self.batches_paused():
+            self._measure(self._collectors, missing, max(self.step - 1, 0))
 
     def _take_spectra(self) -> None:
         spectra = self._guarded("spectra", lambda collectors: collectors.spectra(self.step))

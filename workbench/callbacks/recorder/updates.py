@@ -14,15 +14,20 @@ from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.ranks import added_up
 from workbench.models.device_numbers import read_numbers
 from workbench.models.readable_weights import own_part
-from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, signal_share
+from workbench.monitors.optimizer_health import (
+    adam_staleness,
+    gradient_rms,
+    signal_share,
+    unchanged_and_pushed,
+)
 
 if TYPE_CHECKING:
     from workbench.models.anatomy import Anatomy
     from workbench.models.site import Site
 
 #: Quantities summed over each module, as a sum of squares and a count.
-_GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT = range(6)
-_N_QUANTITIES = 6
+_GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT, _UNCHANGED, _PUSHED = range(8)
+_N_QUANTITIES = 8
 
 
 class UpdateCollector:
@@ -76,7 +81,12 @@ class UpdateCollector:
         ages = [(0.0, 0.0)] * len(self.module_names)  # beta1, and updates that the moments are of
         n_steps = self._read_steps()
         for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
-            self._add(module, _CHANGE, own_part(weight.detach()).float() - before.float(), weight)
+            after = own_part(weight.detach())
+            self._add(module, _CHANGE, after.float() - before.float(), weight)
+            if weight.grad is not None:
+                masks = unchanged_and_pushed(before, after, own_part(weight.grad))
+                for what, mask in zip((_UNCHANGED, _PUSHED), masks, strict=True):
+                    self._add(module, what, mask.float(), weight)
             moment = second_moment(self.optimizer, group, weight, n_steps.get(id(weight)))
             if moment is not None and weight.grad is not None:
                 eps[module] = float(group.get("eps", math.nan))
@@ -103,6 +113,7 @@ class UpdateCollector:
                 "module_grad_norm": np.where(has_gradient, np.sqrt(total[:, _GRADIENT]), np.nan),
                 "module_weight_norm": np.where(count[:, _WEIGHT] > 0, np.sqrt(total[:, _WEIGHT]), np.nan),
                 "update_ratio": rms[:, _CHANGE] / rms[:, _WEIGHT],
+                "unchanged_share": np.where(total[:, _PUSHED] > 0, total[:, _UNCHANGED] / total[:, _PUSHED], np.nan),
                 "adam_staleness": rms[:, _STALENESS],
                 "gradient_rms": rms[:, _GRADIENT],
                 "gradient_rms_over_eps": rms[:, _GRADIENT] / np.array(eps),
