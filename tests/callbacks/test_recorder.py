@@ -239,14 +239,6 @@ class TestWhen:
         assert steps == {"attention": [1, 3, 5], "router": [], "optimizer": [2, 5]}
         assert [o.step for o in of_part(recorder, "activations")] == [5]
 
-    def test_a_run_that_ends_before_a_part_is_due_is_measured_at_its_end(self, task):
-        model, recorder = moe(), recorder_with(every={"router": 100, "activations": 2, "curvature": None})
-        run(model, task, 3, recorder)
-        assert [o.step for o in of_part(recorder, "activations")] == [1]
-        (router,) = of_part(recorder, "router")
-        assert router.step == 2
-        assert np.isfinite(router.values["routing_entropy"]).all()
-
     def test_a_run_whose_first_loss_is_too_large_for_an_update_still_has_a_record(self, task):
         model, recorder = dense(), recorder_with(every=100)
         with torch.no_grad():
@@ -258,6 +250,32 @@ class TestWhen:
         assert found.step == 0
         assert found.values["state_norm"][0] > 1e3
         assert of_part(recorder, "optimizer") == []
+
+    def test_routers_have_changed_no_choice_before_the_first_update(self, task):
+        model, recorder = moe(), recorder_with(every=100)
+        with recorder.attach(model, adam(model)):
+            loss_of(model, task.batch(0))
+        (router,) = of_part(recorder, "router")
+        assert np.isfinite(router.values["routing_entropy"]).all()
+        assert np.isnan(router.values["routing_change"]).all()
+
+    def test_a_run_that_was_stopped_after_an_update_has_no_row_but_those_that_are_due(self, task, tmp_path):
+        model, recorder = dense(), recorder_with(tmp_path / "run.zarr", every={"activations": 10})
+        optimizer = adam(model)
+        for start, n in ((0, 5), (5, 10), (15, 0)):
+            with recorder.attach(model, optimizer):
+                for i in range(start, start + n):
+                    optimizer.zero_grad()
+                    loss_of(model, task.batch(i)).backward()
+                    optimizer.step()
+                loss_of(model, task.batch(99))
+        assert [o.step for o in of_part(recorder, "activations")] == [9]
+
+    def test_an_update_at_a_rate_of_zero_says_nothing_of_unchanged_weights(self, task):
+        model, recorder = dense(), recorder_with(every=1)
+        run(model, task, 1, recorder, adam(model, rate=0.0))
+        (o,) = of_part(recorder, "optimizer")
+        assert np.isnan(o.values["unchanged_share"]).all()
 
     def test_a_run_that_ends_by_an_error_is_not_measured_again(self, task):
         model, recorder = dense(), recorder_with(every=100)

@@ -42,7 +42,17 @@ def record(parts, **options):
 
 
 def optimizer(
-    n_looks=20, n_blocks=4, *, every=10, weight=5.0, gradient=0.3, ratio=0.01, over_eps=1e5, n_weights=1000, signal=0.3
+    n_looks=20,
+    n_blocks=4,
+    *,
+    every=10,
+    weight=5.0,
+    gradient=0.3,
+    ratio=0.01,
+    over_eps=1e5,
+    n_weights=1000,
+    signal=0.3,
+    unchanged=0.0,
 ):
     """The part of that name; a block can be given its own numbers by arrays of shape (block,)."""
     shape = (n_looks, n_blocks + 1)
@@ -59,6 +69,7 @@ def optimizer(
         "gradient_rms_over_eps": table(over_eps),
         "adam_staleness": np.ones(shape),
         "gradient_signal_share": table(signal),
+        "unchanged_share": table(unchanged),
     }
     coords = {
         "step": np.arange(n_looks) * every + every - 1,

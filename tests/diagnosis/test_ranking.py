@@ -57,6 +57,14 @@ def test_a_sign_that_is_not_there_says_nothing():
     assert rules.probabilities({"a": 0.7, "unheard of": 9.0}) == rules.probabilities({"a": 0.7})
 
 
+def test_a_run_with_half_of_its_experts_dead_is_not_without_a_fault():
+    runs = [({"experts_die": 1.5}, "routing"), ({"experts_die": 0.0}, "nothing")] * 10
+    rules = Rules.fit(runs)
+    assert rules.probabilities({"experts_die": 0.9})["nothing"] > 0
+    assert rules.probabilities({"experts_die": 1.0})["nothing"] == 0
+    assert rules.probabilities({"experts_die": 2.0})["nothing"] == 0
+
+
 def test_a_run_with_two_causes_counts_for_both_of_them():
     both = [({"a": 1.0, "b": 1.0}, ("batch", "data")), *(({"a": 1.0}, "batch"), ({"b": 1.0}, "data")) * 5]
     probability = Rules.fit(both).probabilities({"a": 1.0, "b": 1.0})

@@ -99,6 +99,45 @@ def test_a_loss_that_rose_and_stayed_up_is_no_healthy_run():
     assert Rules.shipped().probabilities({"ends_above_its_best": 1.0})["nothing"] == 0
 
 
+def router(n_dead, n_experts, n_choices, *, n_looks=10):
+    """The part of that name: some experts of one block get nothing, the others all choices of the probe alike."""
+    alive = n_experts - n_dead
+    counts = np.append(np.full(alive, n_choices // alive), np.zeros(n_dead))
+    counts[: n_choices - int(counts.sum())] += 1
+    dims = ("step", "layer")
+    return xr.Dataset(
+        {
+            "dead_experts": (dims, np.full((n_looks, 1), float((counts == 0).sum()))),
+            "expert_load": ((*dims, "expert"), np.tile(counts / n_choices, (n_looks, 1, 1))),
+        },
+        {"step": np.arange(n_looks) * 10 + 9, "layer": [2], "expert": np.arange(n_experts)},
+    )
+
+
+def test_experts_without_tokens_count_beyond_those_that_a_small_probe_misses():
+    def strength(*numbers):
+        return signs_of({"monitors": monitors(descent()), "router": router(*numbers)})["experts_die"].strength
+
+    assert strength(0, 4, 128) == 0
+    assert strength(2, 4, 129) == pytest.approx(1.0)  # collapsed: as many choices, all of two experts
+    assert strength(3, 4, 128) > 1.4
+    assert strength(24, 64, 64) < 0.1  # a uniform router leaves 36 % of them without one of 64 tokens
+    assert strength(60, 64, 64) > 1
+
+
+def test_updates_that_leave_weights_as_they_were_speak_of_a_coarse_number_format():
+    found = {
+        share: signs_of({"monitors": monitors(descent()), "optimizer": optimizer(unchanged=share)})
+        for share in (0.0, 0.1, 0.9)
+    }
+    strengths = [symptoms["weights_stay_unchanged"].strength for symptoms in found.values()]
+    assert strengths[0] < strengths[1] == 0
+    assert strengths[2] > 1
+    assert "90 % of the weights" in found[0.9]["weights_stay_unchanged"].sentence
+    spent = signs_of({"monitors": monitors(descent(), rate=np.zeros(200)), "optimizer": optimizer(unchanged=1.0)})
+    assert "weights_stay_unchanged" not in spent
+
+
 def test_noise_and_the_edge_of_stability_are_read_in_numbers_without_scale():
     noisy = signs_of({"monitors": monitors(descent()), "optimizer": optimizer(signal=0.0)})["gradients_are_noise"]
     clean = signs_of({"monitors": monitors(descent()), "optimizer": optimizer(signal=0.8)})["gradients_are_noise"]

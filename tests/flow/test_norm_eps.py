@@ -33,6 +33,47 @@ def test_models_without_a_norm_over_features_have_none():
     )
 
 
+class OwnLayerNorm(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt()
+
+
+class ImageLayerNorm(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+def test_a_norm_of_ones_own_is_measured_by_what_it_does():
+    states = 1 + 1e-3 * torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
+    own, torchs = (eps_shares(nn.Sequential(norm), states) for norm in (OwnLayerNorm(1e-4), nn.LayerNorm(64, eps=1e-4)))
+    assert own == pytest.approx(torchs)
+    assert own > 0.9
+
+
+def test_norms_over_other_axes_and_of_weights_do_not_count_and_calls_without_tokens_neither():
+    assert eps_shares(nn.Sequential(ImageLayerNorm(4)), torch.randn(2, 4, 1, 1)).size == 0
+    assert eps_shares(nn.Sequential(nn.LayerNorm(4)), torch.zeros(0, 4)).size == 0
+    spectral = nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.LayerNorm(4, eps=1e6))
+    assert eps_shares(spectral, torch.randn(3, 4)) == pytest.approx([1.0], abs=1e-3)
+    over_two = torch.arange(3.0)[:, None].expand(3, 4)
+    assert eps_shares(nn.Sequential(nn.LayerNorm((3, 4), eps=1e-9)), over_two[None]) == pytest.approx([0.0], abs=1e-6)
+
+
+def test_the_eps_of_torchs_rms_norm_by_default_is_that_of_the_number_format():
+    states = torch.full((2, 3, 8), 1e-6)
+    eps = torch.finfo(torch.float32).eps
+    assert eps_shares(nn.Sequential(nn.RMSNorm(8)), states) == pytest.approx([eps / (eps + 1e-12)], rel=1e-4)
+
+
+def test_states_that_are_not_finite_have_no_share():
+    assert np.isnan(eps_shares(nn.Sequential(nn.RMSNorm(8, eps=1e-5)), torch.full((2, 3, 8), torch.inf))).all()
+
+
 @pytest.mark.parametrize("plant", ["eps", "weights"])
 def test_a_model_that_does_not_normalize_is_told_from_a_sound_one(plant):
     config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,

@@ -125,7 +125,7 @@ OUTPUTS: dict[str, tuple[str, str]] = {
 }
 #: Numbers of the modules -> their title and scale.
 MODULES: dict[str, tuple[str, str]] = {
-    "norm_eps_share": ("share of eps in what normalizations divide by", "share"),
+    "norm_eps_share": ("share of eps in the sum under the root of normalizations", "share"),
 }
 #: Every number -> its title and scale.
 ALL = {name: about[:2] for name, about in NUMBERS.items()} | OUTPUTS | MODULES
@@ -166,9 +166,10 @@ def measure_structure(
     flows, others_of, whole, unseen_flow = [], [], None, ""
     for model in models:
         inputs, targets = (on_device_of(model, part) for part in batch)
-        flow, unseen_flow, is_whole = _flow_of(model, inputs, targets, None if loss is token_loss else loss)
+        flow, reason = _flow_of(model, inputs, targets, None if loss is token_loss else loss)
+        unseen_flow = unseen_flow or reason
         flows += [] if flow is None else [flow]
-        whole = flow if whole is None and is_whole else whole
+        whole = flow if whole is None and not reason else whole
         unseen = on_device_of(model, others)
         with config_options(plain_options(model)):
             try:
@@ -178,6 +179,7 @@ def measure_structure(
             except Exception:  # noqa: BLE001  (of any kind, as of a state that is overwritten: no gradient in eval mode)
                 found = {}
             shares = eps_shares(model, inputs)
+        shares = shares[np.isfinite(shares)]
         others_of.append(found | {"norm_eps_share": float(np.median(shares)) if len(shares) else math.nan})
     numbers = structure_numbers(flows, others_of, log_errors=WIDTH_ERRORS if width_ratio != 1 else {})
     if unseen_flow and flows:
@@ -192,22 +194,22 @@ def measure_structure(
 
 def _flow_of(
     model: nn.Module, inputs: Any, targets: Any, loss: Callable[[Tensor, Tensor], Tensor] | None
-) -> tuple[xr.Dataset | None, str, bool]:
-    """The flow, why it is not whole, and whether it is; what passes between blocks where the stream cannot be read."""
+) -> tuple[xr.Dataset | None, str]:
+    """The flow and ""; where the stream cannot be read, what passes between blocks, if anything, and the reason."""
     import xarray as xr
 
     try:
-        return measure(model, inputs, targets=targets, loss=loss, jacobian=False), "", True
+        return measure(model, inputs, targets=targets, loss=loss, jacobian=False), ""
     except AnatomyError as error:
         reason = str(error)
     try:
         sizes, gradients = chain_sizes(model, inputs, targets=targets, loss=loss)
     except (AnatomyError, SnapshotError):
-        return None, reason, False
+        return None, reason
     # What enters the first block is not known, and is not used.
     values = {"state_rms": sizes, "gradient_norm": gradients}
     flow = xr.Dataset({name: ("boundary", np.concatenate([[math.nan], each])) for name, each in values.items()})
-    return flow, reason, False
+    return flow, reason
 
 
 def structure_numbers(

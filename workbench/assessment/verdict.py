@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
 from workbench.assessment.failure_modes.pilot_criteria import BROKEN_TRIALS, PILOT, RATE
-from workbench.assessment.failure_modes.structure_criteria import STRUCTURE
+from workbench.assessment.failure_modes.structure_criteria import BETWEEN_BLOCKS, STRUCTURE
 from workbench.formatting import clause, fine_percent, listed, short
 from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 
@@ -119,6 +119,8 @@ def _why_open(criteria: xr.Dataset) -> str:
         return f"{first['title'].values} was not judged, for {first['reason'].values}"
     if column_state(criteria, "structure") is CriterionState.NOT_MEASURED:
         reason = str(criteria.sel(criterion=DECIDES["structure"])["reason"].values)
+        if reason == BETWEEN_BLOCKS:
+            return reason
         return f"what passes along its depth was not measured ({clause(reason)})"
     return f"its useful rates are not known ({criteria.sel(criterion=RATE)['reason'].values})"
 

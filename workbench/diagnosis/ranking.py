@@ -39,11 +39,12 @@ VIEWS: dict[str, tuple[tuple[SymptomKind, ...], bool]] = {
     "log": ((SymptomKind.MECHANISM, SymptomKind.LOG), False),
     "curves": ((SymptomKind.MECHANISM,), False),
 }
-#: Cause, and the strength of a symptom that excludes it.
+#: Cause, symptom, and the strengths of it that exclude the cause, from and to.
 _EXCLUDED = (
-    ("routing", "has_routers", 0.0),
-    ("nothing", "diverges", 1.0),
-    ("nothing", "ends_above_its_best", 1.0),
+    ("routing", "has_routers", -math.inf, 0.0),
+    ("nothing", "diverges", 1.0, math.inf),
+    ("nothing", "ends_above_its_best", 1.0, math.inf),
+    ("nothing", "experts_die", 1.0, math.inf),
 )
 #: Name of the calibration of sets after one replay, and of views without one.
 REPLAYED, OTHER = "replayed", "other"
@@ -138,12 +139,12 @@ class Rules:
     def probabilities(self, strengths: Mapping[str, float]) -> dict[str, float]:
         """Probability of each cause, in falling order; adds up to 1.
 
-        Routing has none where nothing is routed, and a run that diverged, or at its end has lost half of what it had
-        learned, is not without a fault.
+        Routing has none where nothing is routed. A run that diverged, at its end has lost half of what it had learned,
+        or sends half of its experts no token, is not without a fault.
         """
         logits = self.evidence(strengths).sum(axis=1) + self.bias
-        for cause, symptom, strength in _EXCLUDED:
-            if strengths.get(symptom) == strength and cause in self.causes:
+        for cause, symptom, least, most in _EXCLUDED:
+            if least <= strengths.get(symptom, math.nan) <= most and cause in self.causes:
                 logits[self.causes.index(cause)] = -math.inf
         return self._in_order(np.exp(logits - logits.max()))
 

@@ -16,11 +16,15 @@ from workbench.errors import AnatomyError
 from workbench.flow.collapse import norm_of, rms
 from workbench.flow.gains import plain_options
 from workbench.flow.gradient_targets import Loss, end_of
-from workbench.models.block_calls import Call, record_calls
+from workbench.models.block_calls import Call, record_calls, results
 from workbench.models.calling import run_foreign
 from workbench.models.config_options import config_options
 from workbench.models.probing import undisturbed, watch
+from workbench.models.site import with_item
 from workbench.models.stacks import LEAST_COVERAGE, share_of_repeated
+
+#: Places of the state in the output of a block: the output itself, or the first item of a tuple or list.
+_SLOTS = (None, 0)
 
 
 def chain_sizes(
@@ -38,7 +42,8 @@ def chain_sizes(
         loss: As for `workbench.flow.measure`.
 
     Returns:
-        Both of shape (block,), float64.
+        Both of shape (block,), float64. Where the loss has no gradient, as with an output head of zeros, the gradient
+        is that of a random direction at the last block.
 
     Raises:
         AnatomyError: If no container has blocks that run once each, in order, with outputs of one shape; or if outputs
@@ -58,11 +63,12 @@ def chain_sizes(
     cuts: list[tuple[Tensor, Tensor]] = []
 
     def cut(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        state = _first_state(output)
-        assert state is not None  # as in the run that found the blocks
+        slot = next(slot for slot, value in results(output) if slot in _SLOTS and isinstance(value, Tensor))
+        state = output if slot is None else output[slot]
         leaf = state.detach().requires_grad_()
         cuts.append((state, leaf))
-        return _with_first_state(output, leaf.clone())  # the next block may write into it
+        given = leaf.clone()  # the next block may write into it
+        return given if slot is None else with_item(output, slot, given)
 
     with undisturbed(model), config_options(plain_options(model)), torch.enable_grad():
         with watch((block, cut, False) for block in blocks):
@@ -70,6 +76,9 @@ def chain_sizes(
         end, _ = end_of(output, batch, targets, loss, seed=0)
         leaves = [leaf for _, leaf in cuts]
         gradient = _to_last(end, None, leaves)
+        if not gradient.any():  # of a head of zeros
+            generator = torch.Generator().manual_seed(0)
+            gradient = torch.randn(gradient.shape, generator=generator).to(gradient)
         gradients = [gradient]
         for i in range(len(cuts) - 1, 0, -1):
             gradient = _to_last(cuts[i][0], gradient, leaves[:i])
@@ -81,10 +90,14 @@ def _to_last(end: Tensor, gradient: Tensor | None, leaves: list[Tensor]) -> Tens
     """The gradient with respect to the last of some leaves, where it reaches no other."""
     try:
         found = torch.autograd.grad(end, leaves, gradient, allow_unused=True, retain_graph=True)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:  # such as a state that is overwritten
         raise AnatomyError(f"No gradient passes between blocks: {str(error).splitlines()[0].rstrip('.')}.") from error
-    if found[-1] is None or any(each is not None and bool(each.any()) for each in found[:-1]):
+    if any(each is not None and bool(each.any()) for each in found[:-1]):
         raise AnatomyError("The outputs of some blocks bypass later ones, so that no state between them holds all.")
+    if found[-1] is None:
+        raise AnatomyError(f"The output of block {len(leaves) - 1} reaches nothing that follows.")
     return found[-1]
 
 
@@ -96,7 +109,7 @@ def _blocks_of(model: nn.Module, batch: Any) -> list[nn.Module]:
 
     def is_chain(members: list[nn.Module]) -> bool:
         own = [calls[member][0] for member in members if len(calls.get(member, ())) == 1]
-        shapes = {next((state.shape for state in call.outputs if state.slot in (None, 0)), None) for call in own}
+        shapes = {next((state.shape for state in call.outputs if state.slot in _SLOTS), None) for call in own}
         starts = [call.index for call in own]
         is_in_order = len(own) == len(members) > 1 and starts == sorted(starts)
         return is_in_order and len(shapes) == 1 and None not in shapes
@@ -111,15 +124,3 @@ def _blocks_of(model: nn.Module, batch: Any) -> list[nn.Module]:
     if not chains:
         raise AnatomyError("No container holds blocks that run once each, in order, with outputs of one shape.")
     return max(chains, key=lambda members: (share_of_repeated(model, members), len(members)))
-
-
-def _first_state(output: Any) -> Tensor | None:
-    """The output, or the first item of a tuple, where that is a tensor of states."""
-    first = output[0] if isinstance(output, tuple) and output else output
-    return first if isinstance(first, Tensor) and first.is_floating_point() and first.ndim > 1 else None
-
-
-def _with_first_state(output: Any, state: Tensor) -> Any:
-    if not isinstance(output, tuple):
-        return state
-    return type(output)(state, *output[1:]) if hasattr(output, "_fields") else (state, *output[1:])

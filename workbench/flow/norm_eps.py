@@ -1,7 +1,8 @@
-"""How much of what each normalization divides by is its eps: where that is most of it, nothing is normalized."""
+"""Share of eps in the sum under the root of each normalization: near 1, nothing is normalized."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,24 +11,26 @@ from torch import Tensor, nn
 
 from workbench.models.calling import run_foreign
 from workbench.models.probing import undisturbed, watch
+from workbench.monitors.matrices import widened
 
 #: Names of the constant below the root.
 _NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
 def eps_shares(model: nn.Module, inputs: Any) -> np.ndarray:
-    """Measure eps / (eps + v) of every call of a normalization, v being what it divides by the root of.
+    """Measure eps / (eps + v) of every call of a normalization over features, v being the other term below its root.
 
-    v is the variance over the features of a token for a LayerNorm, otherwise their mean square; the median over tokens
-    counts. Near 0 the normalization works; near 1 its output is proportional to its input.
+    v is the variance over the features of a token where the normalization subtracts their mean, otherwise their mean
+    square; the median over tokens counts. Near 0 the normalization works; near 1 its output is proportional to its
+    input.
 
     Args:
         model: The model, which is not changed.
         inputs: Inputs as for `workbench.profile`.
 
     Returns:
-        Shape (call,), in the order of the calls, float64; empty: no module is a normalization over features with an
-        eps that can be read. NaN: states are not finite.
+        Shape (call,), in the order of the calls, float64; empty: no module is a normalization over the last axis with
+        an eps that can be read. NaN: the states of a call are not finite.
 
     Example:
         >>> import torch
@@ -37,28 +40,61 @@ def eps_shares(model: nn.Module, inputs: Any) -> np.ndarray:
         >>> eps_shares(model, torch.zeros(1, 8, dtype=torch.int64)).round(2).tolist()
         [1.0, 1.0, 1.0, 1.0, 1.0]
     """
-    found: list[float] = []
+    seen: list[tuple[nn.Module, Tensor]] = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any], _: Any) -> None:
         states = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
-        if (state := next(states, None)) is None:
-            return
-        state, eps = state.detach().double(), _eps_of(module)
-        is_layer_norm = isinstance(module, nn.LayerNorm)
-        size = state.var(-1, unbiased=False) if is_layer_norm else state.square().mean(-1)
-        found.append(float((eps / (eps + size)).median()))
+        state = next(states, None)
+        if state is not None and state.numel() and _is_over_features(module, state):
+            seen.append((module, state.detach().clone()))
 
-    norms = [module for module in model.modules() if _is_norm(module)]
-    with undisturbed(model), watch((module, note, False) for module in norms), torch.no_grad():
-        run_foreign(model, inputs)
-    return np.array(found)
+    norms = [module for name, module in model.named_modules() if "parametrizations" not in name and _is_norm(module)]
+    with undisturbed(model):
+        with watch((module, note, False) for module in norms):
+            run_foreign(model, inputs)
+        return np.array([_share(module, state) for module, state in seen])
 
 
-def _eps_of(module: nn.Module) -> float:
-    return next((float(value) for name in _NAMES if isinstance(value := getattr(module, name, None), float | int)), 0.0)
+def _share(module: nn.Module, state: Tensor) -> float:
+    eps, wide = _eps_of(module, state.dtype), widened(state)
+    axes = tuple(range(-len(module.normalized_shape), 0)) if isinstance(module, nn.LayerNorm | nn.RMSNorm) else (-1,)
+    size = wide.var(axes, unbiased=False) if _subtracts_mean(module, state) else wide.square().mean(axes)
+    return float((eps / (eps + size)).median()) if bool(size.isfinite().all()) else math.nan
+
+
+def _subtracts_mean(module: nn.Module, state: Tensor) -> bool:
+    """Whether the output stays the same when a constant is added to all features."""
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return isinstance(module, nn.LayerNorm)
+    token = state.abs().mean() * torch.linspace(-1, 1, state.shape[-1], dtype=state.dtype, device=state.device)[None]
+    try:
+        before, after = module(token), module(token + token.abs().mean())
+        return bool(torch.allclose(before, after, rtol=1e-2, atol=1e-2 * float(before.abs().max())))
+    except Exception:  # noqa: BLE001  (foreign code, which may need more than a state)
+        return False
+
+
+def _eps_of(module: nn.Module, dtype: torch.dtype) -> float:
+    found = next((getattr(module, name) for name in _NAMES if hasattr(module, name)), 0.0)
+    if found is None and isinstance(module, nn.RMSNorm):
+        return torch.finfo(dtype).eps
+    return float(found) if isinstance(found, float | int) else 0.0
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes over the features of a token, with an eps."""
+    """Whether a module is a normalization of its own states with an eps, not over batches or groups."""
     over_others = isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase)
-    return "norm" in type(module).__name__.lower() and not over_others and _eps_of(module) > 0
+    is_called_so = "norm" in type(module).__name__.lower()
+    return is_called_so and not over_others and _eps_of(module, torch.float32) > 0
+
+
+def _is_over_features(module: nn.Module, state: Tensor) -> bool:
+    """Whether the features that a module normalizes are the last axis, or the last ones, of a state."""
+    if getattr(module, "data_format", "") == "channels_first":
+        return False
+    shape = getattr(module, "normalized_shape", None)
+    if shape is None:
+        weight = getattr(module, "weight", None)
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else state.shape[-1:]
+    shape = tuple(shape) if isinstance(shape, tuple | list | torch.Size) else (shape,)
+    return tuple(state.shape[-len(shape) :]) == shape

@@ -136,7 +136,7 @@ class Site:
         given: Any = state
         if isinstance(slot, tuple):
             slot, key = slot
-            given = _with_item(args[slot] if isinstance(slot, int) else kwargs[str(slot)], key, state)
+            given = with_item(args[slot] if isinstance(slot, int) else kwargs[str(slot)], key, state)
         if isinstance(slot, int):
             return (*args[:slot], given, *args[slot + 1 :]), dict(kwargs)
         return args, {**kwargs, str(slot): given}
@@ -166,8 +166,8 @@ def _with_term(state: Tensor, term: Any) -> Tensor:
     return state + term if isinstance(term, Tensor) else state
 
 
-def _with_item(holder: Any, key: int | str, value: Any) -> Any:
-    """A copy of what holds a state, with another one in its place."""
+def with_item(holder: Any, key: int | str, value: Any) -> Any:
+    """A copy of what holds a state, with another value in its place."""
     if isinstance(holder, tuple):
         items = (*holder[: int(key)], value, *holder[int(key) + 1 :])
         return type(holder)(*items) if hasattr(holder, "_fields") else items

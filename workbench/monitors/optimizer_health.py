@@ -64,16 +64,17 @@ def update_ratio(before: Tensors, after: Tensors) -> Tensor:
 
 
 def unchanged_share(before: Tensors, after: Tensors, gradients: Tensors) -> Tensor:
-    """Share of the weights with a gradient that an update left exactly as they were.
+    """Share of the weights whose gradient is not 0 that an update left exactly as they were.
 
     In float32 nearly every update changes every weight. In low precision an update is lost where it is smaller than
-    half the distance of a weight to its neighbour: in bfloat16 about 2e-3 of the weight.
+    half the distance of a weight to its neighbour: in bfloat16 about 2e-3 of the weight. Stochastic rounding keeps such
+    updates on average, although it leaves most weights unchanged.
 
     Args:
         before: One parameter or several, before the update.
         after: The same, after it.
-        gradients: Their gradients; weights whose gradient is 0, such as rows of tokens that the batch does not have,
-            do not count.
+        gradients: Their gradients. Weights whose gradient is 0 do not count, such as rows of tokens that the batch does
+            not have.
 
     Returns:
         0-dim, a share; NaN where every gradient is 0, and for no entries.
@@ -91,15 +92,15 @@ def unchanged_share(before: Tensors, after: Tensors, gradients: Tensors) -> Tens
     """
     before, after = _same_shapes(before, after, "Weights before and after")
     before, gradients = _same_shapes(before, gradients, "Weights and gradients")
-    masks = [unchanged_and_pushed(*each) for each in zip(before, after, gradients, strict=True)]
-    unchanged, pushed = (_norm(mask[i].float() for mask in masks) ** 2 for i in range(2))
-    return unchanged / pushed
+    counts = [n_unchanged(*each) for each in zip(before, after, gradients, strict=True)]
+    unchanged, total = (torch.stack([c[i].to(counts[0][0]) for c in counts]).sum() if counts else 0 for i in range(2))
+    return torch.as_tensor(unchanged) / torch.as_tensor(total)
 
 
-def unchanged_and_pushed(before: Tensor, after: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Which weights have a gradient and were left as they were, and which have one; boolean, of the weights' shape."""
-    pushed = gradient != 0
-    return pushed & (before == after), pushed
+def n_unchanged(before: Tensor, after: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """How many weights of those whose gradient is not 0 were left as they were, and how many these are; both 0-dim."""
+    has_gradient = gradient != 0
+    return torch.count_nonzero(has_gradient & (before == after)), torch.count_nonzero(has_gradient)
 
 
 def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-8) -> Tensor:

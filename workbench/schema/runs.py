@@ -212,7 +212,7 @@ OPTIMIZER: dict[str, Variable] = {
         "f",
         "share of unchanged weights",
         "1",
-        "of the weights with a gradient, those that this update left exactly as they were; NaN: none has a gradient",
+        "of the weights whose gradient is not 0, those that this update left as they were; NaN: none, or a rate of 0",
     ),
     "adam_staleness": Variable(
         _MODULE, "f", "Adam staleness", "1", "sqrt(mean g^2 / max(v, eps^2)); NaN: the optimizer keeps no second moment"

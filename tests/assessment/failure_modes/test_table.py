@@ -73,6 +73,13 @@ def test_a_planted_number_is_found_in_its_mode_and_column(plant, mode, verdict, 
     assert str(modes.sel(failure_mode=mode)["title"].values).lower() in summary_of("it", verdict, criteria, modes)
 
 
+def test_norms_that_normalize_are_no_proof_of_a_sound_initialization():
+    _, modes = judged(planted(structure={"loss_over_guess": math.nan}), BANDS)
+    mode = modes.sel(failure_mode="initialization_out_of_band")
+    assert str(mode["state"].values) == "not measured"
+    assert math.isnan(float(mode["confidence"]))
+
+
 def test_gains_between_blocks_flag_a_design_but_do_not_acquit_it():
     for gain, verdict, states in (
         (1.0, "cannot say", ("not measured", "healthy")),

@@ -102,6 +102,7 @@ def _judged(
         reason = criterion.meaning if state != CriterionState.HEALTHY else ""
         if state == CriterionState.HEALTHY and reading.only_flags:
             state, confidence, reason = CriterionState.NOT_MEASURED, math.nan, reading.only_flags
+            reading = CriterionReading(math.nan)
     is_measured = state is not CriterionState.NOT_MEASURED
     return JudgedCriterion(
         criterion.name, criterion.failure_mode, criterion.title, criterion.units, band or HealthyBand(), reading, state,

@@ -83,7 +83,7 @@ class CriterionReading:
         spread: Standard error of the value over repeated measurements; 0: one measurement, or an exact one.
         selection: Dimension -> index of the number in the variable.
         layer: Block of the number; -1: none in particular.
-        only_flags: Why a healthy value says nothing; empty: it does.
+        only_flags: Why a healthy value is no evidence of health; empty: it is evidence.
     """
 
     value: float

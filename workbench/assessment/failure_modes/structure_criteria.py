@@ -24,7 +24,7 @@ _ABOUT = {
     "attention_logit_max": ("attention_degeneracy", "high", "a fresh head has logits beyond those of any that trained"),
     "routing_entropy_share": ("routing_oscillation", "low", "the fresh router is sure of its choices"),
     "norm_eps_share": (
-        "initialization_out_of_band", "high", "eps outweighs what normalizations divide by, so they do not normalize",
+        "initialization_out_of_band", "high", "eps exceeds the states' variance, so that nothing is normalized",
     ),
     "loss_over_guess": ("initialization_out_of_band", "high", "the fresh model is far worse than a guess"),
     "function_change": (
@@ -35,9 +35,9 @@ _ABOUT = {
 
 #: Numbers of the residual stream, and why those between blocks flag a design, but are no evidence that it is sound.
 _OF_STREAM = ("gain_by_depth", "growth_by_depth")
-BETWEEN_BLOCKS = "its residual stream cannot be read, and what passes between blocks can show a fault, but not health"
+BETWEEN_BLOCKS = "its residual stream cannot be read, and gains between its blocks may show a fault, but not health"
 #: Number -> its band, where the limits follow from a rule.
-_BANDS = {"norm_eps_share": HealthyBand(high=0.5, why="beyond one half eps is larger than the variance")}
+_BANDS = {"norm_eps_share": HealthyBand(high=0.5, why="beyond one half, eps exceeds what it is added to")}
 
 
 def _read(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
@@ -60,8 +60,9 @@ def _criterion(name: str) -> Criterion:
     title, scale = ALL[name]
     mode, bad_side, meaning = _ABOUT[name]
     return Criterion(
-        name, mode, title, "1", "/structure", name, _read(name), meaning, _BANDS.get(name), scale, bad_side
-    )
+        name, mode, title, "1", "/structure", name, _read(name), meaning, _BANDS.get(name), scale, bad_side,
+        acquits=name not in _BANDS,
+    )  # fmt: skip
 
 
 STRUCTURE = tuple(_criterion(name) for name in _ABOUT)

@@ -74,8 +74,8 @@ class AttachedRecorder:
     Hooks on the optimizer run before and after each update, hooks on the model count its inputs. Measurements are
     taken after the update of step s, from 0, where (s + 1) is a multiple of the part's cadence: the row of step s shows
     the parameters with which the loss of step s + 1 is computed. Spectra are taken before the update of step s where s
-    is a multiple, as `workbench.train` does. Attention, routers and activations that were never due by the end of a
-    run are measured then, as of its last update.
+    is a multiple, as `workbench.train` does. Of a run that ends without error before its first update, because its
+    first loss is too large, attention, routers and activations are measured at its end, as the row of step 0.
 
     Numbers given to `log` belong to the update of the batch that went through the model last: to the next one before
     ``optimizer.step()``, and still to the one just made until the next batch begins.
@@ -119,7 +119,7 @@ class AttachedRecorder:
         self._closure_loss: Any = None
         self._is_ready = False
         self._optimizer: torch.optim.Optimizer | None = inner
-        self._measured: set[str] = set()
+        self._has_updated = step > 0
         if parameters.are_coarse:
             say(
                 f"{type(bare(model)).__name__} is trained in low precision without a copy in float32; updates below "
@@ -176,7 +176,7 @@ class AttachedRecorder:
         try:
             self._close_row()
             if not is_broken:
-                self._measure_at_the_end()
+                self._measure_without_update()
         finally:
             self.batches.detach()
             self._collectors = self._parameters = self._optimizer = None
@@ -265,6 +265,7 @@ class AttachedRecorder:
             self._noted.clear()
             return
         self._open_row()
+        self._has_updated = True
         with self.batches_paused():
             self._measure_parts(collectors)
         self.step += 1
@@ -331,25 +332,29 @@ class AttachedRecorder:
     def _measure(self, collectors: Collectors, parts: list[str], step: int) -> None:
         """Measure some parts, as the row of a step."""
         probed = self._guarded("probe", lambda collectors: collectors.probed(parts)) or {}
+        if not self._has_updated and "router" in probed:
+            probed["router"]["routing_change"][:] = math.nan  # the same parameters as at the last measurement
         for part in parts:
             measure = partial(Collectors.measure, part=part, step=step, probed=probed.get(part, {}))
             values = self._guarded(part, measure)
             if values is not None:
-                self._measured.add(part)
                 self._publish(Observation(step, part, plain(values), collectors.coords(part)))
 
-    def _measure_at_the_end(self) -> None:
-        """Measure the parts of the probe that were never due, so that a run that fails at once leaves a record too."""
-        # Reading the model anew takes all ranks, which may not end together.
-        if not self.batches.has_seen or self._optimizer is None or is_shared():
+    def _measure_without_update(self) -> None:
+        """Measure what the probe shows of a run that ends before its first update, such as one that diverges at once.
+
+        The row is that of step 0. A part that is measured at every step is left out, as a run that goes on would have
+        another row of that step.
+        """
+        # Reading the model takes all ranks, which may not end together.
+        if self._has_updated or not self.batches.has_seen or self._optimizer is None or is_shared():
             return
         if not self._is_ready:
             self._prepare(self._optimizer)
-        if self._collectors is None:
-            return
-        missing = [part for part in PROBED if self._every[part] is not None and part not in self._measured]
-        with self.batches_paused():
-            self._measure(self._collectors, missing, max(self.step - 1, 0))
+        if self._collectors is not None:
+            parts = [part for part in PROBED if (self._every[part] or 1) > 1]
+            with self.batches_paused():
+                self._measure(self._collectors, parts, 0)
 
     def _take_spectra(self) -> None:
         spectra = self._guarded("spectra", lambda collectors: collectors.spectra(self.step))

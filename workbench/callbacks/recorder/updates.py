@@ -17,8 +17,8 @@ from workbench.models.readable_weights import own_part
 from workbench.monitors.optimizer_health import (
     adam_staleness,
     gradient_rms,
+    n_unchanged,
     signal_share,
-    unchanged_and_pushed,
 )
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workbench.models.site import Site
 
 #: Quantities summed over each module, as a sum of squares and a count.
-_GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT, _UNCHANGED, _PUSHED = range(8)
+_GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT, _UNCHANGED, _WITH_GRADIENT = range(8)
 _N_QUANTITIES = 8
 
 
@@ -83,10 +83,10 @@ class UpdateCollector:
         for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
             after = own_part(weight.detach())
             self._add(module, _CHANGE, after.float() - before.float(), weight)
-            if weight.grad is not None:
-                masks = unchanged_and_pushed(before, after, own_part(weight.grad))
-                for what, mask in zip((_UNCHANGED, _PUSHED), masks, strict=True):
-                    self._add(module, what, mask.float(), weight)
+            if weight.grad is not None and float(group.get("lr", 1.0)):  # at a rate of 0 nothing is to change
+                counts = n_unchanged(before, after, own_part(weight.grad))
+                for what, n in zip((_UNCHANGED, _WITH_GRADIENT), counts, strict=True):
+                    self._roots.append((module, what, n.float().sqrt(), _share(weight)))  # its square is summed
             moment = second_moment(self.optimizer, group, weight, n_steps.get(id(weight)))
             if moment is not None and weight.grad is not None:
                 eps[module] = float(group.get("eps", math.nan))
@@ -113,7 +113,9 @@ class UpdateCollector:
                 "module_grad_norm": np.where(has_gradient, np.sqrt(total[:, _GRADIENT]), np.nan),
                 "module_weight_norm": np.where(count[:, _WEIGHT] > 0, np.sqrt(total[:, _WEIGHT]), np.nan),
                 "update_ratio": rms[:, _CHANGE] / rms[:, _WEIGHT],
-                "unchanged_share": np.where(total[:, _PUSHED] > 0, total[:, _UNCHANGED] / total[:, _PUSHED], np.nan),
+                "unchanged_share": np.where(
+                    total[:, _WITH_GRADIENT] > 0, total[:, _UNCHANGED] / total[:, _WITH_GRADIENT], np.nan
+                ),
                 "adam_staleness": rms[:, _STALENESS],
                 "gradient_rms": rms[:, _GRADIENT],
                 "gradient_rms_over_eps": rms[:, _GRADIENT] / np.array(eps),

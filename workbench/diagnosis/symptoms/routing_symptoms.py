@@ -13,6 +13,10 @@ from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.schema.statuses import SymptomKind
 
+#: Measurements of which the loads are read to count the choices of the probe, how many it has at least and at most, and
+#: how far from a whole number a count may be.
+_LOADS_READ, _FEWEST_CHOICES, _MOST_CHOICES, _WHOLE = 20, 64, 4097, 1e-3
+
 
 def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     """Symptoms of the part ``router`` at the end, and of the size of the auxiliary loss."""
@@ -69,9 +73,10 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     if record.has("router", "dead_experts") and n_experts:
         dead = record.values("router", "dead_experts")[at]
         layer, share = int(np.nanargmax(dead)), float(np.nanmax(dead) / n_experts)
+        by_chance = _unused_by_chance(record, n_experts)
         yield Symptom(
             "experts_die",
-            ramp(share, 0.1, 0.5, high=2),
+            ramp((share - by_chance) / (1 - by_chance), 0.1, 0.5, low=0, high=2),
             share,
             0.0,
             f"At step {steps[at]} {100 * share:.0f} % of the experts of block {layer} get no tokens.",
@@ -143,3 +148,19 @@ def routing_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
 def _layer_of(record: Record, place: int) -> int:
     part = record.parts["router"]
     return int(part["layer"].values[place]) if "layer" in part.coords else place
+
+
+def _unused_by_chance(record: Record, n_experts: int) -> float:
+    """Share of the experts that a uniform router leaves without a token of the probe, as that has few tokens.
+
+    The number of choices is the smallest of which all loads are whole multiples of one over it, and that a probe has.
+    """
+    if not record.has("router", "expert_load"):
+        return 0.0
+    loads = record.values("router", "expert_load")[-_LOADS_READ:]
+    loads = np.unique(loads[np.isfinite(loads) & (loads > 0)])
+    for n_choices in range(_FEWEST_CHOICES, _MOST_CHOICES):
+        counts = n_choices * loads
+        if np.abs(counts - counts.round()).max(initial=0) < _WHOLE:
+            return float((1 - 1 / n_experts) ** n_choices) if len(loads) else 0.0
+    return 0.0

@@ -50,6 +50,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
     yield from _course(record, failure, steps, ratio)
     yield from _noise(record, steps, at)
     yield from _shortfall(record, steps, at)
+    yield from _unchanged(record, steps, at)
     if record.has("optimizer", "gradient_rms_over_eps"):
         over = float(np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: at + 1]))
         yield Symptom(
@@ -152,6 +153,28 @@ def _noise(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
         path="/optimizer",
         variable="gradient_signal_share",
         step=int(steps[best]),
+    )
+
+
+def _unchanged(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
+    """Whether updates leave weights exactly as they were, as rounding in a coarse number format does."""
+    if not record.has("optimizer", "unchanged_share"):
+        return
+    share = _over_blocks(record, "unchanged_share")[: at + 1]
+    if (rate := record.monitor("learning_rate")) is not None:  # at a rate of 0 nothing is to change
+        share = np.where(np.interp(steps[: at + 1], record.steps, rate) > 0, share, np.nan)
+    if not np.isfinite(share).any():
+        return
+    found = float(np.nanmedian(share))
+    yield Symptom(
+        "weights_stay_unchanged",
+        ramp(found, 0.1, 0.6, low=-0.2),
+        found,
+        0.0,
+        f"In the median, an update left {100 * found:.0f} % of the weights whose gradient is not 0 as they were.",
+        path="/optimizer",
+        variable="unchanged_share",
+        step=int(steps[at]),
     )
 
 
