@@ -100,8 +100,8 @@ def _largest_step(values: np.ndarray) -> int:
 #: Number -> its title, its scale ("log" or "share"), and the function of a flow that computes it. Logits below 1 make
 #: no token stand out, and count as 1.
 NUMBERS: dict[str, tuple[str, str, Callable[[xr.Dataset], float]]] = {
-    "gain_by_depth": ("scale-free gradient gain for the root of the depth", "log", _gain_by_depth),
-    "growth_by_depth": ("growth of the stream for the root of the depth", "log", _growth_by_depth),
+    "gain_by_depth": ("scale-free gradient gain per root of depth", "log", _gain_by_depth),
+    "growth_by_depth": ("growth of the stream per root of depth", "log", _growth_by_depth),
     "attention_entropy_share": (
         "smallest attention entropy share", "share", _over("attention_entropy_share", np.min),
     ),
@@ -121,11 +121,11 @@ WORST_BLOCK: dict[str, Callable[[xr.Dataset], int]] = {
 #: Numbers of the predictions -> their title and scale.
 OUTPUTS: dict[str, tuple[str, str]] = {
     "loss_over_guess": ("initial loss over that of a guess", "log"),
-    "function_change": ("change of the predictions by the first update (nat)", "log"),
+    "function_change": ("change of predictions, first update (nat)", "log"),
 }
 #: Numbers of the modules -> their title and scale.
 MODULES: dict[str, tuple[str, str]] = {
-    "norm_eps_share": ("share of eps in the sum under the root of normalizations", "share"),
+    "norm_eps_share": ("share of eps in normalizations", "share"),
 }
 #: Every number -> its title and scale.
 ALL = {name: about[:2] for name, about in NUMBERS.items()} | OUTPUTS | MODULES
