@@ -158,7 +158,7 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("architecture"))
         >>> sorted(run.children)
-        ['events', 'monitors', 'spectra']
+        ['activations', 'attention', 'events', 'monitors', 'spectra']
         >>> run["events"]["kind"].values.tolist()
         ['divergence']
     """
