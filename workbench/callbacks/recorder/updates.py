@@ -83,7 +83,8 @@ class UpdateCollector:
         for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
             after = own_part(weight.detach())
             self._add(module, _CHANGE, after.float() - before.float(), weight)
-            if weight.grad is not None and float(group.get("lr", 1.0)):  # at a rate of 0 nothing is to change
+            rate = group.get("lr")  # perhaps a tensor, whose value the host would have to wait for
+            if weight.grad is not None and not (isinstance(rate, float | int) and rate == 0):
                 counts = n_unchanged(before, after, own_part(weight.grad))
                 for what, n in zip((_UNCHANGED, _WITH_GRADIENT), counts, strict=True):
                     self._roots.append((module, what, n.float().sqrt(), _share(weight)))  # its square is summed
