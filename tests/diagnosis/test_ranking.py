@@ -164,8 +164,8 @@ def test_one_cause_is_not_enough():
     [
         "",
         "{}",
-        '{"causes": ["data"], "signs": {"a": {"usual": 0, "weight": [1, 2]}}, "bias": [0]}',
-        '{"causes": ["data"], "signs": {"a": {"usual": 0, "weight": [1]}}, "bias": [0], "least": {"log": [1, 2]}}',
+        '{"causes": ["data"], "symptoms": {"a": {"usual": 0, "weight": [1, 2]}}, "bias": [0]}',
+        '{"causes": ["data"], "symptoms": {"a": {"usual": 0, "weight": [1]}}, "bias": [0], "least": {"log": [1, 2]}}',
     ],
 )
 def test_what_is_no_rules_is_refused(tmp_path, text):

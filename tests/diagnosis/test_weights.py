@@ -40,7 +40,7 @@ def test_a_log_with_checkpoints_names_the_odd_block(tmp_path):
     assert int(causes["layer"].sel(cause="architecture")) == 2
     evidence = tree["evidence"].to_dataset()
     of_the_cause = evidence.isel(evidence=evidence["cause"].values == "architecture")
-    said = dict(zip(of_the_cause["sign"].values.tolist(), of_the_cause["sentence"].values.tolist(), strict=True))
+    said = dict(zip(of_the_cause["symptom"].values.tolist(), of_the_cause["sentence"].values.tolist(), strict=True))
     assert said["a_block_stands_out"] == "Block 2 stands out from the others, most of all by the size of its weights."
 
 

@@ -265,7 +265,7 @@ def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True, is_healt
     columns = columns_of(keys, evidence)
     floats = {name: number("evidence", columns[name]) for name in ("weight", "value", "reference", "step")}
     texts = {name: text("evidence", columns[name]) for name in ("cause", "quantity", "units", "sentence")}
-    texts["sign"] = text("evidence", [f"odd_{name}" for name in columns["quantity"]])
+    texts["symptom"] = text("evidence", [f"odd_{name}" for name in columns["quantity"]])
     is_setting = [name == "warmup" for name in columns["quantity"]]
     texts["kind"] = text("evidence", ["configuration" if one else "mechanism" for one in is_setting])
     experiments = xr.Dataset(

@@ -163,25 +163,25 @@ def measure_structure(
         Where its blocks are a chain, gain and growth are those between blocks then (`workbench.flow.block_chain`),
         which the attribute ``between_blocks`` says; the attribute ``unseen`` of numbers that are NaN says why.
     """
-    flows, others_of, whole, unseen_flow = [], [], None, ""
+    flows, outputs, whole, unseen_flow = [], [], None, ""
     for model in models:
         inputs, targets = (on_device_of(model, part) for part in batch)
         flow, reason = _flow_of(model, inputs, targets, None if loss is token_loss else loss)
         unseen_flow = unseen_flow or reason
         flows += [] if flow is None else [flow]
         whole = flow if whole is None and not reason else whole
-        unseen = on_device_of(model, others)
+        other_inputs = on_device_of(model, others)
         with config_options(plain_options(model)):
             try:
-                found = first_update(model, (inputs, targets), unseen, plan, loss, width_ratio=width_ratio)
+                found = first_update(model, (inputs, targets), other_inputs, plan, loss, width_ratio=width_ratio)
             except WorkbenchError:
                 raise
             except Exception:  # noqa: BLE001  (of any kind, as of a state that is overwritten: no gradient in eval mode)
                 found = {}
             shares = eps_shares(model, inputs)
         shares = shares[np.isfinite(shares)]
-        others_of.append(found | {"norm_eps_share": float(np.median(shares)) if len(shares) else math.nan})
-    numbers = structure_numbers(flows, others_of, log_errors=WIDTH_ERRORS if width_ratio != 1 else {})
+        outputs.append(found | {"norm_eps_share": float(np.median(shares)) if len(shares) else math.nan})
+    numbers = structure_numbers(flows, outputs, log_errors=WIDTH_ERRORS if width_ratio != 1 else {})
     if unseen_flow and flows:
         numbers.attrs["between_blocks"] = 1
     for name in NUMBERS if unseen_flow else ():

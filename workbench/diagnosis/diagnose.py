@@ -82,7 +82,7 @@ def diagnose(
           (adds up to 1), ``is_possible`` (whether it is in the set), ``mechanism_probability`` (from what the run did
           alone: measured quantities, some of them relative to rate or eps), ``layer`` (the block at fault; -1: none in
           particular);
-        - ``evidence`` (``evidence``, by cause and falling weight): ``cause``, ``sign``, ``weight`` (what it adds to
+        - ``evidence`` (``evidence``, by cause and falling weight): ``cause``, ``symptom``, ``weight`` (what it adds to
           the log-odds of the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``,
           ``layer``, ``sentence``, and where the number stands in the run (``path``, ``variable``, ``selection``, JSON;
           empty: configuration, checkpoint or several other symptoms);
@@ -169,7 +169,7 @@ def _tree(
         "what_happened": what_happened,
         **answer_of(what_happened, probability, layers, possible),
         "rules": rules.about,
-        "n_signs": len(symptoms),
+        "n_symptoms": len(symptoms),
         "task": json.dumps(described, default=str),
         "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -272,7 +272,7 @@ def _evidence(symptoms: Mapping[str, Symptom], rules: Rules, probability: Mappin
     return xr.Dataset(
         {
             "cause": column([cause for cause, _, _ in rows], "cause", "", "that it speaks for or against"),
-            "sign": column([symptom.name for symptom in seen], "sign", "", "name of the symptom"),
+            "symptom": column([symptom.name for symptom in seen], "symptom", "", "name of the symptom"),
             "weight": column(
                 [weight for *_, weight in rows],
                 "weight",

@@ -77,7 +77,7 @@ class Rules:
         least: View -> the smallest probability with which each cause is in a set, shape (cause,); empty: every cause
             with at least a tenth of the probability of the first.
         answers: Probability that the replay with the change for one cause supports it if another, or it, is the cause,
-            shape (change, cause); empty: .9 for its own cause, .3 for others.
+            shape (change, cause); empty: no replays were recorded, and none tells anything.
         about: Description of the runs they were fitted to.
     """
 
@@ -164,7 +164,7 @@ class Rules:
     def answer(self, change: str, cause: str) -> float:
         """Probability that the replay with the change for one cause supports it if ``cause`` is at work."""
         if not self.answers.size:
-            return 0.9 if change == cause else 0.3
+            return 0.5
         return float(self.answers[self.causes.index(change), self.causes.index(cause)])
 
     def information(self, probability: Mapping[str, float], change: str) -> float:
@@ -196,7 +196,7 @@ class Rules:
         content = {
             "about": self.about,
             "causes": list(self.causes),
-            "signs": {
+            "symptoms": {
                 name: {"usual": _short(self.usual[i]), "weight": [_short(v) for v in self.weight[:, i]]}
                 for i, name in enumerate(self.symptoms)
             },
@@ -215,7 +215,7 @@ class Rules:
         """
         try:
             content = json.loads(Path(path).read_text())
-            symptoms = content["signs"]
+            symptoms = content["symptoms"] if "symptoms" in content else content["signs"]  # of older versions
             weight = np.array([one["weight"] for one in symptoms.values()], dtype=float).T
             usual = np.array([one["usual"] for one in symptoms.values()], dtype=float)
             bias, causes = np.array(content["bias"], dtype=float), tuple(content["causes"])
@@ -241,19 +241,18 @@ class Rules:
         return cls.open(_SHIPPED)
 
 
-def smallest_in_sets(scores: Iterable[float], *, coverage: float = COVERAGE) -> float:
+def smallest_in_sets(scores: Iterable[float]) -> float:
     """The smallest score with which a cause is in a set, from the scores of runs that have it.
 
     Args:
         scores: Probability that each run's own cause got from rules that were fitted without its family.
-        coverage: Share of runs to cover.
 
     Returns:
-        The score of rank floor((1 - coverage)(n + 1)) from below; 0, so that the cause is in every set, where there are
+        The score of rank floor((1 - .9)(n + 1)) from below; 0, so that the cause is in every set, where there are
         too few runs for that.
     """
     ranked = np.sort(np.array(list(scores), dtype=float))
-    rank = math.floor((1 - coverage) * (len(ranked) + 1) + 1e-9)
+    rank = math.floor((1 - COVERAGE) * (len(ranked) + 1) + 1e-9)
     return float(ranked[rank - 1]) if rank >= 1 else 0.0
 
 

@@ -8,24 +8,25 @@ import numpy as np
 
 from workbench.diagnosis.diagnose import answer_of
 from workbench.diagnosis.experiments import FIXED_COST
-from workbench.diagnosis.ranking import REPLAYED, Rules
+from workbench.diagnosis.ranking import REPLAYED
 
 if TYPE_CHECKING:
     import xarray as xr
 
+    from workbench.diagnosis.ranking import Rules
 
-def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules | None = None) -> None:
+
+def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> None:
     """Weigh the causes of a diagnosis by the answer of one replay, in place.
 
     Args:
         tree: Tree from `workbench.diagnose`.
         change: Cause that the change of the replay was for.
         supports: Whether the replay supported it.
-        rules: Rules with the answers of recorded replays; None: the shipped ones.
+        rules: Rules of the diagnosis, with the answers of recorded replays.
     """
     import xarray as xr
 
-    rules = Rules.shipped() if rules is None else rules
     causes = tree["causes"].to_dataset()
     before = dict(zip(map(str, causes["cause"].values), causes["probability"].values.tolist(), strict=True))
     after = rules.after(before, change, supports=supports)

@@ -81,7 +81,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
     """Draw the evidence of each symptom for a cause (to the right) or against it (to the left), grouped by cause.
 
     Args:
-        evidence: Dim ``evidence``: cause, weight (signed log-odds), and ``sign`` or ``quantity``, symptoms' names.
+        evidence: Dim ``evidence``: cause, weight (signed log-odds), and ``symptom``, their names.
         n: Number of symptoms of each cause with their own bar, largest weight first; the others share one bar.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
@@ -141,7 +141,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw at which step each symptom was seen, one row for each, the earliest above; the size is its weight.
 
     Args:
-        evidence: Dim ``evidence``: ``sign`` or ``quantity``, step (below 0 or NaN: no step), weight.
+        evidence: Dim ``evidence``: ``symptom``, step (below 0 or NaN: no step), weight.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -219,7 +219,7 @@ def _grouped(evidence: xr.Dataset, n: int) -> tuple[list[str], list[str], np.nda
 
 
 def _name_of(evidence: xr.Dataset) -> str:
-    return "sign" if "sign" in evidence else "quantity"
+    return next(name for name in ("symptom", "sign", "quantity") if name in evidence)
 
 
 def _signs(quantity: np.ndarray) -> list[str]:

@@ -40,7 +40,7 @@ _N_ACTIONS = 3
 #: Number of observed symptoms in the text; the table has all.
 _N_TOLD = 10
 #: Numbers of symptoms for and against a cause in the text; the table has all.
-_N_SIGNS = 4
+_N_SYMPTOMS = 4
 #: Evidence that stands in a sentence of its own: how it is introduced, its sign, and the kinds of symptoms.
 _MECHANISM, _SETTINGS = (SymptomKind.MECHANISM,), (SymptomKind.LOG, SymptomKind.CONFIGURATION)
 _GROUPS = (
@@ -120,10 +120,10 @@ def observed(numbers: Numbers) -> ReportSection:
     blocks: list[Block] = [Lead("What the record of the run shows, before any cause is named.")]
     if _has_step(numbers):
         blocks.append(Paragraph((_how_it_failed(numbers),)))
-    signs, n_signs = _strongest(numbers)
-    if signs:
-        blocks += [Heading("Symptoms"), Items(tuple(Item("", (_sign(numbers, row),)) for row in signs))]
-    if n_signs > len(signs):
+    symptoms, n_symptoms = _strongest(numbers)
+    if symptoms:
+        blocks += [Heading("Symptoms"), Items(tuple(Item("", (_symptom(numbers, row),)) for row in symptoms))]
+    if n_symptoms > len(symptoms):
         blocks.append(Lead("The table of evidence in V3 has the other symptoms, which weigh less."))
     return ReportSection("v1", "Observed phenomenon", tuple(blocks))
 
@@ -319,7 +319,8 @@ def _value(numbers: Numbers, row: int) -> Quantity:
 
 def _name(numbers: Numbers, row: int) -> str:
     """The name of a symptom; several may use the same variable."""
-    which = "sign" if "sign" in numbers.node("evidence") else "quantity"
+    known = numbers.node("evidence")
+    which = next(name for name in ("symptom", "sign", "quantity") if name in known)  # the latter of older versions
     return title_of(numbers.text("evidence", which, evidence=row))
 
 
@@ -334,7 +335,7 @@ def _about(numbers: Numbers, row: int) -> str:
     return f"log-odds from {_name(numbers, row)}"
 
 
-def _sign(numbers: Numbers, row: int) -> Sentence:
+def _symptom(numbers: Numbers, row: int) -> Sentence:
     text = capitalized(clause(numbers.text("evidence", "sentence", evidence=row)))
     value = _value(numbers, row)
     return say("{text} ({name}: {value}).", text=text, name=value.meaning, value=value)
@@ -355,7 +356,7 @@ def _share_of(numbers: Numbers, row: int, probability: Quantity) -> Sentence:
 
 def _spoken_for(numbers: Numbers, word: str, chosen: list[tuple[int, Quantity]]) -> Sentence:
     chosen = sorted(chosen, key=lambda pair: -abs(pair[1].value))
-    rest, chosen = len(chosen) - _N_SIGNS, chosen[:_N_SIGNS]
+    rest, chosen = len(chosen) - _N_SYMPTOMS, chosen[:_N_SYMPTOMS]
     slots: dict[str, Quantity] = {}
     parts = []
     for place, (index, weight) in enumerate(chosen):

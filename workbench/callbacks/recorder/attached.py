@@ -241,7 +241,7 @@ class AttachedRecorder:
         """Called when gradients are computed and parameters are not yet updated."""
         if self._open_step is not None:  # no batch has passed since the last update
             self._close_row()
-        with self.batches_paused():
+        with self.batches.paused():
             if not self._is_ready:
                 self._prepare(optimizer)
             self._guarded("monitors", lambda collectors: self._note_update(optimizer))
@@ -266,7 +266,7 @@ class AttachedRecorder:
             return
         self._open_row()
         self._has_updated = True
-        with self.batches_paused():
+        with self.batches.paused():
             self._measure_parts(collectors)
         self.step += 1
         if not self.batches.has_seen and not self.is_hosted:
@@ -308,7 +308,7 @@ class AttachedRecorder:
             self.output.commit(probe=plain)
         if self._parameters is None:
             return
-        with self.batches_paused():
+        with self.batches.paused():
             self._collectors = Collectors(
                 self.recorder.options,
                 subjects,
@@ -319,10 +319,6 @@ class AttachedRecorder:
                 self._reading,
             )
             self._guarded("setup", lambda collectors: collectors.begin(self.step))
-
-    def batches_paused(self) -> _Paused:
-        """A context in which forward passes do not count, for the recorder's own ones."""
-        return _Paused(self.batches)
 
     def _measure_parts(self, collectors: Collectors) -> None:
         """After the update of ``self.step``."""
@@ -353,7 +349,7 @@ class AttachedRecorder:
             self._prepare(self._optimizer)
         if self._collectors is not None:
             parts = [part for part in PROBED if (self._every[part] or 1) > 1]
-            with self.batches_paused():
+            with self.batches.paused():
                 self._measure(self._collectors, parts, 0)
 
     def _take_spectra(self) -> None:
@@ -409,19 +405,6 @@ class AttachedRecorder:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms.new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
-
-
-class _Paused:
-    """Context in which forward passes count as the recorder's own."""
-
-    def __init__(self, batches: BatchWatch) -> None:
-        self.batches = batches
-
-    def __enter__(self) -> None:
-        self.was_paused, self.batches.is_paused = self.batches.is_paused, True
-
-    def __exit__(self, *exception: object) -> None:
-        self.batches.is_paused = self.was_paused
 
 
 def _as_number(name: str, value: Any) -> float | Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -81,6 +82,15 @@ class BatchWatch:
                 module.register_forward_hook(leave),
             )
         ]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which forward passes do not count, for the recorder's own ones."""
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
 
     def detach(self) -> None:
         """Remove the hooks and release the inputs."""

@@ -105,16 +105,6 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
     if math.isfinite(noise):
         sentence = f"From step to step the loss scatters by {100 * noise:.2g} % of its level."
         yield Symptom("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, 0.05, sentence, **place)
-    if failure.noise > 0:
-        yield Symptom(
-            "loss_scatters",
-            ramp(finite_log10(failure.noise), -1.2, -0.3, low=-1),
-            failure.noise,
-            0.06,
-            f"From step to step the loss scatters by {failure.noise:.2g} nats.",
-            units="nat",
-            **place,
-        )
     n_classes = record.setting("task", "vocab_size") or record.setting("model", "config", "n_classes")
     if n_classes and n_classes > 1:
         guess = math.log(n_classes)
