@@ -4,6 +4,7 @@ from . import hardware as hardware
 from . import koopman as koopman
 from . import monitors as monitors
 from . import plots as plots
+from . import probes as probes
 from . import rates as rates
 from . import risk as risk
 from . import scaling as scaling

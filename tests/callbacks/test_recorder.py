@@ -287,7 +287,8 @@ class TestWhen:
     def test_one_number_is_for_all_that_are_on(self):
         every = wb.Recorder(every=20).every
         assert every == {
-            "attention": 20, "router": 20, "optimizer": 20, "activations": 20, "curvature": None, "spectra": None,
+            "attention": 20, "router": 20, "optimizer": 20, "activations": 20, "precision": 20, "update": 20,
+            "curvature": None, "spectra": None,
         }  # fmt: skip
 
     def test_a_window_that_is_not_full_gives_no_spectra_of_updates(self, task):
@@ -437,7 +438,7 @@ class TestTrouble:
         recorder = recorder_with(tmp_path / "run.zarr")
         run(model, task, 3, recorder)
         told = [e for e in events_of(tmp_path / "run.zarr") if e["kind"] == "not recorded"]
-        assert [e["source"] for e in told] == ["attention", "router", "activations"]
+        assert [e["source"] for e in told] == ["attention", "router", "activations", "precision"]
         assert all("The blocks of Sequential cannot be read" in e["message"] for e in told)
         (o,) = of_part(recorder, "optimizer")
         assert o.coords["module_name"].tolist() == ["outside"]

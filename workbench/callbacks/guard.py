@@ -99,6 +99,8 @@ class Guard(Callback):
         self._state = dict(state)
         self._answered.load(state)
         self.run.n_skipped = state["n_skipped"]
+        if self.recorder is not None:
+            self.recorder.recent_examples = state.get("recent_examples", [])
         if not self.run.owns_loop and self.recorder is not None and "recorder" in state:
             self.recorder.load_state_dict(state["recorder"])
 
@@ -182,6 +184,8 @@ class Guard(Callback):
             self._state = {**self._answered.as_dict(), "n_skipped": self.run.n_skipped}
             if not self.run.owns_loop and self.recorder is not None:
                 self._state["recorder"] = self.recorder.state_dict()
+            elif self._attached is not None:
+                self._state["recent_examples"] = self._attached.batches.recent_examples
         return self._state
 
     def end(self, *, is_broken: bool = False) -> None:
@@ -208,7 +212,13 @@ class Guard(Callback):
             return
         run, alarms = self.run, self.alarms
         self._attached = self.recorder.attach(
-            run.model, run.optimizer, host=host, probe=probe, step=run.step, alarms=alarms
+            run.model,
+            run.optimizer,
+            host=host,
+            probe=probe,
+            step=run.step,
+            alarms=alarms,
+            run=run,
         )
         early, self._early_events = self._early_events, []
         for event in early:

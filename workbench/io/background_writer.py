@@ -110,6 +110,11 @@ class BackgroundWriter:
         """Why the last block could not be written; None if it was written."""
         return self._trouble
 
+    def variables(self, part: str) -> frozenset[str] | None:
+        """Names of the variables that the store holds of a part; None: it has no rows of it yet."""
+        layout = self._layout(part) if self._is_open() else None
+        return None if layout is None else frozenset(map(str, layout.variables))
+
     def declare(self, part: Part) -> None:
         """Declare the variables of a part before its first row is added.
 

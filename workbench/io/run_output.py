@@ -64,8 +64,11 @@ class RunOutput:
             return
         try:
             if part not in self._names:
-                self.writer.declare(_declared(part, values, coords or {}))
-                self._names[part] = frozenset(values)
+                # A run of an earlier version goes on with the variables that it began with.
+                stored = self.writer.variables(part)
+                first = {name: value for name, value in values.items() if stored is None or name in stored}
+                self.writer.declare(_declared(part, first, coords or {}))
+                self._names[part] = frozenset(first)
             kept = {name: value for name, value in values.items() if name in self._names[part]}
             self._warn_of_late_column(step, values, kept)
             self.writer.add(part, step, kept)

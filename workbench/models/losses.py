@@ -18,6 +18,12 @@ def prediction_of(output: Any) -> Any:
     return logits if isinstance(logits, Tensor) else output
 
 
+def loss_in(output: Any) -> Tensor | None:
+    """The loss that a model returns with its output, as Hugging Face models do when they get labels."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy over the targets, in nats.
 

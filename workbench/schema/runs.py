@@ -118,6 +118,18 @@ MONITORS: dict[str, Variable] = {
     "n_tokens": Variable(
         ("step",), "f", "tokens", "token", "tokens of the batch, padding left out; NaN: its rows are no sequences"
     ),
+    "token_entropy": Variable(
+        ("step",), "f", "entropy of the tokens", "nat", "of the distribution of the batch's token ids; NaN: no ids"
+    ),
+    "label_entropy": Variable(
+        ("step",), "f", "entropy of the labels", "nat", "of the distribution of the batch's labels; NaN: not seen"
+    ),
+    "repeated_examples": Variable(
+        ("step",), "f", "repeated examples", "1", "share of the batch's examples that were there in recent batches"
+    ),
+    "update_ratio": Variable(
+        ("step",), "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update, over a fixed sample of all weights"
+    ),
     "spike_score": Variable(
         ("step",), "f", "spike score", "1", "share of losses so far far from the last 1,000; NaN: too few to judge"
     ),
@@ -256,6 +268,37 @@ CURVATURE: dict[str, Variable] = {
     ),
 }
 
+#: Errors of the run's own arithmetic, see `workbench.probes.precision_errors`.
+PRECISION: dict[str, Variable] = {
+    "output_error": Variable(_LAYER, "f", "error of the output", "1", "relative error of the block's output"),
+    "gradient_error": Variable(
+        _LAYER, "f", "error of the gradient", "1", "relative error of the gradient of all of the block's parameters"
+    ),
+    "error_excess": Variable(
+        _LAYER, "f", "excess of error", "1", "largest error of output or a gradient over what rounding explains"
+    ),
+    "query_gradient_error": Variable(
+        _HEAD, "f", "error of the query gradient", "1", "relative error of the gradient of a head's query weights"
+    ),
+    "query_error_excess": Variable(
+        _HEAD, "f", "excess of error of the query gradient", "1", "its error over what rounding explains"
+    ),
+    "query_gradient_bias": Variable(
+        _HEAD, "f", "bias of the query gradient", "1", "part of its error along the right gradient, over its length"
+    ),
+    "excess_limit": Variable(
+        ("step",), "f", "limit of the excess", "1", "excess that rounding does not reach in the run's number format"
+    ),
+}
+
+#: The effect of one update on the loss of fixed examples, see `workbench.probes.update_effect`.
+UPDATE: dict[str, Variable] = {
+    "loss_change": Variable(("step",), "f", "change of the loss", "nat", "on fixed examples, by this one update"),
+    "predicted_loss_change": Variable(
+        ("step",), "f", "predicted change of the loss", "nat", "gradient on these examples times the change of weights"
+    ),
+}
+
 #: Parts that a recorder measures besides the scalars of each update; each part has its own steps.
 PARTS: dict[str, dict[str, Variable]] = {
     "attention": ATTENTION,
@@ -263,6 +306,8 @@ PARTS: dict[str, dict[str, Variable]] = {
     "optimizer": OPTIMIZER,
     "activations": ACTIVATIONS,
     "curvature": CURVATURE,
+    "precision": PRECISION,
+    "update": UPDATE,
 }
 
 EVENTS: dict[str, Variable] = {

@@ -59,6 +59,8 @@ class TrainingRun:
         on_event: Function that takes the events of the run.
         step: Updates done when it begins, above 0 where it is resumed.
         probe: Function from a number of tokens to inputs to measure the model on, on its device; None: there is none.
+        probe_loss: Function from the model to its loss on some examples that it is not trained on; None: there is none.
+        targets: Targets of the present batch; None: the loop does not know them.
         owns_loop: Whether the loop is `workbench.train`, the only one that can repeat a pass or skip a batch.
         output: Output in which `workbench.train` records the run, from its first step on; in another trainer it writes
             nothing.
@@ -74,6 +76,8 @@ class TrainingRun:
     on_event: Callable[[Event], None]
     step: int = 0
     probe: Callable[[int], Any] | None = None
+    probe_loss: Callable[[nn.Module], Tensor] | None = None
+    targets: Any = None
     owns_loop: bool = False
     output: RunOutput = field(default_factory=lambda: RunOutput(None))
     checkpoints: Path | None = None

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from workbench.tasks import Task
 
 
+#: Tokens of the examples on which the effect of updates is measured.
+_PROBE_TOKENS = 64
 #: What users call the callbacks of the keywords of `workbench.train`.
 _TITLES = {"guard": "a recorder", "kss": "KSS"}
 
@@ -101,11 +103,13 @@ class Training:
         self._early_events: list[Event] = []  # before there is an output
         self._output = RunOutput(None)
         self._lacks_checkpoint = False
+        self._kept: tuple[Any, Tensor] | None = None
         self.run = TrainingRun(
             model,
             self.optimizer,
             self._take_event,
             probe=self._probe,
+            probe_loss=self._probe_loss if callable(getattr(task, "held_out", None)) else None,
             owns_loop=True,
             checkpoints=recording.written_checkpoints,
             scaler=self.scaler,
@@ -264,6 +268,7 @@ class Training:
             group["lr"] = peak * factor
         inputs, targets = on_device_of(self.model, inputs), on_device_of(self.model, targets)
         inputs, targets = self.callbacks.change_batch(inputs, targets)
+        self.run.targets = targets
         self.model.train()
         with self.random.active():
             given, grad_norm, accuracy = self._measured_pass(inputs, targets)
@@ -425,6 +430,16 @@ class Training:
 
     def _probe(self, n_tokens: int) -> Any:
         return on_device_of(self.model, self.task.probe(n_tokens))
+
+    def _probe_loss(self, model: nn.Module) -> Tensor:
+        inputs, targets = (on_device_of(self.model, each) for each in self._held_out())
+        return self.loss(prediction_of(call_model(model, inputs)), targets)
+
+    def _held_out(self) -> tuple[Any, Tensor]:
+        """A few examples that are not trained on, and their targets."""
+        if self._kept is None:
+            self._kept = self.task.held_out(_PROBE_TOKENS)  # type: ignore[attr-defined]
+        return self._kept
 
     def _say(self, kind: str, **what: Any) -> None:
         self._output.event(Event(self.step, kind, **what))

@@ -1,7 +1,7 @@
 """Alarms: watched signals, detectors of changes, calibration on healthy runs, and attribution to faults."""
 
 # `Alarms` is for the library's own imports: its public name is `workbench.Alarms`.
-from workbench.callbacks.alarms.alarms import Alarm
+from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.alarms import Alarms as Alarms
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
 from workbench.callbacks.alarms.calibrating import calibrate, calibrate_paired

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
 from workbench.callbacks.alarms.calibration import KINDS, Calibration
 from workbench.callbacks.alarms.detector import Detector, onset
 from workbench.callbacks.alarms.detector_options import DetectorOptions
+from workbench.callbacks.alarms.probe_alarms import CAUSES, ProbeAlarms
 from workbench.callbacks.alarms.recorded_settings import SettingsFollower
 from workbench.callbacks.alarms.settling import Settling
 from workbench.callbacks.alarms.watched import WATCHED, Watched
@@ -27,48 +29,6 @@ _REARM = 0.5
 
 #: Signals of the part ``attention`` that compare queries and keys over a window of updates.
 _OVER_A_WINDOW = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
-
-
-@dataclass(frozen=True)
-class Alarm:
-    """An alarm: one signal that has left the range of healthy runs.
-
-    Attributes:
-        step: Updates done when it was raised.
-        signal: Name of the signal, such as ``"effective_rank D2"``.
-        layer: Layer with the worst value; -1: the signal has no layers, or it is outside the blocks.
-        head: Head with the worst value; -1: the signal has no heads.
-        score: Score in multiples of the threshold.
-        value: Value of the signal there, in its own unit.
-        is_outcome: Whether the signal is the loss or the norm of the gradients.
-        message: Description in plain words.
-
-    Example:
-        >>> import workbench as wb
-        >>> message = "One head turns only in one direction."
-        >>> alarm = wb.alarms.Alarm(120, "effective_rank D2", 1, 2, 3.5, 1.1, is_outcome=False, message=message)
-        >>> alarm.layer, alarm.head, alarm.message
-        (1, 2, 'One head turns only in one direction.')
-    """
-
-    step: int
-    signal: str
-    layer: int
-    head: int
-    score: float
-    value: float
-    is_outcome: bool
-    message: str
-
-    def as_event(self) -> dict[str, Any]:
-        """The fields of a run's event: everything but step and kind."""
-        return {
-            "source": self.signal,
-            "score": self.score,
-            "message": self.message,
-            "layer": self.layer,
-            "head": self.head,
-        }
 
 
 class Alarms:
@@ -138,6 +98,7 @@ class Alarms:
         """Forget the run so far: its healthy start is learned again from ``step`` on, for example after an action."""
         self._from = step
         self._follows: dict[str, _Follow] = {}
+        self._probes = ProbeAlarms()
         self._settling = Settling(self.options)
         self._settings = SettingsFollower(self._settling)
         self._silent_until = self._last_step = -1
@@ -168,7 +129,7 @@ class Alarms:
         Returns:
             Alarms that this measurement raises; most raise none.
         """
-        fresh = []
+        fresh = self._probes.observe(observation)
         self._last_step = max(self._last_step, observation.step)
         if observation.part == "monitors":
             self._settling.update(observation.step - self._from, observation.values)
@@ -201,7 +162,9 @@ class Alarms:
         return {name: dict(follow.latest) for name, follow in self._follows.items()}
 
     def attribute(self) -> Attribution:
-        """Which fault the signals point to now, with the evidence."""
+        """Which fault the signals point to now, with the evidence; a probe that found one leaves no doubt."""
+        for signal, alarm in self._probes.standing.items():
+            return Attribution(CAUSES[signal], {CAUSES[signal]: 1.0}, (alarm.message.rstrip("."),))
         return self.attributor.attribute(self.features())
 
     def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:

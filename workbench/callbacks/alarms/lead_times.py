@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.callbacks.alarms.alarms import Alarm
+from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.watched import WATCHED
 
 if TYPE_CHECKING:

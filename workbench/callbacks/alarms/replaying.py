@@ -14,7 +14,8 @@ from workbench.errors import SchemaError
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.callbacks.alarms.alarms import Alarm, Alarms
+    from workbench.callbacks.alarms.alarm import Alarm
+    from workbench.callbacks.alarms.alarms import Alarms
 
 #: In the order in which a recorder gives the observations of one step: the numbers of the update last.
 _PARTS = tuple(dict.fromkeys([*(w.part for w in WATCHED if w.part != "monitors"), "monitors"]))

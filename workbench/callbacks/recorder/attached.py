@@ -19,7 +19,7 @@ from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
-from workbench.callbacks.recorder.updates import total_gradient_norm, was_skipped
+from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import say
 from workbench.models.device_numbers import read_numbers
@@ -32,6 +32,7 @@ from workbench.schema.events import Event
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
     from workbench.io.run_output import RunOutput
+    from workbench.training.callback import TrainingRun
 
 #: Numbers that every update has, in the order in which they are stored; NaN where unknown.
 NUMBERS = (
@@ -42,6 +43,10 @@ NUMBERS = (
     "learning_rate",
     "batch_size",
     "n_tokens",
+    "token_entropy",
+    "label_entropy",
+    "repeated_examples",
+    "update_ratio",
     "spike_score",
 )
 #: Descriptions of failed measurements that are no part of their own.
@@ -57,6 +62,7 @@ class RecorderOwner(Protocol):
 
     options: RecorderOptions
     n_probe_tokens: int
+    recent_examples: list[int]
 
     def keep_probe(self, probe: Any) -> str | None:
         """Remember the examples that it measures on; return them as JSON."""
@@ -100,8 +106,10 @@ class AttachedRecorder:
         spikes: SpikeScore,
         reading: ModelReading | None = None,
         alarms: Alarms | None = None,
+        run: TrainingRun | None = None,
         is_hosted: bool = False,
     ) -> None:
+        self._run = run
         self.recorder, self.output, self.is_hosted = recorder, output, is_hosted
         inner = innermost(optimizer)
         self.step = step
@@ -118,6 +126,7 @@ class AttachedRecorder:
         self._has_given_norm = False
         self._closure_loss: Any = None
         self._is_ready = False
+        self._sample = SampledUpdate(inner)
         self._optimizer: torch.optim.Optimizer | None = inner
         self._has_updated = step > 0
         if parameters.are_coarse:
@@ -126,7 +135,12 @@ class AttachedRecorder:
                 "2^-9 of a weight do not show in bfloat16, so take small changes of the monitors with care."
             )
         self.batches = BatchWatch(
-            model, n_probe_tokens=recorder.n_probe_tokens, probe=probe, begin=_weakly(self._begin_batch)
+            model,
+            n_probe_tokens=recorder.n_probe_tokens,
+            probe=probe,
+            begin=_weakly(self._begin_batch),
+            labels=None if run is None else lambda: run.targets,
+            recent_examples=recorder.recent_examples,
         )
         try:
             if probe is not None:
@@ -178,6 +192,7 @@ class AttachedRecorder:
             if not is_broken:
                 self._measure_without_update()
         finally:
+            self.recorder.recent_examples = self.batches.recent_examples
             self.batches.detach()
             self._collectors = self._parameters = self._optimizer = None
             if not self.is_hosted:
@@ -245,10 +260,13 @@ class AttachedRecorder:
             if not self._is_ready:
                 self._prepare(optimizer)
             self._guarded("monitors", lambda collectors: self._note_update(optimizer))
+            self._sample.begin()
             if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                 self._take_spectra()
             if is_due(self.step, self._every["optimizer"]):
                 self._guarded("optimizer", lambda collectors: collectors.begin_update())
+            if is_due(self.step, self._every["update"]):
+                self._guarded("update", lambda collectors: collectors.begin_effect())
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
         # Sharded gradients need every rank, and the logged numbers may differ between ranks.
@@ -260,6 +278,7 @@ class AttachedRecorder:
         collectors = self._collectors
         if collectors is None:  # its closure was never called
             return
+        self._noted["update_ratio"] = self._sample.end()
         if was_skipped(optimizer):
             collectors.forget_update()
             self._noted.clear()
@@ -317,6 +336,8 @@ class AttachedRecorder:
                 probe,
                 self.event,
                 self._reading,
+                around=self.batches.around_pass,
+                loss_of=None if self._run is None else self._run.probe_loss,
             )
             self._guarded("setup", lambda collectors: collectors.begin(self.step))
 

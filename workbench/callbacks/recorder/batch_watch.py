@@ -1,21 +1,24 @@
-"""Counts of the training inputs of a model, and a few examples of the first batch kept as probe."""
+"""The training inputs of a model: their counts and contents, and a few examples of the first batch kept as probe."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_rows, take_rows
 from workbench.models.calling import named_arguments
+from workbench.models.losses import loss_in
 from workbench.models.wrapping import bare, entrances
+from workbench.probes.batch import BatchProbe
 
 #: A Hugging Face Trainer passes to the model how many labels all batches of an update have; the losses then add up.
 _LABELS_OF_UPDATE = "num_items_in_batch"
@@ -31,6 +34,7 @@ class Seen:
         n_tokens: Number of tokens, or a 0-dim tensor of it that may still be computed.
         losses: Losses in the outputs, 0-dim.
         are_shares: Whether the losses are shares of the update's, and not means of their own.
+        contents: Sums over the calls of what `BatchProbe` gives.
     """
 
     n_forwards: int = 0
@@ -38,14 +42,49 @@ class Seen:
     n_tokens: float | Tensor = 0.0
     losses: tuple[Tensor, ...] = ()
     are_shares: bool = False
+    contents: dict[str, Tensor] = field(default_factory=dict)
 
     def numbers(self) -> dict[str, float | Tensor]:
         """Names as in ``schema.MONITORS``."""
         found: dict[str, float | Tensor] = {"batch_size": self.n_rows, "n_tokens": self.n_tokens}
+        found |= {name: total / self.n_forwards for name, total in self.contents.items()}
         if self.losses:
             total = torch.stack([loss.float() for loss in self.losses]).sum()
             found["loss"] = total if self.are_shares else total / len(self.losses)
         return found
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass runs in: autocast, and modes that replace torch's functions.
+
+    Attributes:
+        kind: Type of the device.
+        autocast: Type of autocast; None: there is none.
+        modes: Modes, the outermost first.
+    """
+
+    kind: str = "cpu"
+    autocast: torch.dtype | None = None
+    modes: tuple[TorchFunctionMode, ...] = ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> PassContext:
+        """That of this moment."""
+        kind = next((p.device.type for p in module.parameters()), "cpu")
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(kind, autocast, tuple(_get_current_function_mode_stack()))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Enter it again; modes that are active stay as they are."""
+        active = _get_current_function_mode_stack()
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.kind, self.autocast, enabled=self.autocast is not None))
+            for mode in self.modes:
+                if not any(mode is other for other in active):
+                    stack.enter_context(mode)
+            yield
 
 
 class BatchWatch:
@@ -59,10 +98,19 @@ class BatchWatch:
         n_probe_tokens: Approximate number of tokens to keep of the first batch.
         probe: Inputs to use instead of the first batch.
         begin: Function called when a training forward begins, before it is counted.
+        labels: Function that gives the labels of the batch; None: they are among the inputs, or not known.
+        recent_examples: Hashes of the examples before, from `recent_examples` of an earlier watch.
     """
 
     def __init__(
-        self, model: nn.Module, *, n_probe_tokens: int, probe: Any = None, begin: Callable[[], None] = lambda: None
+        self,
+        model: nn.Module,
+        *,
+        n_probe_tokens: int,
+        probe: Any = None,
+        begin: Callable[[], None] = lambda: None,
+        labels: Callable[[], Any] | None = None,
+        recent_examples: Sequence[int] = (),
     ) -> None:
         self.probe = probe
         self.is_paused = False
@@ -71,6 +119,10 @@ class BatchWatch:
         self._begin = begin
         self._entrances = entrances(model)
         self._seen: dict[nn.Module, Seen] = {}
+        self._contents = BatchProbe()
+        self._contents.load_state_dict(recent_examples)
+        self._labels = labels
+        self._pass = PassContext()
         self._first: dict[nn.Module, Any] = {}
         # They record what passes, and must not be compiled.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
@@ -91,6 +143,15 @@ class BatchWatch:
             yield
         finally:
             self.is_paused = was_paused
+
+    @property
+    def recent_examples(self) -> list[int]:
+        """Hashes of the latest examples, see `BatchProbe.state_dict`."""
+        return self._contents.state_dict()
+
+    def around_pass(self) -> AbstractContextManager[None]:
+        """The context in which the model was called last in training."""
+        return self._pass.entered()
 
     def detach(self) -> None:
         """Remove the hooks and release the inputs."""
@@ -136,12 +197,16 @@ class BatchWatch:
         except SnapshotError:
             seen.n_rows = math.nan
         seen.n_tokens = seen.n_tokens + count_tokens(inputs)
+        labels = None if self._labels is None else self._labels()
+        for name, value in self._contents.take(inputs, labels if isinstance(labels, Tensor) else None).items():
+            seen.contents[name] = seen.contents[name] + value if name in seen.contents else value
+        self._pass = PassContext.of(module)
         seen.are_shares = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
         if self.probe is None and module not in self._first:
             self._first[module] = few_rows(inputs, self._n_probe_tokens)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._counts(module) and module in self._seen and (loss := _loss_in(output)) is not None:
+        if self._counts(module) and module in self._seen and (loss := loss_in(output)) is not None:
             self._seen[module].losses += (loss.detach(),)
 
     def _counts(self, module: nn.Module) -> bool:
@@ -187,11 +252,6 @@ def few_rows(inputs: Any, n_tokens: int) -> Any:
     if length > n_tokens and all(v.shape[1:] == (length,) for v in tensors):
         rows = _mapped(rows, lambda tensor: tensor[:, :n_tokens].clone())
     return rows
-
-
-def _loss_in(output: Any) -> Tensor | None:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def _listed(inputs: Any) -> list[Any]:

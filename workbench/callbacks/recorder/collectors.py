@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
+from workbench.callbacks.recorder.probes import Around, ProbeCollector
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
@@ -92,6 +95,8 @@ class Collectors:
         probe: A few fixed examples; None: only the updates can be measured.
         event: Function that records an event: kind, and the fields of `schema.EVENTS`.
         reading: Structure read before the model was sharded; None: it is read now.
+        around: Function that returns the context of the run's passes.
+        loss_of: Function from the model to its loss on fixed examples; None: not known.
     """
 
     def __init__(
@@ -103,6 +108,9 @@ class Collectors:
         probe: Any,
         event: Callable[..., None],
         reading: ModelReading | None = None,
+        *,
+        around: Around = nullcontext,
+        loss_of: Callable[[nn.Module], Tensor] | None = None,
     ) -> None:
         self.options, self.optimizer, self.parameters = options, optimizer, parameters
         self.model = self._outermost = subjects[0]
@@ -119,6 +127,12 @@ class Collectors:
         self.routers = [router for router in reading.routers if isinstance(router, Router)]
         self.query_keys = QueryKeyWindow(reading.query_keys, parameters, options.alpha)
         self._update = UpdateCollector(optimizer, parameters, reading.anatomy)
+        self._probes: ProbeCollector | None = None
+        if self.probe is not None:
+            own = None if options.loss_of is None else partial(_loss_on, options.loss_of, self.probe)
+            self._probes = ProbeCollector(
+                self.model, self.probe, reading.anatomy, reading.query_keys, around, own or loss_of
+            )
         self._probe_look: ModelProbe | None = None
         self._taker: SpectraTaker | None = None
         #: Parts that are measured after an update -> function from the step and their probe values to their values.
@@ -128,6 +142,8 @@ class Collectors:
             "optimizer": self.update,
             "activations": self.activations,
             "curvature": self.curvature,
+            "precision": self.precision,
+            "update": self.update_effect,
         }
 
     def begin(self, step: int) -> None:
@@ -135,12 +151,14 @@ class Collectors:
         if (reason := self.reading.troubles.get("anatomy")) is not None:
             if self.parameters.are_elsewhere:
                 reason += " Sharded weights can be read before they are: recorder.prepare(model, inputs)."
-            for part in ("attention", "router", "activations", "spectra"):  # sharpness needs no blocks
+            self._begin_probes()
+            for part in ("attention", "router", "activations", "precision", "spectra"):  # the others need no blocks
                 self._miss(part, f"The blocks of {type(self.model).__name__} cannot be read: {reason}")
             return
         for source in ("attention", "router"):
             if (reason := self.reading.troubles.get(source)) is not None and self.is_on(source):
                 self._event("not recorded", source=source, message=reason)
+        self._begin_probes()
         taken = self._first_pass()
         if self.is_on("attention"):
             self._begin_attention(taken.get("attention", {}))
@@ -152,6 +170,18 @@ class Collectors:
                 self.switch_off("router")  # a dense model has none: nothing is missing
         self.begin_window(step)
         self._report_unreadable()
+
+    def _begin_probes(self) -> None:
+        """Switch off what cannot be measured here, without an event: a run needs neither a loss nor whole weights."""
+        if self._probes is None or any(hasattr(weight, "to_local") for weight in self.model.parameters()):
+            self.switch_off("precision")
+            self.switch_off("update")
+        elif self.is_on("update"):
+            try:
+                if not self._probes.knows_loss:
+                    self.switch_off("update")
+            except Exception:  # noqa: BLE001  (a foreign model may fail in any way; the probe's event says how)
+                self.switch_off("update")
 
     def _first_pass(self) -> dict[str, dict[str, np.ndarray]]:
         """Run the probe once, to find the parts that it can measure."""
@@ -176,7 +206,7 @@ class Collectors:
 
     def coords(self, part: str) -> dict[str, np.ndarray]:
         """Values along the dimensions of a part, and names."""
-        if part == "curvature":
+        if part in ("curvature", "update"):
             return {}
         if part == "optimizer":
             names, layers = self._update.module_names, self._update.layers
@@ -185,6 +215,8 @@ class Collectors:
         coords = {"layer": np.array(layers), "layer_name": np.array([self.names[layer] for layer in layers])}
         if part == "attention":
             coords |= {"head": np.arange(self.n_heads), "term": np.array(TERMS)}
+        if part == "precision":
+            coords["head"] = np.arange(self.query_keys.n_heads)
         if part == "router":
             coords["expert"] = np.arange(max(router.n_experts for router in self.routers))
         return coords
@@ -242,6 +274,25 @@ class Collectors:
     def begin_update(self) -> None:
         """Before an update that is measured."""
         self._update.begin()
+
+    def begin_effect(self) -> None:
+        """Before an update whose effect is measured."""
+        if self._probes is not None:
+            self._probes.begin_update()
+
+    def precision(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Errors of the run's own arithmetic."""
+        del step, probed
+        assert self._probes is not None
+        with as_written():
+            return self._probes.precision()
+
+    def update_effect(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Effect of the update on the loss of fixed examples."""
+        del step, probed
+        assert self._probes is not None
+        with as_written():
+            return self._probes.update()
 
     def forget_update(self) -> None:
         """Called if the update was skipped."""
@@ -349,6 +400,10 @@ class Collectors:
                 self._reported.add(layer)
                 message = f"Layer {layer} ({self.names[layer]}) holds {what} that are not finite."
                 self._event("not finite", source=what, message=message, layer=layer, step=step)
+
+
+def _loss_on(loss_of: Callable[[nn.Module, Any], Tensor], probe: Any, model: nn.Module) -> Tensor:
+    return loss_of(model, probe)
 
 
 def _reason(error: Exception) -> str:

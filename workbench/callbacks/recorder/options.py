@@ -21,6 +21,8 @@ CADENCE: dict[str, int | None] = {
     "router": 10,
     "optimizer": 10,
     "activations": 50,
+    "precision": 20,
+    "update": 50,
     "curvature": None,
     "spectra": None,
 }

@@ -13,7 +13,17 @@ from torch import distributed
 from workbench.models.process_group import is_shared, message_device
 
 #: Numbers of an update that are the mean over the ranks that know them, and those that are summed.
-MEANS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
+MEANS = (
+    "loss",
+    "auxiliary_loss",
+    "accuracy",
+    "grad_norm",
+    "learning_rate",
+    "token_entropy",
+    "label_entropy",
+    "repeated_examples",
+    "update_ratio",
+)
 SUMS = ("batch_size", "n_tokens")
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from workbench.models.subject import Subject
+    from workbench.training.callback import TrainingRun
 
 
 class Recorder:
@@ -66,8 +67,9 @@ class Recorder:
     Args:
         path: Path of the run's store; None: nothing is written, only observers and loggers get the values.
         every: Steps between two measurements, by part: ``attention``, ``router``, ``optimizer`` (10 each),
-            ``activations`` (50), ``curvature``, ``spectra`` (off); one number for all that are on; None: none, only the
-            numbers of each update. The window of ``attention``: queries and keys are compared over so many steps.
+            ``precision`` (20), ``activations``, ``update`` (50), ``curvature``, ``spectra`` (off); one number for all
+            that are on; None: only the numbers of each update. The window of ``attention``: queries and keys are
+            compared over so many steps.
         probe: Inputs to measure activations, attention and routing on, a few examples; None: the first examples of the
             first batch. All measurements use the same.
         n_probe_tokens: Approximate number of tokens to take from the first batch.
@@ -137,6 +139,7 @@ class Recorder:
         self._kept_probe: Any = None
         self._last_model: weakref.ref[nn.Module] | None = None
         self._is_loaded = False
+        self.recent_examples: list[int] = []
         if self.path is not None and not resume:
             check_free(self.path, overwrite=overwrite)
 
@@ -149,6 +152,7 @@ class Recorder:
         probe: Any = None,
         step: int | None = None,
         alarms: Alarms | None = None,
+        run: TrainingRun | None = None,
     ) -> AttachedRecorder:
         """Attach the recorder to a model that a loop trains, with one line before the loop.
 
@@ -160,6 +164,8 @@ class Recorder:
             probe: Probe to use instead of the recorder's own.
             step: Updates done; None: 0, or, on the model that it was attached to last, where it was detached.
             alarms: Alarms to use instead of the recorder's own.
+            run: Training of a callback, which knows the labels of its batches and a loss on other examples; None: the
+                model is asked for them, and ``loss_of``.
 
         Returns:
             The attached recorder; leaving its context, or ``detach()``, ends it.
@@ -177,6 +183,8 @@ class Recorder:
         goes_on &= step > 0  # at step 0 another run begins
         if not goes_on:
             self._step, self._kept_probe = 0, None
+        if not step:
+            self.recent_examples = []
         goes_on |= self._resumes
         output = self._output(model, step, goes_on=goes_on) if host is None else host
         alarms = self.alarms if alarms is None else alarms
@@ -198,6 +206,7 @@ class Recorder:
             spikes=_spikes_before(step, output.path),
             reading=self._reading,
             alarms=alarms,
+            run=run,
             is_hosted=host is not None,
         )
         return self._attached
@@ -261,8 +270,9 @@ class Recorder:
         """The state that a resumed run needs, for JSON; everything recorded is on disk when this returns."""
         if self._attached is not None and self._attached.is_attached:
             self._step = self._attached.step
+            self.recent_examples = self._attached.batches.recent_examples
             self._attached.flush()
-        return {"step": self._step, "probe": to_plain(self._kept_probe)}
+        return {"step": self._step, "probe": to_plain(self._kept_probe), "recent_examples": self.recent_examples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave: at the next `attach`, in the same store if it exists.
@@ -273,6 +283,7 @@ class Recorder:
         if self._attached is not None and self._attached.is_attached:
             raise OptionError("The recorder is attached already; load its state before that.")
         self._step, self._is_loaded = state["step"], True
+        self.recent_examples = state.get("recent_examples", [])
         if (probe := of_plain(state["probe"])) is not None:
             self._kept_probe = probe
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: Quantities summed over each module, as a sum of squares and a count.
 _GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT, _UNCHANGED, _WITH_GRADIENT = range(8)
 _N_QUANTITIES = 8
+#: Entries of each tensor that the size of every update is computed from.
+_SAMPLED = 4096
 
 
 class UpdateCollector:
@@ -163,6 +165,50 @@ class UpdateCollector:
         for (module, what, _, count), value in zip(roots, values, strict=True):
             sums[module, what] += (value**2 * count, count)
         return sums
+
+
+class SampledUpdate:
+    """RMS(dw) / RMS(w) of each update, over a fixed stretch of every tensor, so that it costs next to nothing.
+
+    Args:
+        optimizer: Innermost.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._before: list[Tensor] = []
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Called right before the update."""
+        parts, _ = self._parts()
+        self._before = [part.float() for part in torch._foreach_mul(parts, 1.0)] if parts else []
+
+    @torch.no_grad()
+    def end(self) -> Tensor | float:
+        """Called right after it; 0-dim and on the device; NaN if no tensor is to be had."""
+        before, self._before = self._before, []
+        parts, shares = self._parts()
+        if not before or len(parts) != len(before):
+            return math.nan
+        change = torch._foreach_sub([part.float() for part in parts], before)
+        norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (change, before)]
+        weights = torch.tensor(shares, dtype=torch.float32).to(norms[0].device, non_blocking=True)
+        total = [(norm.square() * weights).sum() for norm in norms]
+        return (total[0] / total[1]).sqrt()
+
+    def _parts(self) -> tuple[list[Tensor], list[float]]:
+        """A stretch from the middle of each tensor, and how many entries each of its entries stands for."""
+        parts, shares = [], []
+        for group in self.optimizer.param_groups:
+            for weight in group["params"]:
+                own = own_part(weight.detach())
+                if weight.grad is None or not own.numel() or not own.is_contiguous():
+                    continue
+                n = min(own.numel(), _SAMPLED)
+                parts.append(own.view(-1).narrow(0, (own.numel() - n) // 2, n))
+                shares.append(own.numel() / n)
+        return parts, shares
 
 
 def _signal_shares(roots: np.ndarray, ages: Sequence[tuple[float, float]]) -> np.ndarray:

@@ -1,0 +1,172 @@
+"""The probes of a recorder: they see the run's own arithmetic in any loop, and leave the training as it is."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+
+import workbench as wb
+from tests.callbacks.test_recorder import adam, dense, gpt2_with_dropout, loss_of, moe, of_part, recorder_with, task  # noqa: F401
+from tests.small_training import same_weights
+
+PROBES = {"precision": 2, "update": 2}
+
+
+def trained(model, task, recorder=None, *, n_steps=6, fault_from=None, autocast=None):  # noqa: F811
+    """A plain loop, in which attention may lose bits from a step on."""
+    optimizer, mode = adam(model), wb.faults.FlashAttentionMode()
+    with ExitStack() as stack:
+        if recorder is not None:
+            stack.enter_context(recorder.attach(model, optimizer))
+        for i in range(n_steps):
+            optimizer.zero_grad()
+            if fault_from is not None:
+                mode.cut = wb.faults.Cut(n_bits=4 * (i >= fault_from), output=True, gradient=True)
+            with ExitStack() as around:
+                if autocast is not None:
+                    around.enter_context(torch.autocast("cpu", autocast))
+                if fault_from is not None:
+                    around.enter_context(mode)
+                loss = loss_of(model, task.batch(i))
+                loss.backward()
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [dense, moe, lambda: gpt2_with_dropout()], ids=["dense", "moe", "gpt2"])
+def test_training_is_the_same_to_the_bit(make, autocast, task):  # noqa: F811
+    torch.manual_seed(5)
+    plain = trained(make(), task, autocast=autocast)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    recorder = recorder_with(every=dict.fromkeys(PROBES, 1))
+    recorded = trained(make(), task, recorder, autocast=autocast)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert same_weights(plain, recorded)
+    assert len(of_part(recorder, "precision")) == 6
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_a_mode_of_the_loop_is_that_of_the_probe(autocast, task):  # noqa: F811
+    recorder = recorder_with(every=PROBES)
+    trained(dense(), task, recorder, n_steps=10, fault_from=6, autocast=autocast)
+    found = of_part(recorder, "precision")
+    assert [o.step for o in found] == [1, 3, 5, 7, 9]
+    excess = np.array([o.values["error_excess"].max() for o in found])
+    assert excess[:3].max() < 8 < excess[3:].min()
+    limits = {float(o.values["excess_limit"]) for o in found}
+    assert limits == {25.0 if autocast is None else 2.0}
+
+
+def test_the_first_probe_raises_the_alarm_and_names_the_fault(task):  # noqa: F811
+    alarms = wb.Alarms()
+    fault = wb.faults.low_precision_attention(n_bits=2, start=7)
+    records = list(
+        wb.train(dense(), task, n_steps=20, recorder=wb.Recorder(every={"precision": 3}), alarms=alarms, faults=[fault])
+    )
+    assert [(r.step, alarm.signal) for r in records for alarm in r.alarms] == [(8, "arithmetic")]
+    (alarm,) = alarms.raised
+    assert (alarm.step, alarm.is_outcome, alarm.score > 10) == (8, False, True)
+    assert 0 <= alarm.layer < 2
+    assert 0 <= alarm.head < 2
+    assert "torch's own kernel" in alarm.message
+    assert alarms.attribute().cause == "low_precision_attention"
+    assert alarms.attribute().probability == {"low_precision_attention": 1.0}
+
+
+def test_it_is_raised_again_only_after_it_was_gone(task):  # noqa: F811
+    alarms = wb.Alarms()
+    fault = wb.faults.low_precision_attention(n_bits=6, start=4, stop=10)
+    recorder = wb.Recorder(every={"precision": 2})
+    for record in wb.train(dense(), task, n_steps=24, recorder=recorder, alarms=alarms, faults=[fault]):
+        if record.step == 15:
+            fault.enabled = True
+        if record.step == 11:
+            assert alarms.attribute().cause in alarms.attributor.causes
+            assert alarms._probes.standing == {}
+    assert [alarm.step for alarm in alarms.raised] == [5, 17]
+
+
+def test_the_effect_of_an_update_is_the_change_of_the_loss_on_held_out_examples(task):  # noqa: F811
+    model, losses = dense(), []
+    inputs, targets = task.held_out(64)
+    recorder = recorder_with(every={"update": 1})
+    for _ in wb.train(model, task, n_steps=4, learning_rate=1e-4, recorder=recorder):
+        with torch.no_grad():
+            losses.append(float(loss_of(model, (inputs, targets))))
+    found = of_part(recorder, "update")
+    changes = [float(o.values["loss_change"]) for o in found]
+    np.testing.assert_allclose(changes[1:], np.diff(losses), rtol=1e-3, atol=1e-6)
+    predicted = np.array([float(o.values["predicted_loss_change"]) for o in found])
+    np.testing.assert_allclose(changes, predicted, rtol=0.1, atol=1e-4)
+
+
+def test_a_loop_without_a_loss_has_no_effect_of_updates(task):  # noqa: F811
+    recorder = recorder_with(every={"update": 1})
+    trained(dense(), task, recorder, n_steps=3)
+    assert of_part(recorder, "update") == []
+
+
+def test_a_model_that_returns_its_loss_has_one(task):  # noqa: F811
+    model, recorder = gpt2_with_dropout(), recorder_with(every={"update": 1})
+    optimizer = adam(model)
+    with recorder.attach(model, optimizer):
+        for i in range(3):
+            optimizer.zero_grad()
+            tokens, _ = task.batch(i)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    assert all(np.isfinite(float(o.values["loss_change"])) for o in of_part(recorder, "update"))
+    assert len(of_part(recorder, "update")) == 3
+
+
+def test_what_batches_hold(task):  # noqa: F811
+    recorder = recorder_with(every=None)
+    trained(dense(), task, recorder, n_steps=3)
+    numbers = [o.values for o in of_part(recorder, "monitors")]
+    for i, found in enumerate(numbers):
+        tokens = task.batch(i)[0]
+        _, counts = tokens.unique(return_counts=True)
+        share = counts / counts.sum()
+        assert float(found["token_entropy"]) == pytest.approx(float(-(share * share.log()).sum()), rel=1e-5)
+        assert np.isnan(found["label_entropy"])
+        assert float(found["repeated_examples"]) == 0
+        assert float(found["update_ratio"]) > 0
+    records = recorder_with(every=None)
+    for _ in wb.train(dense(), task, n_steps=2, recorder=records):
+        pass
+    labels = task.batch(1)[1]
+    _, counts = labels[labels != -100].unique(return_counts=True)
+    share = counts / counts.sum()
+    entropy = float(of_part(records, "monitors")[1].values["label_entropy"])
+    assert entropy == pytest.approx(float(-(share * share.log()).sum()), rel=1e-5)
+
+
+def test_the_sampled_size_of_an_update_is_that_of_all_small_tensors(task):  # noqa: F811
+    model, recorder = dense(), recorder_with(every=None)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    trained(model, task, recorder, n_steps=1)
+    whole = wb.monitors.update_ratio(before, [weight.detach() for weight in model.parameters()])
+    (found,) = of_part(recorder, "monitors")
+    assert float(found.values["update_ratio"]) == pytest.approx(float(whole), rel=1e-4)
+
+
+def test_a_resumed_run_remembers_its_examples(task, tmp_path):  # noqa: F811
+    stores = {}
+    for name, parts in {"whole": [8], "parts": [4, 8]}.items():
+        for n_steps in parts:
+            options = {"n_steps": 8, "store": tmp_path / f"{name}.zarr", "checkpoint_every": 4}
+            small = wb.tasks.associative_recall(length=4, vocab_size=4, n_pairs=1, batch_size=8, seed=3)
+            model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=4, max_length=4, seed=1)
+            run = wb.train(model, small, recorder=wb.Recorder(), resume=n_steps != parts[0], **options)
+            for record in run:
+                if record.step == n_steps - 1:
+                    run.close()
+                    break
+        stores[name] = wb.open_run(tmp_path / f"{name}.zarr")["monitors"].to_dataset()["repeated_examples"].values
+    assert stores["whole"].max() > 0
+    np.testing.assert_array_equal(stores["whole"], stores["parts"])

@@ -1,0 +1,80 @@
+"""The contents of batches, against counts in plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workbench.errors import OptionError
+from workbench.probes import BatchProbe
+
+
+def entropy(ids):
+    counts = Counter(ids)
+    n = sum(counts.values())
+    return -sum(c / n * math.log(c / n) for c in counts.values()) if n else math.nan
+
+
+rows = st.integers(1, 6).flatmap(
+    lambda width: st.lists(st.lists(st.integers(0, 3), min_size=width, max_size=width), min_size=1, max_size=8)
+)
+
+
+@given(st.lists(rows, min_size=1, max_size=3), st.integers(0, 5))
+def test_tokens_and_repetitions(batches, n_recent):
+    width = len(batches[0][0])
+    batches = [[(row * 6)[:width] for row in batch] for batch in batches]
+    probe, earlier = BatchProbe(n_recent), []
+    for batch in batches:
+        found = probe.take(torch.tensor(batch))
+        assert float(found["token_entropy"]) == pytest.approx(
+            entropy([token for row in batch for token in row]), abs=1e-9
+        )
+        known = earlier[len(earlier) - n_recent :] if n_recent else []
+        repeated = [row in known + batch[:i] for i, row in enumerate(batch)]
+        assert float(found["repeated_examples"]) == pytest.approx(sum(repeated) / len(batch))
+        earlier += batch
+
+
+def test_masks_and_ignored_labels_do_not_count():
+    inputs = {
+        "input_ids": torch.tensor([[1, 2, 0, 0], [1, 3, 3, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]),
+        "labels": torch.tensor([[2, -100, -100, -100], [5, 5, 2, -100]]),
+    }
+    found = BatchProbe().take(inputs)
+    assert float(found["token_entropy"]) == pytest.approx(entropy([1, 2, 1, 3, 3]))
+    assert float(found["label_entropy"]) == pytest.approx(entropy([2, 5, 5, 2]))
+    assert float(BatchProbe().take(inputs, torch.tensor([1, 1]))["label_entropy"]) == pytest.approx(0)
+    nothing = BatchProbe().take(inputs["input_ids"], torch.tensor([-100, -100]))["label_entropy"]
+    assert math.isnan(nothing)
+
+
+def test_images_have_no_tokens_but_are_recognized():
+    images = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    probe = BatchProbe()
+    assert sorted(probe.take(images, torch.tensor([0, 1, 2]))) == ["label_entropy", "repeated_examples"]
+    assert float(probe.take(images[:1] + 1e-6)["repeated_examples"]) == 0
+    assert float(probe.take(torch.cat([images[1:], images[:1] + 1]))["repeated_examples"]) == pytest.approx(2 / 3)
+
+
+def test_hashes_of_many_different_examples_differ():
+    tokens = torch.cartesian_prod(*[torch.arange(6)] * 5)  # every sequence of five among six tokens
+    assert float(BatchProbe().take(tokens)["repeated_examples"]) == 0
+
+
+def test_batches_without_tensors_and_bad_options():
+    assert BatchProbe().take(["text"]) == {}
+    with pytest.raises(OptionError, match="n_recent is -1"):
+        BatchProbe(-1)
+
+
+def test_random_numbers_are_not_drawn():
+    before = torch.get_rng_state()
+    BatchProbe().take(torch.arange(6).reshape(2, 3))
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,189 @@
+"""Errors of the run's arithmetic: exact where everything is exact, found where attention is broken."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import workbench as wb
+from workbench.errors import OptionError
+from workbench.models.losses import prediction_of, token_loss
+
+TOKENS = torch.randint(16, (4, 9), generator=torch.Generator().manual_seed(0))
+
+
+def zoo(norm="pre_ln"):
+    return wb.zoo.transformer(norm=norm, d_model=32, n_layers=3, n_heads=4, vocab_size=16, max_length=8, seed=1)
+
+
+def mixture():
+    return wb.zoo.moe(d_model=32, n_layers=2, n_heads=4, n_experts=4, top_k=2, vocab_size=16, max_length=8, seed=1)
+
+
+def llama():
+    config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 16,
+              "max_position_embeddings": 16}  # fmt: skip
+    return wb.design(config).build()
+
+
+MODELS = {"pre_ln": zoo, "post_ln": lambda: zoo("post_ln"), "moe": mixture, "llama": llama}
+
+
+def loss_of(model):
+    return token_loss(prediction_of(model(TOKENS[:, :-1])), TOKENS[:, 1:])
+
+
+def fault(n_bits, *, dtype=torch.float32, rounding="truncate", output=True, gradient=True):
+    def around():
+        stack = ExitStack()
+        if dtype != torch.float32:
+            stack.enter_context(torch.autocast("cpu", dtype))
+        mode = stack.enter_context(wb.faults.FlashAttentionMode())
+        mode.cut = wb.faults.Cut(n_bits=n_bits, rounding=rounding, output=output, gradient=gradient)
+        return stack
+
+    return around
+
+
+def worst(errors):
+    return float(np.nanmax([np.nanmax(errors["error_excess"]), np.nanmax(errors["query_error_excess"])]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_rounding_explains_a_healthy_model_and_not_lost_bits(name, dtype):
+    model = MODELS[name]()
+    found = [wb.probes.precision_errors(model, loss_of, around=fault(n, dtype=dtype)) for n in (0, 2, 5, 8)]
+    assert [wb.probes.broken_arithmetic(errors) is not None for errors in found] == [False, True, True, True]
+    assert np.diff([worst(errors) for errors in found]).min() > 0
+    broken = wb.probes.broken_arithmetic(found[-1])
+    assert broken.head == int(found[-1]["query_error_excess"].values[broken.layer].argmax())
+    assert "the kernel that computes attention is wrong" in broken.sentence
+
+
+def test_torchs_own_kernels_have_no_excess_at_all():
+    errors = wb.probes.precision_errors(zoo(), loss_of, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    np.testing.assert_allclose(errors["error_excess"], 1, rtol=0.05)  # the divisor is the error and one rounding
+    assert 1e-4 < float(errors["gradient_error"].min()) < float(errors["gradient_error"].max()) < 0.1
+
+
+def test_errors_are_those_against_the_model_in_float64():
+    model = zoo()
+    with torch.autocast("cpu", torch.bfloat16):
+        own = torch.autograd.grad(loss_of(model), list(model.blocks[2].parameters()))
+    errors = wb.probes.precision_errors(model, loss_of, around=lambda: torch.autocast("cpu", torch.bfloat16))
+    exact_model = zoo().double()
+    exact = torch.autograd.grad(loss_of(exact_model), list(exact_model.blocks[2].parameters()))
+    flat = [torch.cat([g.double().flatten() for g in gradients]) for gradients in (own, exact)]
+    # The last block alone: what enters it has errors of its own in the model as a whole.
+    wanted = float((flat[0] - flat[1]).norm() / flat[1].norm())
+    assert 0.2 * wanted < float(errors["gradient_error"][2]) < 2 * wanted
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("head", [0, 3])
+def test_a_fault_of_one_head_is_found_there(layer, head, monkeypatch):
+    model = zoo()
+    true = functional.scaled_dot_product_attention
+    running = []
+    for i, block in enumerate(model.blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: running.append(i))
+
+    def broken(query, key, value, *args, **kwargs):
+        if running[-1] == layer:
+            scale = torch.ones(4, 1, 1)
+            scale[head] = 0.98  # of the gradient alone
+            query = query + (scale * query - scale * query.detach()) - (query - query.detach())
+        return true(query, key, value, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", broken)
+    errors = wb.probes.precision_errors(model, loss_of)
+    assert functional.scaled_dot_product_attention is broken  # the run goes on with its own
+    where = np.argwhere(errors["query_error_excess"].values > 100)
+    assert where.tolist() == [[layer, head]]
+    assert float(errors["query_gradient_bias"][layer, head]) == pytest.approx(-0.02, abs=1e-4)
+    assert np.flatnonzero(errors["error_excess"].values > 100).tolist() == [layer]
+
+
+class CoarseLinear(torch.autograd.Function):
+    """A product whose gradient of the weight has three digits, as a broken kernel may have it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, given):
+        x, weight = ctx.saved_tensors
+        exact = given.flatten(0, -2).T @ x.flatten(0, -2)
+        return given @ weight, torch.round(exact, decimals=1) if x.dtype == torch.float32 else exact
+
+
+class NetOfBlocks(nn.Module):
+    """Residual blocks, of which the second multiplies by a broken kernel."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(is_broken=i == 1) for i in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, *, is_broken):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 4)
+        self.is_broken = is_broken
+
+    def forward(self, x):
+        if self.is_broken:
+            return x + CoarseLinear.apply(x, self.weight).tanh()
+        return x + functional.linear(x, self.weight).tanh()
+
+
+def test_a_broken_kernel_outside_of_attention_is_found():
+    states = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
+    model = NetOfBlocks()
+    anatomy = wb.read_anatomy(model, states)
+    errors = wb.probes.precision_errors(model, lambda m: m(states).square().mean(), anatomy=anatomy, query_keys=())
+    assert np.flatnonzero(errors["error_excess"].values > 100).tolist() == [1]
+    assert errors.sizes["head"] == 0
+    broken = wb.probes.broken_arithmetic(errors)
+    assert (broken.layer, broken.head) == (1, -1)
+    assert broken.sentence.endswith("a kernel of this block is wrong. Run it in float32.")
+
+
+def test_values_that_are_not_finite_are_nan_and_raise_nothing():
+    model = zoo()
+    with torch.no_grad():
+        next(model.blocks[1].parameters())[:] = torch.nan
+    errors = wb.probes.precision_errors(model, loss_of, anatomy=wb.read_anatomy(zoo(), TOKENS[:, :-1]), query_keys=())
+    assert errors["error_excess"].isnull().all()
+
+
+def test_a_loss_without_a_graph_is_refused():
+    with pytest.raises(OptionError, match="loss_of returned no 0-dim tensor with a graph"):
+        wb.probes.precision_errors(zoo(), lambda model: model(TOKENS[:, :-1]).detach().mean())
+    with pytest.raises(OptionError, match="loss_of never called the model"):
+        wb.probes.precision_errors(zoo(), lambda model: torch.zeros((), requires_grad=True))
+
+
+def test_float16_gradients_neither_overflow_nor_vanish():
+    model = zoo()
+    for factor in (1e-7, 1.0, 1e4):
+        errors = wb.probes.precision_errors(
+            model, lambda m, f=factor: loss_of(m) * f, around=lambda: torch.autocast("cpu", torch.float16)
+        )
+        np.testing.assert_allclose(errors["error_excess"], 1, rtol=0.2)
+        assert float(errors["gradient_error"].max()) < 0.05

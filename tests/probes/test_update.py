@@ -1,0 +1,90 @@
+"""The effect of an update: exact for quadratic losses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import workbench as wb
+from workbench.errors import OptionError
+from workbench.probes import update_effect
+
+numbers = st.floats(-3, 3, allow_subnormal=False)
+
+
+class Quadratic(nn.Module):
+    """A loss (w - a)' H (w - a) / 2 of two parameters, in float64."""
+
+    def __init__(self, w):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.tensor([value], dtype=torch.float64)) for value in w)
+
+    def forward(self):
+        w = torch.cat([self.first, self.second]) - torch.tensor([0.5, -1.0], dtype=torch.float64)
+        return w @ torch.tensor([[3.0, 1.0], [1.0, 2.0]], dtype=torch.float64) @ w / 2
+
+
+@given(w=st.tuples(numbers, numbers), step=st.tuples(numbers, numbers))
+def test_a_quadratic_loss(w, step):
+    model = Quadratic([w[0] + step[0], w[1] + step[1]])
+    before = dict(Quadratic(w).named_parameters())
+    effect = update_effect(model, lambda m: m(), before)
+    offset = torch.tensor(w, dtype=torch.float64) - torch.tensor([0.5, -1.0], dtype=torch.float64)
+    d = torch.tensor(step, dtype=torch.float64)
+    hessian = torch.tensor([[3.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
+    assert effect.predicted == pytest.approx(float(d @ hessian @ offset), abs=1e-9)
+    assert effect.change - effect.predicted == pytest.approx(float(d @ hessian @ d) / 2, abs=1e-9)
+
+
+@pytest.mark.parametrize(("rate", "ratio"), [(1e-3, 1), (1 / 4, 0.5), (1 / 2, 0), (1, -1)])
+def test_the_ratio_tells_small_steps_from_steps_across_the_valley(rate, ratio):
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)  # curvature 4
+    nn.init.ones_(model.weight)
+    x = torch.full((1, 1), 2.0, dtype=torch.float64)
+
+    def loss_of(module):
+        return module(x).square().sum() / 2
+
+    before = {"weight": model.weight.detach().clone()}
+    loss_of(model).backward()
+    torch.optim.SGD(model.parameters(), lr=rate).step()
+    effect = update_effect(model, loss_of, before)
+    assert effect.change / effect.predicted == pytest.approx(ratio, abs=0.01)
+
+
+def test_parameters_that_are_left_out_count_as_unchanged():
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0).double()
+    tokens = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))
+    loss_of = lambda m: torch.nn.functional.cross_entropy(m(tokens).flatten(0, 1), tokens.flatten())  # noqa: E731
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    loss_of(model).backward()
+    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    whole = update_effect(model, loss_of, before)
+    changed = {name: w for name, w in before.items() if not torch.equal(w, dict(model.named_parameters())[name])}
+    assert update_effect(model, loss_of, changed) == pytest.approx(whole, rel=1e-12)
+    norm = sum(float(w.grad.square().sum()) for w in model.parameters() if w.grad is not None)
+    assert whole.predicted == pytest.approx(-0.05 * norm, rel=1e-9)
+    assert update_effect(model, loss_of, {}) == (0, 0) if changed else True
+
+
+def test_what_is_not_finite_is_nan():
+    model = Quadratic([0.0, math.nan])
+    assert all(
+        math.isnan(value)
+        for value in update_effect(model, lambda m: m(), dict(Quadratic([0.0, 1.0]).named_parameters()))[:1]
+    )
+
+
+def test_refusals():
+    model = Quadratic([0.0, 1.0])
+    with pytest.raises(OptionError, match="before holds third of shape"):
+        update_effect(model, lambda m: m(), {"third": torch.zeros(1)})
+    with pytest.raises(OptionError, match="before holds first of shape"):
+        update_effect(model, lambda m: m(), {"first": torch.zeros(2)})
+    with pytest.raises(OptionError, match="no 0-dim tensor with a graph"):
+        update_effect(model, lambda m: m().detach(), {"first": torch.zeros(1)})

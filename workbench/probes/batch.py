@@ -1,0 +1,142 @@
+"""The contents of training batches: entropy of tokens and labels, and examples that were there before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workbench.errors import OptionError
+
+#: Labels that losses leave out, by PyTorch's convention.
+_IGNORED = -100
+#: Seed of the factors of the hash, so that equal examples have equal hashes in every run.
+_SEED = 20240917
+
+
+class BatchProbe:
+    """Measures the contents of batches as they come, without waiting for the device.
+
+    Broken data loaders repeat examples, feed constants or lose labels. The loss shows it late or, where they repeat,
+    as progress. Cost: one sort of the batch's tokens and of its labels, and a search among the hashes of recent
+    examples. Two different examples have the same hash with a chance of 2^-64.
+
+    Args:
+        n_recent: Number of examples to remember, of the batches before.
+
+    Raises:
+        OptionError: If ``n_recent`` is negative.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> probe = wb.probes.BatchProbe()
+        >>> batch = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+        >>> {name: round(float(value), 3) for name, value in probe.take(batch).items()}
+        {'token_entropy': 2.079, 'repeated_examples': 0.0}
+        >>> float(probe.take(batch)["repeated_examples"])
+        1.0
+    """
+
+    def __init__(self, n_recent: int = 1024) -> None:
+        if n_recent < 0:
+            raise OptionError(f"n_recent is {n_recent}, expected the number of examples to remember, at least 0.")
+        self._n_recent = n_recent
+        self._hashes: Tensor | None = None
+        self._factors: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, inputs: Any, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Measure one batch and remember its examples.
+
+        Args:
+            inputs: Inputs of the model: a tensor, shape (example, ...), or a mapping with ``input_ids``, in which an
+                ``attention_mask`` of the same shape hides tokens and ``labels`` are the labels.
+            labels: Labels, integers of any shape; -100 is left out. None: those of the mapping.
+
+        Returns:
+            0-dim tensors on the device of the inputs:
+
+            - ``token_entropy``: Entropy of the distribution of the token ids, nat; absent where inputs are no ids.
+            - ``label_entropy``: The same of the labels; absent without integer labels.
+            - ``repeated_examples``: Share of the examples that equal an earlier one, of this batch or a recent
+              one; absent if the inputs hold no tensor.
+        """
+        first, mask = _first(inputs), None
+        if isinstance(inputs, Mapping):
+            mask = inputs.get("attention_mask")
+            labels = inputs.get("labels") if labels is None else labels
+        found: dict[str, Tensor] = {}
+        if first is None:
+            return found
+        if _are_ids(first):
+            is_seen = mask if isinstance(mask, Tensor) and mask.shape == first.shape else None
+            found["token_entropy"] = _entropy(first, None if is_seen is None else is_seen != 0)
+        if isinstance(labels, Tensor) and _are_ids(labels):
+            found["label_entropy"] = _entropy(labels, labels != _IGNORED)
+        found["repeated_examples"] = self._repeated(first)
+        return found
+
+    def state_dict(self) -> list[int]:
+        """The hashes of the recent examples, for JSON."""
+        return [] if self._hashes is None else self._hashes.tolist()
+
+    def load_state_dict(self, hashes: Sequence[int]) -> None:
+        """Remember the examples whose hashes `state_dict` gave."""
+        self._hashes = torch.tensor(list(hashes), dtype=torch.int64) if hashes else None
+
+    def _repeated(self, examples: Tensor) -> Tensor:
+        hashes = self._hashed(examples)
+        n = len(hashes)
+        known = hashes if self._hashes is None else torch.cat([self._hashes.to(hashes.device), hashes])
+        # Stable: among equal hashes the earlier one comes first.
+        ordered, order = known.sort(stable=True)
+        is_repeated = torch.zeros(len(known), dtype=torch.bool, device=known.device)
+        is_repeated[order[1:]] = ordered[1:] == ordered[:-1]
+        self._hashes = known[max(0, len(known) - self._n_recent) :] if self._n_recent else None
+        return is_repeated[-n:].double().mean()
+
+    def _hashed(self, examples: Tensor) -> Tensor:
+        """A hash of each example, int64; sums of products modulo 2^64."""
+        rows = examples.flatten(1) if examples.ndim > 1 else examples[:, None]
+        if rows.is_floating_point():  # the bits of the numbers
+            rows = rows.double().view(torch.int64)
+        width = rows.shape[1]
+        if width not in self._factors:
+            limits = torch.iinfo(torch.int64)
+            drawn = torch.randint(
+                limits.min, limits.max, (width,), generator=torch.Generator().manual_seed(_SEED), dtype=torch.int64
+            )
+            self._factors = {width: drawn | 1}  # odd, so that no bit is lost
+        factors = self._factors[width] = self._factors[width].to(rows.device)
+        return (rows.to(torch.int64) * factors).sum(1)
+
+
+def _first(inputs: Any) -> Tensor | None:
+    """The tensor that holds the examples."""
+    if isinstance(inputs, Mapping):
+        given = inputs.get("input_ids")
+        values = [given] if isinstance(given, Tensor) else list(inputs.values())
+    else:
+        values = list(inputs) if isinstance(inputs, tuple | list) else [inputs]
+    return next((value for value in values if isinstance(value, Tensor) and value.ndim and len(value)), None)
+
+
+def _are_ids(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def _entropy(ids: Tensor, is_counted: Tensor | None) -> Tensor:
+    """Compute log n - sum_i log c(id_i) / n, c the count of an id: without a table, without a wait."""
+    values = ids.flatten().to(torch.int64)
+    if is_counted is None:
+        is_counted = torch.ones_like(values, dtype=torch.bool)
+    # What does not count becomes one value, whose elements weigh nothing.
+    values = torch.where(is_counted.flatten(), values, torch.iinfo(torch.int64).max)
+    ordered = values.sort().values
+    counts = torch.searchsorted(ordered, values, right=True) - torch.searchsorted(ordered, values)
+    weights = is_counted.flatten().double()
+    n = weights.sum()
+    return n.log() - (weights * counts.double().log()).sum() / n

@@ -1,0 +1,386 @@
+"""Rounding errors of a run's own arithmetic: outputs and gradients of each block beside the same in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from workbench.errors import OptionError
+from workbench.formatting import fine_percent
+from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
+from workbench.models.block_hooks import BlockCall, BlockHooks
+from workbench.models.calling import named_arguments
+from workbench.models.config_options import config_options, known_options, visible_attention
+from workbench.models.device_numbers import read_arrays
+from workbench.models.probing import undisturbed, watch
+from workbench.models.site import Site
+from workbench.models.wrapping import unwrap
+from workbench.schema.runs import PRECISION
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.models.subject import Subject
+
+#: Function from the model to its loss as a 0-dim tensor with a graph.
+LossOf = Callable[[nn.Module], Tensor]
+#: Function that returns the context of a pass, as the run enters it.
+Around = Callable[[], AbstractContextManager[Any]]
+#: Excess that rounding does not reach, by the bytes of the numbers that a run computes with: of the geometric mean over
+#: blocks. One block alone may reach _ONE_BLOCK times as much, one head _ONE_HEAD times: it may have a tiny gradient,
+#: whose error two correct kernels round very differently. data/README.md has the measurements behind them.
+_LIMITS = {4: 25.0, 2: 2.0}
+_ONE_BLOCK, _ONE_HEAD = 4, 8
+_BY_LAYER = [name for name, variable in PRECISION.items() if "layer" in variable.dims]
+#: Relative error of a block, in units in the last place, that rounding within one block does not reach.
+_MOST_EPS = 100
+#: Factors on a loss in low precision, tried from the first on until gradients are finite.
+_SCALES = (2.0**16, 2.0**8, 1.0)
+#: The kernel that torch brings, whatever stands at its public name now.
+_TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
+
+
+def precision_errors(
+    model: Subject | nn.Module,
+    loss_of: LossOf,
+    *,
+    anatomy: Anatomy | None = None,
+    query_keys: Sequence[QueryKey | Unreadable] | None = None,
+    around: Around = nullcontext,
+) -> xr.Dataset:
+    """Compare each block's output and gradients, by the run's own kernels, with the same in float64.
+
+    One pass of the model gives what enters each block and the gradient of the loss with respect to what leaves it. Each
+    block is then run alone on these, three times: by the run's kernels and number format; in that format by torch's
+    plain attention, whose error rounding explains; and in float64. An ``error_excess`` near 1 says that rounding
+    explains the error; broken arithmetic has a larger one. Errors that always point one way, such as those of flash
+    attention in low precision (arXiv:2510.04212), show in ``query_gradient_bias`` apart from noise.
+
+    A few examples suffice: 16 to 64 tokens. Cost: about six passes over them, two of which are in float64. Parameters,
+    their ``.grad``, modes, hooks and random states are left as they were. Eval mode: dropout is not part of it.
+
+    Args:
+        model: Model to measure.
+        loss_of: Function from the model to its loss on fixed examples, a 0-dim tensor; called once.
+        anatomy: Anatomy of the blocks; None: it is read from the inputs that ``loss_of`` gives the model.
+        query_keys: Result of `workbench.query_key_weights`, for values by head; None: it is found.
+        around: Function that returns the context in which the run computes its passes, such as ``lambda:
+            torch.autocast("cuda", torch.bfloat16)``.
+
+    Returns:
+        Variables of ``schema.PRECISION``, by ``layer`` and ``head``. NaN: values that are not finite enter, a block
+        whose residual is added outside of modules, a layer whose query weights cannot be read, or no such head.
+
+    Raises:
+        OptionError: If the loss is no 0-dim tensor with a graph, or the device has no float64.
+        AnatomyError: If the blocks cannot be read.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=32)
+        >>> tokens = torch.arange(16).reshape(2, 8)
+        >>> loss_of = lambda model: model(tokens).logsumexp(-1).mean()
+        >>> healthy = wb.probes.precision_errors(model, loss_of)
+        >>> bool((healthy["error_excess"] < 100).all())
+        True
+        >>> coarse = wb.faults.FlashAttentionMode()
+        >>> coarse.cut = wb.faults.Cut(n_bits=4, output=True)
+        >>> broken = wb.probes.precision_errors(model, loss_of, around=lambda: coarse)
+        >>> bool((broken["error_excess"] > 1000).all())
+        True
+    """
+    subject, model = model, unwrap(model)
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    if device == "mps":
+        raise OptionError("Devices of type mps have no float64 to compare with; move the model to the CPU for this.")
+    if anatomy is None or query_keys is None:
+        inputs = _inputs_of(model, loss_of)
+        anatomy = read_anatomy(subject, inputs) if anatomy is None else anatomy
+        query_keys = query_key_weights(subject, inputs, anatomy=anatomy) if query_keys is None else query_keys
+    known = {each.layer: each for each in query_keys if isinstance(each, QueryKey)}
+    with undisturbed(model), torch.enable_grad(), config_options(known_options(model, {"use_cache": False})):
+        calls = _own_pass(model, loss_of, anatomy, around)
+        rows = [_compared(model, call, known.get(call.layer), around) for call in calls]
+    return _assemble(anatomy, calls, rows, _limit_of(model, calls))
+
+
+@dataclass(frozen=True)
+class BrokenArithmetic:
+    """A place where the errors of a run's arithmetic are larger than rounding explains.
+
+    Attributes:
+        layer: Index of the block.
+        head: Head of its attention; -1: the block as a whole.
+        error: Relative error of the gradient there.
+        excess: Error over what rounding explains.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.probes.BrokenArithmetic(layer=1, head=2, error=0.03, excess=12_000.0).sentence.partition(":")[0]
+        'The gradient of the queries of layer 1, head 2, has an error of 3 %, 12,000 times what rounding explains'
+    """
+
+    layer: int
+    head: int
+    error: float
+    excess: float
+
+    @property
+    def sentence(self) -> str:
+        """What is wrong, where, and what to do."""
+        where, remedy = f"gradient of layer {self.layer}", "a kernel of this block is wrong. Run it in float32."
+        if self.head >= 0:
+            where = f"gradient of the queries of layer {self.layer}, head {self.head},"
+            remedy = "the kernel that computes attention is wrong. Let attention run in float32 by torch's own kernel."
+        size = f"{fine_percent(self.error)}, {self.excess:,.0f} times what rounding explains"
+        return f"The {where} has an error of {size}: {remedy}"
+
+
+def broken_arithmetic(errors: Mapping[str, Any]) -> BrokenArithmetic | None:
+    """Find the place with the largest excess of error above the limit.
+
+    Args:
+        errors: Result of `precision_errors`, or the same variables of one step of a run.
+
+    Returns:
+        The place; a head where its attention is what stands out; None if rounding explains everything.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=32)
+        >>> tokens = torch.arange(16).reshape(2, 8)
+        >>> errors = wb.probes.precision_errors(model, lambda model: model(tokens).logsumexp(-1).mean())
+        >>> wb.probes.broken_arithmetic(errors) is None
+        True
+    """
+    limit = float(errors["excess_limit"])
+    names = ("error_excess", "gradient_error", "query_error_excess", "query_gradient_error")
+    block, block_error, heads, head_errors = (np.asarray(errors[name], dtype=np.float64) for name in names)
+    most = np.nan_to_num(heads).max(axis=1, initial=0.0)
+    known = block[np.isfinite(block)]
+    is_pooled = known.size > 0 and np.log(known.clip(1e-9)).mean() > np.log(limit)
+    is_single = (block > _ONE_BLOCK * limit) | (most > _ONE_HEAD * limit)
+    if not (is_pooled or is_single.any()):
+        return None
+    layer = int(np.argmax(np.where(is_single | is_pooled, np.fmax(block, most), 0)))
+    if most[layer] > limit:
+        head = int(np.nanargmax(heads[layer]))
+        return BrokenArithmetic(layer, head, float(head_errors[layer, head]), float(heads[layer, head]))
+    return BrokenArithmetic(layer, -1, float(block_error[layer]), float(block[layer]))
+
+
+@dataclass
+class _Call:
+    """One call of a block: what enters it, and the gradient of the loss with respect to what leaves it."""
+
+    layer: int
+    site: Site
+    args: tuple
+    kwargs: Mapping[str, Any]
+    autocast: torch.dtype | None
+    output: Tensor | None = None
+    gradient: Tensor | None = None
+
+
+def _inputs_of(model: nn.Module, loss_of: LossOf) -> Any:
+    """The inputs that a loss gives its model."""
+    seen: list[Any] = []
+
+    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        seen.append(named_arguments(module, args, kwargs))
+
+    with undisturbed(model), watch([(model, note, True)]):
+        loss_of(model)
+    if not seen:
+        raise OptionError("loss_of never called the model; return a loss of model(inputs).")
+    return seen[0]
+
+
+def _own_pass(model: nn.Module, loss_of: LossOf, anatomy: Anatomy, around: Around) -> list[_Call]:
+    calls: dict[int, _Call] = {}
+
+    def enter(call: BlockCall) -> None:
+        device = call.state_in.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        calls[call.layer] = _Call(call.layer, call.site, _detached(call.args), _detached(call.kwargs), autocast)
+
+    def leave(call: BlockCall) -> None:
+        calls[call.layer].output = call.state_out
+
+    inside = [layer for layer, site in enumerate(anatomy.sites) if site.exit is None]
+    with around(), BlockHooks(anatomy.sites, enter, leave, layers=inside):
+        loss = loss_of(model)
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+            raise OptionError("loss_of returned no 0-dim tensor with a graph; return the loss of model(inputs).")
+        done = [call for call in calls.values() if call.output is not None and call.output.requires_grad]
+        gradients = _gradients(loss, [call.output for call in done if call.output is not None])
+    for call, gradient in zip(done, gradients, strict=True):
+        call.gradient, call.output = gradient, None
+    return [call for call in done if call.gradient is not None]
+
+
+def _gradients(loss: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients of a loss, scaled as a loss in float16 is, so that they neither vanish nor overflow."""
+    is_short = any(state.dtype == torch.float16 for state in states) or torch.is_autocast_enabled(loss.device.type)
+    found: Sequence[Tensor | None] = ()
+    for scale in _SCALES if is_short else _SCALES[-1:]:
+        found = torch.autograd.grad(loss * scale, states, allow_unused=True, retain_graph=True) if states else ()
+        if all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None):
+            break
+    return found
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass through a block alone: the state that leaves it, and its gradients by parameter."""
+
+    output: Tensor
+    gradients: dict[str, Tensor]
+
+
+def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around: Around) -> list[Tensor]:
+    """Errors of one block, on the device: output, gradient, excess; query gradients' error, excess and bias by head."""
+    with around():
+        own = _alone(call, None)
+    with _torch_attention(model):
+        plain = _alone(call, call.autocast)
+        with sdpa_kernel(SDPBackend.MATH):
+            exact = _alone(call, None, dtype=torch.float64)
+    eps = max(torch.finfo(kind).eps for kind in (own.output.dtype, call.autocast) if kind is not None)
+    names = list(exact.gradients)
+    errors = torch.stack([_relative(own.gradients[name], exact.gradients[name]) for name in names])
+    explained = torch.stack([_relative(plain.gradients[name], exact.gradients[name]) for name in names])
+    output_error = _relative(own.output, exact.output)
+    whole = [torch.cat([taken.gradients[name].double().flatten() for name in names]) for taken in (own, exact)]
+    gradient_error = _relative(*whole)
+    excess = torch.stack(
+        [
+            output_error / _relative(plain.output, exact.output).clamp_min(eps / 4),
+            (errors / explained.clamp_min(eps / 4)).amax(),
+            # A block's own code may be what is broken, in both passes alike.
+            torch.maximum(output_error, gradient_error) / (_MOST_EPS * eps),
+        ]
+    )
+    by_head = [torch.empty(0)] * 3
+    if (rows := _query_rows(call, query_key, names)) is not None:
+        right, found, usual = rows(exact.gradients), rows(own.gradients), rows(plain.gradients)
+        size = right.norm(dim=1)
+        error = (found - right).norm(dim=1) / size
+        by_head = [
+            error,
+            error / ((usual - right).norm(dim=1) / size).clamp_min(eps / 4),
+            ((found - right) * right).sum(1) / size.square(),
+        ]
+    return [output_error, gradient_error, excess.amax(), *by_head]
+
+
+def _alone(call: _Call, autocast: torch.dtype | None, *, dtype: torch.dtype | None = None) -> _Pass:
+    """Run a block alone, in the present context or in one number format."""
+    assert call.gradient is not None
+    module = call.site.module
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    names = [name for name, weight in module.named_parameters() if weight.requires_grad]
+    tensors = {name: cast(t.detach()) for name, t in (*module.named_parameters(), *module.named_buffers())}
+    tensors |= {name: tensors[name].detach().requires_grad_() for name in names}
+    kind = call.gradient.device.type
+    is_reference = dtype is not None or autocast is not None
+    with torch.autocast(kind, dtype=autocast, enabled=autocast is not None) if is_reference else nullcontext():
+        args, kwargs = _mapped(call.args, cast), _mapped(dict(call.kwargs), cast)
+        output = call.site.state_out(functional_call(module, tensors, args, kwargs))
+        # Scaled to about 1 by a power of two, which rounds nothing: float16 then neither overflows nor underflows.
+        size = call.gradient.abs().amax().double().clamp_min(torch.finfo(torch.float32).tiny)
+        given = (call.gradient * torch.exp2(-size.log2().floor())).to(output.dtype)
+        gradients = torch.autograd.grad(output, [tensors[name] for name in names], given, allow_unused=True)
+    return _Pass(output.detach(), {n: g for n, g in zip(names, gradients, strict=True) if g is not None})
+
+
+def _query_rows(
+    call: _Call, query_key: QueryKey | None, names: Sequence[str]
+) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
+    """Function from gradients by parameter to those of the query weights, (head, value); None: not to be had."""
+    if query_key is None or query_key.query_recipe.is_module:
+        return None
+    recipe = query_key.query_recipe
+    name = recipe.parameter.removeprefix(call.site.name.split("#")[0] + ".")
+    if name not in names:
+        return None
+
+    def rows(gradients: Mapping[str, Tensor]) -> Tensor:
+        gradient = gradients[name].double()
+        return (gradient if recipe.axis == 0 else gradient.T)[recipe.index.to(gradient.device)].flatten(1)
+
+    return rows
+
+
+@contextmanager
+def _torch_attention(model: nn.Module) -> Iterator[None]:
+    """Attention as torch brings it: by its own kernels, without modes, and without replacements of its function."""
+    given = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = _TORCH_ATTENTION
+    try:
+        with torch._C.DisableTorchFunction(), config_options(visible_attention(model)):
+            yield
+    finally:
+        functional.scaled_dot_product_attention = given
+
+
+def _limit_of(model: nn.Module, calls: Sequence[_Call]) -> float:
+    """The limit for the shortest numbers among the parameters and those of autocast."""
+    sizes = [weight.element_size() for weight in model.parameters() if weight.is_floating_point()]
+    sizes += [call.autocast.itemsize for call in calls if call.autocast is not None]
+    return _LIMITS[2 if min(sizes, default=4) <= 2 else 4]
+
+
+def _assemble(anatomy: Anatomy, calls: Sequence[_Call], rows: Sequence[Sequence[Tensor]], limit: float) -> xr.Dataset:
+    import xarray as xr
+
+    values = read_arrays([value for row in rows for value in row])
+    n_heads = max((len(value) for value in values[3::6]), default=0)
+    shapes = {"layer": (len(anatomy.sites),), "head": (len(anatomy.sites), n_heads), "step": ()}
+    table = {name: np.full(shapes[variable.dims[-1]], np.nan) for name, variable in PRECISION.items()}
+    for i, call in enumerate(calls):
+        for name, value in zip(_BY_LAYER, values[6 * i : 6 * i + 6], strict=True):
+            table[name][call.layer, ...] = value if value.ndim == 0 else _padded(value, n_heads)
+    table["excess_limit"][...] = limit
+    names = [site.name for site in anatomy.sites]
+    return xr.Dataset(
+        {name: (PRECISION[name].dims[1:], value, PRECISION[name].attrs) for name, value in table.items()},
+        {"layer": np.arange(len(names)), "head": np.arange(n_heads), "layer_name": ("layer", names)},
+    )
+
+
+def _padded(values: np.ndarray, n: int) -> np.ndarray:
+    return np.concatenate([values, np.full(n - len(values), np.nan)])
+
+
+def _relative(found: Tensor, right: Tensor) -> Tensor:
+    return (found.double() - right.double()).norm() / right.double().norm()
+
+
+def _detached(value: Any) -> Any:
+    return _mapped(value, Tensor.detach)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(part, change) for name, part in value.items()}
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return type(value)(_mapped(part, change) for part in value)
+    return value
