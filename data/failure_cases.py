@@ -365,6 +365,18 @@ def base_of(setup: str, number: int) -> dict[str, Any]:
     }
 
 
+def model_and_task(setup: Setup, seed: int) -> tuple[nn.Module, Any]:
+    """Of a setup, fresh."""
+    task = getattr(wb.tasks, setup.task)(**setup.task_options, seed=seed)
+    if setup.make == "design":
+        return wb.design(setup.options).build(seed=seed), task
+    sizes = {}
+    if "length" in setup.task_options:
+        sizes = {"vocab_size": setup.task_options.get("vocab_size", 256), "max_length": setup.task_options["length"]}
+    heads = {} if setup.make == "mamba" else {"n_heads": 4}
+    return getattr(wb.zoo, setup.make)(**heads, **setup.options, **sizes, seed=seed), task
+
+
 def build(case: Case) -> Training:
     """Model, task, settings and faults of a case, all fresh."""
     setup = SETUPS[case.setup]
@@ -376,17 +388,7 @@ def build(case: Case) -> Training:
     for plant in case.plants:
         if plant.kind == "batch size":
             task_options["batch_size"] = int(plant.dose)
-    task = getattr(wb.tasks, setup.task)(**task_options, seed=seed)
-    if setup.make == "design":
-        model = wb.design(setup.options).build(seed=seed)
-        sizes = {}
-    else:
-        sizes = {}
-        if "length" in task_options:
-            sizes = {"vocab_size": task_options.get("vocab_size", 256), "max_length": task_options["length"]}
-        heads = {} if setup.make == "mamba" else {"n_heads": 4}
-        model = getattr(wb.zoo, setup.make)(**heads, **setup.options, **sizes, seed=seed)
-    made = Training(model, task, plan)
+    made = Training(*model_and_task(replace(setup, task_options=task_options), seed), plan)
     for plant in case.plants:
         plant_in_training(made, plant)
     return made

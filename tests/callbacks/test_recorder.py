@@ -287,7 +287,8 @@ class TestWhen:
     def test_one_number_is_for_all_that_are_on(self):
         every = wb.Recorder(every=20).every
         assert every == {
-            "attention": 20, "router": 20, "optimizer": 20, "activations": 20, "precision": 20, "update": 20,
+            "attention": 20, "router": 20, "optimizer": 20, "activations": 20, "precision": 20, "reduction": 20,
+            "update": 20,
             "curvature": None, "spectra": None,
         }  # fmt: skip
 

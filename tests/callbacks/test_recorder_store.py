@@ -35,7 +35,7 @@ def same_rows(one, other):
 
 
 def test_the_store_follows_the_schema(task, tmp_path):  # noqa: F811
-    every = {**ALL, "spectra": 4, "curvature": 6, "precision": 3, "update": 3}
+    every = {**ALL, "spectra": 4, "curvature": 6, "precision": 3, "reduction": 3, "update": 3}
     recorder = recorder_with(tmp_path / "run.zarr", every=every, loss_of=loss_of_probe)
     run(moe(), task, 6, recorder)
     stored = wb.open_run(tmp_path / "run.zarr")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from workbench.errors import OptionError
 from workbench.formatting import fine_percent
@@ -41,9 +42,13 @@ Around = Callable[[], AbstractContextManager[Any]]
 #: whose error two correct kernels round very differently. data/README.md has the measurements behind them.
 _LIMITS = {4: 25.0, 2: 2.0}
 _ONE_BLOCK, _ONE_HEAD = 4, 8
+#: Options of transformers' configs where a default kernel has no float64.
+_IN_FLOAT64 = {"_experts_implementation_internal": "eager"}
 _BY_LAYER = [name for name, variable in PRECISION.items() if "layer" in variable.dims]
 #: Relative error of a block, in units in the last place, that rounding within one block does not reach.
 _MOST_EPS = 100
+#: Smallest divisor, so that gradients that are exactly 0 have no excess.
+_TINY = 1e-300
 #: Factors on a loss in low precision, tried from the first on until gradients are finite.
 _SCALES = (2.0**16, 2.0**8, 1.0)
 #: The kernel that torch brings, whatever stands at its public name now.
@@ -111,7 +116,8 @@ def precision_errors(
     known = {each.layer: each for each in query_keys if isinstance(each, QueryKey)}
     with undisturbed(model), torch.enable_grad(), config_options(known_options(model, {"use_cache": False})):
         calls = _own_pass(model, loss_of, anatomy, around)
-        rows = [_compared(model, call, known.get(call.layer), around) for call in calls]
+        with _disable_current_modes():  # blocks run on copies alone: what guards the model would only slow them down
+            rows = [_compared(model, call, known.get(call.layer), around) for call in calls]
     return _assemble(anatomy, calls, rows, _limit_of(model, calls))
 
 
@@ -256,32 +262,34 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
         own = _alone(call, None)
     with _torch_attention(model):
         plain = _alone(call, call.autocast)
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), config_options(known_options(model, _IN_FLOAT64)):
             exact = _alone(call, None, dtype=torch.float64)
     eps = max(torch.finfo(kind).eps for kind in (own.output.dtype, call.autocast) if kind is not None)
     names = list(exact.gradients)
-    errors = torch.stack([_relative(own.gradients[name], exact.gradients[name]) for name in names])
-    explained = torch.stack([_relative(plain.gradients[name], exact.gradients[name]) for name in names])
+    right = [exact.gradients[name] for name in names]
+    sizes = torch.stack(torch._foreach_norm(right))
+    errors, explained = (
+        torch.stack(torch._foreach_norm(torch._foreach_sub([one.gradients[name].double() for name in names], right)))
+        for one in (own, plain)
+    )
     output_error = _relative(own.output, exact.output)
-    whole = [torch.cat([taken.gradients[name].double().flatten() for name in names]) for taken in (own, exact)]
-    gradient_error = _relative(*whole)
+    gradient_error = errors.norm() / sizes.norm()
     excess = torch.stack(
         [
             output_error / _relative(plain.output, exact.output).clamp_min(eps / 4),
-            (errors / explained.clamp_min(eps / 4)).amax(),
+            (errors / torch.maximum(explained, sizes * eps / 4).clamp_min(_TINY)).amax(),
             # A block's own code may be what is broken, in both passes alike.
             torch.maximum(output_error, gradient_error) / (_MOST_EPS * eps),
         ]
     )
     by_head = [torch.empty(0)] * 3
     if (rows := _query_rows(call, query_key, names)) is not None:
-        right, found, usual = rows(exact.gradients), rows(own.gradients), rows(plain.gradients)
-        size = right.norm(dim=1)
-        error = (found - right).norm(dim=1) / size
+        true, found, usual = rows(exact.gradients), rows(own.gradients), rows(plain.gradients)
+        size, error = true.norm(dim=1), (found - true).norm(dim=1)
         by_head = [
-            error,
-            error / ((usual - right).norm(dim=1) / size).clamp_min(eps / 4),
-            ((found - right) * right).sum(1) / size.square(),
+            error / size,
+            error / torch.maximum((usual - true).norm(dim=1), size * eps / 4).clamp_min(_TINY),
+            ((found - true) * true).sum(1) / size.square(),
         ]
     return [output_error, gradient_error, excess.amax(), *by_head]
 
@@ -295,8 +303,10 @@ def _alone(call: _Call, autocast: torch.dtype | None, *, dtype: torch.dtype | No
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     names = [name for name, weight in module.named_parameters() if weight.requires_grad]
-    tensors = {name: cast(t.detach()) for name, t in (*module.named_parameters(), *module.named_buffers())}
-    tensors |= {name: tensors[name].detach().requires_grad_() for name in names}
+    held = (*module.named_parameters(), *module.named_buffers())
+    tensors = {name: cast(tensor.detach()).clone() for name, tensor in held}
+    for name in names:
+        tensors[name].requires_grad_()
     kind = call.gradient.device.type
     is_reference = dtype is not None or autocast is not None
     with torch.autocast(kind, dtype=autocast, enabled=autocast is not None) if is_reference else nullcontext():

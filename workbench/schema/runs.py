@@ -291,6 +291,20 @@ PRECISION: dict[str, Variable] = {
     ),
 }
 
+#: Whether the optimizer gets the gradients that were computed, see `workbench.probes.compare_gradients`.
+REDUCTION: dict[str, Variable] = {
+    "gradient_verdict": Variable(
+        ("step",), "f", "verdict on the gradients", "1", "severity of the `GradientVerdict`; -1: not measured"
+    ),
+    "wrong_parameters": Variable(
+        ("step",), "f", "wrong parameters", "1", "share of the parameters that get other gradients; NaN: not measured"
+    ),
+    "significant_bits": Variable(
+        ("step",), "f", "significant bits", "1", "of gradients that arrive in low precision; NaN: they do not"
+    ),
+    "missing_rank": Variable(("step",), "f", "missing rank", "1", "first rank whose gradients are missing; NaN: none"),
+}
+
 #: The effect of one update on the loss of fixed examples, see `workbench.probes.update_effect`.
 UPDATE: dict[str, Variable] = {
     "loss_change": Variable(("step",), "f", "change of the loss", "nat", "on fixed examples, by this one update"),
@@ -307,6 +321,7 @@ PARTS: dict[str, dict[str, Variable]] = {
     "activations": ACTIVATIONS,
     "curvature": CURVATURE,
     "precision": PRECISION,
+    "reduction": REDUCTION,
     "update": UPDATE,
 }
 

@@ -13,7 +13,7 @@ from workbench.callbacks.alarms.attribution import Attribution, Attributor
 from workbench.callbacks.alarms.calibration import KINDS, Calibration
 from workbench.callbacks.alarms.detector import Detector, onset
 from workbench.callbacks.alarms.detector_options import DetectorOptions
-from workbench.callbacks.alarms.probe_alarms import CAUSES, ProbeAlarms
+from workbench.callbacks.alarms.probe_alarms import ProbeAlarms
 from workbench.callbacks.alarms.recorded_settings import SettingsFollower
 from workbench.callbacks.alarms.settling import Settling
 from workbench.callbacks.alarms.watched import WATCHED, Watched
@@ -163,8 +163,8 @@ class Alarms:
 
     def attribute(self) -> Attribution:
         """Which fault the signals point to now, with the evidence; a probe that found one leaves no doubt."""
-        for signal, alarm in self._probes.standing.items():
-            return Attribution(CAUSES[signal], {CAUSES[signal]: 1.0}, (alarm.message.rstrip("."),))
+        for alarm, cause in self._probes.standing.values():
+            return Attribution(cause, {cause: 1.0}, (alarm.message.rstrip("."),))
         return self.attributor.attribute(self.features())
 
     def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:

@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.alarm import Alarm
+from workbench.formatting import counted, percent
+from workbench.probes.gradient_agreement import GradientVerdict
 from workbench.probes.precision import broken_arithmetic
 
 if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
 
-#: Name of the signal of each part.
-SIGNALS = {"precision": "arithmetic"}
-#: Fault that an alarm of a signal proves.
-CAUSES = {"arithmetic": "low_precision_attention"}
+#: Part -> name of the signal.
+SIGNALS = {"precision": "arithmetic", "reduction": "gradients"}
+#: Verdict on gradients -> fault that makes it.
+_FAULTS = {
+    GradientVerdict.LOW_PRECISION: "low_precision_reduction",
+    GradientVerdict.STALE: "stale_reduction",
+    GradientVerdict.PARAMETERS_MISSING: "dropped_bucket",
+    GradientVerdict.RANKS_UNEQUAL: "dropped_bucket",
+    GradientVerdict.RANK_MISSING: "dropped_bucket",
+    GradientVerdict.NOT_COMPUTED: "stale_reduction",
+}
+
+
+#: Measurements without a fault after which one is over: some faults strike now and then.
+_OVER_AFTER = 3
+#: Fewer significant bits are another fault than rounding.
+_LEAST_BITS = 2
 
 
 class ProbeAlarms:
-    """Raises an alarm at the first measurement of a probe that finds a fault, and again after it was gone."""
+    """Raises an alarm at the first measurement of a probe that finds a fault, and again after it was over.
+
+    A loop that changes gradients on purpose, by clipping values, adding noise or compressing them, does so from its
+    first measurement on; then neither such changes nor low precision raise an alarm.
+
+    Attributes:
+        standing: The last alarm of each signal whose fault is not over, with the fault.
+    """
 
     def __init__(self) -> None:
-        self.standing: dict[str, Alarm] = {}
+        self.standing: dict[str, tuple[Alarm, str]] = {}
+        self._n_clean: dict[str, int] = {}
+        self._changes_gradients: bool | None = None
 
     def observe(self, observation: Observation) -> list[Alarm]:
         """Process an observation of any part.
@@ -34,25 +59,63 @@ class ProbeAlarms:
         signal = SIGNALS.get(observation.part)
         if signal is None:
             return []
-        alarm = _arithmetic(observation)
-        is_new = alarm is not None and signal not in self.standing
-        self.standing.pop(signal, None)
-        if alarm is not None:
-            self.standing[signal] = alarm
-        return [alarm] if alarm is not None and is_new else []
+        found = _arithmetic(observation) if observation.part == "precision" else self._gradients(observation)
+        if found is None:
+            self._n_clean[signal] = self._n_clean.get(signal, 0) + 1
+            if self._n_clean[signal] >= _OVER_AFTER:
+                self.standing.pop(signal, None)
+            return []
+        self._n_clean[signal] = 0
+        was_standing = signal in self.standing
+        self.standing[signal] = found
+        return [] if was_standing else [found[0]]
+
+    def _gradients(self, observation: Observation) -> tuple[Alarm, str] | None:
+        values = observation.values
+        code = int(values["gradient_verdict"])
+        if code < 0:
+            return None
+        verdict = list(GradientVerdict)[code]
+        if verdict == GradientVerdict.LOW_PRECISION and not float(values["significant_bits"]) >= _LEAST_BITS:
+            verdict = GradientVerdict.NOT_COMPUTED
+        may_be_meant = verdict in (GradientVerdict.NOT_COMPUTED, GradientVerdict.LOW_PRECISION)
+        if self._changes_gradients is None:
+            self._changes_gradients = may_be_meant
+        if not verdict.is_fault or (may_be_meant and self._changes_gradients):
+            return None
+        share = float(values["wrong_parameters"])
+        return _alarm(observation, score=share, value=share, message=_told(verdict, values)), _FAULTS[verdict]
 
 
-def _arithmetic(observation: Observation) -> Alarm | None:
+def _alarm(
+    observation: Observation, *, score: float, value: float, message: str, layer: int = -1, head: int = -1
+) -> Alarm:
+    signal = SIGNALS[observation.part]
+    return Alarm(observation.step, signal, layer, head, score, value, is_outcome=False, message=message)
+
+
+def _arithmetic(observation: Observation) -> tuple[Alarm, str] | None:
     found = broken_arithmetic(observation.values)
     if found is None:
         return None
-    return Alarm(
-        step=observation.step,
-        signal=SIGNALS["precision"],
-        layer=found.layer,
-        head=found.head,
-        score=found.excess / float(observation.values["excess_limit"]),
-        value=found.error,
-        is_outcome=False,
-        message=found.sentence,
-    )
+    score = found.excess / float(observation.values["excess_limit"])
+    where = {"layer": found.layer, "head": found.head}
+    alarm = _alarm(observation, score=score, value=found.error, message=found.sentence, **where)
+    return alarm, "low_precision_attention"
+
+
+def _told(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:
+    """What is wrong with the gradients, and what to do."""
+    where = f"in {percent(float(values['wrong_parameters']))} of the parameters"
+    if verdict == GradientVerdict.LOW_PRECISION:
+        bits = counted(max(round(float(values["significant_bits"])), 0), "significant bit")
+        return f"Gradients reach the optimizer with about {bits} {where}: reduce them in float32."
+    if verdict == GradientVerdict.RANK_MISSING:
+        rank = f"{float(values['missing_rank']):.0f}"
+        return f"The gradients of rank {rank} are missing {where}: check its reduction and its network."
+    if verdict == GradientVerdict.RANKS_UNEQUAL:
+        return f"The gradients of the ranks count unequally {where}: check the reduction."
+    if verdict == GradientVerdict.PARAMETERS_MISSING:
+        return f"The optimizer gets zeros instead of the computed gradients {where}: buckets of the reduction are lost."
+    age = "those of earlier steps" if verdict == GradientVerdict.STALE else "not those that this step computed"
+    return f"The gradients that the optimizer gets are {age} {where}: check what happens between backward and update."

@@ -192,6 +192,8 @@ class AttachedRecorder:
             if not is_broken:
                 self._measure_without_update()
         finally:
+            if self._collectors is not None:
+                self._collectors.reduction.disarm()
             self.recorder.recent_examples = self.batches.recent_examples
             self.batches.detach()
             self._collectors = self._parameters = self._optimizer = None
@@ -238,6 +240,8 @@ class AttachedRecorder:
         """Called with each batch: numbers logged from now on belong to the next update."""
         if self._open_step is not None:
             self._close_row()
+        if is_due(self.step, self._every["reduction"]):
+            self._guarded("reduction", lambda collectors: collectors.reduction.arm())
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
@@ -261,6 +265,7 @@ class AttachedRecorder:
                 self._prepare(optimizer)
             self._guarded("monitors", lambda collectors: self._note_update(optimizer))
             self._sample.begin()
+            self._guarded("reduction", lambda collectors: collectors.reduction.take())
             if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                 self._take_spectra()
             if is_due(self.step, self._every["optimizer"]):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.probes import Around, ProbeCollector
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
+from workbench.callbacks.recorder.reduction import ReductionCollector
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.models.anatomy import Anatomy, read_anatomy
@@ -127,6 +128,7 @@ class Collectors:
         self.routers = [router for router in reading.routers if isinstance(router, Router)]
         self.query_keys = QueryKeyWindow(reading.query_keys, parameters, options.alpha)
         self._update = UpdateCollector(optimizer, parameters, reading.anatomy)
+        self.reduction = ReductionCollector(optimizer)
         self._probes: ProbeCollector | None = None
         if self.probe is not None:
             own = None if options.loss_of is None else partial(_loss_on, options.loss_of, self.probe)
@@ -143,6 +145,7 @@ class Collectors:
             "activations": self.activations,
             "curvature": self.curvature,
             "precision": self.precision,
+            "reduction": lambda step, probed: self.reduction.values(),
             "update": self.update_effect,
         }
 
@@ -206,7 +209,7 @@ class Collectors:
 
     def coords(self, part: str) -> dict[str, np.ndarray]:
         """Values along the dimensions of a part, and names."""
-        if part in ("curvature", "update"):
+        if part in ("curvature", "reduction", "update"):
             return {}
         if part == "optimizer":
             names, layers = self._update.module_names, self._update.layers

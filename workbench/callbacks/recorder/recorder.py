@@ -67,9 +67,9 @@ class Recorder:
     Args:
         path: Path of the run's store; None: nothing is written, only observers and loggers get the values.
         every: Steps between two measurements, by part: ``attention``, ``router``, ``optimizer`` (10 each),
-            ``precision`` (20), ``activations``, ``update`` (50), ``curvature``, ``spectra`` (off); one number for all
-            that are on; None: only the numbers of each update. The window of ``attention``: queries and keys are
-            compared over so many steps.
+            ``precision``, ``reduction`` (20), ``activations``, ``update`` (50), ``curvature``, ``spectra`` (off); one
+            number for all that are on; None: only the numbers of each update. The window of ``attention``: queries and
+            keys are compared over so many steps.
         probe: Inputs to measure activations, attention and routing on, a few examples; None: the first examples of the
             first batch. All measurements use the same.
         n_probe_tokens: Approximate number of tokens to take from the first batch.

@@ -1,0 +1,331 @@
+"""Planted truths: gradients of several ranks are added up here, with a fault or without, and projected."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workbench.callbacks.faults.communication import LowPrecisionReduction, ring_sum
+from workbench.errors import OptionError
+from workbench.probes.gradient_agreement import GradientVerdict as Verdict
+from workbench.probes.gradient_agreement import ProjectedGradients
+from workbench.probes.gradient_comparison import compare_gradients
+from workbench.probes.gradient_projections import project
+
+SIZES = (200, 64, 1, 30, 2, 500, 16, 8)
+
+
+def gradients(n_ranks, seed=0, *, sizes=SIZES, dtype=torch.float32, signal=1.0, least=-9):
+    """Gradients of each rank and parameter: a common part and noise, of sizes from 10^least to 1e3."""
+    generator = torch.Generator().manual_seed(seed)
+    scales = 10.0 ** torch.linspace(least, 3, len(sizes))[torch.randperm(len(sizes), generator=generator)]
+    common = [torch.randn(n, generator=generator) for n in sizes]
+    return [
+        [
+            (scale * (signal * each + torch.randn(each.shape, generator=generator))).to(dtype)
+            for each, scale in zip(common, scales, strict=True)
+        ]
+        for _ in range(n_ranks)
+    ]
+
+
+def added(ranks):
+    """Mean over ranks as DDP makes it: each divides in the format of the gradients, then they are added up."""
+    means = []
+    for parts in zip(*ranks, strict=True):
+        total = parts[0] / len(parts)
+        for part in parts[1:]:
+            total = total + part / len(parts)
+        means.append(total)
+    return means
+
+
+def projected(tensors):
+    return np.stack([project(tensor, number).numpy() for number, tensor in enumerate(tensors)])
+
+
+def step(ranks, received, *, on_rank=None):
+    """The projections of a step; ``on_rank`` is what single ranks received instead."""
+    local = np.stack([projected(rank) for rank in ranks])
+    taken = [projected((on_rank or {}).get(rank, received))[:, :-1] for rank in range(len(ranks))]
+    return ProjectedGradients(
+        computed=local[..., :-1],
+        accumulated=local[..., :-1],
+        received=np.stack(taken),
+        size=local[..., -1],
+        n_elements=np.array([tensor.numel() for tensor in ranks[0]]),
+        formats=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in ranks[0]),
+    )
+
+
+FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 2**31),
+    n_ranks=st.integers(1, 9),
+    dtype=st.sampled_from(sorted(FORMATS)),
+    exponent=st.integers(-30, 30),
+    signal=st.sampled_from([0.0, 1.0, 10.0]),
+    least=st.sampled_from([-9, -42]),  # 1e-42 is below the smallest normal number of float32
+    data=st.data(),
+)
+def test_honest_sums_are_as_computed_at_any_scale_and_in_any_format(
+    seed, n_ranks, dtype, exponent, signal, least, data
+):
+    ranks = gradients(n_ranks, seed, dtype=FORMATS[dtype], signal=signal, least=least)
+    for rank in ranks:
+        for i in data.draw(st.sets(st.integers(0, len(SIZES) - 1))):  # no gradient on this rank, as an unused expert
+            rank[i] = torch.zeros_like(rank[i])
+    scale = 1.7 * 2.0 ** (exponent if dtype != "float16" else -abs(exponent) // 10)
+    received = [mean * scale for mean in added(ranks)]
+    found = compare_gradients(step(ranks, received))
+    assert found.verdict in (Verdict.AS_COMPUTED, Verdict.NOT_MEASURED)
+    if dtype in ("float32", "float64") and found.verdict == Verdict.AS_COMPUTED:
+        assert found.scale == pytest.approx(scale, rel=1e-4)
+        assert (found.weights[np.isfinite(found.weights)] == pytest.approx(1, abs=0.3)) or n_ranks == 1
+        assert found.missing_ranks == ()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    n_ranks=st.integers(2, 6),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    lost=st.sets(st.integers(0, len(SIZES) - 1), min_size=1, max_size=len(SIZES)),
+)
+def test_exactly_the_lost_parameters_are_named(seed, n_ranks, dtype, lost):
+    ranks = gradients(n_ranks, seed, dtype=FORMATS[dtype])
+    received = [torch.zeros_like(g) if i in lost else 0.3 * g for i, g in enumerate(added(ranks))]
+    found = compare_gradients(step(ranks, received))
+    judged = {i for i, state in enumerate(found.states) if state != Verdict.NOT_MEASURED}
+    assert set(found.parameters(Verdict.PARAMETERS_MISSING)) == lost & judged
+    assert dtype == "bfloat16" or judged == set(range(len(SIZES)))
+    assert all(found.states[i] == Verdict.AS_COMPUTED for i in judged - lost)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    n_ranks=st.integers(2, 6),
+    share=st.sampled_from(["all", "some"]),
+    data=st.data(),
+)
+def test_the_rank_whose_gradients_are_missing_is_named(seed, n_ranks, share, data):
+    ranks, rank = gradients(n_ranks, seed), data.draw(st.integers(0, n_ranks - 1))
+    lost = range(len(SIZES)) if share == "all" else (0, 3, 5)
+    sent = [[0 * g if r == rank and i in lost else g for i, g in enumerate(of)] for r, of in enumerate(ranks)]
+    found = compare_gradients(step(ranks, [7.0 * g for g in added(sent)]))
+    assert found.verdict == Verdict.RANK_MISSING
+    assert found.missing_ranks == (rank,)
+    assert set(lost) - {2, 4} <= set(found.parameters(Verdict.RANK_MISSING)) <= set(lost)
+    expected = np.ones(n_ranks)
+    expected[rank] = 0
+    assert found.weights == pytest.approx(expected, abs=1e-3)
+
+
+def test_two_buckets_may_miss_different_ranks():
+    ranks = gradients(4)
+    sent = [
+        [0 * g if (r, i) in ((1, 0), (1, 1), (3, 5), (3, 6)) else g for i, g in enumerate(of)]
+        for r, of in enumerate(ranks)
+    ]
+    found = compare_gradients(step(ranks, added(sent)))
+    assert found.missing_ranks == (1, 3)
+    assert found.parameters(Verdict.RANK_MISSING) == (0, 1, 5, 6)
+
+
+def test_two_ranks_may_be_missing_together():
+    ranks = gradients(5)
+    sent = [[0 * g if r in (1, 3) else g for g in of] for r, of in enumerate(ranks)]
+    found = compare_gradients(step(ranks, added(sent)))
+    assert (found.verdict, found.missing_ranks) == (Verdict.RANK_MISSING, (1, 3))
+
+
+def test_ranks_that_count_unequally_are_weighed():
+    ranks = gradients(3)
+    weights = (1.0, 1.0, 2.5)
+    received = added([[weight * g for g in of] for weight, of in zip(weights, ranks, strict=True)])
+    found = compare_gradients(step(ranks, received))
+    assert found.verdict == Verdict.RANKS_UNEQUAL
+    assert found.weights / found.weights[0] == pytest.approx(weights, rel=1e-3)
+    assert "count unequally, 0.4 to 1 times, in 7 of 7 parameters." in found.sentence
+
+
+@pytest.mark.parametrize("n_ranks", [8, 16])
+def test_in_a_coarse_format_a_missing_rank_shows_in_all_parameters_together(n_ranks):
+    """Rounding explains the difference in each parameter alone."""
+    sizes = (400,) * 40
+    ranks = gradients(n_ranks, sizes=sizes, dtype=torch.bfloat16)
+    sent = [[0 * g if r == 5 else g for g in of] for r, of in enumerate(ranks)]
+    found = compare_gradients(step(ranks, added(sent)))
+    assert (found.verdict, found.missing_ranks) == (Verdict.RANK_MISSING, (5,))
+    assert compare_gradients(step(ranks, added(ranks))).verdict == Verdict.AS_COMPUTED
+
+
+@pytest.mark.parametrize("age", [1, 5])
+@pytest.mark.parametrize("stale", [range(8), (0, 3)])
+def test_the_age_of_stale_gradients_is_told_from_earlier_steps(age, stale):
+    steps = [gradients(2, seed) for seed in range(7)]
+    earlier = [step(ranks, added(ranks)) for ranks in steps[5::-1]]  # the last one first
+    now, before = added(steps[6]), added(steps[6 - age])
+    received = [3.0 * (before if i in stale else now)[i] for i in range(len(now))]
+    found = compare_gradients(step(steps[6], received), earlier)
+    assert (found.verdict, found.delay) == (Verdict.STALE, age)
+    assert found.parameters(Verdict.STALE) == tuple(stale)
+    unknown = compare_gradients(step(steps[6], received))
+    assert unknown.verdict == Verdict.NOT_COMPUTED
+    assert unknown.delay is None
+
+
+@pytest.mark.parametrize("n_bits", range(7))
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_the_bits_that_a_reduction_leaves_are_counted(n_bits, n_ranks):
+    fault = LowPrecisionReduction(n_ranks=n_ranks, n_bits=n_bits)
+    ranks = gradients(n_ranks, sizes=(400,) * 20)
+    received = [ring_sum(parts, fault) / n_ranks for parts in zip(*ranks, strict=True)]
+    found = compare_gradients(step(ranks, received))
+    assert found.verdict == Verdict.LOW_PRECISION
+    assert found.n_bits == pytest.approx(8 - n_bits, abs=1)
+    assert f"about {round(found.n_bits)} significant bit" in found.sentence
+
+
+def test_what_underflows_in_a_coarser_format_is_part_of_its_low_precision():
+    ranks = gradients(2, sizes=(400,) * 20, least=-2)
+    for rank in ranks:
+        rank[3] *= 1e-9 / rank[3].norm()
+    received = [(a.half() + b.half()).float() for a, b in zip(*ranks, strict=True)]
+    assert not received[3].any()
+    found = compare_gradients(step(ranks, received))
+    assert found.verdict == Verdict.LOW_PRECISION
+    assert found.n_bits == pytest.approx(11, abs=1)
+
+
+def flip_exponent(gradient):
+    gradient = gradient.clone()
+    gradient.view(torch.int32)[0] ^= 1 << 24
+    return gradient
+
+
+CORRUPTIONS = {
+    "one flipped bit of one exponent": lambda g: [*g[:5], flip_exponent(g[5]), *g[6:]],
+    "permuted elements": lambda g: [*g[:5], g[5].flip(0), *g[6:]],
+    "the sign": lambda g: [*g[:5], -g[5], *g[6:]],
+    "not finite": lambda g: [*g[:5], g[5] / 0, *g[6:]],
+    "noise": lambda g: [*g[:5], g[5] + 1e-3 * g[5].norm() * torch.ones(500), *g[6:]],
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_a_corrupted_parameter_is_named_and_the_others_are_not(kind):
+    ranks = gradients(3)
+    found = compare_gradients(step(ranks, CORRUPTIONS[kind](added(ranks))))
+    assert found.verdict == Verdict.NOT_COMPUTED
+    assert found.parameters(Verdict.NOT_COMPUTED) == (5,)
+    assert found.scale == pytest.approx(1, rel=1e-6)
+
+
+def test_two_swapped_parameters_are_both_named():
+    ranks = gradients(2, sizes=(50, 50, 20, 20))
+    a, b, *others = added(ranks)
+    assert compare_gradients(step(ranks, [b, a, *others])).parameters(Verdict.NOT_COMPUTED) == (0, 1)
+
+
+def test_a_minority_does_not_shift_the_common_scale():
+    """Whatever is wrong with the others, and even if they have most of the norm."""
+    ranks = gradients(2)
+    mean = [0.01 * g for g in added(ranks)]
+    received = [0 * mean[0], 5 * mean[1], mean[2], mean[3], mean[4], mean[5].flip(0), mean[6], mean[7]]
+    found = compare_gradients(step(ranks, received))
+    assert found.scale == pytest.approx(0.01, rel=1e-5)
+    assert found.parameters(Verdict.AS_COMPUTED) == (2, 3, 4, 6, 7)
+    assert found.parameters(Verdict.SCALED) == (1,)
+
+
+@pytest.mark.parametrize("n_clipped", [3, 8])
+def test_clipping_one_by_one_is_no_fault(n_clipped):
+    ranks = gradients(2)
+    received = [g / g.norm() if i < n_clipped else g for i, g in enumerate(added(ranks))]
+    found = compare_gradients(step(ranks, received))
+    assert found.verdict == Verdict.SCALED
+    assert not found.verdict.is_fault
+    assert len(found.parameters(Verdict.SCALED)) >= min(n_clipped, 7)
+
+
+def test_clipping_by_value_is_what_no_rank_computed():
+    """It turns gradients, and nothing in them says that it is meant."""
+    ranks = gradients(2, sizes=(300, 300))
+    received = [added(ranks)[0], added(ranks)[1].clamp(-1e-9, 1e-9)]
+    found = compare_gradients(step(ranks, received))
+    assert found.parameters(Verdict.NOT_COMPUTED) == (1,)
+    assert "clipping by value" in found.sentence
+
+
+def test_one_rank_alone_may_receive_something_else():
+    ranks = gradients(3)
+    mean = added(ranks)
+    found = compare_gradients(step(ranks, mean, on_rank={1: [0 * mean[0], *mean[1:]]}))
+    assert (found.verdict, found.receivers) == (Verdict.PARAMETERS_MISSING, (1,))
+    assert "in 1 of 8 parameters on rank 1." in found.sentence
+
+
+def test_ranks_with_the_same_gradients_all_count():
+    """Parallel gradients do not say whose they are."""
+    ranks = gradients(1) * 4
+    found = compare_gradients(step(ranks, added(ranks)))
+    assert found.verdict == Verdict.AS_COMPUTED
+    assert found.weights == pytest.approx(np.ones(4))
+
+
+def test_gradients_that_were_thrown_away_are_not_expected():
+    """SAM's second pass alone is used."""
+    ranks = gradients(2)
+    first = gradients(2, 1)
+    both = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(ranks, first, strict=True)]
+    found = step(ranks, added(ranks))
+    whole = step(both, added(ranks)).computed
+    assert compare_gradients(replace(found, computed=whole)).verdict == Verdict.AS_COMPUTED
+    assert compare_gradients(replace(found, computed=whole, accumulated=whole)).verdict.is_fault
+
+
+def test_a_gradient_that_nobody_computed_is_found():
+    ranks = gradients(2)
+    mean = added(ranks)
+    for rank in ranks:
+        rank[5] = torch.zeros_like(rank[5])
+    assert compare_gradients(step(ranks, mean)).parameters(Verdict.NOT_COMPUTED) == (5,)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda one: replace(one, n_passes=0), "no backward pass reached"),
+        (lambda one: replace(one, computed=one.computed * np.inf), "not finite"),
+        (lambda one: replace(one, computed=one.computed * 0, size=one.size * 0, received=one.received * 0), "no param"),
+        (
+            lambda one: replace(
+                one, formats=("bfloat16",) * 8, n_passes=10_000, received=one.received + one.size[..., None]
+            ),
+            "rounding explains",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_gives_the_reason(change, reason):
+    ranks = gradients(2)
+    one = change(step(ranks, added(ranks)))
+    found = compare_gradients(replace(one, accumulated=one.computed))
+    assert found.verdict == Verdict.NOT_MEASURED
+    assert reason in found.sentence
+    assert np.isnan(found.residual).all()
+    assert math.isnan(found.scale)
+
+
+def test_earlier_steps_of_other_parameters_are_refused():
+    ranks, fewer = gradients(2), gradients(2, sizes=(3, 4))
+    with pytest.raises(OptionError, match=r"of 1 steps before have shape \(2, 2, 8\), expected that of the step"):
+        compare_gradients(step(ranks, added(ranks)), [step(fewer, added(fewer))])

@@ -1,0 +1,393 @@
+"""Gradients of real backward passes, in one process; test_reduction.py has two."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import workbench as wb
+from tests.small_training import SMALL, same_weights
+from workbench.errors import OptionError
+from workbench.probes.gradient_agreement import GradientVerdict as Verdict
+from workbench.probes.gradient_comparison import compare_gradients
+from workbench.probes.gradient_projections import N_PROJECTIONS, GradientProjections, project
+from workbench.training.callback import Callback
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def inputs(seed=0, n=6):
+    return torch.randn(n, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def agreement(model, passes, change=lambda model: None):
+    """What is found of a step with some passes and what happens to gradients after them."""
+    with GradientProjections(model.parameters()) as projections:
+        for one in passes:
+            one(model)
+        change(model)
+        return compare_gradients(projections.take())
+
+
+def one_pass(model):
+    model(inputs()).square().sum().backward()
+
+
+# Projections
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), ()])
+def test_a_projection_is_a_sum_with_random_signs(shape):
+    n = math.prod(shape)
+    signs = torch.stack([project(row.view(shape), 3)[:-1] for row in torch.eye(n)])
+    assert signs.abs().eq(1).all()
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    found = project(gradient, 3)
+    assert found[:-1] == pytest.approx(gradient.double().flatten() @ signs)
+    assert found[-1] == pytest.approx(gradient.norm().item())
+
+
+def test_signs_are_independent_of_each_other_and_of_the_seed():
+    signs = torch.stack([torch.stack([project(row, seed)[:-1] for row in torch.eye(64)]) for seed in range(20)])
+    for axis in (0, 1, 2):
+        correlation = (signs * signs.roll(1, axis)).mean()
+        assert abs(correlation) < 5 / math.sqrt(signs.numel())
+    assert abs(signs.mean()) < 5 / math.sqrt(signs.numel())
+
+
+def test_parts_of_a_large_gradient_have_signs_of_their_own():
+    gradient = torch.ones(2**17)
+    assert (project(gradient, 0)[:-1].abs() < 5 * math.sqrt(2**17)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_projection_does_not_round_what_it_adds(dtype):
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = torch.view_as_real(gradient).flatten() if dtype.is_complex else gradient
+    assert torch.equal(project(gradient, 1), project(exact.double(), 1))
+
+
+# What the hooks see
+
+
+def test_the_projections_are_those_of_the_gradients():
+    model = small()
+    with GradientProjections(model.parameters(), seed=4) as projections:
+        one_pass(model)
+        step = projections.take()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert step.computed.shape == (1, 6, N_PROJECTIONS)
+    for name in ("computed", "accumulated", "received"):
+        assert np.array_equal(getattr(step, name), step.computed)
+    assert np.square(step.computed[0]).mean(1) ** 0.5 == pytest.approx([g.norm().item() for g in gradients], rel=1.5)
+    assert step.size[0] == pytest.approx([g.norm().item() for g in gradients])
+    assert step.n_passes == 1
+
+
+def test_passes_add_up():
+    model = small()
+    found = agreement(model, [lambda m, i=i: m(inputs(i)).square().sum().backward() for i in range(5)])
+    assert found.verdict == Verdict.AS_COMPUTED
+    assert 0 < np.nanmax(found.residual) < 1e-6  # float32 rounds .grad, the projections do not
+
+
+def test_the_mean_over_passes_is_as_computed_at_its_scale():
+    """As a trainer does that splits a batch over emulated ranks: gradients are set aside and put back as a mean."""
+    model, kept = small(), []
+
+    def shard(model, i):
+        model.zero_grad()
+        model(inputs(i)).square().sum().backward()
+        kept.append([p.grad for p in model.parameters()])
+
+    def reduce(model):
+        for parameter, parts in zip(model.parameters(), zip(*kept, strict=True), strict=True):
+            parameter.grad = sum(parts) / len(parts)
+
+    found = agreement(model, [lambda m, i=i: shard(m, i) for i in range(4)], reduce)
+    assert (found.verdict, found.scale) == (Verdict.AS_COMPUTED, pytest.approx(0.25, rel=1e-6))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_passes_that_are_thrown_away_are_not_expected(set_to_none):
+    """As in SAM, whose second pass alone is used."""
+
+    def second(model):
+        model.zero_grad(set_to_none=set_to_none)
+        model(inputs(1)).square().sum().backward()
+
+    assert agreement(small(), [one_pass, second]).verdict == Verdict.AS_COMPUTED
+
+
+def test_gradients_from_before_it_was_armed_count_where_they_are_added_to():
+    model = small()
+    one_pass(model)
+    assert agreement(model, [lambda m: m(inputs(1)).square().sum().backward()]).verdict == Verdict.AS_COMPUTED
+
+
+def test_a_shared_parameter_is_seen_with_the_sum_of_its_uses():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(9, 4)
+            self.out = nn.Linear(4, 9, bias=False)
+            self.out.weight = self.embedding.weight
+            self.mix = nn.Linear(4, 4)
+
+        def forward(self, tokens):
+            return self.out(self.mix(self.mix(self.embedding(tokens))))
+
+    model, tokens = Tied(), torch.arange(6)
+    found = agreement(model, [lambda m: cross_entropy(m(tokens), tokens).backward()])
+    assert found.verdict == Verdict.AS_COMPUTED
+    assert len(found.states) == 3
+
+
+def test_unused_frozen_and_sparse_parameters():
+    used, unused, frozen = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5).requires_grad_(False)
+    sparse = nn.Embedding(20, 5, sparse=True)
+    model = nn.ModuleList([used, unused, frozen, sparse])
+    found = agreement(model, [lambda m: frozen(used(sparse(torch.tensor([1, 1, 7])))).square().sum().backward()])
+    assert found.verdict == Verdict.AS_COMPUTED
+    assert found.parameters(Verdict.NOT_MEASURED) == (2, 3, 4, 5)
+
+
+def test_gradients_of_measurements_are_not_counted():
+    """What ``torch.autograd.grad`` computes enters no ``.grad``."""
+
+    def measure(model):
+        torch.autograd.grad(model(inputs(3)).square().sum(), list(model.parameters()))
+
+    assert agreement(small(), [measure, one_pass]).verdict == Verdict.AS_COMPUTED
+
+
+def test_what_hooks_of_the_parameters_make_of_gradients_counts_as_computed():
+    model = small()
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    found = agreement(model, [one_pass])
+    model[2].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    assert found.verdict == agreement(model, [nn.Module.zero_grad, one_pass]).verdict == Verdict.AS_COMPUTED
+
+
+# Scales
+
+
+@pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**60, 3.7])
+def test_a_loss_scale_is_common_to_all(unscale, scale):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler, norms = torch.amp.GradScaler("cpu", init_scale=scale), []
+
+    def change(model):
+        if unscale:
+            scaler.unscale_(optimizer)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e-3)))
+
+    found = agreement(model, [lambda m: scaler.scale(m(inputs()).square().sum() * 1e-3).backward()], change)
+    assert found.verdict == Verdict.AS_COMPUTED
+    assert norms[0] > 1e-3
+    assert found.scale == pytest.approx(1e-3 / norms[0] / (scale if unscale else 1), rel=1e-3)
+
+
+def test_an_overflow_is_not_measured():
+    found = agreement(small(), [lambda m: (m(inputs()).square().sum() * 1e38 * 1e38).backward()])
+    assert "not finite" in found.sentence
+
+
+def test_clipping_one_by_one_is_told_from_a_fault():
+    def clip(model):
+        for parameter in model.parameters():
+            nn.utils.clip_grad_norm_([parameter], 0.5)
+
+    assert agreement(small(), [one_pass], clip).verdict == Verdict.SCALED
+
+
+def test_copies_that_an_optimizer_moves_are_not_measured():
+    model = small()
+    copies = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    with GradientProjections(copies) as projections:
+        one_pass(model)
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            copy.grad = parameter.grad.clone()
+        assert "the optimizer may move copies" in compare_gradients(projections.take()).sentence
+
+
+# In training
+
+
+class Probing(Callback):
+    """Compares the gradients of every step."""
+
+    name = "probing"
+
+    def setup(self, run):
+        super().setup(run)
+        self.projections = GradientProjections([p for group in run.optimizer.param_groups for p in group["params"]])
+        self.steps = []
+
+    def begin_step(self, step):
+        self.projections.arm()
+
+    def before_update(self, step, numbers):
+        self.steps.append(self.projections.take())
+
+
+def train(*faults, model=None, n_steps=8, task=None, **settings):
+    probing = Probing()
+    model = wb.zoo.transformer("pre_ln", **SMALL) if model is None else model
+    task = task or wb.tasks.associative_recall(length=12, vocab_size=32, n_pairs=2, batch_size=8, seed=3)
+    for _ in wb.train(model, task, n_steps=n_steps, learning_rate=1e-2, faults=faults, callbacks=[probing], **settings):
+        pass
+    return probing.steps
+
+
+FAULTS = {
+    "control": (wb.faults.low_precision_reduction(dtype="float32", start=0), Verdict.AS_COMPUTED),
+    "lost": (wb.faults.dropped_bucket(share=0.5, start=0), Verdict.PARAMETERS_MISSING),
+    "lost from one": (wb.faults.dropped_bucket(share=1.0, lost_from="one_rank", start=0), Verdict.NOT_COMPUTED),
+    "late": (wb.faults.stale_reduction(delay=1, start=0), Verdict.STALE),
+    "very late": (wb.faults.stale_reduction(delay=5, start=0), Verdict.STALE),
+    "partly late": (wb.faults.stale_reduction(delay=1, share=0.7, start=0), Verdict.STALE),
+    "bfloat16": (wb.faults.low_precision_reduction(start=0), Verdict.LOW_PRECISION),
+    "5 bits": (wb.faults.low_precision_reduction(n_bits=3, start=0), Verdict.LOW_PRECISION),
+    "2 bits": (wb.faults.low_precision_reduction(n_bits=6, start=0), Verdict.LOW_PRECISION),
+}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", FAULTS)
+def test_faults_of_training_are_told_apart(kind):
+    fault, verdict = FAULTS[kind]
+    steps = train(fault)
+    found = compare_gradients(steps[-1], steps[-2::-1])
+    assert found.verdict == verdict
+    if verdict == Verdict.STALE:
+        assert found.delay == fault.delay
+    if verdict == Verdict.LOW_PRECISION:
+        assert found.n_bits == pytest.approx(8 - fault.n_bits, abs=1)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", ["dense", "moe", "clipped"])
+def test_training_is_the_same_to_the_bit_and_as_computed(kind):
+    def make():
+        return wb.zoo.moe(n_experts=4, **SMALL) if kind == "moe" else wb.zoo.transformer("pre_ln", **SMALL)
+
+    settings = {"clip_norm": 0.1} if kind == "clipped" else {}
+    task = wb.tasks.associative_recall(length=12, vocab_size=32, n_pairs=2, batch_size=8, seed=3)
+    plain, probed = make(), make()
+    list(wb.train(plain, task, n_steps=8, learning_rate=1e-2, **settings))
+    state = torch.get_rng_state()
+    steps = train(model=probed, **settings)
+    assert torch.equal(state, torch.get_rng_state())
+    assert same_weights(plain, probed)
+    assert {compare_gradients(step, steps[:i][::-1]).verdict for i, step in enumerate(steps)} == {Verdict.AS_COMPUTED}
+
+
+def honest_step(generator):
+    """A step of a tiny model with random format, sizes, use of experts, accumulation, scale and clipping."""
+
+    def draw(*choices):
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    dtype = draw(torch.float32, torch.float32, torch.bfloat16, torch.float64)
+    width = draw(2, 5, 16)
+    experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+    embedding, scale = nn.Embedding(11, width), nn.Parameter(torch.ones(()))
+    model = nn.ModuleList([embedding, experts, nn.ParameterList([scale])]).to(dtype)
+    factor = 10.0 ** draw(-30, -8, 0, 0, 4)
+    embedding.weight.requires_grad_(draw(True, True, False))
+
+    def micro_batch(model):
+        tokens = torch.randint(11, (2, 4), generator=generator)
+        states = embedding(tokens)
+        for _ in range(draw(1, 2)):  # the same expert may be used twice
+            states = states + model[2][0] * draw(*experts)(states).tanh() * draw(1, 1, 0)
+        loss = cross_entropy((states @ embedding.weight.T).flatten(0, 1).double(), tokens.flatten())
+        (loss * factor).backward()
+
+    def change(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None and factor != 1:
+                    parameter.grad /= factor
+        if draw(True, False):
+            nn.utils.clip_grad_norm_(model.parameters(), draw(0.01, 1.0))
+
+    return model, [micro_batch] * draw(1, 1, 3, 8), change
+
+
+@pytest.mark.medium
+def test_honest_steps_raise_no_false_alarm():
+    generator = torch.Generator().manual_seed(0)
+    verdicts = [agreement(*honest_step(generator)).verdict for _ in range(400)]
+    assert {Verdict.AS_COMPUTED} <= set(verdicts) <= {Verdict.AS_COMPUTED, Verdict.NOT_MEASURED}
+    assert verdicts.count(Verdict.AS_COMPUTED) > 350
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_are_neither_recompiled_nor_broken_up(backend):
+    from torch._dynamo import reset
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch._dynamo.utils import counters
+
+    reset()
+    counters.clear()
+    counter, model = CompileCounterWithBackend(backend), small()
+    compiled = torch.compile(model, backend=counter)
+    projections = GradientProjections(model.parameters())
+    for i in range(6):
+        model.zero_grad()
+        if i % 2:
+            projections.arm()
+        compiled(inputs(i)).square().sum().backward()
+        if i % 2:
+            assert compare_gradients(projections.take()).verdict == Verdict.AS_COMPUTED
+    assert counter.frame_count == 1
+    assert not counters["graph_break"]
+    reset()
+
+
+# Hooks and refusals
+
+
+def test_hooks_are_removed_whatever_happens():
+    model = small()
+    projections = GradientProjections(model.parameters())
+    with pytest.raises(ZeroDivisionError), projections:
+        1 / 0  # noqa: B018
+    assert not projections.is_armed
+    one_pass(model)
+    assert not projections._n_passes
+    projections.arm()
+    projections.arm()
+    model.zero_grad()
+    one_pass(model)
+    assert projections.take().n_passes == 1
+    assert not projections.is_armed
+
+
+def test_take_before_arm_is_refused():
+    with pytest.raises(OptionError, match=r"not armed; call arm\(\) before the first backward pass"):
+        GradientProjections(small().parameters()).take()
+
+
+def test_no_parameters_are_refused():
+    with pytest.raises(OptionError, match="There are no parameters; pass those of the optimizer"):
+        GradientProjections([])
+
+
+def test_devices_without_float64_are_refused():
+    class OnMetal(nn.Parameter):
+        device = torch.device("mps")
+
+    with pytest.raises(OptionError, match="mps have no float64"):
+        GradientProjections([OnMetal(torch.zeros(2))])

@@ -1,0 +1,89 @@
+"""Whether the optimizer gets the gradients that the ranks computed, at the steps at which a recorder asks."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from workbench.errors import OptionError
+from workbench.models.process_group import is_shared
+from workbench.probes.gradient_agreement import GradientVerdict
+from workbench.probes.gradient_comparison import compare_gradients
+from workbench.probes.gradient_projections import GradientProjections
+from workbench.probes.reduction import KnownAnswer, known_answer_all_reduce
+
+#: Values of a step that was not measured.
+_UNKNOWN = {
+    "gradient_verdict": -1.0,
+    "wrong_parameters": math.nan,
+    "significant_bits": math.nan,
+    "missing_rank": math.nan,
+}
+
+
+class ReductionCollector:
+    """Compares projections of gradients; where parameters are split over ranks, it checks a sum with a known answer.
+
+    Args:
+        optimizer: Innermost.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._projections: GradientProjections | None = None
+        self._values = dict(_UNKNOWN)
+        with suppress(OptionError):  # parameters that are split over ranks, or a device without float64
+            self._projections = GradientProjections(self._parameters)
+
+    def arm(self) -> None:
+        """Called before the first backward pass of a step that is measured."""
+        if self._projections is not None and not self._projections.is_armed:
+            self._projections.arm()
+
+    def disarm(self) -> None:
+        """Remove hooks."""
+        if self._projections is not None:
+            self._projections.disarm()
+
+    def take(self) -> None:
+        """Called right before the update, on every rank."""
+        self._values = dict(_UNKNOWN)
+        if self._projections is not None:
+            if self._projections.is_armed:
+                self._values = self._compared(self._projections)
+        elif is_shared():
+            self._values = _of_known_answer(known_answer_all_reduce(torch.zeros((), device=self._parameters[0].device)))
+
+    def values(self) -> dict[str, float]:
+        """Variables of ``schema.REDUCTION`` for the step of the last `take`."""
+        return self._values
+
+    def _compared(self, projections: GradientProjections) -> dict[str, float]:
+        found = compare_gradients(projections.take())
+        judged = [state for state in found.states if state != GradientVerdict.NOT_MEASURED]
+        wrong = sum(state.is_fault for state in judged)
+        return {
+            "gradient_verdict": float(found.verdict.severity),
+            "wrong_parameters": wrong / len(judged) if judged else math.nan,
+            "significant_bits": float(found.n_bits),
+            "missing_rank": float(min(found.missing_ranks, default=math.nan)),
+        }
+
+
+def _of_known_answer(answer: KnownAnswer) -> dict[str, float]:
+    verdict = GradientVerdict.NOT_COMPUTED
+    if answer.is_exact:
+        verdict = GradientVerdict.AS_COMPUTED
+    elif answer.missing:
+        verdict = GradientVerdict.RANK_MISSING
+    elif not np.isnan(answer.n_bits):
+        verdict = GradientVerdict.LOW_PRECISION
+    return {
+        "gradient_verdict": float(verdict.severity),
+        "wrong_parameters": float(verdict.is_fault),
+        "significant_bits": float(answer.n_bits),
+        "missing_rank": float(min(answer.missing, default=math.nan)),
+    }

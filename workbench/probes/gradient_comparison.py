@@ -1,0 +1,189 @@
+"""Comparison of the gradients that the optimizer received with those that the ranks computed, from projections."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from workbench.errors import OptionError
+from workbench.probes.gradient_agreement import GradientAgreement, GradientVerdict, ProjectedGradients
+from workbench.probes.gradient_scale import Rounding, fit_scale, fit_weights, is_single, rms, tells_apart
+
+#: Root mean square error of rounding to t significant bits over 2^-t: 1 / sqrt(3) over mantissas spread evenly in the
+#: logarithm, sqrt(ln 2 / 4.5).
+_RMS_ROUNDING = math.sqrt(math.log(2) / 4.5)
+#: Errors of one number format differ little between parameters: their 90 % quantile is at most so many times the 10 %
+#: one. Chance among eight projections makes a factor of 2, and the rest is left for cancellation between ranks.
+_EVENNESS = 8.0
+
+
+def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradients] = ()) -> GradientAgreement:
+    """Compare the gradients that the optimizer received with the mean of those that the ranks computed.
+
+    One scale, common to all parameters, is free: it is the one that the most parameters agree with, so that lost or
+    corrupted ones do not shift it. A parameter is "as computed" if rounding explains what the scale leaves over. Others
+    are explained, in this order, by an earlier step, by the mean without one rank, by zeros, by a scale of their own,
+    by weights of the ranks (least squares over all that are left), or by a coarser number format (errors of an even
+    relative size in most parameters); what is left is "not what was computed".
+
+    Error bound: m = passes + ranks + 4 additions and scalings each change a gradient by at most half the format's eps,
+    relative to the norms that were added, and by its smallest normal number where numbers underflow. Random signs are
+    independent of the gradients, so that the root mean square of K projections exceeds 1 + 8 / sqrt(K) times that bound
+    with a probability below 1e-14. In bfloat16 the bound is coarse, and only what exceeds it is seen.
+
+    What cannot be told: which rank is missing if their gradients are parallel; which step a gradient is of without
+    ``earlier``; a wrong factor of one parameter from clipping one by one; in a model of one or two parameters, a small
+    corruption from low precision.
+
+    Cost: milliseconds for hundreds of parameters; where gradients disagree, as much for each rank and earlier step.
+
+    Args:
+        step: Projections of the step.
+        earlier: Projections of the steps before it, the last one first, of the same parameters and signs.
+
+    Returns:
+        The verdict with its evidence.
+
+    Raises:
+        OptionError: If an earlier step has other parameters, ranks or projections.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> computed = np.random.default_rng(0).normal(size=(2, 3, 8))
+        >>> received = np.repeat(computed.mean(0, keepdims=True), 2, axis=0)
+        >>> received[:, 1] = 0
+        >>> step = wb.probes.ProjectedGradients(
+        ...     computed, computed, received, np.ones((2, 3)), np.full(3, 10), ("float32",) * 3
+        ... )
+        >>> wb.probes.compare_gradients(step).sentence
+        'The optimizer gets zeros although gradients were computed, in 1 of 3 parameters.'
+    """
+    for age, before in enumerate(earlier, 1):
+        if before.computed.shape != step.computed.shape:
+            raise OptionError(
+                f"The gradients of {age} steps before have shape {before.computed.shape}, expected that of the step, "
+                f"{step.computed.shape}; pass steps of the same parameters and ranks."
+            )
+    if not step.n_passes:
+        return _not_measured(step, "no backward pass reached the parameters; the optimizer may move copies of them")
+    if not (np.isfinite(step.computed).all() and np.isfinite(step.accumulated).all()):
+        return _not_measured(step, "computed gradients are not finite")
+    found = _on_all_ranks(step, step.computed, earlier)
+    if found.verdict.is_fault and not np.array_equal(step.accumulated, step.computed):
+        other = _on_all_ranks(step, step.accumulated, earlier)
+        found = found if other.verdict.is_fault else other
+    return found
+
+
+def _not_measured(step: ProjectedGradients, reason: str) -> GradientAgreement:
+    n_ranks, n_parameters, _ = step.computed.shape
+    unknown, verdict = np.full(n_parameters, np.nan), GradientVerdict.NOT_MEASURED
+    return GradientAgreement(
+        verdict, (verdict,) * n_parameters, np.nan, unknown, unknown, np.full(n_ranks, np.nan), reason=reason
+    )
+
+
+def _on_all_ranks(
+    step: ProjectedGradients, local: np.ndarray, earlier: Sequence[ProjectedGradients]
+) -> GradientAgreement:
+    """The gravest result on any rank; ranks that received the very same are compared once."""
+    receivers: dict[bytes, list[int]] = {}
+    for rank, received in enumerate(step.received):
+        receivers.setdefault(received.tobytes(), []).append(rank)
+    found = [
+        replace(_compare(step, local, step.received[ranks[0]], earlier), receivers=tuple(ranks))
+        for ranks in receivers.values()
+    ]
+    worst = max(found, key=lambda one: one.verdict.severity)
+    return replace(
+        worst, receivers=tuple(sorted(r for one in found if one.verdict == worst.verdict for r in one.receivers))
+    )
+
+
+def _compare(
+    step: ProjectedGradients, local: np.ndarray, received: np.ndarray, earlier: Sequence[ProjectedGradients]
+) -> GradientAgreement:
+    rounding, mean, n_ranks = Rounding.of(step), local.mean(0), len(local)
+    states = np.array([GradientVerdict.NOT_MEASURED] * len(mean), dtype=object)
+    is_active = (rounding.size > 0) | (received != 0).any(1)
+    rest = is_active.copy()
+    missing, ages = set[int](), Counter[int]()
+
+    def claim(which: np.ndarray, state: GradientVerdict) -> int:
+        taken = rest & which
+        states[taken], rest[taken] = state, False
+        return int(taken.sum())
+
+    claim(~np.isfinite(received).all(1), GradientVerdict.NOT_COMPUTED)
+    received = np.where(np.isfinite(received), received, 0.0)
+    is_zero = (received == 0).all(1)
+    is_telling = ~is_single(mean) if (rest & ~is_single(mean)).any() else rest
+    now = fit_scale(mean, received, rounding, rest, is_telling)
+    claim(now.is_explained & now.is_close, GradientVerdict.AS_COMPUTED)
+    is_hidden = is_zero & (rms(mean) <= rounding.tolerance(1.0))
+    claim(now.is_explained | now.is_vague | is_hidden, GradientVerdict.NOT_MEASURED)
+    for age, before in enumerate(earlier, 1):
+        expected, usual = before.computed.mean(0), Rounding.of(before)
+        fit = fit_scale(expected, received, usual, rest, tells_apart(expected, mean, usual))
+        ages[age] = claim(fit.is_explained, GradientVerdict.STALE)
+    for rank in range(n_ranks) if n_ranks > 1 and rest.any() else ():
+        expected = mean - local[rank] / n_ranks
+        fit = fit_scale(expected, received, rounding, rest, tells_apart(expected, mean, rounding))
+        if claim(fit.is_explained, GradientVerdict.RANK_MISSING):
+            missing.add(rank)
+    claim(is_zero, GradientVerdict.PARAMETERS_MISSING)
+    # A single number has a scale of its own whatever it is: without a common one to compare with it says nothing.
+    claim(now.is_parallel, GradientVerdict.SCALED if math.isfinite(now.scale) else GradientVerdict.NOT_MEASURED)
+    # What is left is explained together. In coarse formats a missing rank shows in all parameters together alone.
+    together = rest.copy() if rest.any() else is_active & (now.is_explained | now.is_vague)
+    pooled = fit_weights(local, received, rounding, together, now.scale)
+    n_bits = _bits_left(mean[rest], received[rest], rounding.size[rest], pooled.scale)
+    scale = now.scale
+    if pooled.missing:
+        missing |= {*pooled.missing}
+        states[together] = GradientVerdict.RANK_MISSING
+    elif pooled.are_counts and (rms(pooled.left) <= rounding.tolerance(pooled.scale))[rest].all():
+        states[rest] = GradientVerdict.RANKS_UNEQUAL
+    elif not math.isnan(n_bits) and rest.sum() > (states == GradientVerdict.AS_COMPUTED).sum():
+        states[rest], scale = GradientVerdict.LOW_PRECISION, pooled.scale
+        # Zeros in place of the smallest gradients alone are those that underflow in the format.
+        typical = rounding.size / np.sqrt(step.n_elements)
+        is_missing = states == GradientVerdict.PARAMETERS_MISSING
+        states[is_missing & (typical < typical[rest].min())] = GradientVerdict.LOW_PRECISION
+    else:
+        states[rest] = GradientVerdict.NOT_COMPUTED
+    verdict = max(states, key=lambda state: state.severity)
+    if verdict == GradientVerdict.NOT_MEASURED:
+        is_idle = not (rounding.size > 0).any()
+        return _not_measured(step, "no parameter has a gradient" if is_idle else "rounding explains any difference")
+    is_wrong = np.array([state.is_fault for state in states])
+    shown = fit_weights(local, received, rounding, is_wrong if is_wrong.any() else states == verdict, scale)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        unit = scale * np.where(rounding.size > 0, rounding.size, np.nan)
+        residual, tolerance = rms(received - scale * mean) / unit, rounding.tolerance(scale) / unit
+    return GradientAgreement(
+        verdict,
+        tuple(states),
+        scale,
+        residual,
+        tolerance,
+        shown.weights,
+        missing_ranks=tuple(sorted(missing)),
+        delay=ages.most_common(1)[0][0] if ages.total() else None,
+        n_bits=n_bits if verdict == GradientVerdict.LOW_PRECISION else math.nan,
+    )
+
+
+def _bits_left(expected: np.ndarray, received: np.ndarray, size: np.ndarray, scale: float) -> float:
+    """Significant bits of the number format whose rounding explains what a scale leaves over; NaN if none does."""
+    if not (math.isfinite(scale) and len(size) and (size > 0).all()):
+        return math.nan
+    left = rms(received - scale * expected)
+    low, typical, high = np.quantile(left / (scale * size), [0.1, 0.5, 0.9])
+    is_small = np.median(left) <= 0.5 * np.median(scale * rms(expected))
+    return float(np.log2(_RMS_ROUNDING / typical)) if is_small and 0 < high <= _EVENNESS * low else math.nan
