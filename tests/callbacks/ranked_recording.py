@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -134,10 +135,48 @@ def refused(rank, folder):
     return ""
 
 
+def without_second_rank(state, bucket):
+    """A hook of DDP that loses what rank 1 computed."""
+    if distributed.get_rank() == 1:
+        bucket.buffer().zero_()
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def checked(rank, *, shards=False, hook=None):
+    """What alarms say of the gradients, and the verdicts on them."""
+    alarms = wb.Alarms()
+    subject = sharded(model("dense")) if shards else model("dense")
+    called = subject if shards else DistributedDataParallel(subject)
+    if hook is not None:
+        called.register_comm_hook(None, hook)
+    recording = wb.Recorder(every={"reduction": 2}, probe=task().probe(64), alarms=alarms)
+    heard = train(subject, recording, batches(rank), called=called)["heard"]
+    verdicts = [float(values["gradient_verdict"]) for _, part, values in heard if part == "reduction"]
+    return [alarm.message for alarm in alarms.raised], verdicts
+
+
+def honest_gradients(rank, folder):
+    """Nothing is wrong."""
+    return checked(rank)
+
+
+def lost_gradients(rank, folder):
+    """The reduction loses those of rank 1."""
+    return checked(rank, hook=without_second_rank)
+
+
+def sharded_gradients(rank, folder):
+    """A sum with a known answer stands for gradients that nobody sees."""
+    return checked(rank, shards=True)
+
+
 SCENARIOS = {
     "ddp": in_ddp,
     "fsdp": in_fsdp,
     "fsdp plain": plain_fsdp,
+    "honest gradients": honest_gradients,
+    "lost gradients": lost_gradients,
+    "sharded gradients": sharded_gradients,
     "fsdp prepared": prepared_fsdp,
     "one logs": one_logs,
     "first batch": with_first_batch,

@@ -104,3 +104,11 @@ def test_numbers_that_one_rank_alone_logs_hold_nobody_up(ranks):
 def test_what_the_first_rank_cannot_write_is_refused_by_all(ranks):
     for rank in ranks:
         assert "taken.zarr exists already; pass overwrite=True" in rank["refused"]
+
+
+def test_a_rank_whose_gradients_are_lost_is_named(ranks):
+    for rank in ranks:
+        assert rank["honest gradients"] == ([], [0.0, 0.0, 0.0])
+        assert rank["sharded gradients"] == ([], [0.0, 0.0, 0.0])
+        (message,), _ = rank["lost gradients"]
+        assert message.startswith("The gradients of rank 1 are missing in 100 % of the parameters")
