@@ -35,7 +35,7 @@ def test_tokens_and_repetitions(batches, n_recent):
         assert float(found["token_entropy"]) == pytest.approx(
             entropy([token for row in batch for token in row]), abs=1e-9
         )
-        known = earlier[len(earlier) - n_recent :] if n_recent else []
+        known = earlier[max(0, len(earlier) - n_recent) :] if n_recent else []
         repeated = [row in known + batch[:i] for i, row in enumerate(batch)]
         assert float(found["repeated_examples"]) == pytest.approx(sum(repeated) / len(batch))
         earlier += batch

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.callbacks.observation import Observation
 from workbench.errors import SchemaError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms.alarms import Alarms
 
 #: In the order in which a recorder gives the observations of one step: the numbers of the update last.
-_PARTS = tuple(dict.fromkeys([*(w.part for w in WATCHED if w.part != "monitors"), "monitors"]))
+_PARTS = tuple(dict.fromkeys([*(w.part for w in WATCHED if w.part != "monitors"), *SIGNALS, "monitors"]))
 
 
 def observations(run: xr.DataTree) -> Iterator[Observation]:

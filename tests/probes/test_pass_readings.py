@@ -1,0 +1,107 @@
+"""Reading a pass: what it changes, how often the device is waited for, and whether the numbers are right."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from tests.model_state import differences, state_of, state_of_process
+from tests.probes.bad_passes import MODELS, Do, Plant, line, loss_of, of_line, place
+from workbench.probes import pass_readings
+from workbench.probes.failed_pass import first_bad_tensor
+
+
+def test_a_failure_of_train_mode_is_repeated_to_the_number():
+    class Fragile(nn.Module):
+        def forward(self, x):
+            return x / (torch.rand_like(x) > 0.5) if self.training else x
+
+    model = line(Fragile())
+    torch.manual_seed(3)
+    n_bad = int((~model[:2](torch.ones(3, 4)).isfinite()).sum())
+    torch.manual_seed(3)
+    bad = first_bad_tensor(model, of_line)
+    assert (place(bad), bad.n_bad, bad.operation) == (("forward", "1", "output"), n_bad, "div")
+    assert first_bad_tensor(model.eval(), of_line) is None
+
+
+def in_use(name):
+    """A model in use: modes are mixed, a weight is frozen, there are gradients and hooks."""
+    model = MODELS[name]().train()
+    next(model.children()).eval()
+    weights = list(model.parameters())
+    weights[-1].requires_grad_(False)
+    for weight in weights[1:3]:
+        weight.grad = torch.full_like(weight, 0.5)
+    weights[1].register_hook(lambda gradient: None)
+    weights[2].register_post_accumulate_grad_hook(lambda weight: pytest.fail("a gradient was accumulated"))
+    model.register_forward_hook(lambda *_: None)
+    list(model.modules())[-1].register_full_backward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize("name", ["pre_ln", "moe", "gpt2"])
+@pytest.mark.parametrize("ends", ["finite", "forward", "backward", "raises"])
+def test_the_model_is_left_as_it_was(name, ends):
+    model = in_use(name)
+
+    def loss(m):
+        value = loss_of(m)
+        if ends == "raises":
+            raise RuntimeError
+        changed = {"finite": value, "forward": value / 0, "backward": Plant.apply(value, torch.nan)}
+        return changed[ends] + 0 * torch.randn(())
+
+    before = {**state_of(model), **state_of_process()}
+    with suppress(RuntimeError):
+        bad = first_bad_tensor(model, loss)
+        assert (bad and bad.pass_) == (None if ends == "finite" else ends)
+    assert not differences(before, {**state_of(model), **state_of_process()})
+    assert "apply" not in vars(CheckpointFunction)
+
+
+class Waits(TorchFunctionMode):
+    """Counts what makes the host wait for its device."""
+
+    n = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.n += func.__name__ in ("item", "tolist", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("ends", ["finite", "forward", "backward"])
+def test_the_device_is_read_as_often_whatever_the_depth(ends):
+    functions = {
+        "finite": lambda x: x,
+        "forward": lambda x: (x + 100).exp(),
+        "backward": lambda x: Plant.apply(x, torch.nan),
+    }
+    for depth in (1, 6):
+        model = line(*(nn.Linear(4, 4) for _ in range(depth)), Do(functions[ends]))
+        waits = Waits()
+        with waits:
+            bad = first_bad_tensor(model, of_line)
+        assert (bad and bad.pass_) == (None if ends == "finite" else ends)
+        assert waits.n == 2
+
+
+def test_large_tensors_are_read_in_parts(monkeypatch):
+    values = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
+    values[2, 3], values[5, 5], values[6, 10] = torch.nan, torch.inf, -torch.inf
+    found = []
+    for size in (1 << 22, 5):
+        monkeypatch.setattr(pass_readings, "_CHUNK", size)
+        readings = pass_readings.readings_of([values, values.T, values[:, :0], values.bfloat16(), values.long()])
+        pass_readings.read(readings)
+        found.append([(r.n_values, r.n_bad, r.n_nan, r.n_lowest, r.largest) for r in readings])
+    assert str(found[0]) == str(found[1])
+    largest = float(values[values.isfinite()].abs().max())
+    assert found[0][:2] == [(77, 3, 1, 1, largest)] * 2
+    assert str(found[0][2]) == "(0, 0, 0, 0, nan)"
+    assert len(found[0]) == 4
