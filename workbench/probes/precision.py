@@ -68,10 +68,12 @@ def precision_errors(
     One pass of the model gives what enters each block and the gradient of the loss with respect to what leaves it. Each
     block is then run alone on these, three times: by the run's kernels and number format; in that format by torch's
     plain attention, whose error rounding explains; and in float64. An ``error_excess`` near 1 says that rounding
-    explains the error; broken arithmetic has a larger one. Of 1,000 small models, healthy ones in float32 were never
-    called broken, and those whose attention lost a bit backward always; in bfloat16 healthy ones never by torch's
-    kernels and in 1.3 % by another correct one, those that lost two bits always (`benchmarks/precision.md`). Errors that always point one way, such as those of flash
+    explains the error; broken arithmetic has a larger one. Errors that always point one way, such as those of flash
     attention in low precision (arXiv:2510.04212), show in ``query_gradient_bias`` apart from noise.
+
+    Of 1,000 small models, healthy ones in float32 were never called broken, and those whose attention lost a bit
+    backward always; in bfloat16 healthy ones never by torch's kernels and in 1.3 % by another correct one, those that
+    lost two bits always (`benchmarks/precision.md`).
 
     A few examples suffice: 16 to 64 tokens. Cost: about six passes over them, two of which are in float64. Parameters,
     their ``.grad``, modes, hooks and random states are left as they were. Eval mode: dropout is not part of it.
