@@ -11,6 +11,7 @@ import torch
 import workbench as wb
 from tests.callbacks.test_recorder import adam, dense, gpt2_with_dropout, loss_of, moe, of_part, recorder_with, task  # noqa: F401
 from tests.small_training import same_weights
+from workbench.io.background_writer import RecordingWarning
 
 PROBES = {"precision": 2, "reduction": 2, "update": 2}
 
@@ -216,3 +217,18 @@ def test_a_resumed_run_remembers_its_examples(task, tmp_path):  # noqa: F811
         stores[name] = wb.open_run(tmp_path / f"{name}.zarr")["monitors"].to_dataset()["repeated_examples"].values
     assert stores["whole"].max() > 0
     np.testing.assert_array_equal(stores["whole"], stores["parts"])
+
+
+def test_what_cannot_be_measured_stops_no_training(task, monkeypatch):  # noqa: F811
+    def fails(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr("workbench.probes.batch._entropy", fails)
+    monkeypatch.setattr("workbench.callbacks.recorder.updates.SampledUpdate.end", fails)
+    recorder = recorder_with(every=None)
+    with pytest.warns(RecordingWarning, match="The size of every update cannot be recorded from step 0 on"):
+        trained(dense(), task, recorder, n_steps=3)
+    numbers = [o.values for o in of_part(recorder, "monitors")]
+    assert len(numbers) == 3
+    assert all(np.isnan(found["token_entropy"]) and np.isnan(found["update_ratio"]) for found in numbers)
+    assert all(np.isfinite(found["grad_norm"]) for found in numbers)

@@ -54,6 +54,7 @@ _WORDS = {
     "probe": "What the probe shows (activations, attention logits, routing)",
     "setup": "What was not read yet",
     "monitors": "The gradient norm",
+    "sample": "The size of every update",
 }
 
 
@@ -264,7 +265,7 @@ class AttachedRecorder:
             if not self._is_ready:
                 self._prepare(optimizer)
             self._guarded("monitors", lambda collectors: self._note_update(optimizer))
-            self._sample.begin()
+            self._guarded("sample", lambda collectors: self._sample.begin())
             self._guarded("reduction", lambda collectors: collectors.reduction.take())
             if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                 self._take_spectra()
@@ -283,7 +284,9 @@ class AttachedRecorder:
         collectors = self._collectors
         if collectors is None:  # its closure was never called
             return
-        self._noted["update_ratio"] = self._sample.end()
+        ratio = self._guarded("sample", lambda collectors: self._sample.end())
+        if ratio is not None:
+            self._noted["update_ratio"] = ratio
         if was_skipped(optimizer):
             collectors.forget_update()
             self._noted.clear()

@@ -197,13 +197,19 @@ class BatchWatch:
         except SnapshotError:
             seen.n_rows = math.nan
         seen.n_tokens = seen.n_tokens + count_tokens(inputs)
-        labels = None if self._labels is None else self._labels()
-        for name, value in self._contents.take(inputs, labels if isinstance(labels, Tensor) else None).items():
+        for name, value in self._contents_of(inputs).items():
             seen.contents[name] = seen.contents[name] + value if name in seen.contents else value
         self._pass = PassContext.of(module)
         seen.are_shares = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
         if self.probe is None and module not in self._first:
             self._first[module] = few_rows(inputs, self._n_probe_tokens)
+
+    def _contents_of(self, inputs: Any) -> dict[str, Tensor]:
+        labels = None if self._labels is None else self._labels()
+        try:
+            return self._contents.take(inputs, labels if isinstance(labels, Tensor) else None)
+        except Exception:  # noqa: BLE001  (inputs may be of any kind, and a measurement never stops a training)
+            return {}
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._counts(module) and module in self._seen and (loss := loss_in(output)) is not None:

@@ -192,8 +192,11 @@ class SampledUpdate:
         if not before or len(parts) != len(before):
             return math.nan
         change = torch._foreach_sub([part.float() for part in parts], before)
-        norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (change, before)]
-        weights = torch.tensor(shares, dtype=torch.float32).to(norms[0].device, non_blocking=True)
+        device = before[0].device  # a model may lie on several
+        norms = [
+            torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors)]) for tensors in (change, before)
+        ]
+        weights = torch.tensor(shares, dtype=torch.float32).to(device, non_blocking=True)
         total = [(norm.square() * weights).sum() for norm in norms]
         return (total[0] / total[1]).sqrt()
 
