@@ -281,6 +281,15 @@ def curved_for_adam(of, _):
     wb.monitors.preconditioned_sharpness(of.model, of.loss, kind, n_products=25, tolerance=1e-1)
 
 
+def with_arithmetic_checked(of, _):
+    wb.probes.precision_errors(of.model, of.loss, anatomy=of.anatomy())
+
+
+def with_update_measured(of, _):
+    before = {name: weight.detach() * 1.01 for name, weight in of.model.named_parameters()}
+    wb.probes.update_effect(of.model, of.loss, before)
+
+
 def assessed(of, _):
     plan = {"training": {"n_steps": 20, "learning_rate": 1e-3, "warmup": 5}}
     wb.assess(of.model, of.batches, plan=plan)
@@ -331,6 +340,12 @@ CALLS = {
     "a look": Call(looked, ("monitors.ModelProbe",)),
     "sharpness": Call(curved, ("monitors.sharpness",)),
     "sharpness under Adam": Call(curved_for_adam, ("monitors.preconditioned_sharpness",), FEW),
+    "arithmetic": Call(with_arithmetic_checked, ("probes.precision_errors",)),
+    "effect of an update": Call(with_update_measured, ("probes.update_effect",)),
+    "first bad tensor": Call(
+        lambda of, _: wb.probes.first_bad_tensor(of.model, lambda model: of.loss(model) * torch.inf),
+        ("probes.first_bad_tensor",),
+    ),
     "recorder": Call(recorded, ("Recorder.attach", "Recorder.prepare")),
     "KSS": Call(shaped, ("KSS.attach",)),
     "penalties": Call(penalized, ("baselines.PenaltyTerms",)),

@@ -25,6 +25,7 @@ from tests.probes.bad_passes import (
     TOKENS,
     Do,
     Plant,
+    change,
     half,
     line,
     loss_of,
@@ -200,6 +201,14 @@ def test_padding_that_the_model_replaces_is_innocent():
     assert first_bad_tensor(nn.Sequential(Do(torch.nan_to_num), nn.Linear(4, 4)), lambda m: m(x).sum()) is None
     model = nn.Sequential(Do(torch.nan_to_num), nn.Linear(4, 4), Do(lambda y: 1 / (y * 0)), nn.Linear(4, 4))
     assert place(first_bad_tensor(model, lambda m: m(x).sum())) == ("forward", "2", "output")
+
+
+def test_what_a_later_module_makes_finite_again_is_innocent():
+    overflows, cuts = Do(lambda x: (x + 100).exp()), Do(lambda x: x.detach().clamp(max=1) + change(x.clamp(max=1)))
+    model = line(overflows, cuts, nn.Linear(4, 4), Do(lambda x: (x * 0).log()))
+    bad = first_bad_tensor(model, of_line)
+    assert (place(bad), bad.operation) == (("forward", "4", "output"), "log")
+    assert place(first_bad_tensor(line(overflows, nn.Linear(4, 4)), of_line)) == ("forward", "1", "output")
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------
@@ -448,8 +457,9 @@ def test_a_split_tensor_is_followed_by_its_parts():
     model = line(Do(lambda x: x.chunk(2, -1)), Do(lambda parts: (parts[0], planted(parts[1], torch.inf))),
                  Do(lambda parts: torch.cat(parts, -1)))  # fmt: skip
     assert place(first_bad_tensor(model, of_line)) == ("forward", "2", "output")
-    model = line(Do(lambda x: planted(x, torch.inf).chunk(2, -1)), Do(lambda parts: torch.cat(parts, -1)))
-    assert place(first_bad_tensor(model, of_line)) == ("forward", "1", "output")
+    for turn in (lambda x: x, lambda x: x.flip(-1)):  # the first part, then the second, is not finite
+        model = line(Do(lambda x, turn=turn: turn(planted(x, torch.inf)).chunk(2, -1)), Do(lambda y: torch.cat(y, -1)))
+        assert place(first_bad_tensor(model, of_line)) == ("forward", "1", "output")
 
 
 def test_a_call_that_raises_in_the_model_is_no_call():

@@ -48,8 +48,9 @@ def first_bad_tensor(model: Subject | nn.Module, loss_of: LossOf, *, around: Aro
     buffers, modes, hooks and random states are left as they were. Scaling of the loss is part of ``loss_of``. Autocast
     is off in the backward pass, as PyTorch recommends. A checkpoint with ``use_reentrant=True`` runs as one without.
 
-    Cost: about five times a forward and backward pass, and one more forward pass if the loss is not finite. Memory:
-    that of the pass and its gradients, and four numbers for each tensor. The device is read twice, whatever the depth.
+    Cost: about five times a forward and backward pass, and one more forward pass if the loss is not finite, and for each
+    module that writes -inf on the way to it. Memory: that of the pass and its gradients, and four numbers for each
+    tensor. The device is read once or twice, and once for each further pass, whatever the depth.
 
     Error bound: counts and the largest |value| are exact. Values in objects other than tuples, lists, mappings and
     dataclasses, and inside of ``torch.func`` transforms, are not seen. Which operation failed is known only if the
@@ -57,7 +58,8 @@ def first_bad_tensor(model: Subject | nn.Module, loss_of: LossOf, *, around: Aro
 
     Args:
         model: Model to run.
-        loss_of: Function from the model to its loss on the batch, a 0-dim tensor with a graph; called once or twice.
+        loss_of: Function from the model to its loss on the batch, a 0-dim tensor with a graph; called once for
+            each forward pass.
         around: Function that returns the context in which the run computes, such as ``lambda: torch.autocast("cuda",
             torch.bfloat16)``; entered around the forward and backward pass together.
 
