@@ -48,8 +48,8 @@ def first_bad_tensor(model: Subject | nn.Module, loss_of: LossOf, *, around: Aro
     buffers, modes, hooks and random states are left as they were. Scaling of the loss is part of ``loss_of``. Autocast
     is off in the backward pass, as PyTorch recommends. A checkpoint with ``use_reentrant=True`` runs as one without.
 
-    Cost: about five times a forward and backward pass, and one more forward pass if the loss is not finite, and for each
-    module that writes -inf on the way to it. Memory: that of the pass and its gradients, and four numbers for each
+    Cost: about five times a forward and backward pass; if the loss is not finite, one more forward pass, and one for
+    each module that writes -inf on the way to it. Memory: that of the pass and its gradients, and four numbers for each
     tensor. The device is read once or twice, and once for each further pass, whatever the depth.
 
     Error bound: counts and the largest |value| are exact. Values in objects other than tuples, lists, mappings and
