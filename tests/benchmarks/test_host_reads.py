@@ -10,9 +10,9 @@ from workbench.models.token_selection import TokenSelection
 N_STEPS = 10
 
 
-def waits_per_step(**settings):
+def waits_per_step(n_layers=2, **settings):
     """Waits of the host in each of ten steps, after ten others."""
-    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+    model = wb.zoo.transformer(d_model=16, n_layers=n_layers, n_heads=2)
     run = wb.train(model, wb.tasks.associative_recall(batch_size=2), n_steps=2 * N_STEPS + 1, **settings)
     for _ in range(N_STEPS):
         next(run)
@@ -60,7 +60,8 @@ def test_recording_waits_once_more_a_step_and_a_few_times_where_it_measures():
     assert waits_per_step(recorder=wb.Recorder(every=None)) == [2] * N_STEPS
     found = waits_per_step(recorder=wb.Recorder())
     assert found[:-1] == [2] * (N_STEPS - 1)
-    assert 2 < found[-1] <= 16  # the step at which monitors are due; the number does not grow with that of parameters
+    assert 2 < found[-1] <= 16  # the step at which monitors and probes are due
+    assert waits_per_step(n_layers=4, recorder=wb.Recorder()) == found
 
 
 def test_the_waits_of_a_measurement_of_the_optimizer_do_not_grow_with_the_parameters():

@@ -245,9 +245,11 @@ def _gradients(loss: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor | None
     """Gradients of a loss, scaled as a loss in float16 is, so that they neither vanish nor overflow."""
     is_short = any(state.dtype == torch.float16 for state in states) or torch.is_autocast_enabled(loss.device.type)
     found: Sequence[Tensor | None] = ()
+    is_short &= bool(states)
     for scale in _SCALES if is_short else _SCALES[-1:]:
-        found = torch.autograd.grad(loss * scale, states, allow_unused=True, retain_graph=True) if states else ()
-        if all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None):
+        found = torch.autograd.grad(loss * scale, states, allow_unused=True, retain_graph=is_short) if states else ()
+        known = [gradient.isfinite().all() for gradient in found if gradient is not None]
+        if not (is_short and known) or bool(torch.stack([each.to(loss.device) for each in known]).all()):
             break
     return found
 

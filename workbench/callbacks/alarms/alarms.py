@@ -162,9 +162,9 @@ class Alarms:
         return {name: dict(follow.latest) for name, follow in self._follows.items()}
 
     def attribute(self) -> Attribution:
-        """Which fault the signals point to now, with the evidence; a probe that found one leaves no doubt."""
-        for alarm, cause in self._probes.standing.values():
-            return Attribution(cause, {cause: 1.0}, (alarm.message.rstrip("."),))
+        """Which fault the signals point to now, with the evidence; faults that a probe cannot tell apart share it."""
+        for alarm, causes in self._probes.standing.values():
+            return Attribution(causes[0], dict.fromkeys(causes, 1 / len(causes)), (alarm.message.rstrip("."),))
         return self.attributor.attribute(self.features())
 
     def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:

@@ -13,19 +13,19 @@ from workbench.probes.precision import broken_arithmetic
 if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
 
+#: An alarm, and the faults that it may be.
+Finding = tuple[Alarm, tuple[str, ...]]
 #: Part -> name of the signal.
 SIGNALS = {"precision": "arithmetic", "reduction": "gradients"}
-#: Verdict on gradients -> fault that makes it.
+#: Verdict on gradients -> faults that make it, as far as they can be told apart.
 _FAULTS = {
-    GradientVerdict.LOW_PRECISION: "low_precision_reduction",
-    GradientVerdict.STALE: "stale_reduction",
-    GradientVerdict.PARAMETERS_MISSING: "dropped_bucket",
-    GradientVerdict.RANKS_UNEQUAL: "dropped_bucket",
-    GradientVerdict.RANK_MISSING: "dropped_bucket",
-    GradientVerdict.NOT_COMPUTED: "stale_reduction",
+    GradientVerdict.LOW_PRECISION: ("low_precision_reduction",),
+    GradientVerdict.STALE: ("stale_reduction",),
+    GradientVerdict.PARAMETERS_MISSING: ("dropped_bucket",),
+    GradientVerdict.RANKS_UNEQUAL: ("dropped_bucket",),
+    GradientVerdict.RANK_MISSING: ("dropped_bucket",),
+    GradientVerdict.NOT_COMPUTED: ("stale_reduction", "dropped_bucket", "low_precision_reduction"),
 }
-
-
 #: Measurements without a fault after which one is over: some faults strike now and then.
 _OVER_AFTER = 3
 #: Fewer significant bits are another fault than rounding.
@@ -39,11 +39,11 @@ class ProbeAlarms:
     first measurement on; then neither such changes nor low precision raise an alarm.
 
     Attributes:
-        standing: The last alarm of each signal whose fault is not over, with the fault.
+        standing: The last alarm of each signal whose fault is not over, with the faults that it may be.
     """
 
     def __init__(self) -> None:
-        self.standing: dict[str, tuple[Alarm, str]] = {}
+        self.standing: dict[str, Finding] = {}
         self._n_clean: dict[str, int] = {}
         self._changes_gradients: bool | None = None
 
@@ -70,7 +70,7 @@ class ProbeAlarms:
         self.standing[signal] = found
         return [] if was_standing else [found[0]]
 
-    def _gradients(self, observation: Observation) -> tuple[Alarm, str] | None:
+    def _gradients(self, observation: Observation) -> Finding | None:
         values = observation.values
         code = int(values["gradient_verdict"])
         if code < 0:
@@ -94,14 +94,14 @@ def _alarm(
     return Alarm(observation.step, signal, layer, head, score, value, is_outcome=False, message=message)
 
 
-def _arithmetic(observation: Observation) -> tuple[Alarm, str] | None:
+def _arithmetic(observation: Observation) -> Finding | None:
     found = broken_arithmetic(observation.values)
     if found is None:
         return None
     score = found.excess / float(observation.values["excess_limit"])
     where = {"layer": found.layer, "head": found.head}
     alarm = _alarm(observation, score=score, value=found.error, message=found.sentence, **where)
-    return alarm, "low_precision_attention"
+    return alarm, ("low_precision_attention" if found.head >= 0 else "arithmetic",)
 
 
 def _told(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,12 +16,12 @@ from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
+from workbench.callbacks.recorder.logged_numbers import NUMBERS, as_floats, as_number
 from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
-from workbench.errors import OptionError, WorkbenchError
+from workbench.errors import WorkbenchError
 from workbench.io.run_output import say
-from workbench.models.device_numbers import read_numbers
 from workbench.models.process_group import is_shared
 from workbench.models.wrapping import acting_on_gradients, bare, innermost
 from workbench.monitors.probe_pass import PARTS as PROBED
@@ -34,21 +33,6 @@ if TYPE_CHECKING:
     from workbench.io.run_output import RunOutput
     from workbench.training.callback import TrainingRun
 
-#: Numbers that every update has, in the order in which they are stored; NaN where unknown.
-NUMBERS = (
-    "loss",
-    "auxiliary_loss",
-    "accuracy",
-    "grad_norm",
-    "learning_rate",
-    "batch_size",
-    "n_tokens",
-    "token_entropy",
-    "label_entropy",
-    "repeated_examples",
-    "update_ratio",
-    "spike_score",
-)
 #: Descriptions of failed measurements that are no part of their own.
 _WORDS = {
     "probe": "What the probe shows (activations, attention logits, routing)",
@@ -211,7 +195,7 @@ class AttachedRecorder:
             OptionError: If a value is no number.
         """
         for name, value in numbers.items():
-            self._pending[name] = _as_number(name, value)
+            self._pending[name] = as_number(name, value)
 
     def finish_step(self, **numbers: Any) -> dict[str, float]:
         """End a step: no more numbers follow for it, even if its update was skipped.
@@ -309,7 +293,7 @@ class AttachedRecorder:
         loss, self._closure_loss = self._closure_loss, None
         if "loss" not in self._pending and isinstance(loss, Real | Tensor):
             self.log(loss=loss)
-        self._pending = {**of_all_ranks(_as_floats(self._pending))}
+        self._pending = {**of_all_ranks(as_floats(self._pending))}
         self._open_step = self.step
 
     def _close_row(self) -> None:
@@ -317,7 +301,7 @@ class AttachedRecorder:
         if step is None:
             return
         pending, self._pending = self._pending, {}
-        numbers = dict.fromkeys(NUMBERS, math.nan) | _as_floats(pending)
+        numbers = dict.fromkeys(NUMBERS, math.nan) | as_floats(pending)
         if "loss" in pending:
             self._spikes.update(numbers["loss"])
         numbers["spike_score"] = self._spikes.score
@@ -434,27 +418,6 @@ class AttachedRecorder:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms.new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
-
-
-def _as_number(name: str, value: Any) -> float | Tensor:
-    """A number, or a tensor of one number that may still be computed."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().reshape(())
-    if isinstance(value, np.ndarray) and value.size == 1:
-        return float(value.item())
-    if isinstance(value, Real):
-        return float(value)
-    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    raise OptionError(
-        f"log() got {name} as a {type(value).__name__}{shape}, expected one number; pass its mean or another number."
-    )
-
-
-def _as_floats(numbers: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Numbers of which some may still be computed, in their order; the host waits for them once."""
-    late = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
-    read = dict(zip(late, read_numbers([*late.values()]), strict=True))
-    return {name: read[name] if name in read else float(value) for name, value in numbers.items()}
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
