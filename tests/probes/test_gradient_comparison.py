@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from workbench.callbacks.faults.communication import LowPrecisionReduction, ring_sum
@@ -86,7 +86,8 @@ def test_honest_sums_are_as_computed_at_any_scale_and_in_any_format(
     received = [mean * scale for mean in added(ranks)]
     found = compare_gradients(step(ranks, received))
     assert found.verdict in (Verdict.AS_COMPUTED, Verdict.NOT_MEASURED)
-    if dtype in ("float32", "float64") and found.verdict == Verdict.AS_COMPUTED:
+    # Numbers below the smallest normal one have few digits, and a scale of them alone as few.
+    if dtype in ("float32", "float64") and least > -42 and found.verdict == Verdict.AS_COMPUTED:
         assert found.scale == pytest.approx(scale, rel=1e-4)
         assert (found.weights[np.isfinite(found.weights)] == pytest.approx(1, abs=0.3)) or n_ranks == 1
         assert found.missing_ranks == ()
@@ -99,13 +100,17 @@ def test_honest_sums_are_as_computed_at_any_scale_and_in_any_format(
     dtype=st.sampled_from(["float32", "bfloat16"]),
     lost=st.sets(st.integers(0, len(SIZES) - 1), min_size=1, max_size=len(SIZES)),
 )
+@example(seed=0, n_ranks=2, dtype="float32", lost={0, 1, 3, 4, 5, 6, 7})
 def test_exactly_the_lost_parameters_are_named(seed, n_ranks, dtype, lost):
     ranks = gradients(n_ranks, seed, dtype=FORMATS[dtype])
     received = [torch.zeros_like(g) if i in lost else 0.3 * g for i, g in enumerate(added(ranks))]
     found = compare_gradients(step(ranks, received))
     judged = {i for i, state in enumerate(found.states) if state != Verdict.NOT_MEASURED}
     assert set(found.parameters(Verdict.PARAMETERS_MISSING)) == lost & judged
-    assert dtype == "bfloat16" or judged == set(range(len(SIZES)))
+    everything = set(range(len(SIZES)))
+    # One number alone, that of parameter 2, agrees with any scale.
+    hidden = {2} if everything - lost == {2} else set()
+    assert dtype == "bfloat16" or judged == everything - hidden
     assert all(found.states[i] == Verdict.AS_COMPUTED for i in judged - lost)
 
 
