@@ -101,6 +101,7 @@ class Guard(Callback):
         self.run.n_skipped = state["n_skipped"]
         if self.recorder is not None:
             self.recorder.recent_examples = state.get("recent_examples", [])
+            self.recorder.settings_state = state.get("settings", {})
         if not self.run.owns_loop and self.recorder is not None and "recorder" in state:
             self.recorder.load_state_dict(state["recorder"])
 
@@ -186,6 +187,7 @@ class Guard(Callback):
                 self._state["recorder"] = self.recorder.state_dict()
             elif self._attached is not None:
                 self._state["recent_examples"] = self._attached.batches.recent_examples
+                self._state["settings"] = self._attached.settings_state
         return self._state
 
     def end(self, *, is_broken: bool = False) -> None:

@@ -33,3 +33,17 @@ class Observation:
     part: str
     values: Mapping[str, np.ndarray]
     coords: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def changed_setting(step: int, setting: str, factor: float, message: str) -> Observation:
+    """An observation of the part ``"settings"``: one setting has changed without a plan.
+
+    Args:
+        step: Update at which it was noticed.
+        setting: Name of the setting.
+        factor: Its new value over the one before; 1: it is back, NaN: not known.
+        message: Description in plain words.
+    """
+    return Observation(
+        step, "settings", {"factor": np.array(factor)}, {"setting": np.array(setting), "message": np.array(message)}
+    )

@@ -332,8 +332,8 @@ EVENTS: dict[str, Variable] = {
         "UT",
         "kind",
         "",
-        "what happened: divergence, started, finished, stopped, resumed, no spectra, kss, fault, alarm, attribution, "
-        "action, not recorded, not finite, gap",
+        "what happened: divergence, started, finished, stopped, resumed, no spectra, kss, fault, setting, alarm, "
+        "attribution, action, not recorded, not finite, gap",
     ),
     "source": Variable(("event",), "UT", "source", "", "what showed it: loss, grad_norm, non-finite; or empty"),
     "score": Variable(("event",), "f", "score", "1", "value that showed it; NaN: none"),

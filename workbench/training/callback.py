@@ -13,7 +13,7 @@ lightning.Trainer(..., callbacks=[wb.lightning_callback(LargeGradients(), record
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,7 @@ class TrainingRun:
         probe: Function from a number of tokens to inputs to measure the model on, on its device; None: there is none.
         probe_loss: Function from the model to its loss on some examples that it is not trained on; None: there is none.
         targets: Targets of the present batch; None: the loop does not know them.
+        planned_rates: Learning rate of each group that is planned for this step; empty: not known.
         owns_loop: Whether the loop is `workbench.train`, the only one that can repeat a pass or skip a batch.
         output: Output in which `workbench.train` records the run, from its first step on; in another trainer it writes
             nothing.
@@ -78,6 +79,7 @@ class TrainingRun:
     probe: Callable[[int], Any] | None = None
     probe_loss: Callable[[nn.Module], Tensor] | None = None
     targets: Any = None
+    planned_rates: Sequence[float] = ()
     owns_loop: bool = False
     output: RunOutput = field(default_factory=lambda: RunOutput(None))
     checkpoints: Path | None = None
@@ -114,6 +116,7 @@ class Callback:
 
     Attributes:
         name: Its name in checkpoints and configurations, unique in a run.
+        is_planned: Whether its `rate_factor` belongs to the plan of the run; that of a fault does not.
 
     Example:
         >>> import workbench as wb
@@ -128,6 +131,7 @@ class Callback:
     """
 
     name: str = ""
+    is_planned: bool = True
     _run: TrainingRun | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from numbers import Real
@@ -90,9 +91,11 @@ class CallbackGroup:
 
     def rate_factor(self, planned: float = 1.0) -> float:
         """The planned share of the peak learning rate, multiplied by the factor of each of them."""
-        for callback in self.callbacks:
-            planned *= callback.rate_factor
-        return planned
+        return planned * math.prod(callback.rate_factor for callback in self.callbacks)
+
+    def planned_factor(self, planned: float = 1.0) -> float:
+        """The same without the factors of faults."""
+        return planned * math.prod(callback.rate_factor for callback in self.callbacks if callback.is_planned)
 
     def end_step(self, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Hand the numbers of a step from one to the next.

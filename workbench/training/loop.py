@@ -263,7 +263,9 @@ class Training:
         """One forward, backward and, unless it diverged, update."""
         for callback in self.callbacks:
             callback.begin_step(self.step)
-        factor = self.callbacks.rate_factor(self.plan.rate_factor(self.step))
+        scheduled = self.plan.rate_factor(self.step)
+        factor, planned = self.callbacks.rate_factor(scheduled), self.callbacks.planned_factor(scheduled)
+        self.run.planned_rates = [peak * planned for peak in self.peak_rates]
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
         inputs, targets = on_device_of(self.model, inputs), on_device_of(self.model, targets)

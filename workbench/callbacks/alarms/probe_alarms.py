@@ -1,7 +1,8 @@
-"""Alarms of the probes, which settle a question: no healthy start, no calibration, no threshold to choose."""
+"""Alarms that settle a question: what probes find, and settings that change without a plan; no calibration."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,12 @@ _FAULTS = {
     GradientVerdict.RANKS_UNEQUAL: ("dropped_bucket",),
     GradientVerdict.RANK_MISSING: ("dropped_bucket",),
     GradientVerdict.NOT_COMPUTED: ("stale_reduction", "dropped_bucket", "low_precision_reduction"),
+}
+#: Setting, and whether it rose -> fault that this is.
+_OF_SETTINGS = {
+    ("learning_rate", True): "large_rate",
+    ("batch_size", False): "small_batch",
+    ("auxiliary_loss", False): "no_auxiliary_loss",
 }
 #: Measurements without a fault after which one is over: some faults strike now and then.
 _OVER_AFTER = 3
@@ -56,6 +63,8 @@ class ProbeAlarms:
         Returns:
             The alarm that it raises, if it does.
         """
+        if observation.part == "settings":
+            return self._setting(observation)
         signal = SIGNALS.get(observation.part)
         if signal is None:
             return []
@@ -69,6 +78,17 @@ class ProbeAlarms:
         was_standing = signal in self.standing
         self.standing[signal] = found
         return [] if was_standing else [found[0]]
+
+    def _setting(self, observation: Observation) -> list[Alarm]:
+        setting, message = (str(observation.coords[name]) for name in ("setting", "message"))
+        factor = float(observation.values["factor"])
+        self.standing.pop("settings", None)
+        if factor == 1:  # it is as planned again
+            return []
+        alarm = Alarm(observation.step, setting, -1, -1, math.inf, factor, is_outcome=False, message=message)
+        if (cause := _OF_SETTINGS.get((setting, factor > 1))) is not None:
+            self.standing["settings"] = alarm, (cause,)
+        return [alarm]
 
     def _gradients(self, observation: Observation) -> Finding | None:
         values = observation.values

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.callbacks.alarms.watched import WATCHED
-from workbench.callbacks.observation import Observation
+from workbench.callbacks.observation import Observation, changed_setting
 from workbench.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -49,8 +49,20 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
         values = {str(key): v.values for key, v in part.data_vars.items() if v.dims[:1] == ("step",)}
         measured += [(int(step), place, row, name, values, coords) for row, step in enumerate(part["step"].values)]
     measured.sort(key=lambda found: found[:2])
-    for step, _, row, name, values, coords in measured:
+    settings = _changed_settings(run)
+    for step, place, row, name, values, coords in measured:
         yield Observation(step, name, {key: value[row] for key, value in values.items()}, coords)
+        while place == len(_PARTS) - 1 and settings and settings[0].step <= step:
+            yield settings.pop(0)
+
+
+def _changed_settings(run: xr.DataTree) -> list[Observation]:
+    """Changes of settings, which a run holds as events."""
+    if "events" not in run.children or "source" not in run.children["events"]:
+        return []
+    events = run.children["events"].to_dataset()
+    rows = zip(*(events[name].values.tolist() for name in ("kind", "step", "source", "score", "message")), strict=True)
+    return [changed_setting(*change) for kind, *change in rows if kind == "setting"]
 
 
 def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:

@@ -63,6 +63,7 @@ class Injection(Callback):
     """
 
     name = "faults"
+    is_planned = False
 
     def __init__(self, faults: Sequence[Fault], *, seed: int = 0) -> None:
         if isinstance(faults, Fault):

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.observation import Observation
+from workbench.callbacks.observation import Observation, changed_setting
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.logged_numbers import NUMBERS, as_floats, as_number
 from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
+from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import WorkbenchError
 from workbench.io.run_output import say
@@ -39,6 +40,7 @@ _WORDS = {
     "setup": "What was not read yet",
     "monitors": "The gradient norm",
     "sample": "The size of every update",
+    "settings": "What the settings are",
 }
 
 
@@ -48,6 +50,7 @@ class RecorderOwner(Protocol):
     options: RecorderOptions
     n_probe_tokens: int
     recent_examples: list[int]
+    settings_state: dict[str, Any]
 
     def keep_probe(self, probe: Any) -> str | None:
         """Remember the examples that it measures on; return them as JSON."""
@@ -112,6 +115,7 @@ class AttachedRecorder:
         self._closure_loss: Any = None
         self._is_ready = False
         self._sample = SampledUpdate(inner)
+        self._settings: SettingsWatch | None = None
         self._optimizer: torch.optim.Optimizer | None = inner
         self._has_updated = step > 0
         if parameters.are_coarse:
@@ -155,6 +159,11 @@ class AttachedRecorder:
         """Numbers of the present step, so far."""
         return dict(self._pending)
 
+    @property
+    def settings_state(self) -> dict[str, Any]:
+        """What is known of the run's settings, for JSON."""
+        return self.recorder.settings_state if self._settings is None else self._settings.sentinel.state_dict()
+
     def flush(self) -> None:
         """Write all numbers so far, including the present step if its update is done."""
         if self._open_step is not None:
@@ -180,8 +189,9 @@ class AttachedRecorder:
             if self._collectors is not None:
                 self._collectors.reduction.disarm()
             self.recorder.recent_examples = self.batches.recent_examples
+            self.recorder.settings_state = self.settings_state
             self.batches.detach()
-            self._collectors = self._parameters = self._optimizer = None
+            self._collectors = self._parameters = self._optimizer = self._settings = None
             if not self.is_hosted:
                 word = "stopped" if is_broken else "finished"
                 self.event(word, message=f"{word.capitalize()} after {self.step} steps.")
@@ -250,6 +260,7 @@ class AttachedRecorder:
                 self._prepare(optimizer)
             self._guarded("monitors", lambda collectors: self._note_update(optimizer))
             self._guarded("sample", lambda collectors: self._sample.begin())
+            self._guarded("settings", lambda collectors: self._read_settings(collectors, optimizer))
             self._guarded("reduction", lambda collectors: collectors.reduction.take())
             if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                 self._take_spectra()
@@ -257,6 +268,17 @@ class AttachedRecorder:
                 self._guarded("optimizer", lambda collectors: collectors.begin_update())
             if is_due(self.step, self._every["update"]):
                 self._guarded("update", lambda collectors: collectors.begin_effect())
+
+    def _read_settings(self, collectors: Collectors, optimizer: torch.optim.Optimizer) -> None:
+        if self._settings is None:
+            run = self._run
+            planned = None if run is None or not run.planned_rates else lambda step: run.planned_rates
+            self._settings = SettingsWatch(collectors.model, optimizer, planned)
+            if self.recorder.settings_state:
+                self._settings.sentinel.load_state_dict(self.recorder.settings_state)
+        # In the workbench's own loop several passes of one update are ranks that a fault emulates.
+        is_own = self._run is not None and self._run.owns_loop
+        self._settings.read(self.batches.autocast, 0 if is_own else self.batches.n_forwards)
 
     def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
         # Sharded gradients need every rank, and the logged numbers may differ between ranks.
@@ -307,6 +329,11 @@ class AttachedRecorder:
         numbers["spike_score"] = self._spikes.score
         self.numbers = numbers
         self._publish(Observation(step, "monitors", plain(numbers)))
+        if self._settings is not None:
+            for change in self._settings.changes(step, numbers):
+                setting, factor, message = change.setting, change.factor, change.sentence
+                self.event("setting", step=step, source=setting, score=factor, message=message)
+                self._publish(changed_setting(step, setting, factor, message))
 
     # Measurements
 
@@ -405,7 +432,8 @@ class AttachedRecorder:
 
     def _publish(self, observation: Observation) -> None:
         """Store an observation and pass it on; observers last, as they may raise."""
-        if not (self.is_hosted and observation.part == "monitors"):  # those are written by the owner of the store
+        # Changed settings are events, and the owner of the store writes its monitors.
+        if observation.part != "settings" and not (self.is_hosted and observation.part == "monitors"):
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
         if self._alarms is not None:
             self._raise_alarms(self._alarms, observation)

@@ -149,6 +149,11 @@ class BatchWatch:
         """Hashes of the latest examples, see `BatchProbe.state_dict`."""
         return self._contents.state_dict()
 
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Type of autocast in the last forward pass; None: there was none."""
+        return self._pass.autocast
+
     def around_pass(self) -> AbstractContextManager[None]:
         """The context in which the model was called last in training."""
         return self._pass.entered()

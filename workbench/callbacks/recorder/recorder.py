@@ -61,8 +61,11 @@ class Recorder:
 
     Everything is measured around the optimizer's step, and in passes of its own over a few examples that stay the same
     (eval mode, no gradients), so that gradient accumulation and checkpointing, mixed precision, ``torch.compile``, DDP
-    and FSDP2 need no further code, and the training is the same to the bit. Once attached it never stops a training
-    run: a part that fails is switched off, with an event and a warning. Exceptions of an observer are passed on.
+    and FSDP2 need no further code, and the training is the same to the bit. The settings of the run (learning rate
+    and options of the optimizer, batch, terms of the loss, number formats, parameters that are trained, versions)
+    are compared at every update; what changes without a plan is an event, and an alarm. Once attached it never
+    stops a training run: a part that fails is switched off, with an event and a warning. Exceptions of an observer
+    are passed on.
 
     Args:
         path: Path of the run's store; None: nothing is written, only observers and loggers get the values.
@@ -140,6 +143,7 @@ class Recorder:
         self._last_model: weakref.ref[nn.Module] | None = None
         self._is_loaded = False
         self.recent_examples: list[int] = []
+        self.settings_state: dict[str, Any] = {}
         if self.path is not None and not resume:
             check_free(self.path, overwrite=overwrite)
 
@@ -184,7 +188,7 @@ class Recorder:
         if not goes_on:
             self._step, self._kept_probe = 0, None
         if not step:
-            self.recent_examples = []
+            self.recent_examples, self.settings_state = [], {}
         goes_on |= self._resumes
         output = self._output(model, step, goes_on=goes_on) if host is None else host
         alarms = self.alarms if alarms is None else alarms
@@ -270,9 +274,15 @@ class Recorder:
         """The state that a resumed run needs, for JSON; everything recorded is on disk when this returns."""
         if self._attached is not None and self._attached.is_attached:
             self._step = self._attached.step
-            self.recent_examples = self._attached.batches.recent_examples
             self._attached.flush()
-        return {"step": self._step, "probe": to_plain(self._kept_probe), "recent_examples": self.recent_examples}
+            self.recent_examples = self._attached.batches.recent_examples
+            self.settings_state = self._attached.settings_state
+        return {
+            "step": self._step,
+            "probe": to_plain(self._kept_probe),
+            "recent_examples": self.recent_examples,
+            "settings": self.settings_state,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave: at the next `attach`, in the same store if it exists.
@@ -284,6 +294,7 @@ class Recorder:
             raise OptionError("The recorder is attached already; load its state before that.")
         self._step, self._is_loaded = state["step"], True
         self.recent_examples = state.get("recent_examples", [])
+        self.settings_state = state.get("settings", {})
         if (probe := of_plain(state["probe"])) is not None:
             self._kept_probe = probe
 

@@ -1,0 +1,117 @@
+"""Settings that change in a recorded run: alarms at once, plans that raise none, and replays."""
+
+import math
+
+import pytest
+import torch
+
+import workbench as wb
+from workbench.callbacks.alarms import replay
+
+pytestmark = pytest.mark.medium
+
+TASK = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+
+
+def moe():
+    return wb.zoo.moe(d_model=16, n_layers=2, n_heads=2, n_experts=2, vocab_size=16, max_length=8, seed=0)
+
+
+def trained(alarms, *, faults=(), store=None, n_steps=30, **options):
+    recorder = wb.Recorder(every=None)
+    run = wb.train(
+        moe(), TASK, n_steps=n_steps, learning_rate=1e-3, recorder=recorder, alarms=alarms, faults=faults, store=store,
+        **options,
+    )  # fmt: skip
+    return list(run)
+
+
+FAULTS = {
+    "learning_rate": (wb.faults.large_rate(factor=10.0, start=20, stop=26), 20, "large_rate"),
+    "batch_size": (wb.faults.small_batch(n_rows=2, start=22), 23, "small_batch"),
+    "auxiliary_loss": (wb.faults.no_auxiliary_loss(start=20), 20, "no_auxiliary_loss"),
+}
+
+
+@pytest.mark.parametrize("setting", FAULTS)
+def test_a_setting_that_changes_is_an_alarm_at_once(setting, tmp_path):
+    fault, step, cause = FAULTS[setting]
+    alarms = wb.Alarms()
+    records = trained(alarms, faults=[fault], store=tmp_path / "run.zarr")
+    first = alarms.raised[0]
+    assert (first.signal, first.step) == (setting, step)
+    assert records[step].alarms[0] == first
+    found = wb.open_run(tmp_path / "run.zarr")
+    again = wb.Alarms()
+    assert replay(found, again) == alarms.raised
+    events = found["events"].to_dataset()
+    named = events["source"].values[events["kind"].values == "attribution"].tolist()
+    assert named[0] == cause
+    if setting == "learning_rate":  # it is over, and its end is no alarm
+        assert [alarm.signal for alarm in alarms.raised].count(setting) == 1
+        ends = events["score"].values[events["kind"].values == "setting"].tolist()
+        assert ends == [pytest.approx(10.0), 1.0]
+    else:
+        assert alarms.attribute().cause == cause == again.attribute().cause
+
+
+def restarts(step):
+    return 0.1 + 0.9 * (1 + math.cos(math.pi * (step % 10) / 10)) / 2
+
+
+@pytest.mark.parametrize("schedule", ["cosine", restarts])
+def test_a_plan_that_rises_again_is_none(schedule, tmp_path):
+    alarms = wb.Alarms()
+    trained(alarms, schedule=schedule, warmup=5, store=tmp_path / "run.zarr")
+    assert alarms.raised == []
+    kinds = wb.open_run(tmp_path / "run.zarr")["events"]["kind"].values.tolist()
+    assert "setting" not in kinds
+
+
+def test_a_run_resumed_in_the_middle_of_a_fault_reports_it_once(tmp_path):
+    store = tmp_path / "run.zarr"
+    fault = wb.faults.large_rate(factor=10.0, start=12)
+    options = {"faults": [fault], "checkpoint_every": 5}
+    run = wb.train(
+        moe(), TASK, n_steps=30, learning_rate=1e-3, recorder=wb.Recorder(every=None), alarms=wb.Alarms(), store=store,
+        **options,
+    )  # fmt: skip
+    for record in run:
+        if record.step == 18:
+            run.close()
+            break
+    alarms = wb.Alarms()
+    list(
+        wb.train(
+            moe(), TASK, n_steps=30, learning_rate=1e-3, recorder=wb.Recorder(every=None), alarms=alarms, store=store,
+            resume=True, **options,
+        )
+    )  # fmt: skip
+    assert [alarm.step for alarm in alarms.raised if alarm.signal == "learning_rate"] == [12]
+    events = wb.open_run(store)["events"].to_dataset()
+    assert events["step"].values[events["kind"].values == "setting"].tolist() == [12]
+
+
+@pytest.mark.parametrize("change", ["rate", "weight decay", "frozen", "sign"])
+def test_any_loop_tells_of_what_its_optimizer_and_model_change(change):
+    model = moe()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    alarms = wb.Alarms()
+    with wb.Recorder(every=None, alarms=alarms).attach(model, optimizer):
+        for step in range(30):
+            if step == 20:
+                if change == "rate":
+                    optimizer.param_groups[0]["lr"] = 0.1
+                elif change == "weight decay":
+                    optimizer.param_groups[0]["weight_decay"] = 0.5
+                elif change == "frozen":
+                    next(model.parameters()).requires_grad_(False)
+                else:
+                    optimizer.param_groups[0]["maximize"] = True
+            inputs, targets = TASK.batch(step)
+            torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    named = {"rate": "learning_rate", "weight decay": "weight_decay", "frozen": "n_trainable", "sign": "maximize"}
+    assert (alarms.raised[0].signal, alarms.raised[0].step) == (named[change], 20)
+    assert "20" in alarms.raised[0].message
