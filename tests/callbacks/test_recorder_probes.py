@@ -235,3 +235,49 @@ def test_what_cannot_be_measured_stops_no_training(task, monkeypatch):  # noqa: 
     assert len(numbers) == 3
     assert all(np.isnan(found["token_entropy"]) and np.isnan(found["update_ratio"]) for found in numbers)
     assert all(np.isfinite(found["grad_norm"]) for found in numbers)
+
+
+def test_broken_arithmetic_stops_the_run_and_says_what_to_mend(task):  # noqa: F811
+    """A smaller rate would hide the bug."""
+    kinds = {k for c, ks in wb.Actions().policy.items() if c in FAULTS_OF_ARITHMETIC for k in ks}
+    assert kinds == {"stop"}
+    actions = wb.Actions(policy={"low_precision_attention": ("stop",)}, otherwise=())
+    recorder = wb.Recorder(every={"precision": 3})
+    fault = wb.faults.low_precision_attention(n_bits=4, start=7)
+    options = {"recorder": recorder, "alarms": wb.Alarms(), "actions": actions, "faults": [fault]}
+    records = list(wb.train(dense(), task, n_steps=20, **options))
+    assert records[-1].step == 8
+    (done,) = actions.done
+    assert done.kind == "stop"
+    assert "Let attention run in float32 by torch's own kernel." in done.message
+
+
+FAULTS_OF_ARITHMETIC = ("low_precision_attention", "arithmetic", "low_precision_reduction", "stale_reduction")
+
+
+def test_a_changed_setting_that_is_no_fault_asks_for_nothing(task):  # noqa: F811
+    asked = []
+    assert wb.Actions().policy["changed_setting"] == ()
+
+    class Changing(wb.Callback):
+        name = "changing"
+
+        def begin_step(self, step):
+            if step == 10:
+                for group in self.run.optimizer.param_groups:
+                    group["weight_decay"] = 0.5
+
+    options = {"recorder": wb.Recorder(every=None), "alarms": wb.Alarms(), "callbacks": [Changing()]}
+    records = list(
+        wb.train(
+            dense(),
+            task,
+            n_steps=20,
+            actions=wb.Actions(
+                policy={"changed_setting": ()}, otherwise=("stop",), call=lambda request: asked.append(request.kinds)
+            ),
+            **options,
+        )
+    )
+    assert len(records) == 20
+    assert asked == [()]

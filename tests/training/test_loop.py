@@ -415,3 +415,35 @@ def test_a_taken_store_is_refused_at_the_call_and_kept(make_model, task, tmp_pat
         wb.train(make_model(), task, n_steps=5, store=store)
     list(wb.train(make_model(), task, n_steps=5, store=store, overwrite=True))
     assert wb.open_run(store)["monitors"].sizes["step"] == 5
+
+
+class Broken(wb.Callback):
+    """Makes one parameter infinite before a step."""
+
+    name = "broken"
+
+    @torch.no_grad()
+    def begin_step(self, step):
+        if step == 3:
+            self.run.model.blocks[1].mlp.up.bias[0] = math.inf
+
+
+def test_a_run_that_is_not_finite_says_where_it_began(task, tmp_path, make_model):
+    model, store = make_model("pre_ln"), tmp_path / "run.zarr"
+    records = list(wb.train(model, task, n_steps=10, store=store, callbacks=[Broken()]))
+    assert (len(records), records[-1].cause) == (4, "non-finite")
+    (message,) = wb.open_run(store)["events"]["message"].values.tolist()
+    beginning = "Loss or gradients are not finite. Forward pass: parameter bias of blocks.1.mlp.up has 1 of 64 values"
+    assert message.startswith(beginning)
+
+
+def test_where_it_began_may_be_unknown(task, tmp_path):
+    class Refusing(Failing):
+        def forward(self, tokens):
+            if self.n_calls > self.at_step:
+                raise RuntimeError("no second pass")
+            return super().forward(tokens)
+
+    list(wb.train(Refusing(lambda x: x * math.nan), task, n_steps=10, store=tmp_path / "run.zarr"))
+    (message,) = wb.open_run(tmp_path / "run.zarr")["events"]["message"].values.tolist()
+    assert message.endswith("Where it arose is not known (RuntimeError: no second pass).")

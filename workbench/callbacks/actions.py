@@ -16,13 +16,21 @@ if TYPE_CHECKING:
 #: Kinds of action, in the order in which they are carried out.
 KINDS = ("roll_back", "auxiliary_loss", "kss", "cut_rate", "stop")
 #: Kinds of action for each attributed cause. A rate that is too high and a batch that is too small are the same
-#: ratio; bad data are skipped; errors of the arithmetic do less harm in smaller steps.
+#: ratio; bad data are skipped. Wrong arithmetic, wrong gradients and a loader that repeats itself are bugs, which
+#: smaller steps would hide: the run stops, and the alarm says what to mend. A changed setting that is no known fault
+#: is reported only.
 POLICY: Mapping[str, tuple[str, ...]] = {
     "large_rate": ("roll_back", "cut_rate"),
     "small_batch": ("cut_rate",),
     "no_auxiliary_loss": ("auxiliary_loss",),
     "corrupted_data": ("roll_back",),
-    "low_precision_attention": ("roll_back", "cut_rate"),
+    "low_precision_attention": ("stop",),
+    "arithmetic": ("stop",),
+    "low_precision_reduction": ("stop",),
+    "stale_reduction": ("stop",),
+    "dropped_bucket": ("stop",),
+    "repeated_data": ("stop",),
+    "changed_setting": (),
 }
 #: Kinds of action for every other cause.
 OTHERWISE = ("roll_back", "cut_rate")

@@ -77,7 +77,7 @@ class Response:
             "auxiliary_loss": self._restore_auxiliary_loss,
             "kss": self._turn_up_kss,
             "cut_rate": self._cut_rate,
-            "stop": lambda: _stop(run),
+            "stop": lambda: _stop(run, request.alarm),
         }
         done = [Action(kind, step, ways[kind]()) for kind in KINDS if kind in request.kinds]
         self.state.n_answered += 1
@@ -154,6 +154,6 @@ class Response:
         return f"The learning rate is {state.rate_factor:g} of the plan from here on."
 
 
-def _stop(run: TrainingRun) -> str:
+def _stop(run: TrainingRun, alarm: Alarm) -> str:
     run.stop("by an alarm")
-    return "The run is stopped."
+    return f"The run is stopped: {alarm.message}"

@@ -31,6 +31,7 @@ from workbench.training.callback import Callback, PassFunction, PassResult, Trai
 from workbench.training.callback_group import CallbackGroup
 from workbench.training.checkpoints import TrainingState, read_checkpoint, write_checkpoint
 from workbench.training.configuration import describe_run, first_difference
+from workbench.training.failed_step import evidence, place_of_failure
 from workbench.training.recording import (
     Recording,
     SpectraTaker,
@@ -104,6 +105,7 @@ class Training:
         self._output = RunOutput(None)
         self._lacks_checkpoint = False
         self._kept: tuple[Any, Tensor] | None = None
+        self._failed_at = ""
         self.run = TrainingRun(
             model,
             self.optimizer,
@@ -196,7 +198,7 @@ class Training:
                     spectra = self._spectra(taker, record.step)
                 record = self._recorded(replace(record, spectra=spectra))
                 if record.diverged:
-                    self._say("divergence", **_evidence(record, self.plan))
+                    self._say("divergence", **evidence(record, self.plan, self._failed_at))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
                     self._output.flush(state=state)  # at once: the receiver of the record may read the store
@@ -277,6 +279,9 @@ class Training:
             cause = self._cause(given.loss if given.is_finite else math.nan, grad_norm)
             if not cause or not (self.plan.stops_at_divergence or cause == "non-finite"):
                 self._update(inputs, targets, given.loss, grad_norm)
+            if cause == "non-finite" and self._output.path is not None:
+                total = partial(self._total, inputs, targets)
+                self._failed_at = place_of_failure(self.model, total, around=self.callbacks.around_pass)
         return StepRecord(
             step=self.step,
             loss=given.loss,
@@ -345,7 +350,7 @@ class Training:
         it is not.
         """
         with self.callbacks.around_pass():
-            task_loss, auxiliary, logits = self._losses(inputs, targets)
+            task_loss, auxiliary, logits = self._losses(self.model, inputs, targets)
             total = task_loss if auxiliary is None else task_loss + auxiliary
             self.optimizer.zero_grad(set_to_none=True)
             self.scaler.scale(total).backward()
@@ -358,14 +363,19 @@ class Training:
             self.optimizer.zero_grad(set_to_none=True)
         return PassResult(task_loss, auxiliary, logits, math.isfinite(total))
 
-    def _losses(self, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def _total(self, inputs: Any, targets: Tensor, model: nn.Module) -> Tensor:
+        """The loss with its auxiliary terms."""
+        task_loss, auxiliary, _ = self._losses(model, inputs, targets)
+        return task_loss if auxiliary is None else task_loss + auxiliary
+
+    def _losses(self, model: nn.Module, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """The task loss, weighted auxiliary terms or None, and the logits."""
         dtype = PRECISIONS[self.plan.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            output = call_model(self.model, inputs)
+            output = call_model(model, inputs)
             logits = prediction_of(output)
             task_loss = self.loss(logits, targets)
-            auxiliary = self.callbacks.auxiliary_loss(task_loss, auxiliary_loss(self.model, output))
+            auxiliary = self.callbacks.auxiliary_loss(task_loss, auxiliary_loss(model, output))
             return task_loss, auxiliary, logits
 
     def _grad_norm(self) -> Tensor:
@@ -400,8 +410,7 @@ class Training:
         """Loss and gradients where an optimizer evaluates them again within a step."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.callbacks.around_pass():
-            task_loss, auxiliary, _ = self._losses(inputs, targets)
-            total = task_loss if auxiliary is None else task_loss + auxiliary
+            total = self._total(inputs, targets, self.model)
             total.backward()
         if self.plan.clip_norm is not None and _is_two_pass(self.optimizer):  # LBFGS needs the true gradient
             self._clip(self._grad_norm())
@@ -498,17 +507,3 @@ def takes_several_passes(optimizer: torch.optim.Optimizer) -> bool:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _evidence(record: StepRecord, plan: TrainingPlan) -> dict[str, Any]:
-    """Source, score and sentence of a divergence."""
-    if record.cause == "loss":
-        score, limit = record.loss, plan.loss_limit
-        what = f"Loss {score:.4g} is above {limit:g}."
-    elif record.cause == "grad_norm":
-        score, limit = record.grad_norm, plan.grad_norm_limit
-        what = f"Gradient norm {score:.4g} is above {limit:g}."
-    else:
-        score = record.loss if not math.isfinite(record.loss) else record.grad_norm
-        what = "Loss or gradients are not finite."
-    return {"source": record.cause, "score": score, "message": what}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.alarm import Alarm
+from workbench.callbacks.alarms.repeated_batches import RepeatedBatches
 from workbench.formatting import counted, percent
 from workbench.probes.gradient_agreement import GradientVerdict
 from workbench.probes.precision import broken_arithmetic
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 #: An alarm, and the faults that it may be.
 Finding = tuple[Alarm, tuple[str, ...]]
 #: Part -> name of the signal.
-SIGNALS = {"precision": "arithmetic", "reduction": "gradients"}
+SIGNALS = {"precision": "arithmetic", "reduction": "gradients", "monitors": "data"}
 #: Verdict on gradients -> faults that make it, as far as they can be told apart.
 _FAULTS = {
     GradientVerdict.LOW_PRECISION: ("low_precision_reduction",),
@@ -33,6 +34,8 @@ _OF_SETTINGS = {
     ("batch_size", False): "small_batch",
     ("auxiliary_loss", False): "no_auxiliary_loss",
 }
+#: Cause where the setting is no known fault, and the steps for which what follows is put down to it.
+_HARMLESS, _LASTS = "changed_setting", 50
 #: Measurements without a fault after which one is over: some faults strike now and then.
 _OVER_AFTER = 3
 #: Fewer significant bits are another fault than rounding.
@@ -53,6 +56,7 @@ class ProbeAlarms:
         self.standing: dict[str, Finding] = {}
         self._n_clean: dict[str, int] = {}
         self._changes_gradients: bool | None = None
+        self._batches = RepeatedBatches()
 
     def observe(self, observation: Observation) -> list[Alarm]:
         """Process an observation of any part.
@@ -68,7 +72,10 @@ class ProbeAlarms:
         signal = SIGNALS.get(observation.part)
         if signal is None:
             return []
-        found = _arithmetic(observation) if observation.part == "precision" else self._gradients(observation)
+        if observation.part == "monitors":
+            self._forget_harmless(observation.step)
+        finders = {"precision": _arithmetic, "reduction": self._gradients, "monitors": self._data}
+        found = finders[observation.part](observation)
         if found is None:
             self._n_clean[signal] = self._n_clean.get(signal, 0) + 1
             if self._n_clean[signal] >= _OVER_AFTER:
@@ -86,9 +93,20 @@ class ProbeAlarms:
         if factor == 1:  # it is as planned again
             return []
         alarm = Alarm(observation.step, setting, -1, -1, math.inf, factor, is_outcome=False, message=message)
-        if (cause := _OF_SETTINGS.get((setting, factor > 1))) is not None:
-            self.standing["settings"] = alarm, (cause,)
+        self.standing["settings"] = alarm, (_OF_SETTINGS.get((setting, factor > 1), _HARMLESS),)
         return [alarm]
+
+    def _forget_harmless(self, step: int) -> None:
+        standing = self.standing.get("settings")
+        if standing is not None and standing[1] == (_HARMLESS,) and step > standing[0].step + _LASTS:
+            del self.standing["settings"]
+
+    def _data(self, observation: Observation) -> Finding | None:
+        if not self._batches.update(observation.values):
+            return None
+        n = self._batches.n_in_a_row
+        message = f"All examples of the last {n} batches have come before: the data loader repeats itself. Restart it."
+        return _alarm(observation, score=math.inf, value=1.0, message=message), ("repeated_data",)
 
     def _gradients(self, observation: Observation) -> Finding | None:
         values = observation.values
