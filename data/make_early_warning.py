@@ -311,6 +311,8 @@ def judge(case: Case, work: Path) -> dict[str, Any]:
     cause = {"at_once": "", "later": "", "later_without_settings": ""}
     first: int | None = None
     for look in observations(run):
+        if look.part in ("precision", "reduction", "settings"):  # the study judges what alarms make of monitors
+            continue
         fresh = [alarm for alarm in alarms.observe(look) if alarm.step >= begin]
         if fresh and first is None:
             first = look.step
