@@ -115,3 +115,12 @@ def test_any_loop_tells_of_what_its_optimizer_and_model_change(change):
     named = {"rate": "learning_rate", "weight decay": "weight_decay", "frozen": "n_trainable", "sign": "maximize"}
     assert (alarms.raised[0].signal, alarms.raised[0].step) == (named[change], 20)
     assert "20" in alarms.raised[0].message
+
+
+def test_settings_that_cannot_be_compared_never_stop_a_training(monkeypatch):
+    def refuse(*args):
+        raise ValueError("no such setting")
+
+    monkeypatch.setattr("workbench.callbacks.alarms.settings_sentinel.SettingsSentinel.observe", refuse)
+    with pytest.warns(UserWarning, match="What the settings are cannot be recorded from step .* Training goes on"):
+        assert len(trained(wb.Alarms(), n_steps=5)) == 5

@@ -77,7 +77,7 @@ class Response:
             "auxiliary_loss": self._restore_auxiliary_loss,
             "kss": self._turn_up_kss,
             "cut_rate": self._cut_rate,
-            "stop": lambda: _stop(run, request.alarm),
+            "stop": lambda: _stop(run, request),
         }
         done = [Action(kind, step, ways[kind]()) for kind in KINDS if kind in request.kinds]
         self.state.n_answered += 1
@@ -154,6 +154,7 @@ class Response:
         return f"The learning rate is {state.rate_factor:g} of the plan from here on."
 
 
-def _stop(run: TrainingRun, alarm: Alarm) -> str:
+def _stop(run: TrainingRun, request: ActionRequest) -> str:
     run.stop("by an alarm")
-    return f"The run is stopped: {alarm.message}"
+    found = request.attribution
+    return f"The run is stopped. {request.alarm.message if found is None else found.message}"

@@ -35,7 +35,7 @@ _OF_SETTINGS = {
     ("auxiliary_loss", False): "no_auxiliary_loss",
 }
 #: Cause where the setting is no known fault, and the steps for which what follows is put down to it.
-_HARMLESS, _LASTS = "changed_setting", 50
+_OTHER_SETTING, _LASTS = "changed_setting", 50
 #: Measurements without a fault after which one is over: some faults strike now and then.
 _OVER_AFTER = 3
 #: Fewer significant bits are another fault than rounding.
@@ -73,7 +73,7 @@ class ProbeAlarms:
         if signal is None:
             return []
         if observation.part == "monitors":
-            self._forget_harmless(observation.step)
+            self._forget_other_setting(observation.step)
         finders = {"precision": _arithmetic, "reduction": self._gradients, "monitors": self._data}
         found = finders[observation.part](observation)
         if found is None:
@@ -93,12 +93,12 @@ class ProbeAlarms:
         if factor == 1:  # it is as planned again
             return []
         alarm = Alarm(observation.step, setting, -1, -1, math.inf, factor, is_outcome=False, message=message)
-        self.standing["settings"] = alarm, (_OF_SETTINGS.get((setting, factor > 1), _HARMLESS),)
+        self.standing["settings"] = alarm, (_OF_SETTINGS.get((setting, factor > 1), _OTHER_SETTING),)
         return [alarm]
 
-    def _forget_harmless(self, step: int) -> None:
+    def _forget_other_setting(self, step: int) -> None:
         standing = self.standing.get("settings")
-        if standing is not None and standing[1] == (_HARMLESS,) and step > standing[0].step + _LASTS:
+        if standing is not None and standing[1] == (_OTHER_SETTING,) and step > standing[0].step + _LASTS:
             del self.standing["settings"]
 
     def _data(self, observation: Observation) -> Finding | None:

@@ -14,7 +14,7 @@ _ROUNDING = 1e-6
 _GROWTH, _FORGETTING = 3.5, 0.99
 #: Tolerated number of coincidences of odd batches that follow each other.
 _COINCIDENCES = 0.01
-#: A size that has never changed is known after so many batches.
+#: Batches after which a usual size may be known.
 _KNOWN = 20
 #: Latest values of a loss, at least so many, whose mean is this multiple of their standard deviation: it is far from 0.
 _N_RECENT, _N_LEAST, _FAR_FROM_ZERO = 50, 10, 5.0
@@ -142,11 +142,11 @@ class PlannedRule:
 class BatchRule:
     """A size of batches that lasts is reported; an odd batch now and then, as at the end of an epoch, is none.
 
-    Where all sizes so far were equal, and at least 20, a new one lasts once it has come twice. Else it must come so
-    often in a row that chance, at the share of odd batches so far, makes that 100 times less likely than once in the
-    run: 5 times, where epochs of 20 batches end with a smaller one. Where odd batches are half of all, as with
-    packed sequences, there is no usual size and nothing to report. The rule knows nothing of the sizes to come: a batch
-    that grows by a plan needs that plan.
+    The first 20 batches are not judged. Where all sizes before were equal, a new one lasts once it has come twice.
+    Else it must come so often in a row that chance, at the share of odd batches so far, makes that 100 times less
+    likely than once in the run: 5 times, where epochs of 20 batches end with a smaller one. Where odd batches are
+    half of all, as with packed sequences, there is no usual size and nothing to report. The rule knows nothing of
+    the sizes to come: a batch that grows by a plan needs that plan.
 
     Attributes:
         usual: The usual size.
@@ -188,7 +188,9 @@ class BatchRule:
     def _n_needed(self) -> float:
         """How often an odd size must come in a row."""
         n_before, n_odd = self.n_seen - self.n_in_a_row, self.n_odd - self.n_in_a_row
-        if n_odd == 0 and n_before >= _KNOWN:
+        if n_before < _KNOWN:
+            return math.inf
+        if n_odd == 0:
             return 2
         share = (n_odd + 2 * math.sqrt(n_odd) + 1) / (n_before + 1)  # a little more than it was
         if share >= 0.5:

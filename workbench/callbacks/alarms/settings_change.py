@@ -10,7 +10,6 @@ from workbench.formatting import counted, listed, number_in_words, title_of
 
 #: What settings are called where the name says too little.
 _TITLES = {
-    "n_tokens": "number of tokens of an update",
     "accumulation": "number of micro-batches of an update",
     "n_groups": "number of groups of the optimizer",
     "n_optimized": "number of parameters that the optimizer moves",

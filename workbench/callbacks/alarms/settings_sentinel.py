@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from numbers import Real
 from typing import Any
 
-from workbench.callbacks.alarms.current_settings import settings_of as settings_of
 from workbench.callbacks.alarms.rate_rule import RateRule
 from workbench.callbacks.alarms.setting_rules import (
     BatchRule,
@@ -30,7 +29,6 @@ Plan = Callable[[int], float | Sequence[float]]
 _RULES: dict[str, type[Rule]] = {
     "learning_rate": RateRule,
     "batch_size": BatchRule,
-    "n_tokens": BatchRule,
     "accumulation": BatchRule,
     "auxiliary_loss": LossTermRule,
 }
@@ -49,7 +47,7 @@ class SettingsSentinel:
     """Compares the settings of a run from step to step, and reports what no plan explains.
 
     What a setting may do depends on its name. ``learning_rate`` follows a schedule, which `RateRule` recognizes by its
-    past; ``batch_size``, ``n_tokens`` and ``accumulation`` may be odd now and then, but a new size that lasts is a
+    past; ``batch_size`` and ``accumulation`` may be odd now and then, but a new size that lasts is a
     change (`BatchRule`, after 2 updates in most runs); ``auxiliary_loss`` may not vanish (`LossTermRule`). All others
     are constant, apart from numbers that are scheduled from the first step on (`ConstantRule`). None and NaN say that a
     value is not known, which is no change; only for ``auxiliary_loss`` does NaN say that it was not added.

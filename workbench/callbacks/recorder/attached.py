@@ -329,11 +329,13 @@ class AttachedRecorder:
         numbers["spike_score"] = self._spikes.score
         self.numbers = numbers
         self._publish(Observation(step, "monitors", plain(numbers)))
-        if self._settings is not None:
-            for change in self._settings.changes(step, numbers):
-                setting, factor, message = change.setting, change.factor, change.sentence
-                self.event("setting", step=step, source=setting, score=factor, message=message)
-                self._publish(changed_setting(step, setting, factor, message))
+        settings = self._settings
+        if settings is None:
+            return
+        for change in self._guarded("settings", lambda collectors: settings.changes(step, numbers)) or ():
+            setting, factor, message = change.setting, change.factor, change.sentence
+            self.event("setting", step=step, source=setting, score=factor, message=message)
+            self._publish(changed_setting(step, setting, factor, message))
 
     # Measurements
 

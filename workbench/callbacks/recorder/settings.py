@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workbench.callbacks.alarms.current_settings import settings_of
 from workbench.callbacks.alarms.settings_sentinel import SettingsSentinel
+from workbench.callbacks.recorder.current_settings import settings_of
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms.settings_change import SettingsChange

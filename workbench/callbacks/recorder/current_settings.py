@@ -33,7 +33,7 @@ def settings_of(optimizer: Any, model: nn.Module, **known: Any) -> dict[str, Any
     Args:
         optimizer: Optimizer, maybe with wrappers around it.
         model: Model that is trained, maybe with wrappers around it.
-        **known: Further settings, or better values: ``batch_size``, ``n_tokens``, ``accumulation``, ``auxiliary_loss``,
+        **known: Further settings, or better values: ``batch_size``, ``accumulation``, ``auxiliary_loss``,
             ``seed``, ``clip_norm``, ``code_version``, weights of the terms of the loss, and others.
 
     Returns:
@@ -42,7 +42,7 @@ def settings_of(optimizer: Any, model: nn.Module, **known: Any) -> dict[str, Any
 
     Example:
         >>> import torch
-        >>> from workbench.callbacks.alarms.current_settings import settings_of
+        >>> from workbench.callbacks.recorder.current_settings import settings_of
         >>> model = torch.nn.Linear(4, 2)
         >>> settings = settings_of(torch.optim.AdamW(model.parameters(), lr=0.01), model, seed=7)
         >>> settings["learning_rate"], settings["n_optimized"], settings["parameter_dtype"], settings["seed"]
