@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import workbench as wb
 from tests.callbacks.test_recorder import adam, dense, gpt2_with_dropout, loss_of, moe, of_part, recorder_with, task  # noqa: F401
@@ -194,6 +195,53 @@ def test_what_batches_hold(task):  # noqa: F811
     share = counts / counts.sum()
     entropy = float(of_part(records, "monitors")[1].values["label_entropy"])
     assert entropy == pytest.approx(float(-(share * share.log()).sum()), rel=1e-5)
+
+
+def test_the_largest_losses(task):  # noqa: F811
+    records = recorder_with(every=None)
+    model = dense()
+    with torch.no_grad():
+        losses = [
+            torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
+            for inputs, targets in [task.batch(0)]
+        ]
+    kept = losses[0][task.batch(0)[1].flatten() != -100].sort(descending=True).values
+    for _ in wb.train(model, task, n_steps=1, recorder=records):
+        pass
+    found = float(of_part(records, "monitors")[0].values["largest_losses"])
+    assert found == pytest.approx(float(kept[: -(-len(kept) // 8)].mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_the_largest_losses_of_hugging_face_models(kind):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "causal":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, intermediate_size=32))
+    else:
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=32))
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ids = torch.randint(0, 40, (4, 12))
+    labels = ids.clone()
+    labels[0, :5] = -100
+    losses = torch.nn.functional.cross_entropy(
+        *(
+            (model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            if kind == "causal"
+            else (model(ids).logits.flatten(0, 1), labels.flatten())
+        ),
+        reduction="none",
+    )
+    kept = losses.detach()[losses.detach() != 0].sort(descending=True).values
+    recorder = recorder_with(every=None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with recorder.attach(model, optimizer):
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+    found = float(of_part(recorder, "monitors")[0].values["largest_losses"])
+    assert found == pytest.approx(float(kept[: -(-len(kept) // 8)].mean()), rel=1e-4)
 
 
 def test_the_sampled_size_of_an_update_is_that_of_all_small_tensors(task):  # noqa: F811

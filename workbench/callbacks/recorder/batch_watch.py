@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_rows, take_rows
 from workbench.models.calling import named_arguments
-from workbench.models.losses import loss_in
+from workbench.models.losses import are_classes, largest_losses, loss_in, prediction_of, targets_of
 from workbench.models.wrapping import bare, entrances
 from workbench.probes.batch import BatchProbe
 
@@ -34,7 +34,7 @@ class Seen:
         n_tokens: Number of tokens, or a 0-dim tensor of it that may still be computed.
         losses: Losses in the outputs, 0-dim.
         are_shares: Whether the losses are shares of the update's, and not means of their own.
-        contents: Sums over the calls of what `BatchProbe` gives.
+        contents: Sums over the calls of what `BatchProbe` and `largest_losses` give.
     """
 
     n_forwards: int = 0
@@ -43,6 +43,11 @@ class Seen:
     losses: tuple[Tensor, ...] = ()
     are_shares: bool = False
     contents: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, contents: Mapping[str, Tensor]) -> None:
+        """Add what one call shows to the sums."""
+        for name, value in contents.items():
+            self.contents[name] = self.contents[name] + value if name in self.contents else value
 
     def numbers(self) -> dict[str, float | Tensor]:
         """Names as in ``schema.MONITORS``."""
@@ -123,6 +128,7 @@ class BatchWatch:
         self._contents.load_state_dict(recent_examples)
         self._labels = labels
         self._pass = PassContext()
+        self._inputs: dict[nn.Module, Any] = {}  # while a forward runs
         self._first: dict[nn.Module, Any] = {}
         # They record what passes, and must not be compiled.
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
@@ -163,7 +169,7 @@ class BatchWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._entrances, self._seen, self._first, self.probe = [], {}, {}, None
+        self._entrances, self._seen, self._first, self._inputs, self.probe = [], {}, {}, {}, None
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
         """The probe: the given one, or else examples of the first batch; None before the first batch.
@@ -202,8 +208,8 @@ class BatchWatch:
         except SnapshotError:
             seen.n_rows = math.nan
         seen.n_tokens = seen.n_tokens + count_tokens(inputs)
-        for name, value in self._contents_of(inputs).items():
-            seen.contents[name] = seen.contents[name] + value if name in seen.contents else value
+        seen.add(self._contents_of(inputs))
+        self._inputs[module] = inputs
         self._pass = PassContext.of(module)
         seen.are_shares = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
         if self.probe is None and module not in self._first:
@@ -217,8 +223,22 @@ class BatchWatch:
             return {}
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._counts(module) and module in self._seen and (loss := loss_in(output)) is not None:
-            self._seen[module].losses += (loss.detach(),)
+        if not self._counts(module) or module not in self._seen:
+            return
+        seen, inputs = self._seen[module], self._inputs.pop(module, None)
+        if (loss := loss_in(output)) is not None:
+            seen.losses += (loss.detach(),)
+        if module is next(entrance for entrance in self._entrances if entrance in self._seen):
+            seen.add(self._largest_losses(module, inputs, output))
+
+    @torch.no_grad()
+    def _largest_losses(self, module: nn.Module, inputs: Any, output: Any) -> dict[str, Tensor]:
+        logits, labels = prediction_of(output), None if self._labels is None else self._labels()
+        try:
+            pair = (logits, labels) if are_classes(logits, labels) else targets_of(bare(module), inputs, output)
+            return {} if pair is None else {"largest_losses": largest_losses(*pair)}
+        except Exception:  # noqa: BLE001  (outputs may be of any kind, and a measurement never stops a training)
+            return {}
 
     def _counts(self, module: nn.Module) -> bool:
         if self.is_paused or not (module.training and torch.is_grad_enabled()):

@@ -23,6 +23,7 @@ NUMBERS = (
     "n_tokens",
     "token_entropy",
     "label_entropy",
+    "largest_losses",
     "repeated_examples",
     "update_ratio",
     "spike_score",

@@ -21,6 +21,7 @@ MEANS = (
     "learning_rate",
     "token_entropy",
     "label_entropy",
+    "largest_losses",
     "repeated_examples",
     "update_ratio",
 )
