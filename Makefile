@@ -99,7 +99,8 @@ runs: venv  ## Record the training runs and tables in data/ again, where their f
 	$(BIN)/python data/make_runs.py
 
 warnings: venv  ## Record the study of injected faults again, and fit the alarms to it
-	$(BIN)/python data/make_early_warning.py
+	for set in fit choose locked; do $(BIN)/python data/record_warnings.py --set $$set; done
+	$(BIN)/python data/judge_warnings.py fit
 
 sweep: venv  ## Record the sweeps over learning rates again, and fit the risk model
 	$(BIN)/python data/make_sweep.py

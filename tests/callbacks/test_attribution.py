@@ -1,10 +1,7 @@
-import math
-
 import numpy as np
 import pytest
 
 from workbench.callbacks.alarms import Attributor
-from workbench.callbacks.alarms.detector import onset
 from workbench.errors import OptionError, StoreError
 
 RANK, RATIO, LOAD = "effective_rank D2", "update_ratio", "max_violation"
@@ -31,25 +28,11 @@ def test_the_evidence_is_what_speaks_for_the_cause():
     attributor = Attributor.fit(examples())
     found = attributor.attribute({RANK: 2.0, RATIO: 0.1})
     assert found.cause == "low_precision_attention"
-    assert found.evidence[0].startswith("effective_rank D2 is low (2 times")
+    assert found.evidence[0].startswith("effective_rank D2 has fallen (2 times")
     assert found.message.startswith("This looks like low precision attention (")
     assert sum(found.probability.values()) == pytest.approx(1)
     assert next(iter(found.probability)) == found.cause
-    assert attributor.attribute({RATIO: 2.0}).evidence[0].startswith("update_ratio is high")
-
-
-def test_settings_are_evidence_only_where_asked_for():
-    with_settings = [
-        ({**scores, "rate_change": math.log(10) if cause == "large_rate" else 0.0}, cause)
-        for scores, cause in examples()
-    ]
-    knows = Attributor.fit(with_settings)
-    blind = Attributor.fit(with_settings, uses_settings=False)
-    assert "rate_change" in knows.features
-    assert "rate_change" not in blind.features
-    found = knows.attribute({"rate_change": math.log(10)})
-    assert found.cause == "large_rate"
-    assert found.evidence[0] == "the learning rate has risen (10 times)"
+    assert attributor.attribute({RATIO: 2.0}).evidence[0].startswith("update_ratio has risen")
 
 
 def test_one_value_out_of_range_does_not_decide_alone():
@@ -83,16 +66,3 @@ def test_a_damaged_file_is_refused(tmp_path):
         Attributor.open(path)
     with pytest.raises(StoreError, match="is no attributor"):
         Attributor.open(tmp_path / "absent.json")
-
-
-@pytest.mark.parametrize("at", [120, 300, 470])
-def test_a_planted_change_is_found(at):
-    step = np.arange(0, 600, 10)
-    value = np.random.default_rng(at).normal(scale=0.1, size=len(step)) + (step > at)
-    value[7] = np.nan
-    assert abs(onset(step, value) - at) <= 10
-
-
-def test_too_little_is_no_onset():
-    assert onset(np.arange(5), np.arange(5.0)) is None
-    assert onset(np.arange(9), np.full(9, np.nan)) is None

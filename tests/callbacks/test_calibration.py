@@ -1,81 +1,86 @@
+"""How often healthy runs reach the evidence of an alarm."""
+
 import json
 import math
 
 import numpy as np
 import pytest
+import xarray as xr
 
-from workbench.callbacks.alarms import Calibration, DetectorOptions
+from workbench.callbacks.alarms import Alarms, Calibration, Tail, calibrate, replay
 from workbench.errors import OptionError, StoreError
 
-GROUPS = {"a": "mechanism", "b": "mechanism", "loss": "outcome"}
+EMPTY = Calibration({}, 0)
 
 
-def healthy(n, seed=0):
+def healthy(seed, n=3000, *, spikes=0.0):
+    """A run of a loss that scatters, and now and then is far too large."""
     random = np.random.default_rng(seed)
-
-    def kinds(scale):
-        return {"level": random.exponential(scale), "change": random.exponential(scale)}
-
-    return [{"a": kinds(1), "b": kinds(9), "loss": {"level": random.exponential()}} for _ in range(n)]
+    loss = 2 + 0.1 * random.normal(size=n)
+    loss += 0.1 * random.exponential(spikes, size=n) * (random.random(n) < 0.02) if spikes else 0
+    return xr.DataTree.from_dict({"/monitors": xr.Dataset({"loss": ("step", loss)}, {"step": np.arange(n)})})
 
 
-def worst(calibration, run, group):
-    return max(
-        float(calibration.score(name, kind, np.array(value)))
-        for name, kinds in run.items()
-        if GROUPS[name] == group
-        for kind, value in kinds.items()
+def false_alarms(calibration, rate, *, spikes=0.0, n_runs=10):
+    """Alarms in 100,000 steps of fresh healthy runs."""
+    found = sum(
+        len(replay(healthy(100 + i, spikes=spikes), Alarms(false_alarms=rate, calibration=calibration)))
+        for i in range(n_runs)
     )
+    return found / (n_runs * 2800) * 100_000
 
 
-@pytest.mark.parametrize("group", ["mechanism", "outcome"])
-@pytest.mark.parametrize("budget", [0.05, 0.2])
-def test_fresh_healthy_runs_alarm_as_often_as_the_budget_says(group, budget):
-    calibration = Calibration.of(healthy(200), DetectorOptions(), groups=GROUPS)
-    threshold = calibration.threshold(budget, group=group)
-    share = np.mean([worst(calibration, run, group) >= threshold for run in healthy(2000, seed=1)])
-    # 200 runs know a quantile to about sqrt(b (1 - b) / 200).
-    assert share == pytest.approx(budget, abs=4 * math.sqrt(budget * (1 - budget) / 200))
+@pytest.mark.medium
+@pytest.mark.parametrize("spikes", [0.0, 12.0])
+def test_fresh_healthy_runs_raise_about_as_many_alarms_as_the_rate_says(spikes):
+    calibration = calibrate((healthy(i, spikes=spikes) for i in range(8)), base=EMPTY)
+    # 28,000 steps: up to 9 events at a rate of 15.
+    assert false_alarms(calibration, 15, spikes=spikes) == pytest.approx(16, abs=16)
+    assert false_alarms(calibration, 0.1, spikes=spikes) < 11  # 3 events
 
 
-def test_thresholds_rise_as_the_budget_falls_also_beyond_what_the_runs_show():
-    calibration = Calibration.of(healthy(30), DetectorOptions(), groups=GROUPS)
-    budgets = [0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001]
-    thresholds = [calibration.threshold(budget) for budget in budgets]
-    assert thresholds == sorted(thresholds)
-    assert thresholds[-1] > thresholds[-2] > calibration.highest["mechanism"][-1]
+@pytest.mark.medium
+def test_own_runs_sharpen_what_is_built_in():
+    """Alarms that know that the loss has spikes are silent at them."""
+    runs = [healthy(i, spikes=12.0) for i in range(6)]
+    base = calibrate((healthy(50 + i) for i in range(6)), base=EMPTY)
+    own = calibrate(runs, base=base)
+    assert own.threshold("loss", 1, n_signals=1) > base.threshold("loss", 1, n_signals=1) + 1
+    assert own.n_steps == 18_000
+    told = []
+    calibrate(runs[:2], base=base, tick=told.append)
+    assert told == [1, 2]
 
 
-def test_the_scale_of_a_signal_is_what_healthy_runs_hardly_reach():
-    runs = [{"a": {"level": value}} for value in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0)]
-    calibration = Calibration.of(runs, DetectorOptions(), groups=GROUPS)
-    values = np.arange(1.0, 7.0)
-    assert calibration.scale["a"]["level"] == pytest.approx(values.mean() + 3 * values.std(ddof=1))
-    assert np.isnan(calibration.score("unknown", "level", np.array(1.0)))
-    # A signal that never moves has a scale all the same.
-    still = Calibration.of([{"a": {"level": 0.0}}] * 6, DetectorOptions(), groups=GROUPS)
-    assert still.scale["a"]["level"] > 0
+def test_the_tail_is_exponential_and_signals_share_the_rate():
+    calibration = Calibration({"loss": Tail(2.0, 100.0, 0.5)}, 1000)
+    assert calibration.threshold("loss", 100, n_signals=1) == pytest.approx(2.0)
+    assert calibration.threshold("loss", 1, n_signals=1) == pytest.approx(2.0 + 0.5 * math.log(100))
+    assert calibration.threshold("loss", 10, n_signals=10) == calibration.threshold("loss", 1, n_signals=1)
+    # Never below where the tail was measured.
+    assert calibration.threshold("loss", 1e6, n_signals=1) == 2.0
+    # One in 100,000 measurements at p = 10^-5.
+    assert calibration.threshold("unknown", 1, n_signals=1) == pytest.approx(5.0)
 
 
 def test_it_is_read_as_it_was_written(tmp_path):
-    calibration = Calibration.of(healthy(12), DetectorOptions(smooth=7), groups=GROUPS, about="twelve runs")
-    back = Calibration.open(calibration.save(tmp_path / "c.json"))
-    assert back.options == calibration.options
-    assert back.about == "twelve runs"
-    assert back.threshold(0.1) == pytest.approx(calibration.threshold(0.1), rel=1e-5)
+    calibration = Calibration({"loss": Tail(2.25, 103.125, 0.625)}, 12_345, "twelve runs")
+    assert Calibration.open(calibration.save(tmp_path / "c.json")) == Calibration(
+        {"loss": Tail(2.25, 103.1, 0.625)}, 12_345, "twelve runs"
+    )
     with pytest.raises(StoreError, match="exists|taken|there"):
         calibration.save(tmp_path / "c.json")
 
 
 def test_bad_input_is_refused_in_one_sentence(tmp_path):
-    with pytest.raises(OptionError, match="There are 3 healthy runs to calibrate with, expected at least 5"):
-        Calibration.of(healthy(3), DetectorOptions(), groups=GROUPS)
-    calibration = Calibration.of(healthy(6), DetectorOptions(), groups=GROUPS)
-    for budget in (0, 1, -0.1, math.nan):
-        with pytest.raises(OptionError, match="budget is"):
-            calibration.threshold(budget)
+    with pytest.raises(OptionError, match="The healthy runs have 400 steps, of which fewer than 1000 are judged"):
+        calibrate([healthy(0, n=400)])
+    for rate in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(OptionError, match="false_alarms is"):
+            EMPTY.threshold("loss", rate, n_signals=1)
     with pytest.raises(StoreError, match="is no calibration of alarms"):
         Calibration.open(tmp_path / "absent.json")
-    (tmp_path / "other.json").write_text(json.dumps({"scale": 1}))
-    with pytest.raises(StoreError, match="is no calibration of alarms"):
-        Calibration.open(tmp_path / "other.json")
+    for content in ({"scale": 1}, [1], {"tails": {"loss": 3}, "n_steps": 1, "about": ""}):
+        (tmp_path / "other.json").write_text(json.dumps(content))
+        with pytest.raises(StoreError, match="is no calibration of alarms"):
+            Calibration.open(tmp_path / "other.json")

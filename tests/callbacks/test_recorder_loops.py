@@ -30,7 +30,7 @@ def heard_by(loop, model, optimizer=None, **options):
 
 
 #: Numbers of one batch, or of a part of it on one rank: their mean over parts is not that of the whole.
-OF_PARTS = ("token_entropy", "label_entropy", "largest_losses", "repeated_examples")
+OF_PARTS = ("token_entropy", "label_entropy", "label_agreement", "largest_losses", "repeated_examples")
 
 
 def assert_same(some, others, tolerance=1e-5):

@@ -55,6 +55,18 @@ def test_masks_and_ignored_labels_do_not_count():
     assert math.isnan(nothing)
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_labels_of_language_models_are_tokens_of_their_inputs(shift):
+    ids = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(0))
+    inputs, labels = ids[:, : 9 - shift], ids[:, shift:].clone()
+    labels[0, 0] = -100
+    assert float(BatchProbe().take(inputs, labels)["label_agreement"]) == 1
+    labels[2, 3] = 50
+    n_compared = 4 * (9 - 2 * shift) - 1
+    assert float(BatchProbe().take(inputs, labels)["label_agreement"]) == pytest.approx(1 - 1 / n_compared)
+    assert "label_agreement" not in BatchProbe().take(inputs, labels[:, 0])
+
+
 def test_images_have_no_tokens_but_are_recognized():
     images = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     probe = BatchProbe()

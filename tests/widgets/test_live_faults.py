@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.callbacks.certain_alarms import certain_alarms
 from workbench.callbacks.actions import Action
-from workbench.callbacks.alarms import WATCHED, Alarm, Alarms, Attributor, Calibration, DetectorOptions
+from workbench.callbacks.alarms import Alarm
 from workbench.errors import OptionError
 from workbench.training.step_record import StepRecord
 from workbench.widgets import LiveTraining
@@ -48,17 +49,6 @@ def make(tmp_path):
     yield live_training
     for live in made:
         live.close()
-
-
-def alarms_on_the_rate():
-    """Alarms with a planted threshold: an update three times as large as at the start is too large."""
-    options = DetectorOptions(settle=0, start=6, smooth=2, lag=0, past=4)
-    scale = {watched.name: {"level": 1e9, "change": 1e9} for watched in WATCHED}
-    scale["update_ratio"] = {"level": 1.0, "change": 1e9}
-    tails = tuple(np.linspace(0.5, 1.0, 39))
-    calibration = Calibration(options, scale, {"mechanism": tails, "outcome": tails})
-    attributor = Attributor.fit([({"update_ratio": 2.0}, "large_rate"), ({"loss": 2.0}, "corrupted_data")] * 5)
-    return Alarms(calibration=calibration, attributor=attributor)
 
 
 def panel_of(live):
@@ -165,7 +155,7 @@ def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make
     fault = wb.faults.large_rate(factor=20, start=12)
     actions = wb.Actions(policy={"large_rate": ("cut_rate",)}, otherwise=("cut_rate",))
     recorder = wb.Recorder(every={"optimizer": 2})  # no warm-up, which alarms would not judge
-    live = make(fault, recorder=recorder, alarms=alarms_on_the_rate(), actions=actions, warmup=0)
+    live = make(fault, recorder=recorder, alarms=certain_alarms(), actions=actions, warmup=0)
     live.start()
     live.wait(300)
     assert live.error == ""
@@ -186,7 +176,7 @@ def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make
 
 
 def test_lines_are_the_newest_numbered_on_and_a_cause_is_told_once():
-    said, alarms = AlarmList(), alarms_on_the_rate()
+    said, alarms = AlarmList(), certain_alarms()
     for step in range(9):
         alarm = Alarm(step, "loss", -1, -1, 2.0, 1.0, True, f"loss {step}.")
         values = {"loss": 1.0, "auxiliary_loss": np.nan, "accuracy": 0.1, "grad_norm": 1.0, "learning_rate": 1e-3}
@@ -203,7 +193,7 @@ def test_lines_are_the_newest_numbered_on_and_a_cause_is_told_once():
 @pytest.mark.slow
 def test_a_restart_keeps_the_switches_where_the_hand_put_them_and_the_lines_of_the_record(make):
     fault = wb.faults.large_rate(factor=20)
-    live = make(fault, recorder=wb.Recorder(every=10), alarms=alarms_on_the_rate(), n_steps=16)
+    live = make(fault, recorder=wb.Recorder(every=10), alarms=certain_alarms(), n_steps=16)
     live.start()
     live.wait(300)
     fault.enabled = True
@@ -230,7 +220,7 @@ def test_what_does_not_go_together_is_refused_at_once():
     for options, sentence in (
         ({"faults": [rate(), rate()]}, "faults holds large_rate twice"),
         ({"faults": rate()}, "expected a sequence"),
-        ({"alarms": alarms_on_the_rate()}, "alarms= listen to a recorder"),
+        ({"alarms": certain_alarms()}, "alarms= listen to a recorder"),
         ({"recorder": wb.Recorder(), "actions": wb.Actions()}, "actions= need alarms to act on"),
     ):
         with pytest.raises(OptionError, match=sentence):
@@ -251,7 +241,7 @@ def test_close_lets_go_of_faults_alarms_and_page(tmp_path):
     def live_and_closed():
         live = LiveTraining(
             SMALL, TASK, faults=[fault], n_steps=10**6, folder=tmp_path, spectra_every=10**6,
-            recorder=wb.Recorder(every=10), alarms=alarms_on_the_rate(),
+            recorder=wb.Recorder(every=10), alarms=certain_alarms(),
         )  # fmt: skip
         panel = panel_of(live)
         live.start()

@@ -231,7 +231,10 @@ class Guard(Callback):
         if host is not None:
 
             def hear(observation: Observation) -> None:
-                self._fresh += alarms.observe(observation)
+                fresh = alarms.observe(observation)
+                self._fresh += fresh
+                if fresh and self._attached is not None:
+                    self._attached.check_now()
 
             self._stop_observing = self.recorder.observe(hear)
 

@@ -61,6 +61,8 @@ class BatchProbe:
 
             - ``token_entropy``: Entropy of the distribution of the token ids, nat; absent where inputs are no ids.
             - ``label_entropy``: The same of the labels; absent without integer labels.
+            - ``label_agreement``: Share of the labels that are tokens of their inputs, at the same or at the next
+              position, whichever are more: 1 in language modelling; absent where labels and ids differ in shape.
             - ``repeated_examples``: Share of the examples that equal an earlier one, of this batch or a recent
               one; absent if the inputs hold no tensor.
         """
@@ -76,6 +78,8 @@ class BatchProbe:
             found["token_entropy"] = _entropy(first, None if is_seen is None else is_seen != 0)
         if isinstance(labels, Tensor) and _are_ids(labels):
             found["label_entropy"] = _entropy(labels, labels != _IGNORED)
+            if _are_ids(first) and first.ndim == 2 and labels.shape == first.shape:
+                found["label_agreement"] = _agreement(first, labels)
         found["repeated_examples"] = self._repeated(first)
         return found
 
@@ -126,6 +130,15 @@ def _first(inputs: Any) -> Tensor | None:
 
 def _are_ids(values: Tensor) -> bool:
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def _agreement(ids: Tensor, labels: Tensor) -> Tensor:
+    """NaN where no label counts."""
+    shares = []
+    for tokens, compared in ((ids, labels), (ids[:, 1:], labels[:, :-1])):
+        counts = compared != _IGNORED
+        shares.append(((tokens == compared) & counts).sum().double() / counts.sum())
+    return torch.fmax(*shares)
 
 
 def _entropy(ids: Tensor, is_counted: Tensor | None) -> Tensor:

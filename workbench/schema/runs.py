@@ -124,6 +124,9 @@ MONITORS: dict[str, Variable] = {
     "label_entropy": Variable(
         ("step",), "f", "entropy of the labels", "nat", "of the distribution of the batch's labels; NaN: not seen"
     ),
+    "label_agreement": Variable(
+        ("step",), "f", "agreement of the labels", "1", "share of labels that are tokens of their inputs; NaN: not seen"
+    ),
     "largest_losses": Variable(
         ("step",), "f", "largest token losses", "nat", "mean of the largest eighth of the token losses; NaN: not seen"
     ),

@@ -1,15 +1,15 @@
-"""Alarms: watched signals, detectors of changes, calibration on healthy runs, and attribution to faults."""
+"""Alarms: watched signals, evidence of changes, calibration on healthy runs, and attribution to faults."""
 
 # `Alarms` is for the library's own imports: its public name is `workbench.Alarms`.
 from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.alarms import Alarms as Alarms
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
-from workbench.callbacks.alarms.calibrating import calibrate, calibrate_paired
-from workbench.callbacks.alarms.calibration import Calibration
-from workbench.callbacks.alarms.detector import Detector
-from workbench.callbacks.alarms.detector_options import DetectorOptions
+from workbench.callbacks.alarms.calibration import Calibration, Tail, calibrate
 from workbench.callbacks.alarms.lead_times import LeadTime, lead_time, recorded_alarms
-from workbench.callbacks.alarms.replaying import observations, replay
+from workbench.callbacks.alarms.own_past import Evidence, OwnPast
+from workbench.callbacks.alarms.recorded_observations import observations
+from workbench.callbacks.alarms.replaying import replay
+from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.alarms.watched import WATCHED, Watched
 from workbench.callbacks.observation import Observation
 
@@ -19,13 +19,15 @@ __all__ = [
     "Attribution",
     "Attributor",
     "Calibration",
-    "Detector",
-    "DetectorOptions",
+    "Evidence",
     "LeadTime",
     "Observation",
+    "OwnPast",
+    "Reading",
+    "RunEvidence",
+    "Tail",
     "Watched",
     "calibrate",
-    "calibrate_paired",
     "lead_time",
     "observations",
     "recorded_alarms",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,6 @@ from workbench.io.atomic import write_json
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
 #: Scores are clipped to this.
 _CLIP = 3.0
-#: Changes of a run's settings, and their descriptions.
-SETTINGS = {
-    "rate_change": ("the learning rate has risen", "the learning rate has fallen"),
-    "batch_change": ("the batches have grown", "the batches have shrunk"),
-    "has_lost_auxiliary_loss": ("the auxiliary loss is gone", ""),
-}
 _N_EVIDENCE = 3
 
 
@@ -66,7 +59,7 @@ class Attributor:
 
     Attributes:
         causes: The faults, shape (cause,).
-        features: Names of signals and settings, shape (feature,).
+        features: Names of the signals, shape (feature,).
         weight: Weights, shape (cause, feature).
         bias: Biases, shape (cause,).
 
@@ -83,14 +76,11 @@ class Attributor:
     bias: np.ndarray
 
     @classmethod
-    def fit(
-        cls, examples: Iterable[tuple[Mapping[str, float], str]], *, uses_settings: bool = True, penalty: float = 1.0
-    ) -> Attributor:
+    def fit(cls, examples: Iterable[tuple[Mapping[str, float], str]], *, penalty: float = 1.0) -> Attributor:
         """Fit a model to measurements of runs with faults.
 
         Args:
-            examples: Scores of a measurement (signals and settings, by name), each with the fault that was on.
-            uses_settings: Whether settings may be evidence; without them only the mechanism decides.
+            examples: Scores of a measurement by name of the signal, each with the fault that was on.
             penalty: Strength of the quadratic penalty of the weights.
 
         Raises:
@@ -102,9 +92,8 @@ class Attributor:
         causes = sorted({cause for _, cause in examples})
         if len(causes) < 2:
             raise OptionError(f"The examples show {len(causes)} kinds of fault, expected at least 2.")
-        known = [w.name for w in WATCHED] + (list(SETTINGS) if uses_settings else [])
         seen = {name for scores, _ in examples for name in scores}
-        features = tuple(name for name in known if name in seen)
+        features = tuple(watched.name for watched in WATCHED if watched.name in seen)
         table = np.array([_row(features, scores) for scores, _ in examples])
         model = LogisticRegression(C=1 / penalty, max_iter=5000, class_weight="balanced")
         model.fit(table, [cause for _, cause in examples])
@@ -117,9 +106,7 @@ class Attributor:
         """The likeliest fault.
 
         Args:
-            scores: Score of each signal, in units of what healthy runs reach, negative in the opposite direction; and
-                for `SETTINGS`, if known: logarithms of the changes of learning rate and batch size, and 1 where the
-                auxiliary loss is missing.
+            scores: Score of each signal, its evidence over the threshold, negative in the opposite direction.
         """
         row = _row(self.features, scores)
         logits = self.weight @ row + self.bias
@@ -176,10 +163,7 @@ def _row(features: tuple[str, ...], scores: Mapping[str, float]) -> np.ndarray:
 
 
 def _words(name: str, value: float) -> str:
-    if name in SETTINGS:
-        up, down = SETTINGS[name]
-        factor = f" ({math.exp(abs(value)):.3g} times)" if name != "has_lost_auxiliary_loss" else ""
-        return (up if value > 0 else down) + factor
     watched = next(w for w in WATCHED if w.name == name)
-    is_low = watched.is_bad_low == (value > 0)
-    return f"{name} is {'low' if is_low else 'high'} ({abs(value):.2g} times what healthy runs reach)"
+    has_fallen = watched.is_bad_low == (value > 0)
+    way = "changed" if watched.is_bad_both_ways else "fallen" if has_fallen else "risen"
+    return f"{name} has {way} ({abs(value):.2g} times the evidence of an alarm)"

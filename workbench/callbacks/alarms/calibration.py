@@ -1,122 +1,102 @@
-"""Calibration of alarms: the spread of healthy runs, which sets the threshold for a given false-alarm rate."""
+"""How often healthy runs reach the evidence of an alarm: which evidence a given false-alarm rate needs."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.callbacks.alarms.detector_options import DetectorOptions
+from workbench.callbacks.alarms.recorded_observations import observations
+from workbench.callbacks.alarms.run_evidence import RunEvidence
 from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import write_json
 
-_SHIPPED = Path(__file__).parent / "shipped"
-KINDS = ("level", "change")
-#: A signal's scale is this many standard deviations above the mean of what healthy runs reach at most, ...
-_N_DEVIATIONS = 3.0
-#: ... and never below this: 2 % on a logarithmic scale, .02 on a linear one.
-_LEAST_SCALE = 0.02
+if TYPE_CHECKING:
+    import xarray as xr
+
+_SHIPPED = Path(__file__).parent / "shipped" / "calibration.json"
+#: Steps for which a rate of false alarms is said.
+PER_STEPS = 100_000
+#: The largest evidence of each stretch of so many steps counts once.
+_STRETCH = 100
+#: The upper share of the stretches to which the tail is fitted, and the number of them that are enough.
+_UPPER, _LEAST_STRETCHES = 0.02, 10
+#: Mean excess of -log10 of an exact p value over a limit; real signals have heavier tails.
+_NOMINAL_EXCESS = 1 / math.log(10)
+#: Weight, in stretches, of the shipped calibration beside that of one's own runs.
+_PRIOR = 50.0
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How often the evidence of one signal exceeds a limit in healthy runs: an exponential tail.
+
+    Attributes:
+        limit: Evidence from which the tail holds.
+        rate: Stretches with evidence above it, per 100,000 steps.
+        excess: Mean excess over it.
+    """
+
+    limit: float
+    rate: float
+    excess: float
+
+    def evidence_at(self, rate: float) -> float:
+        """The evidence that is exceeded at a rate, per 100,000 steps; never below the limit."""
+        return self.limit + self.excess * math.log(max(self.rate / rate, 1.0))
+
+
+#: That of exact p values, which are judged at every step.
+_NOMINAL = Tail(0.0, PER_STEPS, _NOMINAL_EXCESS)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The largest departures of healthy runs, for each signal and over all signals.
+    """How often healthy runs reach the evidence of each signal.
 
     Attributes:
-        options: Options of the detectors that measured it.
-        scale: Signal name and kind of departure (``"level"``, ``"change"``) -> the departure that scores 1.
-        highest: For ``"mechanism"`` and ``"outcome"``: the largest score of each healthy run over all its steps and
-            signals, measured with scales from the other runs, rising.
+        tails: Signal name -> its tail; a signal that is missing counts as one of exact p values.
+        n_steps: Steps of the healthy runs.
         about: Origin of the runs, for readers.
 
     Example:
         >>> import workbench as wb
         >>> calibration = wb.alarms.Calibration.shipped()
-        >>> calibration.threshold(0.01) >= calibration.threshold(0.20)
+        >>> often, rarely = (calibration.threshold("loss", rate, n_signals=20) for rate in (100, 1))
+        >>> often < rarely
         True
     """
 
-    options: DetectorOptions
-    scale: Mapping[str, Mapping[str, float]]
-    highest: Mapping[str, tuple[float, ...]]
+    tails: Mapping[str, Tail]
+    n_steps: int
     about: str = ""
 
-    @classmethod
-    def of(
-        cls, runs: Iterable[Mapping[str, Mapping[str, float]]], options: DetectorOptions, *, groups: Mapping[str, str],
-        about: str = "",
-    ) -> Calibration:  # fmt: skip
-        """Make a calibration from the largest departures of healthy runs.
+    def threshold(self, signal: str, false_alarms: float, *, n_signals: int) -> float:
+        """The evidence of a signal that healthy runs exceed so often that all signals together keep the rate.
 
         Args:
-            runs: For each run: signal name and kind -> largest departure.
-            options: Options of the detectors.
-            groups: Signal name -> ``"mechanism"`` or ``"outcome"``.
-            about: Origin of the runs, for readers.
+            signal: Name of the signal.
+            false_alarms: Rate for all signals together, per 100,000 steps.
+            n_signals: Number of signals, each of which gets an equal share.
 
         Raises:
-            OptionError: If there are fewer than five runs.
+            OptionError: If the rate is not positive.
         """
-        runs = list(runs)
-        if len(runs) < 5:
-            raise OptionError(f"There are {len(runs)} healthy runs to calibrate with, expected at least 5.")
-        highest: dict[str, list[float]] = {"mechanism": [], "outcome": []}
-        for i, run in enumerate(runs):
-            others = _scales(runs[:i] + runs[i + 1 :])
-            for group, values in highest.items():
-                scores = [
-                    run[name][kind] / others[name][kind]
-                    for name in run
-                    if groups.get(name) == group and name in others
-                    for kind in run[name]
-                    if kind in others[name]
-                ]
-                values.append(max(scores, default=0.0))
-        return cls(options, _scales(runs), {group: tuple(sorted(values)) for group, values in highest.items()}, about)
-
-    def threshold(self, budget: float, *, group: str = "mechanism") -> float:
-        """The score that a healthy run, as in the calibration, exceeds at any time with probability ``budget``.
-
-        The budget's quantile of the healthy runs (split-conformal: exact for runs that are exchangeable with them). A
-        budget smaller than one over their number plus one needs an extrapolation; the threshold then continues
-        from the largest of them along an exponential tail through the upper half.
-
-        Args:
-            budget: Share of healthy runs, in (0, 1).
-            group: Group of signals, ``"mechanism"`` or ``"outcome"``.
-
-        Raises:
-            OptionError: If the budget is out of range.
-        """
-        if not 0 < budget < 1:
-            raise OptionError(f"budget is {budget}, expected a share of healthy runs above 0 and below 1.")
-        values = self.highest[group]
-        rank = math.ceil((len(values) + 1) * (1 - budget))
-        if rank <= len(values):
-            return values[rank - 1]
-        upper = values[len(values) // 2 :]
-        tail = float(np.mean(upper)) - upper[0]
-        return values[-1] + tail * math.log(1 / (budget * (len(values) + 1)))
-
-    def score(self, name: str, kind: str, departure: np.ndarray) -> np.ndarray:
-        """Departures in units of what healthy runs reach; NaN where that is not known."""
-        scale = self.scale.get(name, {}).get(kind)
-        return departure / scale if scale else np.full_like(departure, np.nan)
+        check_rate(false_alarms)
+        return self.tails.get(signal, _NOMINAL).evidence_at(false_alarms / max(n_signals, 1))
 
     def save(self, path: Path, *, overwrite: bool = False) -> Path:
         """Write it as JSON."""
-        content = {
-            "options": asdict(self.options),
-            "scale": {name: {k: _rounded(v) for k, v in kinds.items()} for name, kinds in sorted(self.scale.items())},
-            "highest": {group: [_rounded(v) for v in values] for group, values in self.highest.items()},
-            "about": self.about,
+        tails = {
+            name: {key: float(f"{value:.4g}") for key, value in asdict(tail).items()}
+            for name, tail in sorted(self.tails.items())
         }
-        return write_json(content, path, overwrite=overwrite)
+        return write_json({"tails": tails, "n_steps": self.n_steps, "about": self.about}, path, overwrite=overwrite)
 
     @classmethod
     def open(cls, path: Path) -> Calibration:
@@ -127,32 +107,95 @@ class Calibration:
         """
         try:
             content: dict[str, Any] = json.loads(Path(path).read_text())
-            options = DetectorOptions(**content["options"])
-            highest = {group: tuple(values) for group, values in content["highest"].items()}
-            return cls(options, content["scale"], highest, content["about"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            tails = {name: Tail(**tail) for name, tail in content["tails"].items()}
+            return cls(tails, int(content["n_steps"]), str(content["about"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
                 f"{path} is no calibration of alarms ({error}); pass one from Calibration.save()."
             ) from error
 
     @classmethod
-    def shipped(cls, *, paired: bool = False) -> Calibration:
-        """The calibration measured on the recorded healthy runs, single or paired; see data/README.md."""
-        return cls.open(_SHIPPED / ("calibration_paired.json" if paired else "calibration.json"))
+    def shipped(cls) -> Calibration:
+        """The calibration measured on the recorded healthy runs; see data/README.md."""
+        return cls.open(_SHIPPED)
 
 
-def _scales(runs: list[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Mean plus deviations of the runs' largest departures; signals of too few runs are left out."""
-    scales: dict[str, dict[str, float]] = {}
-    for name in dict.fromkeys(name for run in runs for name in run):
-        for kind in KINDS:
-            reached = np.array([run[name][kind] for run in runs if name in run and kind in run[name]])
-            reached = reached[np.isfinite(reached)]
-            if len(reached) >= 4:
-                scale = float(reached.mean() + _N_DEVIATIONS * reached.std(ddof=1))
-                scales.setdefault(name, {})[kind] = max(scale, _LEAST_SCALE)
-    return scales
+def check_rate(false_alarms: float) -> None:
+    """Refuse a rate of false alarms that is not positive."""
+    if not 0 < false_alarms < math.inf:
+        raise OptionError(f"false_alarms is {false_alarms}, expected a positive rate per 100,000 steps, such as 1.")
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.6g}")
+def calibrate(
+    runs: Iterable[xr.DataTree],
+    *,
+    base: Calibration | None = None,
+    about: str = "",
+    tick: Callable[[int], None] = lambda n: None,
+) -> Calibration:
+    """Measure how often healthy runs reach the evidence of an alarm, for ``workbench.Alarms(calibration=)``.
+
+    The fewer runs there are, the more the base counts: it has the weight of 5,000 steps.
+
+    Args:
+        runs: Healthy runs of the kind to be watched, with the same recorder: at least 1,000 judged steps in all.
+        base: Calibration to start from; None: the shipped one.
+        about: Origin of the runs, for readers.
+        tick: Function called with the number of runs done after each of them.
+
+    Raises:
+        OptionError: If there are too few steps.
+        SchemaError: If a run has no monitors.
+
+    Example:
+        >>> import numpy as np
+        >>> import xarray as xr
+        >>> import workbench as wb
+        >>> def healthy(seed):
+        ...     loss = np.random.default_rng(seed).normal(3.0, 0.1, size=600)
+        ...     monitors = xr.Dataset({"loss": ("step", loss)}, {"step": np.arange(600)})
+        ...     return xr.DataTree.from_dict({"/monitors": monitors})
+        >>> calibration = wb.alarms.calibrate([healthy(seed) for seed in range(5)])
+        >>> alarms = wb.Alarms(calibration=calibration)
+    """
+    base = Calibration.shipped() if base is None else base
+    largest: dict[str, list[float]] = {}
+    n_steps = 0
+    for i, run in enumerate(runs):
+        for name, found in stretches(run).items():
+            largest.setdefault(name, []).extend(found)
+        n_steps += len(run["monitors"]["step"])
+        tick(i + 1)
+    if max(map(len, largest.values()), default=0) < _LEAST_STRETCHES:
+        raise OptionError(
+            f"The healthy runs have {n_steps} steps, of which fewer than {_LEAST_STRETCHES * _STRETCH} are judged; "
+            "pass more or longer runs: the first 200 steps and a warm-up do not count."
+        )
+    tails = dict(base.tails) | {name: _tail(np.array(found), base.tails.get(name)) for name, found in largest.items()}
+    return Calibration(tails, n_steps, about)
+
+
+def stretches(run: xr.DataTree) -> dict[str, list[float]]:
+    """The largest evidence of each signal in each judged stretch of 100 steps of a run."""
+    evidence = RunEvidence()
+    largest: dict[str, dict[int, float]] = {}
+    for observation in observations(run):
+        for reading in evidence.update(observation):
+            if reading.is_judged and math.isfinite(reading.evidence):
+                of_signal = largest.setdefault(reading.watched.name, {})
+                at = reading.step // _STRETCH
+                of_signal[at] = max(of_signal.get(at, -math.inf), reading.evidence)
+    return {name: list(found.values()) for name, found in largest.items()}
+
+
+def _tail(largest: np.ndarray, base: Tail | None) -> Tail:
+    """An exponential tail through the upper stretches, by their mean excess; never lighter than that of exact p."""
+    per_stretch = _STRETCH / PER_STEPS
+    limit = float(np.quantile(largest, 1 - _UPPER)) if base is None else base.limit
+    above = largest[largest > limit] - limit
+    n, n_above, total = float(len(largest)), float(len(above)), float(above.sum())
+    if base is not None:  # so many stretches of the base
+        n_prior = _PRIOR * base.rate * per_stretch
+        n, n_above, total = n + _PRIOR, n_above + n_prior, total + n_prior * base.excess
+    excess = max(total / n_above, _NOMINAL_EXCESS) if n_above else _NOMINAL_EXCESS
+    return Tail(limit, n_above / n / per_stretch, excess)

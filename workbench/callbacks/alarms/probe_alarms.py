@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.alarm import Alarm
+from workbench.callbacks.alarms.label_agreement import LabelAgreement
 from workbench.callbacks.alarms.repeated_batches import RepeatedBatches
 from workbench.formatting import counted, percent
 from workbench.probes.gradient_agreement import GradientVerdict
@@ -57,6 +58,7 @@ class ProbeAlarms:
         self._n_clean: dict[str, int] = {}
         self._changes_gradients: bool | None = None
         self._batches = RepeatedBatches()
+        self._labels = LabelAgreement()
 
     def observe(self, observation: Observation) -> list[Alarm]:
         """Process an observation of any part.
@@ -102,6 +104,13 @@ class ProbeAlarms:
             del self.standing["settings"]
 
     def _data(self, observation: Observation) -> Finding | None:
+        if self._labels.update(observation.values):
+            share = 1 - float(observation.values["label_agreement"])
+            message = (
+                f"{percent(share)} of the labels are not the tokens of their inputs, as all labels of the "
+                f"{self._labels.n_before:,} batches before were: check what prepares the data."
+            )
+            return _alarm(observation, score=math.inf, value=share, message=message), ("corrupted_data",)
         if not self._batches.update(observation.values):
             return None
         n = self._batches.n_in_a_row

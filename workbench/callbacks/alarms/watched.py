@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from workbench.callbacks.observation import Observation
+
+#: Signals of the part ``attention`` that compare queries and keys over a window of updates.
+_OVER_A_WINDOW = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
 #: An effective or stable rank that exceeds its smallest value, 1, by less than this counts as one.
 _LEAST_EXCESS = 1e-4
 _TINY = 1e-12
@@ -22,8 +29,12 @@ class Watched:
         is_bad_low: Whether it is bad when it falls; otherwise when it rises.
         scale: Scale of the comparison: ``"linear"``, ``"log"``, or ``"excess"``, the logarithm of how far a rank is
             above 1.
-        is_outcome: Whether it is commonly watched: the loss or the norm of the gradients; lead times are counted
+        is_outcome: Whether it is commonly watched: a loss or the norm of the gradients; lead times are counted
             from the others to these.
+        is_bad_both_ways: Whether it is bad in either direction.
+        is_noise: Whether the measurements are independent but for the trend, as those of random batches are.
+        follows_rate: Whether it is proportional to the learning rate, so that it is divided by it.
+        least_scale: Smallest standard deviation of the comparison, on the scale of `badness`.
         points_to: What it indicates, in plain words.
 
     Example:
@@ -40,6 +51,10 @@ class Watched:
     is_bad_low: bool = False
     scale: str = "log"
     is_outcome: bool = False
+    is_bad_both_ways: bool = False
+    is_noise: bool = False
+    follows_rate: bool = False
+    least_scale: float = 0.01
     points_to: str = ""
 
     @property
@@ -82,37 +97,117 @@ _NORMS = {
     "dWk": "the keys move further in each window than they did",
     "W": "the product of queries and keys grows, and with it the attention logits",
 }
-
-#: Every signal that is watched if a run records it.
-WATCHED: tuple[Watched, ...] = (
-    Watched("monitors", "loss", scale="linear", is_outcome=True, points_to="the loss itself rises"),
+_MONITORED: tuple[Watched, ...] = (
+    Watched(
+        "monitors", "loss", scale="linear", is_outcome=True, is_noise=True, least_scale=0.02,
+        points_to="the loss itself rises",
+    ),
+    Watched(
+        "monitors", "largest_losses", scale="linear", is_outcome=True, is_noise=True, least_scale=0.02,
+        points_to="some tokens are predicted much worse, as wrong labels make them",
+    ),
     Watched("monitors", "grad_norm", is_outcome=True, points_to="the gradients grow"),
-    Watched("monitors", "spike_score", scale="linear", is_outcome=True, points_to="the loss has spikes"),
+    Watched(
+        "monitors", "update_ratio", follows_rate=True,
+        points_to="the updates grow against the weights, at the same learning rate",
+    ),
+    Watched(
+        "monitors", "token_entropy", scale="linear", is_bad_both_ways=True, is_noise=True,
+        points_to="the batches hold other tokens than they did",
+    ),
+    Watched(
+        "monitors", "label_entropy", scale="linear", is_bad_both_ways=True, is_noise=True,
+        points_to="the batches hold other labels than they did",
+    ),
+)  # fmt: skip
+_OF_ATTENTION: tuple[Watched, ...] = (
     *(
         Watched("attention", "effective_rank", term, is_bad_low=True, scale="excess", points_to=words)
         for term, words in _RANKS.items()
     ),
-    *(Watched("attention", "frobenius_norm", term, points_to=words) for term, words in _NORMS.items()),
+    *(
+        Watched("attention", "frobenius_norm", term, follows_rate=term != "W", points_to=words)
+        for term, words in _NORMS.items()
+    ),
     Watched("attention", "attention_logit_max", points_to="attention logits grow towards where the softmax saturates"),
     Watched(
-        "attention", "attention_entropy_share", is_bad_low=True, scale="linear",
+        "attention", "attention_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02,
         points_to="attention narrows to single tokens",
     ),
-    Watched("router", "router_similarity", scale="linear", points_to="the experts' router rows become alike"),
+)  # fmt: skip
+_OF_ROUTERS: tuple[Watched, ...] = (
+    Watched(
+        "router", "router_similarity", scale="linear", least_scale=0.02,
+        points_to="the experts' router rows become alike",
+    ),
     Watched("router", "router_conditioning", is_bad_low=True, points_to="the router's rows are mostly their mean"),
     Watched(
-        "router", "routing_entropy_share", is_bad_low=True, scale="linear",
+        "router", "routing_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02,
         points_to="the router is sure of its experts too early",
     ),
-    Watched("router", "max_violation", scale="linear", points_to="one expert gets more than its share of the tokens"),
-    Watched("router", "dead_experts", scale="linear", points_to="experts get no tokens at all"),
-    Watched("router", "routing_change", scale="linear", points_to="tokens change their experts again and again"),
-    Watched("optimizer", "update_ratio", points_to="updates are large against the weights"),
+    Watched(
+        "router", "max_violation", scale="linear", least_scale=0.05,
+        points_to="one expert gets more than its share of the tokens",
+    ),
+    Watched(
+        "router", "routing_change", scale="linear", least_scale=0.02,
+        points_to="tokens change their experts again and again",
+    ),
+)  # fmt: skip
+_OF_UPDATES: tuple[Watched, ...] = (
     Watched("optimizer", "adam_staleness", points_to="gradients have outgrown the optimizer's memory of their size"),
-    Watched("optimizer", "gradient_rms", is_bad_low=True, points_to="gradients vanish in this block"),
+)
+_OF_ACTIVATIONS: tuple[Watched, ...] = (
     Watched("activations", "activation_max", points_to="single activations grow"),
     Watched("activations", "outlier_ratio", points_to="single activations stand out from the others"),
     Watched("activations", "kurtosis", points_to="activations have heavier tails"),
     Watched("activations", "state_norm", points_to="the residual stream grows"),
     Watched("activations", "log_z", points_to="the output logits drift away from normalized"),
-)  # fmt: skip
+)
+
+#: Every signal that is watched if a run records it.
+WATCHED: tuple[Watched, ...] = (*_MONITORED, *_OF_ATTENTION, *_OF_ROUTERS, *_OF_UPDATES, *_OF_ACTIVATIONS)
+
+
+@dataclass(frozen=True)
+class WatchedValues:
+    """A watched signal in one measurement.
+
+    Attributes:
+        watched: The signal.
+        values: Its values as recorded: of the whole model, or by layer, or by layer and head.
+        layers: Numbers of the layers; None: it has none.
+    """
+
+    watched: Watched
+    values: np.ndarray
+    layers: np.ndarray | None
+
+
+def watched_values(observation: Observation) -> Iterator[WatchedValues]:
+    """The watched signals of a measurement."""
+    values, coords = observation.values, observation.coords
+    has_no_window = observation.part == "attention" and _lacks_window(values)
+    for watched in WATCHED:
+        if watched.part != observation.part or watched.variable not in values:
+            continue
+        if has_no_window and watched.variable in _OVER_A_WINDOW:
+            continue
+        found = np.asarray(values[watched.variable], dtype=np.float64)
+        if watched.term:
+            terms = [str(term) for term in coords["term"]]
+            if watched.term not in terms:
+                continue
+            found = found[..., terms.index(watched.term)]
+        layers = np.asarray(coords["layer"]) if "layer" in coords and found.ndim else None
+        yield WatchedValues(watched, found, layers)
+
+
+def _lacks_window(values: Mapping[str, np.ndarray]) -> bool:
+    """Whether updates of queries and keys are missing because, after a resume, their window is not full yet.
+
+    Attention itself is still measured then; with parameters that are not finite, its logits are not finite either.
+    """
+    spectra = [np.asarray(values[name], dtype=np.float64) for name in _OVER_A_WINDOW if name in values]
+    logits = np.asarray(values.get("attention_logit_max", np.nan), dtype=np.float64)
+    return bool(np.isfinite(logits).any()) and all(np.isnan(found).all() for found in spectra)

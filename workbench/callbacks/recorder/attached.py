@@ -44,6 +44,10 @@ _WORDS = {
 }
 
 
+#: Parts that settle what an alarm points to.
+_CHECKS = ("precision", "reduction")
+
+
 class RecorderOwner(Protocol):
     """The interface of a `Recorder` to the object that it attaches."""
 
@@ -118,6 +122,7 @@ class AttachedRecorder:
         self._settings: SettingsWatch | None = None
         self._optimizer: torch.optim.Optimizer | None = inner
         self._has_updated = step > 0
+        self._asks_check, self._checked_step = False, -1
         if parameters.are_coarse:
             say(
                 f"{type(bare(model)).__name__} is trained in low precision without a copy in float32; updates below "
@@ -229,13 +234,22 @@ class AttachedRecorder:
         """
         self._guarded("attention", lambda collectors: collectors.begin_window(self.step))
 
+    def check_now(self) -> None:
+        """Check arithmetic and gradients at the next update too, whatever their cadence: an alarm asks for the cause.
+
+        With several ranks nothing happens, as each would have to know.
+        """
+        self._asks_check = not is_shared()
+
     # Around the update
 
     def _begin_batch(self) -> None:
         """Called with each batch: numbers logged from now on belong to the next update."""
         if self._open_step is not None:
             self._close_row()
-        if is_due(self.step, self._every["reduction"]):
+        if self._asks_check:
+            self._asks_check, self._checked_step = False, self.step
+        if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
 
     def _before_step(
@@ -364,8 +378,13 @@ class AttachedRecorder:
 
     def _measure_parts(self, collectors: Collectors) -> None:
         """After the update of ``self.step``."""
-        due = [part for part in collectors.after_update if is_due(self.step, self._every[part])]
+        due = [part for part in collectors.after_update if self._is_due(part)]
         self._measure(collectors, due, self.step)
+
+    def _is_due(self, part: str) -> bool:
+        """Whether a part is measured after the update of the present step: by its cadence, or because of an alarm."""
+        is_checked = part in _CHECKS and self._checked_step == self.step and self._every[part] is not None
+        return is_checked or is_due(self.step, self._every[part])
 
     def _measure(self, collectors: Collectors, parts: list[str], step: int) -> None:
         """Measure some parts, as the row of a step."""
@@ -444,6 +463,8 @@ class AttachedRecorder:
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
         """Pass an observation to the alarms, and record what they raise as events."""
         fresh = alarms.observe(observation)
+        if fresh:
+            self.check_now()
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms.new_attribution(fresh)) is not None:

@@ -23,6 +23,7 @@ NUMBERS = (
     "n_tokens",
     "token_entropy",
     "label_entropy",
+    "label_agreement",
     "largest_losses",
     "repeated_examples",
     "update_ratio",

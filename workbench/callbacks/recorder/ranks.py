@@ -21,6 +21,7 @@ MEANS = (
     "learning_rate",
     "token_entropy",
     "label_entropy",
+    "label_agreement",
     "largest_losses",
     "repeated_examples",
     "update_ratio",

@@ -193,7 +193,7 @@ class Recorder:
         output = self._output(model, step, goes_on=goes_on) if host is None else host
         alarms = self.alarms if alarms is None else alarms
         if alarms is not None and not step:
-            alarms.reset()  # a new run has its own healthy start
+            alarms.reset()  # a new run has its own past
         elif host is None and alarms is not None and output.path is not None and not alarms.is_at(step):
             alarms.reset()
             replay(open_run(output.path), alarms)

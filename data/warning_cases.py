@@ -1,0 +1,314 @@
+"""The runs of the study behind the alarms: plans, faults in doses, and failures that arise by themselves.
+
+Setups, and the families that are held out, are those of the study of failures (failure_cases.py): alarms are made from
+"fit", chosen on "choose", and "locked" judges them. Plans, seeds and first steps of faults are drawn before anything is
+measured. Doses go from gross to subtle; record_warnings.py finds the subtle ones that still do harm by bisection.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from failure_cases import SETUPS, Setup, model_and_task
+from torch import Tensor, nn
+
+import workbench as wb
+from workbench.models.losses import token_loss
+
+SEED = 33
+#: Set -> plans drawn for each setup, and updates of each run.
+N_PLANS = {"fit": 5, "choose": 6, "locked": 10}
+N_STEPS = {"fit": 3000, "choose": 3000, "locked": 4000}
+#: Kinds of faults for each setup.
+N_KINDS = {"fit": 6, "choose": 8, "locked": 20}
+#: Updates of runs on text in the locked set: as long as epochs of a small corpus take.
+N_STEPS_OF_TEXT = 6000
+#: Faults begin somewhere here.
+EARLIEST, LATEST = 400, 900
+#: Updates of runs that may fail by themselves.
+N_STEPS_OF_LATE = 10_000
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        cause: Cause that the alarms should name.
+        doses: From gross to subtle.
+        make: Function from a dose and the first step to faults and callbacks of `wb.train`.
+        is_visible: Whether the logged settings give it away.
+    """
+
+    cause: str
+    doses: tuple[float, ...]
+    make: Callable[[float, int], dict[str, list[Any]]]
+    is_visible: bool = False
+
+
+def _fault(name: str, option: str, **others: Any) -> Callable[[float, int], dict[str, list[Any]]]:
+    def make(dose: float, start: int) -> dict[str, list[Any]]:
+        value = int(dose) if float(dose).is_integer() and option != "share" else dose
+        return {"faults": [getattr(wb.faults, name)(start=start, **{option: value}, **others)]}
+
+    return make
+
+
+class Changed(wb.Callback):
+    """Something that breaks at a step, and nothing reports it.
+
+    Args:
+        what: "weights": the weights of one matrix of the last block are multiplied by the dose. "moments": the
+            optimizer's second moments are divided by it. "loader": from then on the batches of so many steps repeat.
+        dose: How strongly.
+        start: Step at which it happens.
+    """
+
+    name = "changed"
+
+    def __init__(self, what: str, dose: float, start: int) -> None:
+        self.what, self.dose, self.start = what, dose, start
+        self._kept: list[Any] = []
+        self._step = 0
+
+    def describe(self) -> dict[str, Any]:
+        """The settings."""
+        return {"what": self.what, "dose": self.dose, "start": self.start}
+
+    @torch.no_grad()
+    def begin_step(self, step: int) -> None:
+        """Break what breaks once."""
+        self._step = step
+        if step != self.start:
+            return
+        if self.what == "weights":
+            matrices = [weight for weight in self.run.model.parameters() if weight.ndim == 2]
+            matrices[-2].mul_(self.dose)
+        elif self.what == "moments":
+            for state in self.run.optimizer.state.values():
+                if isinstance(state.get("exp_avg_sq"), Tensor):
+                    state["exp_avg_sq"].div_(self.dose)
+
+    def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Repeat batches where the loader is stuck."""
+        if self.what != "loader" or self._step < self.start:
+            return inputs, targets
+        if len(self._kept) < self.dose:
+            self._kept.append((inputs, targets))
+            return inputs, targets
+        return self._kept[(self._step - self.start) % int(self.dose)]
+
+
+def _changed(what: str) -> Callable[[float, int], dict[str, list[Any]]]:
+    return lambda dose, start: {"callbacks": [Changed(what, dose, start)]}
+
+
+KINDS: dict[str, Kind] = {
+    "attention": Kind("low_precision_attention", (8, 7, 6, 5, 4, 3, 2), _fault("low_precision_attention", "n_bits")),
+    "attention output": Kind(
+        "low_precision_attention", (8, 7, 6, 5, 4, 3), _fault("low_precision_attention", "n_bits", targets="output")
+    ),
+    "reduction": Kind(
+        "low_precision_reduction", (8, 7, 6, 5, 4), _fault("low_precision_reduction", "n_bits", n_ranks=2)
+    ),
+    "bucket": Kind("dropped_bucket", (1.0, 0.5, 0.25, 0.1, 0.03), _fault("dropped_bucket", "share")),
+    "bucket of a rank": Kind(
+        "dropped_bucket", (1.0, 0.5, 0.25, 0.1), _fault("dropped_bucket", "share", lost_from="one_rank", n_ranks=2)
+    ),
+    "stale": Kind("stale_reduction", (64, 24, 8, 3, 1), _fault("stale_reduction", "delay")),
+    "labels": Kind("corrupted_data", (1.0, 0.4, 0.15, 0.05, 0.02), _fault("corrupted_data", "share", what="labels")),
+    "tokens": Kind("corrupted_data", (1.0, 0.4, 0.15, 0.05, 0.02), _fault("corrupted_data", "share", what="tokens")),
+    "loader": Kind("repeated_data", (1, 4, 16, 64), _changed("loader")),
+    "weights": Kind("damaged_weights", (300, 30, 10, 3), _changed("weights")),
+    "moments": Kind("damaged_optimizer_state", (1e6, 1e4, 100, 10), _changed("moments")),
+    "rate": Kind("large_rate", (30, 10, 4, 1.5), _fault("large_rate", "factor"), is_visible=True),
+    "slow rate": Kind("large_rate", (30, 10, 4), _fault("large_rate", "factor", ramp=200), is_visible=True),
+    "batch": Kind("small_batch", (1, 2, 4), _fault("small_batch", "n_rows"), is_visible=True),
+    "auxiliary loss": Kind(
+        "no_auxiliary_loss",
+        (0,),
+        lambda _, start: {"faults": [wb.faults.no_auxiliary_loss(start=start)]},
+        is_visible=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        setup: Its name.
+        plan: Number of the plan drawn for the setup.
+        kind: Kind of fault; empty: none.
+        dose: Its dose.
+    """
+
+    setup: str
+    plan: int
+    kind: str = ""
+    dose: float = math.nan
+
+    @property
+    def set(self) -> str:
+        """The set of its setup."""
+        return SETUPS[self.setup].set
+
+    @property
+    def name(self) -> str:
+        """For a file."""
+        text = f"{self.setup} {self.plan}" + (f" {self.kind} {self.dose:g}" if self.kind else "")
+        return "_".join("".join(c if c.isalnum() or c == "." else " " for c in text).split())
+
+    @property
+    def control(self) -> Case:
+        """The same run without its fault."""
+        return replace(self, kind="", dose=math.nan)
+
+    @property
+    def start(self) -> int | None:
+        """First step of the fault, the same for all doses."""
+        if not self.kind:
+            return None
+        draw = np.random.default_rng([SEED, list(SETUPS).index(self.setup), self.plan, list(KINDS).index(self.kind)])
+        return int(draw.integers(EARLIEST, LATEST + 1))
+
+    @property
+    def seed(self) -> int:
+        """Of model, data and training."""
+        return 10_000 + 100 * list(SETUPS).index(self.setup) + self.plan
+
+
+def restarting(step: int, *, period: int) -> float:
+    """A schedule of cosine waves, each as high as the first."""
+    return 0.05 + 0.475 * (1 + math.cos(math.pi * (step % period) / period))
+
+
+def plan_of(case: Case) -> dict[str, Any]:
+    """Keywords of `wb.train` but the faults, drawn for the setup."""
+    setup = SETUPS[case.setup]
+    draw = np.random.default_rng([SEED, list(SETUPS).index(case.setup), case.plan])
+    n_steps = N_STEPS[setup.set]
+    if setup.set == "locked" and setup.task == "text_bytes" and case.plan % 2 == 0:
+        n_steps = N_STEPS_OF_TEXT
+    rate = setup.rate * float(draw.choice([0.25, 0.35, 0.5, 0.7]))
+    schedule: Any = draw.choice(["constant", "cosine", "wsd", "linear", "restarts"]).item()
+    if schedule == "restarts":
+        schedule = partial(restarting, period=n_steps // 3)
+    betas = tuple(draw.choice([[0.9, 0.95], [0.9, 0.95], [0.9, 0.999]]).tolist())
+    return {
+        "n_steps": n_steps,
+        "learning_rate": rate,
+        "warmup": int(draw.choice([20, 50, 200, 500])) if setup.family != "Post-LN" else 200,
+        "schedule": schedule,
+        "clip_norm": 1.0 if draw.random() < 0.7 else None,
+        "optimizer_options": {"betas": betas, "weight_decay": float(draw.choice([0.0, 0.1])), "fused": True},
+        "seed": case.seed,
+    }
+
+
+def build(case: Case) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Model, task, and keywords of `wb.train`, all fresh."""
+    model, task = model_and_task(SETUPS[case.setup], case.seed)
+    plan = plan_of(case)
+    if case.kind:
+        plan |= KINDS[case.kind].make(case.dose, case.start or 0)
+    return model, task, plan
+
+
+def applies(setup: Setup, kind: str) -> bool:
+    """Whether a fault can act in a setup."""
+    if kind in ("attention", "attention output"):
+        return setup.has_attention
+    if kind == "auxiliary loss":
+        return "n_experts" in setup.options
+    if kind == "tokens":
+        return setup.task != "digits"
+    return True
+
+
+def controls(which: str) -> list[Case]:
+    """Runs of a set without a fault."""
+    return [Case(name, i) for name, setup in SETUPS.items() if setup.set == which for i in range(N_PLANS[which])]
+
+
+def searches(which: str) -> list[Case]:
+    """For each setup some kinds of faults, each in a drawn plan and its grossest dose; in the locked set all kinds."""
+    found = []
+    for number, (name, setup) in enumerate(SETUPS.items()):
+        if setup.set != which:
+            continue
+        draw = np.random.default_rng([SEED, 500 + number])
+        able = [kind for kind in KINDS if applies(setup, kind)]
+        kinds = draw.permutation(able)[: N_KINDS[which]]
+        found += [Case(name, int(draw.integers(N_PLANS[which])), str(kind), KINDS[kind].doses[0]) for kind in kinds]
+    return found
+
+
+# Failures that arise by themselves
+
+
+def z_loss(logits: Tensor, targets: Tensor, *, weight: float = 1e-3) -> Tensor:
+    """Cross entropy with a penalty on log Z (Chowdhery et al. 2022, arXiv:2204.02311)."""
+    return token_loss(logits, targets) + weight * logits.float().logsumexp(-1).square().mean()
+
+
+@dataclass(frozen=True)
+class LateCase:
+    """A decoder at a high rate, trained for long.
+
+    Attributes:
+        set: "fit" or "locked".
+        norm: Norm of the decoder.
+        remedy: "", "qk_norm" or "z_loss".
+        rate: Peak rate.
+        seed: Of model, data and training.
+    """
+
+    set: str
+    norm: str
+    remedy: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """For a file."""
+        return f"late_{self.norm}_{self.remedy or 'plain'}_{self.rate:g}_{self.seed}"
+
+
+def late_cases(which: str) -> list[LateCase]:
+    """Runs of a set; the locked ones have another norm and a text."""
+    norm, seeds = ("pre_ln", (1,)) if which == "fit" else ("rms_norm", (11, 12, 13))
+    return [
+        LateCase(which, norm, remedy, rate, seed)
+        for remedy in ("", "qk_norm", "z_loss")
+        for rate in (0.01, 0.03)
+        for seed in seeds
+    ]
+
+
+def build_late(case: LateCase) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Model, task, and keywords of `wb.train`."""
+    has_text = case.set == "locked"
+    size = {"d_model": 48, "n_layers": 3, "n_heads": 4, "vocab_size": 256 if has_text else 32, "max_length": 24}
+    model = wb.zoo.transformer(case.norm, qk_norm=case.remedy == "qk_norm", **size, seed=case.seed)
+    if has_text:
+        task: Any = wb.tasks.text_bytes(length=24, batch_size=16, seed=case.seed)
+    else:
+        task = wb.tasks.synthetic_lm(vocab_size=32, length=24, batch_size=16, n_sequences=2000, seed=case.seed)
+    plan = {
+        "n_steps": N_STEPS_OF_LATE,
+        "learning_rate": case.rate,
+        "warmup": 100,
+        "clip_norm": 1.0,
+        "optimizer_options": {"betas": (0.9, 0.95), "fused": True},
+        "seed": case.seed,
+    }
+    return model, task, plan | ({"loss": z_loss} if case.remedy == "z_loss" else {})

@@ -1,0 +1,102 @@
+"""Which steps of a run are judged, and where a change is."""
+
+import math
+
+import numpy as np
+import pytest
+
+from workbench.callbacks.alarms import WATCHED, RunEvidence
+from workbench.callbacks.observation import Observation
+
+TERMS = np.array(["D2", "D3", "dWq", "dWk", "W"])
+
+
+def monitors(step, **values):
+    return Observation(step, "monitors", {name: np.array(float(value)) for name, value in values.items()})
+
+
+def judged(rates):
+    """The steps that are judged, with these learning rates."""
+    evidence = RunEvidence()
+    found = [evidence.update(monitors(step, loss=2, learning_rate=rate))[0] for step, rate in enumerate(rates)]
+    return [reading.step for reading in found if reading.is_judged]
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ([1e-3] * 400, range(200, 400)),
+        ([math.nan] * 400, range(200, 400)),
+        # A warm-up to step 300, and 100 steps at the full rate.
+        ([1e-3 * min(1, (i + 1) / 300) for i in range(500)], range(384, 500)),
+        # It rises again.
+        ([1e-3] * 300 + [2e-3] * 200, [*range(200, 300), *range(399, 500)]),
+        # The end of a schedule.
+        ([1e-3 * (1 - i / 500) for i in range(500)], range(200, 491)),
+    ],
+)
+def test_steps_are_judged_while_the_rate_is_steady(rates, expected):
+    assert judged(rates) == list(expected)
+
+
+def test_the_worst_layer_and_head_and_the_onset_are_named():
+    random, evidence = np.random.default_rng(0), RunEvidence()
+    coords = {"layer": np.array([0, 4]), "head": np.arange(3), "term": TERMS}
+    for step in range(9, 1200, 10):
+        rank = 2 + 0.1 * random.random((2, 3, 5))
+        if step >= 1000:
+            rank[1, 2, 0] = 1.01
+        readings = {
+            r.watched.name: r for r in evidence.update(Observation(step, "attention", {"effective_rank": rank}, coords))
+        }
+        if step == 1029:
+            break
+    found = readings["effective_rank D2"]
+    assert (found.layer, found.head, found.value, found.is_rise) == (4, 2, 1.01, False)
+    assert found.evidence > 6 > 3 > found.opposite
+    assert 989 <= found.onset <= 1009
+    assert max(r.evidence for name, r in readings.items() if name != "effective_rank D2") < 4
+
+
+def test_what_follows_the_rate_is_compared_at_the_same_rate():
+    random, evidence = np.random.default_rng(0), RunEvidence()
+    for step in range(900):
+        rate = 1e-3 if step < 600 else 5e-4
+        values = {"learning_rate": rate, "update_ratio": rate * math.exp(0.05 * random.normal())}
+        values["update_ratio"] *= 3 if step >= 800 else 1
+        (found,) = evidence.update(monitors(step, **values))
+        assert (found.evidence > 7) == (step == 800) or step > 800 or math.isnan(found.evidence)
+
+
+def test_the_entropy_of_tokens_is_bad_both_ways():
+    for sign in (1, -1):
+        random, evidence = np.random.default_rng(0), RunEvidence()
+        for step in range(400):
+            entropy = 3 + 0.02 * random.normal() + sign * (step >= 399)
+            (found,) = evidence.update(monitors(step, token_entropy=entropy))
+        assert found.evidence > 7
+        assert found.is_rise == (sign > 0)
+
+
+def test_losses_near_zero_need_not_be_steady():
+    """Compared with the first losses, a change of a tiny loss is nothing."""
+    random, evidence = np.random.default_rng(0), RunEvidence()
+    for step in range(1200):
+        loss = 4 * math.exp(-step / 50) + 1e-4 * random.random() + 2e-2 * (step >= 1100)
+        (found,) = evidence.update(monitors(step, loss=loss))
+        assert not found.evidence > 4
+
+
+def test_it_is_causal_and_restarts_by_step():
+    random = np.random.default_rng(1)
+    values = [monitors(step, loss=2 + random.normal()) for step in range(500)]
+    whole, part = RunEvidence(), RunEvidence()
+    found = [whole.update(each)[0] for each in values]
+    assert str([part.update(each)[0] for each in values[:350]]) == str(found[:350])  # NaN equals NaN
+    later = RunEvidence(first_step=150)
+    assert [later.update(each)[0].is_judged for each in values].index(True) == 350
+
+
+def test_every_watched_signal_says_what_it_points_to():
+    assert len({watched.name for watched in WATCHED}) == len(WATCHED)
+    assert all(watched.points_to and watched.least_scale > 0 for watched in WATCHED)

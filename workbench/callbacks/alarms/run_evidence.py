@@ -1,0 +1,202 @@
+"""Evidence of all watched signals of a run that something has changed, by the run's own past; causal."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.callbacks.alarms.own_past import WINDOWS, OwnPast
+from workbench.callbacks.alarms.watched import Watched, WatchedValues, watched_values
+
+if TYPE_CHECKING:
+    from workbench.callbacks.observation import Observation
+
+#: First step that is judged.
+_FIRST_JUDGED = 200
+#: A step is judged while the rate is at most _RISE times its smallest of the last _N_RATES steps, and above _LOW times
+#: its largest: while it rises, and at the very end of a schedule, the signals follow it.
+_N_RATES, _RISE, _LOW = 100, 1.05, 0.02
+#: The first losses, and the share of them that is the least scale of later ones.
+_N_FIRST, _SHARE_OF_FIRST = 20, 0.02
+_TINY = 1e-12
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The evidence of a signal in its latest measurement, at its worst layer and head.
+
+    Attributes:
+        watched: The signal.
+        step: Step of the measurement.
+        evidence: -log10 of the p value that it became worse, times the number of layers, heads and windows; NaN: not
+            known yet.
+        opposite: The same of the opposite direction.
+        is_judged: Whether it may raise an alarm: not while the learning rate rises, for example.
+        is_broken: Whether it was finite before, and nothing of it is now.
+        value: Value of the signal there, in its own unit.
+        is_rise: Whether the value rose.
+        layer: Layer with the worst value; -1: the signal has no layers, or it is outside the blocks.
+        head: Head with the worst value; -1: the signal has no heads.
+        onset: Last step before the change, as the most telling window shows it.
+    """
+
+    watched: Watched
+    step: int
+    evidence: float
+    opposite: float
+    is_judged: bool
+    is_broken: bool
+    value: float
+    is_rise: bool
+    layer: int
+    head: int
+    onset: int
+
+
+class RunEvidence:
+    """The evidence of every watched signal, measurement by measurement.
+
+    Args:
+        first_step: Step at which the run, or what is judged of it, begins.
+
+    Attributes:
+        latest: The latest reading of each signal.
+    """
+
+    def __init__(self, first_step: int = 0) -> None:
+        self.latest: dict[str, Reading] = {}
+        self._first_step = first_step
+        self._groups: dict[str, list[_Group]] = {}
+        self._rates: deque[float] = deque(maxlen=_N_RATES)
+        self._highest = self._rate = math.nan
+
+    def restart(self) -> None:
+        """Forget the latest values, but not how they spread: after a change that was meant."""
+        for groups in self._groups.values():
+            for group in groups:
+                group.restart()
+
+    def update(self, observation: Observation) -> list[Reading]:
+        """Process an observation of any part.
+
+        Returns:
+            The readings of its watched signals.
+        """
+        found = list(watched_values(observation))
+        if observation.part == "monitors":
+            self._note_rate(observation)
+        if not found:
+            return []
+        groups = self._groups.setdefault(observation.part, [])
+        new = [each for each in found if not any(each.watched.name in group.names for group in groups)]
+        if new:
+            groups.append(_Group(new))
+        readings = []
+        for group in groups:
+            group.update(observation.step, found, math.log(self._rate) if self._rate > 0 else 0.0)
+            readings += group.readings(observation.step, self._is_judged(observation.step))
+        self.latest |= {reading.watched.name: reading for reading in readings}
+        return readings
+
+    def _note_rate(self, observation: Observation) -> None:
+        rate = float(observation.values.get("learning_rate", math.nan))
+        if math.isfinite(rate):
+            self._rate = rate
+            self._highest = np.fmax(self._highest, rate)
+            self._rates.append(rate)
+
+    def _is_judged(self, step: int) -> bool:
+        if step - self._first_step < _FIRST_JUDGED:
+            return False
+        if not self._rates:
+            return True
+        return self._rate <= _RISE * min(self._rates) and self._rate > _LOW * self._highest
+
+
+class _Group:
+    """Signals that are measured together, as one array of series."""
+
+    def __init__(self, signals: Sequence[WatchedValues]) -> None:
+        self.names = {each.watched.name for each in signals}
+        self._signals = {each.watched.name: each for each in signals}
+        ends = np.cumsum([each.values.size for each in signals]).tolist()
+        self._places = {
+            each.watched.name: slice(end - each.values.size, end) for each, end in zip(signals, ends, strict=True)
+        }
+        of_series = [each.watched for each in signals for _ in range(each.values.size)]
+        self._past = OwnPast(
+            np.array([watched.least_scale for watched in of_series]),
+            is_noise=np.array([watched.is_noise for watched in of_series]),
+        )
+        self._steps: deque[int] = deque(maxlen=int(WINDOWS[-1]) + 1)
+        self._first_losses: list[np.ndarray] = []
+        self._losses = np.array([watched.is_noise and watched.is_outcome for watched in of_series])
+        self._were_finite: set[str] = set()
+
+    def restart(self) -> None:
+        self._past.restart()
+
+    def update(self, step: int, signals: Sequence[WatchedValues], log_rate: float) -> None:
+        """Process one measurement."""
+        self._signals |= {each.watched.name: each for each in signals if each.watched.name in self.names}
+        measured = {each.watched.name for each in signals}
+        values = np.full(len(self._losses), np.nan)
+        for name, place in self._places.items():
+            each = self._signals[name]
+            if name in measured and each.values.size == place.stop - place.start:
+                values[place] = each.watched.badness(each.values).ravel() - log_rate * each.watched.follows_rate
+        self._note_first_losses(values)
+        self._steps.append(step)
+        self._values = values
+        self._found = self._past.update(values)
+
+    def _note_first_losses(self, values: np.ndarray) -> None:
+        """The least scale of losses follows from the first ones, as a loss near 0 scatters by nothing that matters."""
+        if not self._losses.any() or len(self._first_losses) >= _N_FIRST:
+            return
+        self._first_losses.append(values[self._losses])
+        first = np.array(self._first_losses)
+        known = np.isfinite(first).any(axis=0)
+        middle = np.nanmedian(np.where(known, first, 0.0), axis=0)
+        least = np.where(known, _SHARE_OF_FIRST * np.abs(middle), 0.0)
+        self._past.least_scale[self._losses] = np.maximum(self._past.least_scale[self._losses], least)
+
+    def readings(self, step: int, is_judged: bool) -> list[Reading]:
+        """The readings of all its signals."""
+        return [self._reading(name, step, is_judged) for name in self._places]
+
+    def _reading(self, name: str, step: int, is_judged: bool) -> Reading:
+        each, place, found = self._signals[name], self._places[name], self._found
+        watched, n = each.watched, place.stop - place.start
+        of_rise, of_fall = found.rise[place] - math.log10(n), found.fall[place] - math.log10(n)
+        windows = found.rise_window[place], found.fall_window[place]
+        is_worse = np.ones(n, dtype=bool)
+        if watched.is_bad_both_ways:
+            is_worse = ~(of_fall > of_rise)
+            of_rise = np.fmax(of_rise, of_fall) - math.log10(2)
+        is_finite = np.isfinite(self._values[place])
+        is_broken = name in self._were_finite and not is_finite.any()
+        if is_finite.any():
+            self._were_finite.add(name)
+        worst = 0 if np.isnan(of_rise).all() else int(np.nanargmax(of_rise))
+        where = np.unravel_index(worst, each.values.shape) if each.values.ndim else ()
+        layer = -1 if not where else (int(where[0]) if each.layers is None else int(each.layers[where[0]]))
+        window = int((windows[0] if is_worse[worst] else windows[1])[worst])
+        return Reading(
+            watched=watched,
+            step=step,
+            evidence=float(of_rise[worst]),
+            opposite=math.nan if np.isnan(of_fall).all() else float(np.nanmax(of_fall)),
+            is_judged=is_judged,
+            is_broken=is_broken,
+            value=float(each.values.ravel()[worst]),
+            is_rise=bool(is_worse[worst]) != watched.is_bad_low,
+            layer=layer,
+            head=int(where[1]) if len(where) > 1 else -1,
+            onset=self._steps[max(0, len(self._steps) - 1 - window)],
+        )
