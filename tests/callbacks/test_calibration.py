@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from workbench.callbacks.alarms import Alarms, Calibration, Tail, calibrate, replay
+from workbench.callbacks.alarms import Alarms, Calibration, calibrate, replay
+from workbench.callbacks.alarms.calibration import Tail
 from workbench.errors import OptionError, StoreError
 
 EMPTY = Calibration({}, 0)

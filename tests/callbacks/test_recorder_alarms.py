@@ -68,7 +68,7 @@ def test_a_resumed_recorder_has_learned_what_was_healthy(parts, tmp_path):
     options = {"rate_from": 999, "broken_at": 40}
     whole = certain_alarms()
     loop(wb.Recorder(tmp_path / "whole.zarr", every=EVERY, alarms=whole), 44, **parts, **options)
-    assert ("loss", 40) in {(alarm.signal, alarm.step) for alarm in whole.raised}
+    assert 40 in {alarm.step for alarm in whole.raised}
     model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
     anew = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "task": parts["task"]}
     loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=certain_alarms()), 33, **anew, **options)

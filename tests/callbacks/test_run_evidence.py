@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from workbench.callbacks.alarms import WATCHED, RunEvidence
+from workbench.callbacks.alarms import WATCHED
+from workbench.callbacks.alarms.run_evidence import RunEvidence
 from workbench.callbacks.observation import Observation
 
 TERMS = np.array(["D2", "D3", "dWq", "dWk", "W"])
@@ -100,3 +101,21 @@ def test_it_is_causal_and_restarts_by_step():
 def test_every_watched_signal_says_what_it_points_to():
     assert len({watched.name for watched in WATCHED}) == len(WATCHED)
     assert all(watched.points_to and watched.least_scale > 0 for watched in WATCHED)
+
+
+def test_what_is_not_measured_is_not_broken():
+    """Numbers that a step does not have are missing; a loss that is not finite is broken."""
+    evidence = RunEvidence()
+    for step in range(30):
+        values = {"loss": 2.0, "largest_losses": 5.0, "grad_norm": 1.0, "update_ratio": 1e-3}
+        values |= {"largest_losses": math.nan, "update_ratio": math.nan} if step >= 20 else {}
+        values |= {"loss": math.inf} if step == 29 else {}
+        found = {reading.watched.name for reading in evidence.update(monitors(step, **values)) if reading.is_broken}
+        assert found == ({"loss"} if step == 29 else set())
+    coords = {"layer": np.array([0]), "head": np.arange(2), "term": TERMS}
+    for step in range(9, 60, 10):
+        values = {"attention_logit_max": np.ones((1, 2)), "effective_rank": np.full((1, 2, 5), 2.0)}
+        if step == 39:  # after a resume the window is not full
+            values["effective_rank"] = np.full((1, 2, 5), np.nan)
+        readings = evidence.update(Observation(step, "attention", values, coords))
+        assert not any(reading.is_broken for reading in readings)

@@ -8,7 +8,8 @@ from tests.callbacks.certain_alarms import certain_alarms
 from tests.callbacks.test_kss_integrations import fit, lightning, trainer  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_recorder_alarms import EVERY, parts  # noqa: F401
-from workbench.callbacks.alarms import RunEvidence, observations
+from workbench.callbacks.alarms import observations
+from workbench.callbacks.alarms.run_evidence import RunEvidence
 
 WARM_UP = 12
 PLAN = {"n_steps": 30, "learning_rate": 1e-3, "warmup": WARM_UP}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 #: Signals that are commonly watched: a mechanism is seen early if its alarm precedes theirs.
-ESTABLISHED = ("loss", "grad_norm", "spike_score")
+ESTABLISHED = ("loss", "largest_losses", "grad_norm")
 #: Kinds of events that the timeline marks.
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.adapters.trainer_attachment import Attachment, first_states
+from workbench.callbacks.attachment import Attachment, first_states
 from workbench.callbacks.gathering import gather
 from workbench.errors import OptionError
 

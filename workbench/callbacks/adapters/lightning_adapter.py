@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from workbench.callbacks.adapters.trainer_attachment import Attachment, first_states
+from workbench.callbacks.attachment import Attachment, first_states
 from workbench.callbacks.gathering import gather
 from workbench.callbacks.recorder.updates import total_gradient_norm
 from workbench.errors import MissingPackageError, OptionError

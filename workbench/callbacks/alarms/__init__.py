@@ -4,12 +4,11 @@
 from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.alarms import Alarms as Alarms
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
-from workbench.callbacks.alarms.calibration import Calibration, Tail, calibrate
+from workbench.callbacks.alarms.calibration import Calibration, calibrate
 from workbench.callbacks.alarms.lead_times import LeadTime, lead_time, recorded_alarms
-from workbench.callbacks.alarms.own_past import Evidence, OwnPast
+from workbench.callbacks.alarms.own_past import OwnPast
 from workbench.callbacks.alarms.recorded_observations import observations
 from workbench.callbacks.alarms.replaying import replay
-from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.alarms.watched import WATCHED, Watched
 from workbench.callbacks.observation import Observation
 
@@ -19,13 +18,9 @@ __all__ = [
     "Attribution",
     "Attributor",
     "Calibration",
-    "Evidence",
     "LeadTime",
     "Observation",
     "OwnPast",
-    "Reading",
-    "RunEvidence",
-    "Tail",
     "Watched",
     "calibrate",
     "lead_time",

@@ -66,8 +66,8 @@ class Attributor:
     Example:
         >>> import workbench as wb
         >>> attributor = wb.alarms.Attributor.shipped()
-        >>> attributor.causes[:3]
-        ('corrupted_data', 'dropped_bucket', 'large_rate')
+        >>> attributor.causes[0]
+        'corrupted_data'
     """
 
     causes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Evidence that numbers have left their own past, over windows of several lengths; causal."""
+"""ChangeEvidence that numbers have left their own past, over windows of several lengths; causal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LONGEST = (_BEFORE + 1) * int(WINDOWS[-1])
 
 
 @dataclass(frozen=True)
-class Evidence:
+class ChangeEvidence:
     """How unlikely the latest values are by the past, for each series, shape (series,); NaN: not known yet.
 
     Attributes:
@@ -98,7 +98,7 @@ class OwnPast:
         self._last, self._n_of_series = np.zeros(n), np.zeros(n, dtype=np.int64)
         self._end = _LONGEST
 
-    def update(self, values: np.ndarray) -> Evidence:
+    def update(self, values: np.ndarray) -> ChangeEvidence:
         """Process one measurement.
 
         Args:
@@ -128,7 +128,7 @@ class OwnPast:
         self._learn(per_unit)
         return found
 
-    def _evidence(self, departure: np.ndarray, per_unit: np.ndarray) -> Evidence:
+    def _evidence(self, departure: np.ndarray, per_unit: np.ndarray) -> ChangeEvidence:
         variance, n_past = self._variance.copy(), np.minimum(self._n_learned, self._memory) / WINDOWS[:, None]
         excess = np.maximum(self._fourth / np.maximum(variance**2, _TINY) - 3, 0.0)
         is_known = n_past >= np.where(self._is_noise, _LEAST_OF_NOISE, _LEAST)
@@ -144,7 +144,7 @@ class OwnPast:
         studentized[~is_known] = np.nan
         freedom = np.maximum(freedom, _LEAST_FREEDOM)
         (rise, rise_window), (fall, fall_window) = _largest(studentized, freedom), _largest(-studentized, freedom)
-        return Evidence(rise, fall, rise_window, fall_window)
+        return ChangeEvidence(rise, fall, rise_window, fall_window)
 
     def _learn(self, per_unit: np.ndarray) -> None:
         """Take in the departures whose windows ended right before the latest ones began."""

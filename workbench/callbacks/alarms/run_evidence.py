@@ -137,6 +137,7 @@ class _Group:
         self._first_losses: list[np.ndarray] = []
         self._losses = np.array([watched.is_noise and watched.is_outcome for watched in of_series])
         self._were_finite: set[str] = set()
+        self._measured: set[str] = set()
 
     def restart(self) -> None:
         self._past.restart()
@@ -144,11 +145,11 @@ class _Group:
     def update(self, step: int, signals: Sequence[WatchedValues], log_rate: float) -> None:
         """Process one measurement."""
         self._signals |= {each.watched.name: each for each in signals if each.watched.name in self.names}
-        measured = {each.watched.name for each in signals}
+        self._measured = {each.watched.name for each in signals}
         values = np.full(len(self._losses), np.nan)
         for name, place in self._places.items():
             each = self._signals[name]
-            if name in measured and each.values.size == place.stop - place.start:
+            if name in self._measured and each.values.size == place.stop - place.start:
                 values[place] = each.watched.badness(each.values).ravel() - log_rate * each.watched.follows_rate
         self._note_first_losses(values)
         self._steps.append(step)
@@ -180,7 +181,7 @@ class _Group:
             is_worse = ~(of_fall > of_rise)
             of_rise = np.fmax(of_rise, of_fall) - math.log10(2)
         is_finite = np.isfinite(self._values[place])
-        is_broken = name in self._were_finite and not is_finite.any()
+        is_broken = name in self._were_finite & self._measured and not is_finite.any() and not watched.may_be_missing
         if is_finite.any():
             self._were_finite.add(name)
         worst = 0 if np.isnan(of_rise).all() else int(np.nanargmax(of_rise))

@@ -34,6 +34,7 @@ class Watched:
         is_bad_both_ways: Whether it is bad in either direction.
         is_noise: Whether the measurements are independent but for the trend, as those of random batches are.
         follows_rate: Whether it is proportional to the learning rate, so that it is divided by it.
+        may_be_missing: Whether NaN only means that it was not measured, and not that something is not finite.
         least_scale: Smallest standard deviation of the comparison, on the scale of `badness`.
         points_to: What it indicates, in plain words.
 
@@ -54,6 +55,7 @@ class Watched:
     is_bad_both_ways: bool = False
     is_noise: bool = False
     follows_rate: bool = False
+    may_be_missing: bool = False
     least_scale: float = 0.01
     points_to: str = ""
 
@@ -103,20 +105,21 @@ _MONITORED: tuple[Watched, ...] = (
         points_to="the loss itself rises",
     ),
     Watched(
-        "monitors", "largest_losses", scale="linear", is_outcome=True, is_noise=True, least_scale=0.02,
+        "monitors", "largest_losses", scale="linear", is_outcome=True, is_noise=True, may_be_missing=True,
+        least_scale=0.02,
         points_to="some tokens are predicted much worse, as wrong labels make them",
     ),
     Watched("monitors", "grad_norm", is_outcome=True, points_to="the gradients grow"),
     Watched(
-        "monitors", "update_ratio", follows_rate=True,
+        "monitors", "update_ratio", follows_rate=True, may_be_missing=True,
         points_to="the updates grow against the weights, at the same learning rate",
     ),
     Watched(
-        "monitors", "token_entropy", scale="linear", is_bad_both_ways=True, is_noise=True,
+        "monitors", "token_entropy", scale="linear", is_bad_both_ways=True, is_noise=True, may_be_missing=True,
         points_to="the batches hold other tokens than they did",
     ),
     Watched(
-        "monitors", "label_entropy", scale="linear", is_bad_both_ways=True, is_noise=True,
+        "monitors", "label_entropy", scale="linear", is_bad_both_ways=True, is_noise=True, may_be_missing=True,
         points_to="the batches hold other labels than they did",
     ),
 )  # fmt: skip

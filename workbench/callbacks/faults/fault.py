@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.callbacks.observers import Observers
 from workbench.errors import OptionError
 from workbench.tasks.task import require_whole
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 @dataclass(kw_only=True, eq=False)
@@ -81,6 +86,42 @@ class Fault:
     @enabled.setter
     def enabled(self, value: bool) -> None:
         self._turn(_by_hand=bool(value))
+
+    def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int = 0, seed: int = 0) -> Any:
+        """Break a loop of one's own: ``with fault.attach(model, optimizer): ...`` around it.
+
+        Each update counts as a step. Switch it by ``enabled`` or by ``start`` and ``stop``; what it does while it is
+        off is nothing. `workbench.train` and `workbench.trainer_callback` take faults by themselves.
+
+        Args:
+            model: The module that the loop calls.
+            optimizer: Its optimizer.
+            step: Updates done.
+            seed: Seed of its random draws.
+
+        Returns:
+            The attached fault, with ``detach()``, and ``change_batch(inputs, targets)`` for faults of data where the
+            labels do not go through the model.
+
+        Raises:
+            OptionError: If it changes what only `workbench.train` lets it change.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> before = model.weight.detach().clone()
+            >>> with wb.faults.LargeRate(factor=10.0, start=0).attach(model, optimizer):
+            ...     model(torch.ones(1, 2)).sum().backward()
+            ...     optimizer.step()
+            >>> (before - model.weight).detach().round(decimals=3)
+            tensor([[1., 1.]])
+        """
+        # By name, as that file builds on all faults.
+        return importlib.import_module("workbench.callbacks.faults.attached_fault").AttachedFault(
+            self, model, optimizer, step=step, seed=seed
+        )
 
     def begin_step(self, step: int) -> bool:
         """Apply the schedule, and return whether the fault is on in this step.

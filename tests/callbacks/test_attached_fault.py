@@ -1,0 +1,115 @@
+"""Faults in a loop of one's own, switched on by one line around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import workbench as wb
+from tests.callbacks.test_recorder import adam, dense, loss_of, of_part, recorder_with, task  # noqa: F401
+from tests.small_training import same_weights
+from workbench.errors import OptionError
+
+
+def trained(model, task, fault=None, recorder=None, *, n_steps=8):  # noqa: F811
+    """A plain loop: a recorder is attached first, then the fault."""
+    optimizer = adam(model)
+    attached = [each.attach(model, optimizer) for each in (recorder, fault) if each is not None]
+    for i in range(n_steps):
+        optimizer.zero_grad()
+        loss_of(model, task.batch(i)).backward()
+        optimizer.step()
+    for each in reversed(attached):
+        each.detach()
+    hooks = (
+        model._forward_pre_hooks, model._forward_hooks, optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+    )  # fmt: skip
+    assert [len(each) for each in hooks] == [0, 0, 0, 0]
+    return model
+
+
+MAKERS = {
+    "attention": lambda **when: wb.faults.low_precision_attention(n_bits=6, **when),
+    "rate": lambda **when: wb.faults.large_rate(factor=3.0, **when),
+    "bucket": lambda **when: wb.faults.dropped_bucket(share=1.0, **when),
+    "stale": lambda **when: wb.faults.stale_reduction(delay=2, **when),
+    "tokens": lambda **when: wb.faults.corrupted_data(what="tokens", **when),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_acts_while_it_is_on_and_leaves_no_trace(name, task):  # noqa: F811
+    plain = trained(dense(), task)
+    off = trained(dense(), task, MAKERS[name]())
+    if name == "attention":  # it is computed by the fault's attention also while it is off
+        for one, other in zip(plain.parameters(), off.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    else:
+        same_weights(plain, off)
+    broken = trained(dense(), task, MAKERS[name](start=3))
+    assert any((a - b).abs().max() > 1e-6 for a, b in zip(off.parameters(), broken.parameters(), strict=True))
+    same_weights(off, trained(dense(), task, MAKERS[name](start=8)))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "signal"),
+    [
+        ("attention", "precision", "arithmetic"),
+        ("bucket", "reduction", "gradients"),
+        ("stale", "reduction", "gradients"),
+    ],
+)
+def test_a_recorder_that_was_there_before_sees_it(name, part, signal, task):  # noqa: F811
+    alarms = wb.Alarms()
+    recorder = recorder_with(every={part: 2}, alarms=alarms)
+    trained(dense(), task, MAKERS[name](start=4), recorder)
+    first = alarms.raised[0]
+    assert (first.signal, first.step) == (signal, 5)
+
+
+def test_a_recorder_sees_the_rate_that_acts(task):  # noqa: F811
+    recorder = recorder_with(every=None)
+    trained(dense(), task, MAKERS["rate"](start=5), recorder)
+    rates = [float(o.values["learning_rate"]) for o in of_part(recorder, "monitors")]
+    assert rates[5:] == pytest.approx([3 * rates[0]] * 3)
+    assert rates[:5] == pytest.approx([rates[0]] * 5)
+
+
+def test_labels_that_go_through_the_model_are_changed():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 40, (4, 12))
+    fault = wb.faults.corrupted_data(what="labels", start=0)
+    before = float(model(input_ids=ids, labels=ids).loss.detach())
+    with fault.attach(model, adam(model)):
+        broken = float(model(input_ids=ids, labels=ids).loss.detach())
+    assert broken != before
+    assert float(model(input_ids=ids, labels=ids).loss.detach()) == before
+
+
+@pytest.mark.parametrize("kind", ["labels", "rows"])
+def test_a_fault_of_labels_that_it_cannot_see_says_what_to_do(kind, task):  # noqa: F811
+    make = {"labels": lambda: wb.faults.corrupted_data(start=0), "rows": lambda: wb.faults.small_batch(start=0)}[kind]
+    model = dense()
+    with pytest.raises(OptionError, match="pass each batch through change_batch"), make().attach(model, adam(model)):
+        model(task.batch(0)[0])
+    assert not model._forward_pre_hooks
+    inputs, targets = task.batch(0)
+    with make().attach(model, adam(model)) as attached:
+        changed, labels = attached.change_batch(inputs, targets)
+        model(changed)
+    assert len(changed) == len(labels) == (2 if kind == "rows" else len(inputs))
+    assert kind == "rows" or not torch.equal(labels, targets)
+
+
+def test_what_only_the_own_loop_can_do_is_refused(task):  # noqa: F811
+    model = dense()
+    for fault in (wb.faults.no_auxiliary_loss(start=0), wb.faults.low_precision_reduction(start=0)):
+        with pytest.raises(OptionError, match=r"only wb.train\(\) lets it do"):
+            fault.attach(model, adam(model))
+    assert not model._forward_pre_hooks

@@ -1,0 +1,162 @@
+"""Watching a run in one line, in every kind of loop."""
+
+from __future__ import annotations
+
+import math
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.callbacks.test_kss_integrations import fit, lightning, trainer  # noqa: F401
+from tests.callbacks.test_kss_loops import gpt2
+from tests.callbacks.test_recorder import adam, dense, loss_of, task  # noqa: F401
+from tests.small_training import same_weights
+from workbench.callbacks.watching.run_status import RunStatus
+from workbench.errors import OptionError
+
+
+def trained(model, task, optimizer, *, n_steps=8, log=lambda **_: None):  # noqa: F811
+    for i in range(n_steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, task.batch(i))
+        loss.backward()
+        log(loss=loss)
+        optimizer.step()
+    return model
+
+
+def test_in_a_plain_loop(task, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    model = dense()
+    optimizer, heard = adam(model), []
+    fault = wb.faults.low_precision_attention(n_bits=6, start=4)
+    with wb.watch(model, optimizer, every={"precision": 2}, on_alarm=heard.append) as watched:
+        assert "waiting for the first update" in repr(watched)
+        with fault.attach(model, optimizer):
+            trained(model, task, optimizer, log=watched.log)
+    assert watched.path.parent.name == "runs"
+    run = wb.open_run(watched.path)
+    assert run["monitors"].sizes["step"] == 8
+    assert run.attrs["state"] == "finished"
+    assert watched.alarms.raised == heard
+    assert (heard[0].signal, heard[0].step) == ("arithmetic", 5)
+    told = capsys.readouterr().err
+    assert told.startswith(f"step 5: {heard[0].message}")
+    assert told.count("\n") == len(heard)  # into a log, alarms alone
+    status = watched.status
+    assert (status.step, status.is_over, status.checked["precision"]) == (7, True, 7)
+    assert "ALARM at step 5 (arithmetic" in repr(watched)
+    page = watched._repr_html_()
+    ElementTree.fromstring(page)  # well-formed
+    assert "Likely cause: low precision attention (100 %)" in page
+    assert str(watched.path) in page
+
+
+def test_training_is_the_same_to_the_bit_and_nothing_is_left(task, tmp_path, capsys):  # noqa: F811
+    plain = dense()
+    trained(plain, task, adam(plain))
+    model = dense()
+    optimizer = adam(model)
+    watched = wb.watch(model, optimizer, store=tmp_path / "a.zarr", every=2)
+    trained(model, task, optimizer)
+    watched.close()
+    watched.close()
+    same_weights(plain, model)
+    assert capsys.readouterr().err == ""  # no alarm, no word
+    hooks = (optimizer._optimizer_step_pre_hooks, model._forward_pre_hooks, model._forward_hooks)
+    assert [len(each) for each in hooks] == [0, 0, 0]
+    assert watched.status.verdict == "no alarm"
+
+
+def test_in_a_terminal_one_line_is_kept_up_to_date(task, tmp_path, capsys, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    model = dense()
+    optimizer = adam(model)
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr") as watched:
+        trained(model, task, optimizer, log=watched.log)
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.rstrip().split("\r\x1b[2K")[-1] == watched.status.as_text()
+    assert f"step 7 · loss {watched.status.loss:.4g} · rate 0.01" in told
+
+
+@pytest.mark.framework
+@pytest.mark.usefixtures("quiet")
+def test_in_a_trainer(tmp_path):
+    made = trainer(gpt2(), tmp_path, max_steps=6)
+    watched = wb.watch(made, store=tmp_path / "run.zarr", shows=False)
+    made.train()
+    assert wb.open_run(watched.path)["monitors"].sizes["step"] == 6
+    assert (watched.status.step, watched.status.is_over) == (5, True)
+    assert math.isfinite(watched.status.loss)
+
+
+@pytest.mark.framework
+@pytest.mark.usefixtures("quiet")
+def test_in_lightning(lightning, task, tmp_path):  # noqa: F811
+    class Shell(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = dense()
+
+        def training_step(self, batch, batch_idx):
+            return loss_of(self.model, batch)
+
+        def configure_optimizers(self):
+            return adam(self)
+
+    loader = torch.utils.data.DataLoader([task.batch(i) for i in range(5)], batch_size=None)
+    made = lightning.Trainer(
+        max_steps=5, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    watched = wb.watch(made, store=tmp_path / "run.zarr", shows=False)
+    made.fit(Shell(), loader)
+    assert wb.open_run(watched.path)["monitors"].sizes["step"] == 5
+    assert watched.status.is_over
+
+
+@pytest.mark.framework
+def test_in_accelerate(task, tmp_path):  # noqa: F811
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    inner = dense()
+    model, optimizer = accelerator.prepare(inner, adam(inner))
+    with wb.watch(model, optimizer, store=tmp_path / "run.zarr", shows=False) as watched:
+        for i in range(4):
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, task.batch(i)))
+            optimizer.step()
+    assert wb.open_run(watched.path)["monitors"].sizes["step"] == 4
+
+
+@pytest.mark.slow
+def test_a_compiled_model(task, tmp_path):  # noqa: F811
+    inner = dense()
+    model, optimizer = torch.compile(inner), adam(inner)
+    with wb.watch(model, optimizer, store=tmp_path / "run.zarr", shows=False) as watched:
+        trained(model, task, optimizer, n_steps=4, log=watched.log)
+    assert wb.open_run(watched.path)["monitors"].sizes["step"] == 4
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    for model, optimizer in ((dense(), None), (3, None), (dense(), 3)):
+        with pytest.raises(OptionError, match="expected a model and its optimizer, or a Trainer alone"):
+            wb.watch(model, optimizer, store=tmp_path / "a.zarr")
+    with pytest.raises(OptionError, match="moves no"):
+        wb.watch(dense(), adam(torch.nn.Linear(2, 2)), store=tmp_path / "a.zarr")
+
+
+def test_a_status_keeps_few_points_of_a_long_run():
+    status = RunStatus()
+    observation = wb.alarms.Observation
+    for step in range(5000):
+        values = {"loss": torch.tensor(2.0 + math.sin(step)).numpy(), "learning_rate": torch.tensor(0.1).numpy()}
+        status.update(observation(step, "monitors", values), [], None, lambda: {"loss": 0.5, "grad_norm": math.nan})
+    assert 200 <= len(status._losses) <= 401
+    assert status.scores == {"loss": 0.5}
+    ElementTree.fromstring(status.as_html())
+    assert status.as_text().startswith("step 4,999 · loss ")

@@ -1,0 +1,120 @@
+"""A fault in a loop of one's own: hooks on the model and the optimizer do what `workbench.train` does around them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.callbacks.attachment import Attachment
+from workbench.callbacks.faults.conditions import CorruptedData, SmallBatch
+from workbench.callbacks.faults.injection import Injection
+from workbench.errors import OptionError
+from workbench.models.wrapping import innermost
+
+if TYPE_CHECKING:
+    from workbench.callbacks.faults.fault import Fault
+
+
+class AttachedFault:
+    """A fault attached to a model and an optimizer; made by `Fault.attach`, ended by leaving its context or `detach`.
+
+    Each update is a step. A step begins with the first training forward after the update before it; gradients and the
+    rate are changed right before the optimizer acts, ahead of every other hook on it, so that a recorder sees what the
+    optimizer gets.
+
+    Args:
+        fault: The fault.
+        model: The module that the loop calls; it may be wrapped by DDP or FSDP2.
+        optimizer: Its optimizer; it may be wrapped too.
+        step: Updates done.
+        seed: Seed of the fault's random draws.
+
+    Attributes:
+        step: Updates done.
+    """
+
+    def __init__(
+        self, fault: Fault, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int = 0, seed: int = 0
+    ) -> None:
+        self.fault, self.step = fault, step
+        self._attachment = Attachment([Injection([fault], seed=seed)])
+        self._passes, self._has_begun = ExitStack(), False
+        self._is_of_batch = isinstance(fault, SmallBatch | CorruptedData)
+        self._attachment.begin(model, optimizer, step=step)
+        inner = innermost(optimizer)
+        self._handles = [
+            # Ahead of a recorder's, which notes in what a pass runs.
+            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            inner.register_step_pre_hook(self._before_update),
+            inner.register_step_post_hook(self._after_update),
+        ]
+        # Ahead of hooks that were there before: the change of the rate and, before that, of the gradients.
+        hooks: Any = inner._optimizer_step_pre_hooks
+        for hook in [list(hooks)[-2], list(hooks)[-1]]:
+            hooks.move_to_end(hook, last=False)
+
+    def __enter__(self) -> AttachedFault:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        self.detach(is_broken=kind is not None)
+
+    def detach(self, *, is_broken: bool = False) -> None:
+        """Remove all hooks; model and optimizer are as they were, but for what was trained."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._passes.close()
+        self._attachment.end(is_broken=is_broken)
+
+    def change_batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+        """A batch as the fault changes it, for faults of data where the labels do not go through the model.
+
+        Call it with each batch, before the forward pass; the pass then changes nothing more.
+
+        Raises:
+            OptionError: If the batch has nothing that the fault could change.
+        """
+        self._begin()
+        self._is_of_batch = False
+        return self._attachment.callbacks.change_batch(inputs, targets)
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._attachment.begin_step(self.step)
+            self._passes.enter_context(self._attachment.callbacks.around_pass())
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        # Within backward, gradient checkpointing runs the model once more.
+        if not (module.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+            return None
+        self._begin()
+        if not self._is_of_batch:
+            return None
+        if isinstance(kwargs.get("labels"), Tensor):
+            return args, self._attachment.change_batch(kwargs)
+        if args and isinstance(args[0], Mapping) and isinstance(args[0].get("labels"), Tensor):
+            return (self._attachment.change_batch(args[0]), *args[1:]), kwargs
+        if isinstance(self.fault, CorruptedData) and self.fault.what == "tokens":
+            no_labels = torch.empty(0)
+            if args:
+                return (self._attachment.callbacks.change_batch(args[0], no_labels)[0], *args[1:]), kwargs
+            return args, self._attachment.callbacks.change_batch(kwargs, no_labels)[0]
+        raise OptionError(
+            f"{self.fault.name} changes the labels too, which do not go through this model; pass each batch through "
+            "change_batch(inputs, targets) of what attach() returned."
+        )
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._passes.close()
+        self._attachment.before_update(self.step, {})
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._attachment.updated(self.step)
+        self.step += 1
+        self._has_begun = False
