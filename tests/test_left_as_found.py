@@ -202,6 +202,17 @@ def recorded(of, folder):
     recorder.attach(of.model, of.optimizer).detach()
 
 
+def watched(of, folder):
+    with wb.watch(of.model, of.optimizer, store=folder / "watched.zarr", shows=False):
+        pass
+
+
+def broken(of, _):
+    bucket, rate = wb.faults.dropped_bucket(), wb.faults.large_rate()
+    with bucket.attach(of.model, of.optimizer), rate.attach(of.model, of.optimizer):
+        pass
+
+
 def shaped(of, _):
     with wb.KSS.recommended().attach(of.model, of.optimizer) as shaper:
         shaper.read_anatomy(of.inputs)
@@ -347,6 +358,8 @@ CALLS = {
         ("probes.first_bad_tensor",),
     ),
     "recorder": Call(recorded, ("Recorder.attach", "Recorder.prepare")),
+    "watch": Call(watched, ("watch",), FEW),
+    "attached fault": Call(broken, ("faults.Fault.attach",)),
     "KSS": Call(shaped, ("KSS.attach",)),
     "penalties": Call(penalized, ("baselines.PenaltyTerms",)),
     "faults": Call(injected, ()),
