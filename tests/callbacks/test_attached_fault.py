@@ -113,3 +113,41 @@ def test_what_only_the_own_loop_can_do_is_refused(task):  # noqa: F811
         with pytest.raises(OptionError, match=r"only wb.train\(\) lets it do"):
             fault.attach(model, adam(model))
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["attention", "rate", "stale"])
+def test_with_a_closure_and_in_eval_mode_it_acts_the_same(name, task):  # noqa: F811
+    def with_closure(fault):
+        model = dense().eval()
+        optimizer = adam(model)
+        with fault.attach(model, optimizer):
+            for i in range(6):
+
+                def closure(i=i):
+                    optimizer.zero_grad()
+                    loss = loss_of(model, task.batch(i))
+                    loss.backward()
+                    return loss
+
+                optimizer.step(closure)
+        return model
+
+    same_weights(with_closure(MAKERS[name](start=3)), trained(dense(), task, MAKERS[name](start=3), n_steps=6))
+
+
+def test_an_error_within_the_update_leaves_the_rate_as_it_was(task):  # noqa: F811
+    model = dense()
+    optimizer = adam(model)
+    rate = optimizer.param_groups[0]["lr"]
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_post_hook(fail)
+    attached = MAKERS["rate"](start=0).attach(model, optimizer)
+    loss_of(model, task.batch(0)).backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    attached.detach(is_broken=True)
+    handle.remove()
+    assert optimizer.param_groups[0]["lr"] == rate

@@ -119,3 +119,10 @@ def test_what_is_not_measured_is_not_broken():
             values["effective_rank"] = np.full((1, 2, 5), np.nan)
         readings = evidence.update(Observation(step, "attention", values, coords))
         assert not any(reading.is_broken for reading in readings)
+
+
+def test_a_loss_that_is_logged_now_and_then_is_not_broken():
+    evidence = RunEvidence()
+    for step in range(300):
+        (found,) = evidence.update(monitors(step, loss=2.0 if step % 10 == 0 else math.nan))
+        assert not found.is_broken

@@ -83,6 +83,25 @@ def test_in_a_terminal_one_line_is_kept_up_to_date(task, tmp_path, capsys, monke
     assert f"step 7 · loss {watched.status.loss:.4g} · rate 0.01" in told
 
 
+def test_a_terminal_that_is_gone_stops_no_training(task, tmp_path, monkeypatch):  # noqa: F811
+    class Gone:
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            raise BrokenPipeError
+
+        def flush(self):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    model = dense()
+    optimizer = adam(model)
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr") as watched:
+        trained(model, task, optimizer, log=watched.log)
+    assert watched.status.step == 7
+
+
 @pytest.mark.framework
 @pytest.mark.usefixtures("quiet")
 def test_in_a_trainer(tmp_path):

@@ -31,3 +31,13 @@ def test_many_targets_are_sampled_over_the_whole_batch():
     targets = torch.zeros(4, 1000, dtype=torch.int64)
     targets[3] = 1
     assert float(largest_losses(logits, targets)) == pytest.approx(20.0, rel=1e-4)
+
+
+def test_few_targets_among_many_are_all_found_and_what_is_no_class_is_left_out():
+    logits, targets = torch.zeros(64, 64, 5), torch.full((64, 64), -100)
+    targets[:, -1] = torch.arange(64) % 5
+    targets[0, :10] = torch.tensor([-1, 5, 255, -100, 9, 7, -5, 6, 99, 1000])
+    assert float(largest_losses(logits, targets)) == pytest.approx(math.log(5))
+    late = torch.zeros(500, 5)
+    late[250:, 0] = 30.0
+    assert float(largest_losses(late, torch.ones(500, dtype=torch.int64))) == pytest.approx(30.0, rel=1e-4)

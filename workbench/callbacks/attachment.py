@@ -87,6 +87,8 @@ class Attachment:
     def _let_go(self, *, is_broken: bool) -> None:
         run, self.run = self.run, None
         self._open_step = self._begun_step = None
+        if run is not None:
+            self._restore_rates(innermost(run.optimizer), (), {})  # where an error ended the update
         with ExitStack() as stack:
             if run is not None:
                 stack.callback(self.callbacks.end, run, is_broken=is_broken)
@@ -199,8 +201,9 @@ class Attachment:
         self._rate = max(float(group["lr"]) for group in optimizer.param_groups)
 
     def _restore_rates(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        for group, peak in zip(optimizer.param_groups, self._peaks, strict=True):
+        for group, peak in zip(optimizer.param_groups, self._peaks, strict=bool(self._peaks)):
             group["lr"] = peak
+        self._peaks = []
 
 
 def first_states(by_name: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -12,6 +12,8 @@ from torch.nn.functional import cross_entropy
 
 #: Targets that losses leave out, by PyTorch's convention.
 _IGNORED = -100
+#: Types of the losses of Hugging Face models that compare with the next label; None is that of older classes.
+_NEXT_TOKEN = ("ForCausalLM", "ForConditionalGeneration", None)
 #: Largest number of targets that `largest_losses` looks at.
 _N_SAMPLED = 256
 
@@ -43,20 +45,25 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 def largest_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean of the largest eighth of the token losses, in nats, 0-dim: wrong labels show there first.
 
-    Cost: the loss of at most 256 targets, evenly spread over the batch.
+    Cost: a sort of the targets, and the loss of at most 256 of them, evenly spread over those that count.
 
     Args:
         logits: Logits, shape (..., class).
-        targets: Class numbers, shape (...); -100 is left out. NaN if nothing is left.
+        targets: Class numbers, shape (...); what is no class, such as -100, is left out. NaN if nothing is left.
     """
-    logits, targets = logits.flatten(0, -2), targets.flatten()
-    spacing = max(1, len(targets) // _N_SAMPLED)
-    logits, targets = logits[::spacing][:_N_SAMPLED], targets[::spacing][:_N_SAMPLED]
-    losses = cross_entropy(logits.float(), targets, reduction="none")
-    ordered = losses.masked_fill(targets == _IGNORED, -math.inf).sort(descending=True).values
-    n_largest = ((targets != _IGNORED).sum() / 8).ceil()
-    is_largest = torch.arange(len(ordered), device=ordered.device) < n_largest
-    return ordered.where(is_largest, 0.0).sum() / n_largest
+    flat = targets.flatten()
+    counts = (flat >= 0) & (flat < logits.shape[-1])
+    n_counted, n = counts.sum(), min(_N_SAMPLED, len(flat))
+    place = torch.arange(n, device=flat.device)
+    # Those that count come first; where they are more than are looked at, evenly spaced ones. Nothing waits.
+    ordered = counts.to(torch.uint8).argsort(descending=True, stable=True)
+    chosen = ordered[torch.where(n_counted > n, place * n_counted // n, place)]
+    is_known, wanted = counts[chosen], flat[chosen]
+    rows = logits[torch.unravel_index(chosen, targets.shape)].float()
+    losses = cross_entropy(rows, wanted.where(is_known, _IGNORED), reduction="none")
+    largest = losses.masked_fill(~is_known, -math.inf).sort(descending=True).values
+    n_largest = (is_known.sum() / 8).ceil()
+    return largest.where(place < n_largest, 0.0).sum() / n_largest
 
 
 def targets_of(model: nn.Module, inputs: Any, output: Any) -> tuple[Tensor, Tensor] | None:
@@ -68,10 +75,11 @@ def targets_of(model: nn.Module, inputs: Any, output: Any) -> tuple[Tensor, Tens
         output: Its output, with ``logits``.
     """
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
-    logits, kind = prediction_of(output), getattr(model, "loss_type", None)
-    if not (isinstance(labels, Tensor) and isinstance(logits, Tensor)) or kind is None:
+    logits = prediction_of(output)
+    if not (isinstance(labels, Tensor) and isinstance(logits, Tensor)) or not hasattr(model, "loss_type"):
         return None
-    if kind == "ForCausalLM":  # such models compare each position with the next label
+    is_decoder = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if model.loss_type in _NEXT_TOKEN and is_decoder:  # such models compare each position with the next label
         logits, labels = logits[:, :-1], labels[:, 1:]
     return (logits, labels) if are_classes(logits, labels) else None
 

@@ -22,7 +22,7 @@ class Alarms:
     Three kinds, none of which needs an earlier run: what a probe finds, and a setting that changes without a plan, are
     alarms at once. Every other signal, of each layer and head, is compared with its own past, and the evidence of a
     change accumulates over windows of 1 to 128 measurements (`OwnPast`): from step 200 on, but not within 100 steps
-    after the learning rate rose, nor once it has fallen to 2 % of its largest.
+    after the learning rate rose by more than 5 %, nor once it has fallen to 2 % of its largest.
 
     The thresholds follow from the rate of false alarms, which all signals share, and from how often healthy runs
     reached the evidence (`Calibration`).

@@ -26,6 +26,8 @@ PER_STEPS = 100_000
 _STRETCH = 100
 #: The upper share of the stretches to which the tail is fitted, and the number of them that are enough.
 _UPPER, _LEAST_STRETCHES = 0.02, 10
+#: No alarm with less evidence, whatever the rate of false alarms.
+_LEAST_EVIDENCE = 1.0
 #: Mean excess of -log10 of an exact p value over a limit; real signals have heavier tails.
 _NOMINAL_EXCESS = 1 / math.log(10)
 #: Weight, in stretches, of the shipped calibration beside that of one's own runs.
@@ -47,8 +49,8 @@ class Tail:
     excess: float
 
     def evidence_at(self, rate: float) -> float:
-        """The evidence that is exceeded at a rate, per 100,000 steps; never below the limit."""
-        return self.limit + self.excess * math.log(max(self.rate / rate, 1.0))
+        """The evidence that is exceeded at a rate, per 100,000 steps; never below the limit, or below 1."""
+        return max(self.limit + self.excess * math.log(max(self.rate / rate, 1.0)), _LEAST_EVIDENCE)
 
 
 #: That of exact p values, which are judged at every step.

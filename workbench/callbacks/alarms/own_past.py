@@ -122,6 +122,7 @@ class OwnPast:
         self._end += 1
         weights, per_unit = contrasts(_rounded(self._time))
         departure = weights @ self._values[self._end - _LONGEST : self._end]
+        departure[~weights.any(axis=1)] = np.nan
         departure[self._n_of_series < (_BEFORE + 1) * WINDOWS[:, None]] = np.nan
         found = self._evidence(departure, per_unit)
         self._departures[self._time % len(self._departures)] = departure

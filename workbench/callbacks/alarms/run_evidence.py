@@ -23,7 +23,9 @@ _FIRST_JUDGED = 200
 _N_RATES, _RISE, _LOW = 100, 1.05, 0.02
 #: The first losses, and the share of them that is the least scale of later ones.
 _N_FIRST, _SHARE_OF_FIRST = 20, 0.02
-_TINY = 1e-12
+#: A number of the update that was known at so many updates in a row is broken where it is NaN; before, a loop may log
+#: it now and then.
+_LEAST_LOGGED = 10
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Reading:
             known yet.
         opposite: The same of the opposite direction.
         is_judged: Whether it may raise an alarm: not while the learning rate rises, for example.
-        is_broken: Whether it was finite before, and nothing of it is now.
+        is_broken: Whether it was finite at the measurements before, and nothing of it is now.
         value: Value of the signal there, in its own unit.
         is_rise: Whether the value rose.
         layer: Layer with the worst value; -1: the signal has no layers, or it is outside the blocks.
@@ -136,7 +138,7 @@ class _Group:
         self._steps: deque[int] = deque(maxlen=int(WINDOWS[-1]) + 1)
         self._first_losses: list[np.ndarray] = []
         self._losses = np.array([watched.is_noise and watched.is_outcome for watched in of_series])
-        self._were_finite: set[str] = set()
+        self._n_finite: dict[str, int] = {}  # in a row
         self._measured: set[str] = set()
 
     def restart(self) -> None:
@@ -180,10 +182,15 @@ class _Group:
         if watched.is_bad_both_ways:
             is_worse = ~(of_fall > of_rise)
             of_rise = np.fmax(of_rise, of_fall) - math.log10(2)
-        is_finite = np.isfinite(self._values[place])
-        is_broken = name in self._were_finite & self._measured and not is_finite.any() and not watched.may_be_missing
-        if is_finite.any():
-            self._were_finite.add(name)
+        is_finite = np.isfinite(each.values)
+        is_broken = False
+        if name in self._measured:
+            n_finite, self._n_finite[name] = self._n_finite.get(name, 0), 0
+            if is_finite.any():
+                self._n_finite[name] = n_finite + 1
+            else:
+                least = _LEAST_LOGGED if watched.part == "monitors" else 1
+                is_broken = n_finite >= least and not watched.may_be_missing
         worst = 0 if np.isnan(of_rise).all() else int(np.nanargmax(of_rise))
         where = np.unravel_index(worst, each.values.shape) if each.values.ndim else ()
         layer = -1 if not where else (int(where[0]) if each.layers is None else int(each.layers[where[0]]))

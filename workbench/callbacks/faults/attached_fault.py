@@ -13,7 +13,7 @@ from workbench.callbacks.attachment import Attachment
 from workbench.callbacks.faults.conditions import CorruptedData, SmallBatch
 from workbench.callbacks.faults.injection import Injection
 from workbench.errors import OptionError
-from workbench.models.wrapping import innermost
+from workbench.models.wrapping import acting_on_gradients, innermost
 
 if TYPE_CHECKING:
     from workbench.callbacks.faults.fault import Fault
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class AttachedFault:
     """A fault attached to a model and an optimizer; made by `Fault.attach`, ended by leaving its context or `detach`.
 
-    Each update is a step. A step begins with the first training forward after the update before it; gradients and the
-    rate are changed right before the optimizer acts, ahead of every other hook on it, so that a recorder sees what the
-    optimizer gets.
+    Each update is a step. A step begins with the first forward pass with gradients after the update before it;
+    gradients and the rate are changed right before the optimizer acts, ahead of every other hook on it, so that a
+    recorder sees what the optimizer gets.
 
     Args:
         fault: The fault.
@@ -42,13 +42,13 @@ class AttachedFault:
     ) -> None:
         self.fault, self.step = fault, step
         self._attachment = Attachment([Injection([fault], seed=seed)])
-        self._passes, self._has_begun = ExitStack(), False
+        self._passes, self._is_in_pass, self._has_begun = ExitStack(), False, False
         self._is_of_batch = isinstance(fault, SmallBatch | CorruptedData)
         self._attachment.begin(model, optimizer, step=step)
         inner = innermost(optimizer)
         self._handles = [
             # Ahead of a recorder's, which notes in what a pass runs.
-            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True, prepend=True),
             inner.register_step_pre_hook(self._before_update),
             inner.register_step_post_hook(self._after_update),
         ]
@@ -68,7 +68,7 @@ class AttachedFault:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._passes.close()
+        self._leave_pass()
         self._attachment.end(is_broken=is_broken)
 
     def change_batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
@@ -84,16 +84,19 @@ class AttachedFault:
         return self._attachment.callbacks.change_batch(inputs, targets)
 
     def _begin(self) -> None:
+        """Read the switch for the coming update, once."""
         if not self._has_begun:
             self._has_begun = True
             self._attachment.begin_step(self.step)
-            self._passes.enter_context(self._attachment.callbacks.around_pass())
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         # Within backward, gradient checkpointing runs the model once more.
-        if not (module.training and torch.is_grad_enabled()) or torch._C._current_graph_task_id() != -1:
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return None
         self._begin()
+        if not self._is_in_pass:
+            self._is_in_pass = True
+            self._passes.enter_context(self._attachment.callbacks.around_pass())
         if not self._is_of_batch:
             return None
         if isinstance(kwargs.get("labels"), Tensor):
@@ -110,11 +113,22 @@ class AttachedFault:
             "change_batch(inputs, targets) of what attach() returned."
         )
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _leave_pass(self) -> None:
+        self._is_in_pass = False
         self._passes.close()
-        self._attachment.before_update(self.step, {})
+
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]] | None:
+        def act(loss: Any) -> None:
+            self._leave_pass()
+            self._attachment.before_update(self.step, {})
+
+        self._begin()
+        return acting_on_gradients(optimizer, args, kwargs, act)
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._leave_pass()
         self._attachment.updated(self.step)
         self.step += 1
         self._has_begun = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class StatusDisplay:
         self._status = status
         self._shown_at = -float("inf")
         self._handle: Any = None
+        self._is_off = False
         self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
         if _in_notebook():
             from IPython.display import HTML, display
@@ -38,29 +39,35 @@ class StatusDisplay:
         Args:
             fresh: Alarms since the last call.
         """
+        now = time.monotonic()
+        if not self._is_off and (fresh or now - self._shown_at >= _PAUSE):
+            self._shown_at = now
+            self._guarded(lambda: self._show(fresh))
+
+    def close(self) -> None:
+        """Show the last state."""
+        if not self._is_off:
+            self._guarded(lambda: self._show((), end="\n"))
+
+    def _guarded(self, show: Callable[[], None]) -> None:
+        """Run it; where it fails, as in a terminal that was closed, nothing is shown any more and training goes on."""
+        try:
+            show()
+        except Exception:  # noqa: BLE001  (what is shown never stops a training)
+            self._is_off = True
+
+    def _show(self, fresh: Sequence[Alarm], *, end: str = "") -> None:
         if self._handle is None:
             for alarm in fresh:
                 self._clear()
                 print(f"step {alarm.step:,}: {alarm.message}", file=sys.stderr, flush=True)
-        now = time.monotonic()
-        if fresh or now - self._shown_at >= _PAUSE:
-            self._shown_at = now
-            self._show()
-
-    def close(self) -> None:
-        """Show the last state."""
-        self._show()
-        if self._is_terminal and self._handle is None:
-            print(file=sys.stderr, flush=True)
-
-    def _show(self) -> None:
         if self._handle is not None:
             from IPython.display import HTML
 
             self._handle.update(HTML(self._status.as_html()))
         elif self._is_terminal:
             self._clear()
-            print(self._status.as_text(), end="", file=sys.stderr, flush=True)
+            print(self._status.as_text(), end=end, file=sys.stderr, flush=True)
 
     def _clear(self) -> None:
         if self._is_terminal:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
     from workbench.callbacks.recorder.attached import AttachedRecorder
 
+#: Module with a Trainer -> library.
+_TRAINERS = {"transformers": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
+
 
 def watch(
     model: Any,
@@ -183,13 +186,10 @@ def _trainer_kind(model: Any) -> str | None:
     """The library of a Trainer; None: it is none."""
     if isinstance(model, nn.Module):
         return None
-    for name, libraries in (("transformers", ("transformers",)), ("lightning", ("lightning", "pytorch_lightning"))):
-        for library in libraries:
-            kind = getattr(sys.modules.get(library), "Trainer", None)
-            if kind is None and library == "lightning":
-                kind = getattr(sys.modules.get("lightning.pytorch"), "Trainer", None)
-            if isinstance(kind, type) and isinstance(model, kind):
-                return name
+    for module, name in _TRAINERS.items():
+        kind = getattr(sys.modules.get(module), "Trainer", None)
+        if isinstance(kind, type) and isinstance(model, kind):
+            return name
     return None
 
 
