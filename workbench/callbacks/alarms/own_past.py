@@ -59,7 +59,8 @@ class OwnPast:
     are left out; where steps are independent, those of the latest 64 measurements. The p value is that of Student's t;
     its degrees of freedom follow from the number of separate windows in the past and from the kurtosis of the
     departures, so that few or heavy-tailed ones need a larger departure. No real series fulfils its assumptions:
-    `Calibration` measures how often healthy runs reach a p value.
+    `Calibration` measures how often healthy runs reach a p value. Cost: 27 kB of memory for each series, and some 5 us
+    for each in every measurement.
 
     Args:
         least_scale: Standard deviations below this count as this, in units of the values, shape (series,); may be
