@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -151,3 +152,25 @@ def test_an_error_within_the_update_leaves_the_rate_as_it_was(task):  # noqa: F8
     attached.detach(is_broken=True)
     handle.remove()
     assert optimizer.param_groups[0]["lr"] == rate
+
+
+def test_the_examples_of_a_recorder_are_not_corrupted(task):  # noqa: F811
+    """Whichever was attached first."""
+    found = []
+    for is_first in (True, False):
+        model, recorder = dense(), recorder_with(every={"precision": 2, "update": 2, "activations": 2})
+        optimizer = adam(model)
+        parts = [recorder, MAKERS["tokens"](start=0)]
+        attached = [each.attach(model, optimizer) for each in (parts if is_first else parts[::-1])]
+        for i in range(4):
+            optimizer.zero_grad()
+            loss_of(model, task.batch(i)).backward()
+            optimizer.step()
+        for each in attached:
+            each.detach()
+        found.append([o.values["state_norm"] for o in of_part(recorder, "activations")])
+        assert len(of_part(recorder, "precision")) == 2
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
+    plain = recorder_with(every={"activations": 2})
+    trained(dense(), task, MAKERS["tokens"](start=0), plain, n_steps=4)
+    np.testing.assert_allclose(found[0], [o.values["state_norm"] for o in of_part(plain, "activations")], rtol=1e-5)

@@ -48,9 +48,6 @@ def test_own_runs_sharpen_what_is_built_in():
     own = calibrate(runs, base=base)
     assert own.threshold("loss", 1, n_signals=1) > base.threshold("loss", 1, n_signals=1) + 1
     assert own.n_steps == 9_600
-    told = []
-    calibrate(runs[:2], base=base, tick=told.append)
-    assert told == [1, 2]
 
 
 def test_the_tail_is_exponential_and_signals_share_the_rate():

@@ -6,6 +6,7 @@ import math
 import sys
 from xml.etree import ElementTree
 
+import accelerate
 import pytest
 import torch
 
@@ -140,7 +141,6 @@ def test_in_lightning(lightning, task, tmp_path):  # noqa: F811
 
 @pytest.mark.framework
 def test_in_accelerate(task, tmp_path):  # noqa: F811
-    accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     inner = dense()
     model, optimizer = accelerator.prepare(inner, adam(inner))

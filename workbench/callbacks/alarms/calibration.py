@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +133,6 @@ def calibrate(
     *,
     base: Calibration | None = None,
     about: str = "",
-    tick: Callable[[int], None] = lambda n: None,
 ) -> Calibration:
     """Measure how often healthy runs reach the evidence of an alarm, for ``workbench.Alarms(calibration=)``.
 
@@ -143,7 +142,6 @@ def calibrate(
         runs: Healthy runs of the kind to be watched, with the same recorder: at least 1,000 judged steps in all.
         base: Calibration to start from; None: the shipped one.
         about: Origin of the runs, for readers.
-        tick: Function called with the number of runs done after each of them.
 
     Raises:
         OptionError: If there are too few steps.
@@ -163,11 +161,10 @@ def calibrate(
     base = Calibration.shipped() if base is None else base
     largest: dict[str, list[float]] = {}
     n_steps = 0
-    for i, run in enumerate(runs):
+    for run in runs:
         for name, found in stretches(run).items():
             largest.setdefault(name, []).extend(found)
         n_steps += len(run["monitors"]["step"])
-        tick(i + 1)
     if max(map(len, largest.values()), default=0) < _LEAST_STRETCHES:
         raise OptionError(
             f"The healthy runs have {n_steps} steps, of which fewer than {_LEAST_STRETCHES * _STRETCH} are judged; "

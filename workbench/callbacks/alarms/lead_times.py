@@ -24,9 +24,9 @@ class LeadTime:
 
     Attributes:
         mechanism: First alarm of a mechanism monitor.
-        outcome: First alarm of the loss, the norm of the gradients or the spike score.
+        outcome: First alarm of the losses or the norm of the gradients.
         divergence: Step at which the run diverged.
-        by_outcome: First alarm of each of these three.
+        by_outcome: First alarm of each of them.
 
     Example:
         >>> import workbench as wb

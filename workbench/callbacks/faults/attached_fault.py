@@ -24,7 +24,7 @@ class AttachedFault:
 
     Each update is a step. A step begins with the first forward pass with gradients after the update before it;
     gradients and the rate are changed right before the optimizer acts, ahead of every other hook on it, so that a
-    recorder sees what the optimizer gets.
+    recorder sees what the optimizer gets. Faults of data change what goes through a model in training mode.
 
     Args:
         fault: The fault.
@@ -97,7 +97,7 @@ class AttachedFault:
         if not self._is_in_pass:
             self._is_in_pass = True
             self._passes.enter_context(self._attachment.callbacks.around_pass())
-        if not self._is_of_batch:
+        if not self._is_of_batch or not module.training:  # a recorder's own examples stay as they are
             return None
         if isinstance(kwargs.get("labels"), Tensor):
             return args, self._attachment.change_batch(kwargs)
