@@ -233,6 +233,8 @@ class Guard(Callback):
             def hear(observation: Observation) -> None:
                 fresh = alarms.observe(observation)
                 self._fresh += fresh
+                if (row := alarms.evidence_row(observation)) is not None:
+                    host.add(row.part, row.step, row.values, row.coords)
                 if fresh and self._attached is not None:
                     self._attached.check_now()
 

@@ -319,7 +319,18 @@ UPDATE: dict[str, Variable] = {
     ),
 }
 
-#: Parts that a recorder measures besides the scalars of each update; each part has its own steps.
+#: What the alarms make of the watched signals, every 10 updates and at each alarm; see `workbench.Alarms`.
+EVIDENCE: dict[str, Variable] = {
+    "evidence": Variable(
+        ("step", "signal"),
+        "f",
+        "evidence of a change over that of an alarm",
+        "1",
+        "largest since the last row, 1: an alarm; inf: not finite any more; NaN: not measured, or not judged yet",
+    ),
+}
+
+#: Parts of a run besides the scalars of each update; each part has its own steps. Alarms write the last one.
 PARTS: dict[str, dict[str, Variable]] = {
     "attention": ATTENTION,
     "router": ROUTER,
@@ -329,6 +340,7 @@ PARTS: dict[str, dict[str, Variable]] = {
     "precision": PRECISION,
     "reduction": REDUCTION,
     "update": UPDATE,
+    "evidence": EVIDENCE,
 }
 
 EVENTS: dict[str, Variable] = {

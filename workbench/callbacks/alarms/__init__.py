@@ -8,7 +8,7 @@ from workbench.callbacks.alarms.calibration import Calibration, calibrate
 from workbench.callbacks.alarms.lead_times import LeadTime, lead_time, recorded_alarms
 from workbench.callbacks.alarms.own_past import OwnPast
 from workbench.callbacks.alarms.recorded_observations import observations
-from workbench.callbacks.alarms.replaying import replay
+from workbench.callbacks.alarms.replaying import evidence_of, replay
 from workbench.callbacks.alarms.watched import WATCHED, Watched
 from workbench.callbacks.observation import Observation
 
@@ -23,6 +23,7 @@ __all__ = [
     "OwnPast",
     "Watched",
     "calibrate",
+    "evidence_of",
     "lead_time",
     "observations",
     "recorded_alarms",

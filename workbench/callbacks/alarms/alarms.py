@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
 from workbench.callbacks.alarms.calibration import Calibration, check_rate
-from workbench.callbacks.alarms.probe_alarms import ProbeAlarms
+from workbench.callbacks.alarms.evidence_rows import EvidenceRows
+from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.observation import Observation
 
@@ -78,6 +79,7 @@ class Alarms:
         """Forget the run so far: its past is learned again from ``step`` on."""
         self._evidence = RunEvidence(step)
         self._probes = ProbeAlarms()
+        self._rows = EvidenceRows()
         self._standing: set[str] = set()
         self._silent_until = self._last_step = -1
         self._reported = ""
@@ -105,17 +107,45 @@ class Alarms:
         fresh = self._probes.observe(observation)
         self._last_step = max(self._last_step, observation.step)
         for reading in self._evidence.update(observation):
-            if observation.step >= self._silent_until and (alarm := self._alarm(reading)):
-                fresh.append(alarm)
+            if observation.step >= self._silent_until:
+                share = self._share(reading)
+                if alarm := self._alarm(reading, share):
+                    fresh.append(alarm)
+                if reading.is_judged or reading.is_broken:
+                    self._rows.note(reading.watched.name, share, is_alarm=alarm is not None)
+        if observation.part == "monitors":
+            self._rows.end_update(observation.step)
         self.raised += fresh
         if self.on_alarm is not None:
             for alarm in fresh:
                 self.on_alarm(alarm)
         return fresh
 
-    def _alarm(self, reading: Reading) -> Alarm | None:
+    def evidence_row(self, observation: Observation) -> Observation | None:
+        """The row of a run's part ``evidence`` that an observation has completed, as `observe` left it.
+
+        Args:
+            observation: The observation that was processed last.
+
+        Returns:
+            The row, every 10 updates and at each alarm: the largest evidence over its threshold of each signal since
+            the last row, shape (signal,); None: the observation completes none.
+        """
+        row = self._rows.latest
+        is_new = observation.part == "monitors" and row is not None and row.step == observation.step
+        return row if is_new else None
+
+    @property
+    def checks(self) -> dict[str, Check]:
+        """The latest measurement of each probe, by signal: whether it was sound, and what it found."""
+        return self._probes.checks
+
+    def _share(self, reading: Reading) -> float:
+        """The evidence over its threshold: infinite where the signal is not finite any more."""
+        return math.inf if reading.is_broken else reading.evidence / self._threshold(reading.watched.name)
+
+    def _alarm(self, reading: Reading, share: float) -> Alarm | None:
         name = reading.watched.name
-        share = math.inf if reading.is_broken else reading.evidence / self._threshold(name)
         if reading.is_broken or (share >= 1 and reading.is_judged):
             if name in self._standing:
                 return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.alarm import Alarm
@@ -43,6 +44,26 @@ _OVER_AFTER = 3
 _LEAST_BITS = 2
 
 
+@dataclass(frozen=True)
+class Check:
+    """One measurement of a probe.
+
+    Attributes:
+        step: Update after which it was taken.
+        signal: ``"arithmetic"`` or ``"gradients"``.
+        message: What it found, in plain words; empty: it was sound.
+    """
+
+    step: int
+    signal: str
+    message: str
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it found nothing."""
+        return not self.message
+
+
 class ProbeAlarms:
     """Raises an alarm at the first measurement of a probe that finds a fault, and again after it was over.
 
@@ -51,10 +72,12 @@ class ProbeAlarms:
 
     Attributes:
         standing: The last alarm of each signal whose fault is not over, with the faults that it may be.
+        checks: The latest measurement of each probe, by signal.
     """
 
     def __init__(self) -> None:
         self.standing: dict[str, Finding] = {}
+        self.checks: dict[str, Check] = {}
         self._n_clean: dict[str, int] = {}
         self._changes_gradients: bool | None = None
         self._batches = RepeatedBatches()
@@ -78,6 +101,8 @@ class ProbeAlarms:
             self._forget_other_setting(observation.step)
         finders = {"precision": _arithmetic, "reduction": self._gradients, "monitors": self._data}
         found = finders[observation.part](observation)
+        if _is_measured(observation):
+            self.checks[signal] = Check(observation.step, signal, "" if found is None else found[0].message)
         if found is None:
             self._n_clean[signal] = self._n_clean.get(signal, 0) + 1
             if self._n_clean[signal] >= _OVER_AFTER:
@@ -149,6 +174,13 @@ def _arithmetic(observation: Observation) -> Finding | None:
     where = {"layer": found.layer, "head": found.head}
     alarm = _alarm(observation, score=score, value=found.error, message=found.sentence, **where)
     return alarm, ("low_precision_attention" if found.head >= 0 else "arithmetic",)
+
+
+def _is_measured(observation: Observation) -> bool:
+    """Whether it is a measurement of a probe; one of gradients may not have been possible."""
+    if observation.part == "precision":
+        return True
+    return observation.part == "reduction" and float(observation.values["gradient_verdict"]) >= 0
 
 
 def _told(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from workbench.callbacks.alarms.alarms import Alarms
 from workbench.callbacks.alarms.recorded_observations import observations
+from workbench.callbacks.alarms.watched import WATCHED
+from workbench.schema.runs import EVIDENCE
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.callbacks.alarms.alarm import Alarm
-    from workbench.callbacks.alarms.alarms import Alarms
+    from workbench.callbacks.observation import Observation
 
 
 def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
@@ -19,7 +25,6 @@ def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
     Args:
         run: Run from `workbench.open_run`.
         alarms: Alarms to run on the record; afterwards they are in the state that the run would have left.
-
         rest: Steps for which the alarms rested after each action of the run; see `workbench.Actions`.
 
     Returns:
@@ -38,14 +43,61 @@ def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
         >>> raised[0].signal, raised[0].step >= 300
         ('loss', True)
     """
+    for _ in _observed(run, alarms, rest):
+        pass
+    return list(alarms.raised)
+
+
+def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: int = 0) -> xr.Dataset:
+    """The part ``evidence`` of a run that was recorded without it, by replaying its record.
+
+    ``run["evidence"] = xr.DataTree(wb.alarms.evidence_of(run))`` adds it to a run, for `workbench.plots.timeline` and
+    `workbench.widgets.Timeline`.
+
+    Args:
+        run: Run from `workbench.open_run`.
+        alarms: Alarms to run on the record, in the state they are in; None: new ones with the defaults.
+        rest: Steps for which the alarms rested after each action of the run; see `workbench.Actions`.
+
+    Returns:
+        Dims ``step`` and ``signal``: ``evidence``, over the threshold of an alarm, as ``schema.EVIDENCE`` says. What
+        the same alarms would have written in the training.
+
+    Raises:
+        SchemaError: If the run has no monitors.
+
+    Example:
+        >>> import numpy as np
+        >>> import xarray as xr
+        >>> import workbench as wb
+        >>> loss = np.r_[3.0 + 0.1 * np.sin(np.arange(300)), np.full(50, 30.0)]
+        >>> monitors = xr.Dataset({"loss": ("step", loss)}, {"step": np.arange(350)})
+        >>> found = wb.alarms.evidence_of(xr.DataTree.from_dict({"/monitors": monitors}))
+        >>> is_alarm = found["evidence"].sel(signal="loss") >= 1
+        >>> bool(is_alarm.sel(step=slice(299)).any()), bool(is_alarm.sel(step=slice(300, None)).any())
+        (False, True)
+    """
+    import xarray as xr
+
+    alarms = Alarms() if alarms is None else alarms
+    rows = [row for each in _observed(run, alarms, rest) if (row := alarms.evidence_row(each)) is not None]
+    names = [watched.name for watched in WATCHED]
+    values = np.array([row.values["evidence"] for row in rows]).reshape(len(rows), len(names))
+    variable = EVIDENCE["evidence"]
+    coords = {"step": np.array([row.step for row in rows], dtype=np.int64), "signal": names}
+    return xr.Dataset({"evidence": (variable.dims, values, variable.attrs)}, coords)
+
+
+def _observed(run: xr.DataTree, alarms: Alarms, rest: int) -> Iterator[Observation]:
+    """The observations of a run, each after the alarms have processed it."""
     answered = action_steps(run) if rest else []
     for observation in observations(run):
         while answered and answered[0] <= observation.step:
             alarms.rest(answered.pop(0), n_steps=rest)
         alarms.observe(observation)
+        yield observation
     for step in answered:
         alarms.rest(step, n_steps=rest)
-    return list(alarms.raised)
 
 
 def action_steps(run: xr.DataTree) -> list[int]:

@@ -463,6 +463,8 @@ class AttachedRecorder:
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
         """Pass an observation to the alarms, and record what they raise as events."""
         fresh = alarms.observe(observation)
+        if (row := alarms.evidence_row(observation)) is not None:
+            self.output.add(row.part, row.step, row.values, row.coords)
         if fresh:
             self.check_now()
         for alarm in fresh:

@@ -1,0 +1,180 @@
+"""The evidence as a part of the run: what is written, in which loops, after a kill, and for runs without it."""
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+import workbench as wb
+from tests.callbacks.test_kss_integrations import trainer
+from tests.callbacks.test_kss_loops import gpt2
+from tests.callbacks.test_recorder_alarms import loop, parts  # noqa: F401
+from workbench.callbacks.alarms import WATCHED, Observation, evidence_of
+from workbench.errors import SchemaError
+from workbench.io.run_writer import RunWriter
+
+pytestmark = pytest.mark.medium
+
+EVERY = {**dict.fromkeys(("attention", "router", "activations", "precision", "reduction", "update")), "optimizer": 2}
+NAMES = [watched.name for watched in WATCHED]
+
+
+@pytest.fixture(autouse=True)
+def judges_early(monkeypatch):
+    monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._FIRST_JUDGED", 20)
+
+
+def run_of(loss):
+    monitors = xr.Dataset({"loss": ("step", loss)}, {"step": np.arange(len(loss))})
+    return xr.DataTree.from_dict({"/monitors": monitors})
+
+
+def calm(n_steps):
+    return 3.0 + 0.1 * np.random.default_rng(0).normal(size=n_steps)
+
+
+def test_a_row_holds_the_largest_evidence_since_the_last_one():
+    alarms, run = wb.Alarms(), run_of(calm(153))
+    rows, largest, since = [], [], []
+    for observation in wb.alarms.observations(run):
+        alarms.observe(observation)
+        since.append(alarms.scores()["loss"] if observation.step >= 20 else np.nan)
+        if (row := alarms.evidence_row(observation)) is not None:
+            rows.append(row)
+            largest.append(np.nan if np.isnan(since).all() else np.nanmax(since))
+            since = []
+    assert [row.step for row in rows] == list(range(9, 153, 10))
+    values = np.stack([row.values["evidence"] for row in rows])
+    np.testing.assert_array_equal(values[:, NAMES.index("loss")], largest)
+    assert np.isfinite(largest[8:]).all()
+    assert np.isnan(largest[:2]).all()  # not judged yet
+    others = np.delete(values, NAMES.index("loss"), axis=1)
+    assert np.isnan(others).all()  # not recorded
+    assert alarms.evidence_row(Observation(153, "monitors", {})) is None
+
+
+def test_it_reaches_one_where_an_alarm_is_raised_and_nowhere_before():
+    loss = calm(150)
+    loss[104:] += 5
+    alarms = wb.Alarms()
+    found = evidence_of(run_of(loss), alarms)["evidence"]
+    first = alarms.raised[0]
+    assert 104 <= first.step < 109  # between two rows
+    assert found["step"].values[(found >= 1).any("signal").values][0] == first.step
+    assert float(found.sel(step=first.step, signal="loss")) == first.score
+    loss[110:] = np.nan
+    broken = evidence_of(run_of(loss))["evidence"].sel(signal="loss")
+    assert np.isinf(broken.sel(step=slice(110, None)).max())
+
+
+def test_alarms_that_rest_have_no_evidence():
+    alarms = wb.Alarms()
+    alarms.rest(0, n_steps=120)
+    found = evidence_of(run_of(calm(150)), alarms)["evidence"].sel(signal="loss")
+    assert found["step"].values[np.isfinite(found.values)][0] == 129
+
+
+def test_the_part_follows_the_schema():
+    found = evidence_of(run_of(calm(40)))
+    assert wb.schema.validate_part("evidence", found) is found
+    assert found["signal"].values.tolist() == NAMES
+    with pytest.raises(SchemaError, match="'evidence' has dims"):
+        wb.schema.validate_part("evidence", found.transpose())
+    empty = evidence_of(run_of(calm(3)))
+    assert empty["evidence"].shape == (0, len(NAMES))
+
+
+def test_a_loop_of_ones_own_writes_what_a_replay_gives(parts, tmp_path):  # noqa: F811
+    recorder = wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=wb.Alarms())
+    loop(recorder, 47, **parts, rate_from=999, broken_at=33)
+    run = wb.open_run(tmp_path / "a.zarr")
+    stored = run["evidence"].to_dataset()
+    wb.schema.validate_part("evidence", stored)
+    xr.testing.assert_equal(stored, evidence_of(run))
+    known = stored["evidence"].notnull().any("step")
+    assert {"grad_norm", "update_ratio", "adam_staleness"} <= set(stored["signal"].values[known.values])
+    assert {9, 19, 29, 39} <= set(stored["step"].values.tolist())
+    assert float(stored["evidence"].max()) >= 1
+
+
+def test_training_goes_on_to_the_bit_with_and_without_it(parts, tmp_path, monkeypatch):  # noqa: F811
+    fresh = {name: value.clone() for name, value in parts["model"].state_dict().items()}
+    loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=wb.Alarms()), 25, **parts)
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+    model.load_state_dict(fresh)
+    anew = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "task": parts["task"]}
+    monkeypatch.setattr(wb.Alarms, "evidence_row", lambda self, observation: None)
+    loop(wb.Recorder(tmp_path / "b.zarr", every=EVERY, alarms=wb.Alarms()), 25, **anew)
+    ends = parts["model"].state_dict()
+    assert all(torch.equal(value, ends[name]) for name, value in model.state_dict().items())
+    assert "evidence" not in wb.open_run(tmp_path / "b.zarr").children
+
+
+@pytest.mark.parametrize("has_part", [True, False])
+def test_a_resumed_run_goes_on_with_it(parts, tmp_path, has_part, monkeypatch):  # noqa: F811
+    """Resumed between two rows, after rows that are computed again; a run that began without it begins with it."""
+    path, options = tmp_path / "a.zarr", {"rate_from": 999, "broken_at": 41}
+    row = wb.Alarms.evidence_row
+    if not has_part:
+        monkeypatch.setattr(wb.Alarms, "evidence_row", lambda self, observation: None)
+    loop(wb.Recorder(path, every=EVERY, alarms=wb.Alarms()), 33, **parts, **options)
+    RunWriter.reopen(path, before_step=25)
+    monkeypatch.setattr(wb.Alarms, "evidence_row", row)
+    loop(wb.Recorder(path, every=EVERY, alarms=wb.Alarms(), resume=True), 52, start=25, **parts, **options)
+    run = wb.open_run(path)
+    replayed = evidence_of(run)
+    expected = replayed if has_part else replayed.sel(step=slice(25, None))
+    xr.testing.assert_equal(run["evidence"].to_dataset(), expected)
+
+
+def test_train_writes_it_and_goes_on_with_it(tmp_path):
+    task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+
+    def training(n_steps, **options):
+        model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+        faults = [wb.faults.low_precision_attention(n_bits=4, start=30)]
+        settings = {
+            "learning_rate": 1e-2,
+            "faults": faults,
+            "recorder": wb.Recorder(every=EVERY),
+            "alarms": wb.Alarms(),
+        }
+        run = wb.train(model, task, n_steps=60, checkpoint_every=17, store=tmp_path / "a.zarr", **settings, **options)
+        for record in run:
+            if record.step == n_steps - 1:
+                run.close()
+
+    training(42)
+    training(60, resume=True)
+    run = wb.open_run(tmp_path / "a.zarr")
+    stored = run["evidence"].to_dataset()
+    xr.testing.assert_equal(stored, evidence_of(run))
+    assert {9, 19, 29, 39, 49, 59} <= set(stored["step"].values.tolist())
+
+
+def test_watching_writes_it_and_runs_without_alarms_have_none(parts, tmp_path):  # noqa: F811
+    model, optimizer, task = parts["model"], parts["optimizer"], parts["task"]
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr", shows=False) as watched:
+        for number in range(31):
+            inputs, targets = task.batch(number)
+            loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            watched.log(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    run = wb.open_run(watched.path)
+    assert run["evidence"]["step"].values.tolist() == [9, 19, 29]
+    xr.testing.assert_equal(run["evidence"].to_dataset(), evidence_of(run))
+    loop(wb.Recorder(tmp_path / "b.zarr", every=EVERY), 12, **parts)
+    assert "evidence" not in wb.open_run(tmp_path / "b.zarr").children
+
+
+@pytest.mark.framework
+@pytest.mark.usefixtures("quiet")
+def test_a_trainer_writes_it(tmp_path):
+    made = trainer(gpt2(), tmp_path, max_steps=22)
+    watched = wb.watch(made, store=tmp_path / "run.zarr", shows=False)
+    made.train()
+    run = wb.open_run(watched.path)
+    assert run["evidence"]["step"].values.tolist() == [9, 19]
+    xr.testing.assert_equal(run["evidence"].to_dataset(), evidence_of(run))
