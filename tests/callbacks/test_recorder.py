@@ -230,6 +230,17 @@ class TestWhatItSays:
         assert (ranks[:, 0] == ranks[:, 1]).all()
         assert (ranks[:, 1] != ranks[:, 2]).all()
 
+    def test_large_tensors_are_added_up_in_pieces(self, task, monkeypatch):
+        """The pieces make the same numbers as the whole."""
+        found = []
+        for size in (10**9, 50):
+            monkeypatch.setattr("workbench.models.device_numbers._PIECE", size)
+            recorder = recorder_with(every={"optimizer": 2})
+            run(dense(), task, 4, recorder)
+            found.append(of_part(recorder, "optimizer")[-1].values)
+        for name, value in found[0].items():
+            np.testing.assert_allclose(found[1][name], value, rtol=1e-6, err_msg=name)
+
 
 class TestWhen:
     def test_each_part_has_its_cadence(self, task):

@@ -57,6 +57,15 @@ def test_the_ratio_tells_small_steps_from_steps_across_the_valley(rate, ratio):
     assert effect.change / effect.predicted == pytest.approx(ratio, abs=0.01)
 
 
+def test_large_parameters_are_added_up_in_pieces(monkeypatch):
+    monkeypatch.setattr("workbench.models.device_numbers._PIECE", 5)
+    torch.manual_seed(0)
+    model, inputs = nn.Linear(4, 3), torch.rand(2, 4)
+    before = {name: torch.rand_like(weight) for name, weight in model.named_parameters()}
+    linear = update_effect(model, lambda m: m(inputs).sum(), before)
+    assert linear.predicted == pytest.approx(linear.change, rel=1e-5)
+
+
 def test_parameters_that_are_left_out_count_as_unchanged():
     model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0).double()
     tokens = torch.randint(16, (2, 8), generator=torch.Generator().manual_seed(0))

@@ -1,12 +1,35 @@
-"""Small results of a device, read together: each transfer makes the host wait for all that the device has to do."""
+"""How tensors are reduced to small results and read: transfers make the host wait, large copies are slow on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+#: Entries that a processor keeps in its cache, with a few copies of them in float64.
+_PIECE = 2**17
+
+
+def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Go through tensors of one shape in pieces, where that is quicker: for sums that need copies of what they add up.
+
+    New memory of megabytes costs a processor more than the sums themselves.
+
+    Args:
+        tensors: Of the same shape.
+
+    Returns:
+        Flat pieces of all of them; the tensors as they are on other devices than the CPU, where they are small, and
+        where their memory is not in order.
+    """
+    first = tensors[0]
+    is_plain = all(type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in tensors)
+    if first.numel() <= _PIECE or first.device.type != "cpu" or not is_plain:
+        yield tensors
+        return
+    yield from zip(*(each.detach().view(-1).split(_PIECE) for each in tensors), strict=True)
 
 
 def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from workbench.errors import OptionError
-from workbench.models.device_numbers import read_numbers
+from workbench.models.device_numbers import in_pieces, read_numbers
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import unwrap
 
@@ -89,9 +89,10 @@ def update_effect(
         with torch.no_grad():
             last = loss_of(model)
             parts = [
-                (gradient.double() * (now[name].double() - before[name].double())).sum()
+                (slope.double() * (new.double() - old.double())).sum()
                 for name, gradient in zip(before, gradients, strict=True)
                 if gradient is not None
+                for slope, new, old in in_pieces(gradient, now[name], before[name])
             ]
             predicted = torch.stack(parts).sum() if parts else torch.zeros(())
             change = last.double() - first.detach().double()

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.ranks import added_up
-from workbench.models.device_numbers import read_numbers
+from workbench.models.device_numbers import in_pieces, read_numbers
 from workbench.models.readable_weights import own_part
 from workbench.monitors.optimizer_health import (
     adam_staleness,
@@ -68,9 +68,11 @@ class UpdateCollector:
         for _, weight, module in self._weights():
             before = own_part(weight.detach())
             self._before.append(before.clone())
-            self._add(module, _WEIGHT, before, weight)
+            for (part,) in in_pieces(before):
+                self._add(module, _WEIGHT, part, weight)
             if weight.grad is not None:
-                self._add(module, _GRADIENT, _unscaled(self.optimizer, own_part(weight.grad)), weight)
+                for (part,) in in_pieces(own_part(weight.grad)):
+                    self._add(module, _GRADIENT, _unscaled(self.optimizer, part), weight)
 
     @torch.no_grad()
     def end(self) -> tuple[dict[str, np.ndarray], dict[int, str]]:
@@ -84,26 +86,33 @@ class UpdateCollector:
         n_steps = self._read_steps()
         for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
             after = own_part(weight.detach())
-            self._add(module, _CHANGE, after.float() - before.float(), weight)
+            for old, new in in_pieces(before, after):
+                self._add(module, _CHANGE, new.float() - old.float(), weight)
+            if weight.grad is None:
+                continue
+            gradient = own_part(weight.grad)
             rate = group.get("lr")  # perhaps a tensor, whose value the host would have to wait for
-            if weight.grad is not None and not (isinstance(rate, float | int) and rate == 0):
-                counts = n_unchanged(before, after, own_part(weight.grad))
-                for what, n in zip((_UNCHANGED, _WITH_GRADIENT), counts, strict=True):
-                    self._roots.append((module, what, n.float().sqrt(), _share(weight)))  # its square is summed
-            moment = second_moment(self.optimizer, group, weight, n_steps.get(id(weight)))
-            if moment is not None and weight.grad is not None:
-                eps[module] = float(group.get("eps", math.nan))
-                gradient = own_part(weight.grad)
-                if gradient.numel():
-                    staleness = adam_staleness(gradient, own_part(moment), eps=eps[module])
-                    self._roots.append((module, _STALENESS, staleness, gradient.numel() * _share(weight)))
-                first = self.optimizer.state.get(weight, {}).get("exp_avg")
-                done = n_steps.get(id(weight))
-                if isinstance(first, Tensor) and first.shape == weight.shape and done and "betas" in group:
-                    beta1 = float(group["betas"][0])
-                    ages[module] = (beta1, done)
-                    self._add(module, _FIRST_MOMENT, own_part(first) / (1 - beta1**done), weight)
-                    self._add(module, _SECOND_MOMENT, own_part(moment).clamp_min(0).sqrt(), weight)
+            if not (isinstance(rate, float | int) and rate == 0):
+                for parts in in_pieces(before, after, gradient):
+                    for what, n in zip((_UNCHANGED, _WITH_GRADIENT), n_unchanged(*parts), strict=True):
+                        self._roots.append((module, what, n.float().sqrt(), _share(weight)))  # its square is summed
+            done = n_steps.get(id(weight))
+            moment = _moment(self.optimizer, weight, "exp_avg_sq")
+            if moment is None:
+                continue
+            eps[module] = float(group.get("eps", math.nan))
+            correction = _correction(group, done)
+            if gradient.numel():
+                for grad, second in in_pieces(gradient, moment):
+                    staleness = adam_staleness(grad, second / correction, eps=eps[module])
+                    self._roots.append((module, _STALENESS, staleness, grad.numel() * _share(weight)))
+            first = _moment(self.optimizer, weight, "exp_avg")
+            if first is not None and done and "betas" in group:
+                beta1 = float(group["betas"][0])
+                ages[module] = (beta1, done)
+                for one, second in in_pieces(first, moment):
+                    self._add(module, _FIRST_MOMENT, one / (1 - beta1**done), weight)
+                    self._add(module, _SECOND_MOMENT, (second / correction).clamp_min(0).sqrt(), weight)
         self._before = []
         sums = self._read_sums()
         if any(_is_sharded(weight) for _, weight, _ in self._weights()):
@@ -230,17 +239,16 @@ def total_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor | float:
     return _unscaled(optimizer, norm.detach())
 
 
-def second_moment(
-    optimizer: torch.optim.Optimizer, group: dict, weight: Tensor, n_steps: float | None
-) -> Tensor | None:
-    """Adam's second moment of a parameter after bias correction; None if the optimizer keeps none of its shape."""
-    moment = optimizer.state.get(weight, {}).get("exp_avg_sq")
-    if not isinstance(moment, Tensor) or moment.shape != weight.shape:
-        return None
+def _moment(optimizer: torch.optim.Optimizer, weight: Tensor, name: str) -> Tensor | None:
+    """A moment of a parameter on this rank, as the optimizer keeps it; None if it keeps none of its shape."""
+    moment = optimizer.state.get(weight, {}).get(name)
+    return own_part(moment) if isinstance(moment, Tensor) and moment.shape == weight.shape else None
+
+
+def _correction(group: dict, n_steps: float | None) -> float:
+    """What Adam's second moment is divided by, because it began at 0."""
     betas = group.get("betas")
-    if n_steps is None or betas is None:
-        return moment
-    return moment / (1 - float(betas[1]) ** n_steps) if n_steps > 0 else moment
+    return 1.0 if n_steps is None or betas is None or n_steps <= 0 else 1 - float(betas[1]) ** n_steps
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
