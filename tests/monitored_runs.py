@@ -89,6 +89,43 @@ def monitored_run(
     return xr.DataTree.from_dict({f"/{name}": part for name, part in parts.items()})
 
 
+def watched_run(n_steps=400, *, fault_at=None, **options):
+    """A monitored run with evidence and probes: with ``fault_at``, the probe finds it at once, D2 40 steps later."""
+    run = monitored_run(n_steps, fault_at=fault_at, **options)
+    step = np.arange(9, n_steps, 10)
+    names = ["loss", "grad_norm", "effective_rank D2", "effective_rank W", "kurtosis", "log_z", "state_norm"]
+    evidence = np.tile([0.2, 0.3, 0.25, 0.01, np.nan, 0.15, 0.12], (len(step), 1))
+    evidence[step < n_steps // 8] = np.nan
+    excess = np.ones((len(step), 3))
+    if fault_at is not None:
+        evidence[step >= fault_at + 20, 2] = 0.7
+        evidence[step >= fault_at + 40, 2] = 3.4
+        evidence[-1, 0] = np.inf
+        excess[step >= fault_at, LAYER] = 5000.0
+        found = int(step[step >= fault_at][0])
+        rows = [
+            (found, "alarm", "arithmetic", 50.0, "The gradient has an error of 3 %.", LAYER, 0),
+            (found, "attribution", "low_precision_attention", 1.0, "This looks like it.", -1, -1),
+        ]
+        run["events"] = xr.DataTree(xr.concat([run["events"].to_dataset(), events_dataset(rows)], "event"))
+    run["evidence"] = xr.DataTree(
+        xr.Dataset({"evidence": (("step", "signal"), evidence)}, {"step": step, "signal": names})
+    )
+    heads = np.ones((len(step), 3, 4))
+    heads[..., 0] = excess
+    precision = {
+        "output_error": (("step", "layer"), 1e-7 * excess),
+        "gradient_error": (("step", "layer"), 1e-7 * excess),
+        "error_excess": (("step", "layer"), excess),
+        "query_gradient_error": (("step", "layer", "head"), 1e-7 * heads),
+        "query_error_excess": (("step", "layer", "head"), heads),
+        "query_gradient_bias": (("step", "layer", "head"), 0 * heads),
+        "excess_limit": ("step", np.full(len(step), 25.0)),
+    }
+    run["precision"] = xr.DataTree(xr.Dataset(precision, {"step": step, "layer": np.arange(3), "head": np.arange(4)}))
+    return run
+
+
 def events_dataset(rows):
     """Events from tuples: step, kind, source, score, message, layer, head."""
     columns = list(zip(*rows, strict=True)) if rows else [()] * 7

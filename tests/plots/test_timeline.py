@@ -7,11 +7,12 @@ import pytest
 import xarray as xr
 from PIL import Image
 
-from tests.monitored_runs import HEAD, LAYER, events_dataset, monitored_run
+from tests.monitored_runs import HEAD, LAYER, events_dataset, monitored_run, watched_run
 from tests.plots.conftest import run_of
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import save
 from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.timeline_account import account_of
 from workbench.plots.timeline_drawing import lead_in_words
 from workbench.plots.timeline_events import (
     ESTABLISHED,
@@ -23,6 +24,7 @@ from workbench.plots.timeline_events import (
     onsets_of,
     signal_of,
 )
+from workbench.plots.timeline_evidence import EvidencePanel
 from workbench.plots.timeline_figure import timeline
 from workbench.plots.timeline_panels import PanelAxis, Story
 
@@ -258,12 +260,95 @@ def test_a_story_knows_its_first_and_last_step(pair):
     assert Story.of("a", events, 0).last_step == 4
 
 
+def told(*rows, last_step=500, is_watched=True):
+    events = [TimelineEvent(step, kind, source, **more) for step, kind, source, more in rows]
+    return account_of(events, last_step=last_step, is_watched=is_watched)
+
+
+FAULT = (300, "fault", "low_precision_attention", {"message": "low_precision_attention on."})
+PROBE = (319, "alarm", "arithmetic", {"layer": 1, "head": 0})
+RANK = (340, "alarm", "effective_rank D2", {"layer": 1, "head": 2})
+CAUSE = (319, "attribution", "low_precision_attention", {"score": 1.0})
+
+
+def test_the_account_names_the_first_alarm_after_the_fault_and_its_cause():
+    assert told(FAULT, PROBE, CAUSE, RANK) == (
+        "First alarm: step 319, 19 steps after the fault: arithmetic of attention, layer 1, head 0 (probe). "
+        "Likely cause: low precision attention (100 %)."
+    )
+    early = (210, "alarm", "kurtosis", {"layer": 2})
+    assert told(early, FAULT, PROBE, CAUSE).endswith("(100 %). 1 alarm before the fault.")
+    assert told(early) == "First alarm: step 210: kurtosis, layer 2 (evidence). Likely cause: not known."
+    # The same cause as that of an alarm before is not recorded again; another one later is.
+    known = (210, "attribution", "large_rate", {"score": 0.62})
+    assert (
+        "step 340, 40 steps after the fault: effective_rank D2, layer 1, head 2 (evidence). Likely cause: large rate"
+        in (told(early, known, FAULT, RANK))
+    )
+    later = (360, "attribution", "stale_reduction", {"score": 0.9})
+    assert told(FAULT, PROBE, CAUSE, later).endswith("(100 %). From step 360 on: stale reduction (90 %).")
+    change = [(30, "setting", "learning_rate", {}), (30, "alarm", "learning_rate", {})]
+    assert told(*change).startswith("First alarm: step 30: learning_rate (setting).")
+
+
+def test_the_account_says_that_there_was_no_alarm_only_where_alarms_listened():
+    assert told() == "No alarm up to step 500."
+    assert told(is_watched=False) == ""
+    assert told(FAULT) == "No alarm up to step 500, 200 steps after the fault."
+    early = (210, "alarm", "kurtosis", {})
+    assert told(early, FAULT) == (
+        "No alarm since the fault up to step 500, 200 steps after the fault. 1 alarm before the fault."
+    )
+
+
+def test_the_evidence_shows_who_reached_an_alarm_first_and_who_is_nearest():
+    panel = EvidencePanel.of(watched_run(400, fault_at=100, seed=2, spectra=False))
+    assert [line.signal for line in panel.lines] == ["loss", "grad_norm", "effective_rank D2", "log_z"]
+    loss, _, rank, _ = panel.lines
+    assert panel.view == (0.1, 1000.0)
+    assert panel.note == "2 other signals weaker; loss beyond 1000"
+    assert (loss.value[-1], loss.step[0]) == (1000.0, 59)
+    assert rank.value[rank.step >= 140].tolist() == [3.4] * 26
+    calm = EvidencePanel.of(watched_run(400, seed=2, spectra=False))
+    assert (calm.view, calm.lines[0].value.max()) == ((0.1, 2.0), 0.2)
+    data = watched_run(400, seed=2, spectra=False)["evidence"].to_dataset()
+    unknown = xr.DataTree.from_dict({"evidence": data * np.nan})
+    assert (EvidencePanel.of(unknown).lines, "not judged yet" in EvidencePanel.of(unknown).note) == ([], True)
+    assert EvidencePanel.of(xr.DataTree()) is None
+
+
+def test_evidence_and_probes_are_in_the_figure():
+    runs = {name: watched_run(400, fault_at=at, seed=2, spectra=False) for name, at in (("calm", None), ("bad", 100))}
+    lane, calm, bad, _ = timeline(runs, signals="loss")
+    lines = {curve.label: curve for curve in elements(bad, "Curve") if curve.label}
+    assert set(lines) == {"loss", "grad_norm", "effective_rank D2", "log_z"}
+    assert [curve["value"].tolist() for curve in elements(bad, "Curve") if not curve.label][-1] == [1.0, 1.0]
+    assert elements(calm, "Rectangles") == []
+    assert elements(bad, "Rectangles")[0]["step"].tolist() == [100]
+    (found,) = [marks for marks in alarms_in(lane) if "probe arithmetic" in marks["what"].tolist()]
+    assert found["step"].tolist() == list(range(109, 400, 10))
+    assert "5,000 times what rounding explains" in found["message"][0]
+    sound = [item["step"].tolist() for item in elements(lane, "Scatter") if 9 in item["step"]]
+    assert sound == [list(range(9, 400, 10)), list(range(9, 100, 10))]
+    notes = bokeh_plot(timeline(runs, signals="loss")).state.children[0][0].above[0].text.split("\n")
+    assert notes[:2] == [
+        "calm: No alarm up to step 400.",
+        "bad: First alarm: step 109, 9 steps after the fault: arithmetic of attention, layer 1, head 0 (probe).",
+    ]
+    assert "■ probe, broken" in notes[-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
 def test_it_becomes_a_file_that_holds_the_runs_colours(pair, backend, tmp_path):
     ending = {"bokeh": "html", "matplotlib": "png"}[backend]
     path = save(
-        timeline(pair, signals=["loss", "effective_rank D2"], healthy=60, backend=backend),
+        timeline(
+            pair | {"watched": watched_run(300, fault_at=80, seed=2, spectra=False)},
+            signals=["loss", "effective_rank D2"],
+            healthy=60,
+            backend=backend,
+        ),
         tmp_path / f"figure.{ending}",
         **({"dpi": 60} if ending == "png" else {}),
     )
@@ -271,7 +356,7 @@ def test_it_becomes_a_file_that_holds_the_runs_colours(pair, backend, tmp_path):
         assert "70 steps before grad_norm" in path.read_text()
         return
     pixels = np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("RGB")).astype(int)
-    for color in ((0x1F, 0x77, 0xD4), (0xD5, 0x5E, 0x00)):
+    for color in ((0x1F, 0x77, 0xD4), (0xD5, 0x5E, 0x00), (0xE0, 0x0B, 0x4B)):
         assert (np.abs(pixels - color).sum(-1) < 30).sum() > 100
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run
+from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run, watched_run
 from tests.waiting import wait_for
 from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.io.run_writer import RunWriter
@@ -104,6 +104,39 @@ def test_a_page_gets_every_line_every_mark_and_what_happened(make, pair):
     assert marks[0]["value"] == pytest.approx(float(rank.sel(step=100)))
     assert [alarm["source"] for alarm in content["alarms"]] == ["effective_rank D2", "grad_norm", "loss"]
     assert {"name": "effective_rank D2", "part": "attention", "title": "effective rank D2"} in content["signals"]
+
+
+def test_a_page_gets_the_account_the_evidence_and_the_probes_also_of_a_run_that_grows(make, tmp_path):
+    run = GrowingRun(watched_run(400, fault_at=100, seed=2), tmp_path / "bad.zarr").grow(100)
+    timeline = make({"calm": watched_run(400, seed=1), "bad": run.path}, signals=["loss"])
+    page = Page(timeline.canvas)
+    content = page.content
+    assert [each["account"] for each in content["runs"]] == ["No alarm up to step 400.", "No alarm up to step 99."]
+    assert [panel["name"] for panel in content["panels"]] == ["evidence of calm", "evidence of bad", "loss"]
+    run.grow(400)
+    assert timeline.poll()
+    content = page.content
+    bad = content["runs"][1]
+    assert bad["has_alarm"]
+    assert bad["account"].startswith(
+        "First alarm: step 109, 9 steps after the fault: arithmetic of attention, layer 1, "
+    )
+    assert page.array(bad["checks"]["sound"]).tolist() == list(range(9, 100, 10))
+    assert page.array(bad["checks"]["broken"]).tolist() == list(range(109, 400, 10))
+    (stretch,) = bad["findings"]
+    assert (stretch["kind"], stretch["source"], stretch["step"], stretch["last"]) == ("probe", "arithmetic", 109, 399)
+    panel = content["panels"][1]
+    assert (panel["run"], panel["limit"], panel["low"], panel["high"]) == ("bad", 1.0, 0.1, 1000.0)
+    assert [line["signal"] for line in panel["lines"]] == ["loss", "grad_norm", "effective_rank D2", "log_z"]
+    assert [(mark["source"], mark["step"]) for mark in panel["marks"]] == [
+        ("loss", 325), ("grad_norm", 250), ("effective_rank D2", 140),
+    ]  # fmt: skip
+    step, value = (page.array(panel["lines"][2][name]) for name in ("step", "value"))
+    np.testing.assert_allclose(value[step >= 140], 3.4, rtol=1e-6)
+    hidden = page.ask(seen=["loss"])["panels"]
+    assert [panel["is_seen"] for panel in hidden] == [False, False, True]
+    only = page.ask(shown=["calm"])
+    assert [panel["name"] for panel in only["panels"]] == ["evidence of calm", "loss"]
 
 
 def test_of_a_long_run_a_page_gets_what_it_can_show_of_the_range_in_view(make):

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.formatting import counted, percent_range
-from workbench.plots.style import depth_colors, model_style
+from workbench.plots.style import BROKEN, depth_colors, model_style
 from workbench.plots.timeline_drawing import lead_in_words
 from workbench.plots.timeline_events import TimelineEvent, signal_of
+from workbench.plots.timeline_evidence import ALARM, FARTHEST
 from workbench.plots.timeline_figure import own_band
 from workbench.plots.timeline_panels import PanelAxis
 from workbench.studies import signals as sig
@@ -21,13 +22,14 @@ from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.latest_state import script as live_script
 
 if TYPE_CHECKING:
+    from workbench.plots.timeline_panels import Story
     from workbench.widgets.live.history import LiveModes
     from workbench.widgets.timeline_parts.followed_run import FollowedRun, SignalLine
 
 #: As lists of dash lengths, by the names of `model_style`.
 _DASHES = {"solid": [], "dashed": [6, 3], "dotted": [2, 3], "dashdot": [7, 3, 2, 3]}
-#: Number of alarms in the list next to the figure.
-_N_LISTED = 60
+#: Number of alarms in the list next to the figure, and of stretches of broken probe measurements.
+_N_LISTED, _N_STRETCHES = 60, 200
 #: Beyond the view, on either side, so much of it is sent too: panning shows lines at once.
 _MARGIN = 0.25
 _FLOAT32 = 3e38
@@ -155,16 +157,59 @@ class TimelineCanvas(LatestState):
             "view": list(view),
             "is_whole": wishes.view is None,
             "extent": list(extent),
-            "runs": [_described(run, run in shown) for run in self.runs.values()],
+            "runs": [_described(run, run in shown, buffers) for run in self.runs.values()],
+            "broken": BROKEN,
             "signals": self._offered(),
             "chosen": list(wishes.signals),
             "reduce": reduce or "worst",
-            "panels": [self._panel(name, shown, view, reduce, buffers) for name in list(wishes.signals)],
+            "panels": [
+                *(self._evidence(run, view, buffers) for run in shown if run.story.evidence is not None),
+                *(self._panel(name, shown, view, reduce, buffers) for name in list(wishes.signals)),
+            ],
             "alarms": self._listed(shown),
             "band": self._band_in_words(),
             "selection": _selected(wishes.selection, shown, buffers),
         }
         return content, buffers.done
+
+    def _evidence(self, run: FollowedRun, view: tuple[float, float], buffers: _Buffers) -> dict[str, Any]:
+        """The evidence of a run, as far as it can be seen."""
+        name, story = f"evidence of {run.name}", run.story
+        if story.evidence is None or (self.wishes.seen is not None and name not in self.wishes.seen):
+            return {"name": name, "is_seen": False}
+        margin, n = self._reach(view)
+        lines, marks = [], []
+        for line in story.evidence.lines:
+            step, value = sig.decimate(line.step, line.value, n, view[0] - margin, view[1] + margin)
+            lines.append(
+                {"run": run.name, "signal": line.signal, "color": line.color, **buffers.put(step=step, value=value)}
+            )
+            for event in story.onsets:
+                row = int(np.searchsorted(line.step, event.step, side="right")) - 1
+                if event.source == line.signal and row >= 0:
+                    marks.append(_marked(run.name, event, "alarm") | {"value": float(line.value[row])})
+        low, high = story.evidence.view
+        of_run = f": {run.name}" if len(self.runs) > 1 else ""
+        return {
+            "name": name,
+            "run": run.name,
+            "is_seen": True,
+            "title": f"evidence of a change{of_run}",
+            "note": story.evidence.note,
+            "is_log": True,
+            "low": low,
+            "high": high,
+            "limit": ALARM,
+            "farthest": FARTHEST,
+            "lines": lines,
+            "bands": [],
+            "marks": marks,
+        }
+
+    def _reach(self, view: tuple[float, float]) -> tuple[float, int]:
+        """Steps beyond the view that are sent too, and the number of points that are enough."""
+        n = max(50, int(0.75 * self.wishes.width * (1 + 2 * _MARGIN)))  # lines are thicker than a pixel
+        return _MARGIN * (view[1] - view[0]), n
 
     def _panel(
         self,
@@ -177,8 +222,7 @@ class TimelineCanvas(LatestState):
         """One signal of all runs shown, as far as it can be seen."""
         if self.wishes.seen is not None and name not in self.wishes.seen:
             return {"name": name, "is_seen": False}
-        margin = _MARGIN * (view[1] - view[0])
-        n = max(50, int(0.75 * self.wishes.width * (1 + 2 * _MARGIN)))  # lines are thicker than a pixel
+        margin, n = self._reach(view)
         found = [(run, line) for run in shown if (line := run.line(name, reduce)) is not None]
         lines, values, remarks = [], [np.zeros(0)], []
         for run, line in found:
@@ -299,7 +343,7 @@ class _Buffers:
         return places
 
 
-def _described(run: FollowedRun, is_shown: bool) -> dict[str, Any]:
+def _described(run: FollowedRun, is_shown: bool, buffers: _Buffers) -> dict[str, Any]:
     """A run and what happened in it."""
     look, story = model_style(run.place), run.story
     onsets = story.onsets
@@ -312,15 +356,40 @@ def _described(run: FollowedRun, is_shown: bool) -> dict[str, Any]:
         "is_shown": is_shown,
         "state": run.state,
         "words": run.state_in_words,
+        "account": story.account,
+        "has_alarm": bool(onsets),
         "first": story.first_step,
         "last": story.last_step,
         "faults": [{"name": span.name, "start": span.start, "stop": span.stop} for span in story.faults],
         "onsets": [_marked(run.name, event, "alarm") for event in onsets],
         "later": [e.step for e in story.events if e.kind == "alarm" and id(e) not in first][:2000],
         "actions": [_marked(run.name, event, "action") for event in story.events if event.kind == "action"],
+        "checks": buffers.put(
+            sound=np.unique([check.step for check in story.checks if check.is_sound]),
+            broken=np.unique([event.step for event in story.findings]),
+        ),
+        "findings": _stretches(run.name, story)[:_N_STRETCHES],
         "diverged": None if story.diverged is None else _marked(run.name, story.diverged, "cross"),
         "lead": None if lead is None else [lead.first.step, lead.then.step, lead_in_words(lead)],
     }
+
+
+def _stretches(run: str, story: Story) -> list[dict[str, Any]]:
+    """Broken measurements of one probe in a row, by the first of them, and the step of the last."""
+    found: list[dict[str, Any]] = []
+    latest: dict[str, dict[str, Any] | None] = {}
+    for check in story.checks:
+        if check.is_sound:
+            latest[check.signal] = None
+            continue
+        stretch = latest.get(check.signal)
+        if stretch is None:
+            event = TimelineEvent(check.step, "probe", check.signal, message=check.message)
+            stretch = latest[check.signal] = _marked(run, event, "probe")
+            found.append(stretch)
+        stretch["last"] = check.step
+    data = [event for event in story.findings if event.kind == "alarm"]
+    return found + [_marked(run, event, "probe") | {"last": event.step} for event in data]
 
 
 def _marked(run: str, event: TimelineEvent, kind: str) -> dict[str, Any]:

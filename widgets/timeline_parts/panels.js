@@ -1,6 +1,6 @@
 // The panels over the common axis of steps: the events, and one signal each.
 const INSET = { left: 58, right: 14, top: 5, bottom: 5 };
-const ROW = 34; // of a run in the lane
+const ROW = 42; // of a run in the lane
 
 // A canvas as sharp as the screen, cleared; drawing is in CSS pixels.
 function cleared(canvas, theme) {
@@ -159,7 +159,8 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
     context.fillText(axis.texts[i], INSET.left - 6, Math.min(Math.max(y, 6), height - 6));
   });
   clipToFrame(context, width, height);
-  for (const run of runs) drawSpans(context, run, x, 0, height, 0.1);
+  const ofPanel = panel.run === undefined ? runs : runs.filter((run) => run.name === panel.run);
+  for (const run of ofPanel) drawSpans(context, run, x, 0, height, 0.1);
   for (const band of panel.bands) {
     if (!band.step.length) continue;
     context.fillStyle = band.run === null ? "rgba(122, 122, 122, 0.3)" : faded(named[band.run]?.color ?? "#7a7a7a", 0.17);
@@ -168,15 +169,16 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
     for (let i = band.step.length - 1; i >= 0; i--) context.lineTo(x(band.step[i]), axis.y(band.lower[i]));
     context.fill();
   }
-  for (const run of runs) drawLandmarks(context, run, x, 0, height);
-  for (const { run, step, value } of panel.lines) {
+  for (const run of ofPanel) drawLandmarks(context, run, x, 0, height);
+  if (panel.limit !== undefined) drawLimit(context, theme, axis.y(panel.limit), right);
+  for (const { run, step, value, color } of panel.lines) {
     if (!named[run]) continue;
     const [first, last] = inView(step, view), isDense = last - first > width;
-    context.strokeStyle = context.fillStyle = named[run].color;
+    context.strokeStyle = context.fillStyle = color ?? named[run].color;
     // Joints and dashes, which cost most, are not visible on a dense line.
     context.lineWidth = isDense ? 1.2 : 1.5;
     context.lineJoin = isDense ? "bevel" : "round";
-    context.setLineDash(isDense ? [] : named[run].dash);
+    context.setLineDash(isDense || color ? [] : named[run].dash);
     context.beginPath();
     for (let i = first; i < last; i++) context.lineTo(x(step[i]), axis.y(value[i]));
     context.stroke();
@@ -202,12 +204,41 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
   return places;
 }
 
+// The evidence at which an alarm is raised.
+function drawLimit(context, theme, y, right) {
+  context.strokeStyle = theme.ink;
+  context.lineWidth = 1;
+  context.setLineDash([6, 4]);
+  context.beginPath();
+  context.moveTo(INSET.left, Math.round(y) + 0.5);
+  context.lineTo(right, Math.round(y) + 0.5);
+  context.stroke();
+  context.setLineDash([]);
+  context.textAlign = "left";
+  context.textBaseline = "alphabetic";
+  writtenOn(context, theme, "alarm", INSET.left + 4, y - 4);
+}
+
+// Measurements of probes: small where sound, strong where they found a fault.
+function drawChecks(context, theme, run, x, y, view, broken, places) {
+  context.fillStyle = theme.checks;
+  const { sound } = run.checks, [first, last] = inView(sound, view);
+  for (let i = first; i < last; i++) context.fillRect(x(sound[i]) - 1, y - 1.5, 2, 3);
+  context.fillStyle = broken;
+  for (const step of run.checks.broken) {
+    if (step < view[0] || step > view[1]) continue;
+    context.fillRect(x(step) - 3, y - 3, 6, 6);
+    const mark = run.findings.find((found) => found.step <= step && step <= found.last);
+    if (mark) places.push({ mark: { ...mark, at: step }, x: x(step), y });
+  }
+}
+
 function drawChosen(context, theme, chosen, x, view, height) {
   if (chosen && chosen.step >= view[0] && chosen.step <= view[1]) upright(context, x(chosen.step), 0, height, theme.ink, [2, 2]);
 }
 
 // The events, one row per run; returns the positions of its marks.
-function drawLane(canvas, theme, runs, view, chosen) {
+function drawLane(canvas, theme, runs, view, chosen, broken) {
   const { context, width, height } = cleared(canvas, theme);
   const { x } = stepAxis(view, width), places = [], bottom = height - 18;
   context.textAlign = "center";
@@ -232,6 +263,7 @@ function drawLane(canvas, theme, runs, view, chosen) {
     context.lineTo(x(run.diverged?.step ?? run.last), y);
     context.stroke();
     context.setLineDash([]);
+    drawChecks(context, theme, run, x, y + 11.5, view, broken, places);
     for (const step of run.later) if (step >= view[0] && step <= view[1]) upright(context, x(step), y - 5, y + 5, run.color, []);
   });
   runs.forEach((run, i) => {

@@ -1,6 +1,10 @@
 const PARTS_OF = { monitors: "every step", attention: "attention", router: "router", optimizer: "optimizer", activations: "activations", curvature: "curvature", spectra: "spectra" };
+const EVIDENCE = "evidence of "; // and the name of the run: the name of its panel
 const floats = (view) => new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 const bytes = (view) => new Uint8Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
+
+// Evidence over that of an alarm, in two digits; beyond the axis it is not known.
+const evidenceText = (value, panel) => (value <= 1.001 * panel.low ? `< ${panel.low}` : value >= panel.farthest ? `> ${panel.farthest}` : String(Number(value.toPrecision(2))));
 
 // The message of the kernel, with its arrays inserted.
 function filled(content, buffers) {
@@ -10,6 +14,7 @@ function filled(content, buffers) {
     lines: panel.lines.map((line) => arrays(line, ["step", "value"])),
     bands: panel.bands.map((band) => arrays(band, ["step", "lower", "upper"])),
   } : panel);
+  const runs = content.runs.map((run) => ({ ...run, checks: arrays(run.checks, ["sound", "broken"]) }));
   const detailed = (detail) => ({
     ...detail,
     heat: detail.heat === null ? null : floats(buffers[detail.heat]),
@@ -17,7 +22,7 @@ function filled(content, buffers) {
       : { points: floats(buffers[detail.modes]), layer: bytes(buffers[detail.modes + 1]), isReliable: bytes(buffers[detail.modes + 2]) },
   });
   const selection = content.selection && { ...content.selection, details: content.selection.details.map(detailed) };
-  return { ...content, panels, selection };
+  return { ...content, runs, panels, selection };
 }
 
 function themeNow(element) {
@@ -27,6 +32,7 @@ function themeNow(element) {
     ground: read("--jp-layout-color0", "#ffffff"),
     font: style.fontFamily,
     faint: "rgba(122, 122, 122, 0.28)",
+    checks: "rgb(122, 122, 122)",
     band: "rgba(122, 122, 122, 0.24)",
   };
 }
@@ -38,7 +44,7 @@ function render({ model, el, signal }) {
     Object.assign(one, { type: "button", title: tip, onclick: act });
     return one;
   };
-  const runBox = made("div", "workbench-timeline-runs"), tools = made("div", "workbench-timeline-tools"), keys = made("div", "workbench-timeline-keys");
+  const accountBox = made("div", "workbench-timeline-accounts"), runBox = made("div", "workbench-timeline-runs"), tools = made("div", "workbench-timeline-tools"), keys = made("div", "workbench-timeline-keys");
   const choice = made("details", "workbench-timeline-choice"), summary = made("summary"), groups = made("div", "workbench-timeline-groups");
   choice.append(summary, groups);
   const reduceBox = made("label", "", "over layers and heads "), reduce = made("select");
@@ -63,9 +69,11 @@ function render({ model, el, signal }) {
   side.append(detailBox, alarmBox);
   const body = made("div", "workbench-timeline-body");
   body.append(stack, side);
-  el.replaceChildren(runBox, tools, keys, body);
+  accountBox.setAttribute("role", "note");
+  accountBox.setAttribute("aria-label", "First alarms");
+  el.replaceChildren(accountBox, runBox, tools, keys, body);
 
-  let state = null, view = null, panels = [], lanePlaces = [], paintDetails = null, theme = null, isDue = false;
+  let state = null, view = null, panels = [], lanePlaces = [], paintDetails = null, theme = null, isDue = false, readAt = null;
   // A request is sent at once or, while one is pending, after its answer: the latest of each kind.
   let waiting = null, token = "", toldAt = 0, timer = null;
   const page = crypto.randomUUID?.() ?? String(Math.random());
@@ -99,7 +107,8 @@ function render({ model, el, signal }) {
     theme ??= themeNow(el);
     const runs = state.runs.filter((run) => run.is_shown), chosen = state.selection && (state.selection.event ?? { step: state.selection.step });
     lane.style.height = `${ROW * runs.length + (runs.some((run) => run.lead) ? 30 : 20)}px`;
-    lanePlaces = drawLane(lane, theme, runs, view, chosen);
+    lanePlaces = drawLane(lane, theme, runs, view, chosen, state.broken);
+    el.style.setProperty("--workbench-timeline-accounts", `${accountBox.offsetHeight}px`); // what is sticky is below it
     for (const one of panels) {
       const { top, bottom } = one.canvas.getBoundingClientRect();
       one.isOut = bottom < -120 || top > window.innerHeight + 120; // drawn when it comes into sight
@@ -130,7 +139,9 @@ function render({ model, el, signal }) {
       drop.classList.add("workbench-timeline-drop");
       drop.setAttribute("aria-label", `Remove ${panel.name}`);
       one.canvas.setAttribute("role", "img");
-      head.append(one.title, one.note, one.readout, drop);
+      const isEvidence = panel.name.startsWith(EVIDENCE);
+      head.classList.toggle("workbench-timeline-evidence", isEvidence);
+      head.append(one.title, one.note, one.readout, ...(isEvidence ? [] : [drop]));
       box.append(head, one.canvas);
       one.box = box;
       return one;
@@ -145,6 +156,18 @@ function render({ model, el, signal }) {
     if (element.madeOf === whole) return;
     element.madeOf = whole;
     make();
+  };
+
+  // The first alarm and its likely cause, which stay in sight.
+  const showAccounts = () => {
+    const told = state.runs.filter((run) => run.is_shown && run.account);
+    once(accountBox, told.map((run) => [run.name, run.account, run.has_alarm]), () => accountBox.replaceChildren(...told.map((run) => {
+      const line = made("div", "", run.account);
+      line.style.borderColor = run.color;
+      line.classList.toggle("workbench-timeline-alarmed", run.has_alarm);
+      if (state.runs.length > 1) line.prepend(made("span", "workbench-timeline-note", `${run.name}  `));
+      return line;
+    })));
   };
 
   const showRuns = () => once(runBox, state.runs.map((run) => [run.name, run.words, run.is_shown]), () => {
@@ -196,6 +219,8 @@ function render({ model, el, signal }) {
       [runs.some((run) => run.actions.length), shape("M6.5 1l5 5l-5 5l-5 -5z", "currentColor") + "action"],
       [runs.some((run) => run.diverged), shape("M2 2l9 9m0 -9l-9 9", "none") + "divergence"],
       [runs.some((run) => run.faults.length), '<i class="workbench-timeline-shade"></i>fault on'],
+      [runs.some((run) => run.checks.sound.length), '<svg width="8" height="12" aria-hidden="true"><path d="M4 4.5v3" stroke="#7a7a7a" stroke-width="2"/></svg>probe: sound'],
+      [runs.some((run) => run.checks.broken.length), `<svg width="8" height="12" aria-hidden="true"><path d="M1 3h6v6h-6z" fill="${state.broken}"/></svg>probe: broken`],
       [state.band, `<i class="workbench-timeline-band"></i>${state.band}`],
     ];
     once(keys, words, () => {
@@ -252,11 +277,13 @@ function render({ model, el, signal }) {
     });
     const runs = state.runs.filter((run) => run.is_shown);
     lane.setAttribute("aria-label", "What happened: " + runs.map((run) => `${run.name} ${run.words}${run.lead ? ", " + run.lead[2] : ""}`).join("; "));
+    showAccounts();
     showRuns();
     showChoice();
     showKeys();
     showAlarms();
     showSelection();
+    read(readAt);
     if (reduce.value !== state.reduce) reduce.value = state.reduce;
     all.disabled = state.is_whole;
     el.dataset.view = view.map((end) => end.toFixed(2)).join(" ");
@@ -277,12 +304,18 @@ function render({ model, el, signal }) {
     return row > 0 && step - steps[row - 1] < steps[row] - step ? row - 1 : row;
   };
   const read = (step) => {
+    readAt = step;
     for (const one of panels) {
       if (one.isOut || !one.panel) continue;
-      const values = step === null ? [] : one.panel.lines.filter((line) => line.step.length).map((line) => [line.run, numberText(line.value[nearest(line.step, step)])]);
-      once(one.readout, values, () => one.readout.replaceChildren(...values.map(([name, text]) => {
+      // The lines of the evidence are named at all times, with their last value.
+      const lines = one.panel.lines.filter((line) => line.step.length && (step !== null || line.signal));
+      const values = lines.map((line) => {
+        const value = line.value[step === null ? line.value.length - 1 : nearest(line.step, step)], text = numberText(value);
+        return line.signal ? [line.color, `${line.signal} ${evidenceText(value, one.panel)}`] : [state.runs.find((run) => run.name === line.run)?.color, text];
+      });
+      once(one.readout, values, () => one.readout.replaceChildren(...values.map(([color, text]) => {
         const part = made("span", "", text);
-        part.style.borderColor = state.runs.find((run) => run.name === name)?.color;
+        part.style.borderColor = color;
         return part;
       })));
     }
@@ -326,8 +359,8 @@ function render({ model, el, signal }) {
     cursor.classList.toggle("workbench-timeline-flip", x > frame.width * 0.8);
     setText(flag, `step ${Math.round(step).toLocaleString("en")}`);
     read(step);
-    const words = { alarm: "alarm of", action: "action", cross: "divergence:" };
-    const said = mark && [`step ${mark.step.toLocaleString("en")}: ${words[mark.kind]} ${mark.source}`, mark.run, mark.place, mark.score === null ? "" : `score ${numberText(mark.score)}`, mark.message].filter(Boolean).join("\n");
+    const words = { alarm: "alarm of", action: "action", cross: "divergence:", probe: "probe of" };
+    const said = mark && [`step ${(mark.at ?? mark.step).toLocaleString("en")}: ${words[mark.kind]} ${mark.source}`, mark.run, mark.place, mark.score === null ? "" : `score ${numberText(mark.score)}`, mark.message].filter(Boolean).join("\n");
     event.target.title = said ?? "";
     stack.style.cursor = mark?.kind === "alarm" ? "pointer" : "";
   });
@@ -349,7 +382,7 @@ function render({ model, el, signal }) {
       look(Math.min(step, end), Math.max(step, end));
     } else if (!isMoved && event.detail < 2) {
       if (mark?.kind === "alarm") ask({ select: { step: mark.step, signal: mark.source, run: mark.run } });
-      else if (mark || panel) ask({ select: { step: mark?.step ?? step, signal: panel?.name ?? null } });
+      else if (mark || panel) ask({ select: { step: mark?.at ?? mark?.step ?? step, signal: panel && !panel.name.startsWith(EVIDENCE) ? panel.name : null } });
     }
   });
   stack.addEventListener("pointercancel", () => {

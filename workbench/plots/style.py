@@ -37,6 +37,9 @@ NEUTRAL = "#7a7a7a"
 #: Text and axes of matplotlib figures, which have a white ground of their own in any theme.
 INK = "#333333"
 
+#: Marks of measurements that found a fault.
+BROKEN = MODEL_COLORS[6]
+
 TITLE_SIZE = 11
 LABEL_SIZE = 10
 TICK_SIZE = 9

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.formatting import clipped
 from workbench.plots import style
+from workbench.plots.timeline_evidence import ALARM
 from workbench.studies.lines import decimate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from workbench.plots.timeline_events import TimelineEvent
+    from workbench.plots.timeline_evidence import EvidencePanel
     from workbench.plots.timeline_panels import SignalPanel, Story
     from workbench.plots.traces_figure import Trace
 
@@ -22,6 +25,7 @@ _N_BUCKETS = 1200
 _WIDTH, _HEIGHT, _ROW = 660, 112, 54
 _RATIO = 5.6
 _LONGEST_NAME = 24
+_LONGEST_LINE = 105
 _BACKENDS = {
     "bokeh": {"width": "line_width", "dash": "line_dash"},
     "matplotlib": {"width": "linewidth", "dash": "linestyle"},
@@ -68,24 +72,36 @@ class Drawing:
             (n - 1 - index, clipped(story.run, _LONGEST_NAME, keep_end=True))
             for index, story in enumerate(self.stories)
         ]
-        note = "\n".join(filter(None, [_marks_in_words(self.stories), band]))
+        note = "\n".join(filter(None, [*_accounts(self.stories), _marks_in_words(self.stories), band]))
         has_lead = any(story.lead is not None for story in self.stories)
         view = (-0.45, n - 0.15 if has_lead else n - 0.55)
         height = round(_ROW * (view[1] - view[0]))
         return self._framed(parts, "What happened", note, view=view, height=height, ticks=ticks)
 
+    def evidence(self, story: Story, evidence: EvidencePanel) -> Any:
+        """Draw the evidence of a run: its strongest signals, by name, and the line at which an alarm is raised."""
+        hv, title = self.hv, "evidence of a change (1: an alarm)"
+        if len(self.stories) > 1:
+            title += f": {story.run}"
+        dims = [hv.Dimension("step"), hv.Dimension("value", label=title)]
+        parts = self._shades([story], title, evidence.view) + self._uprights([story], evidence.view, dims)
+        limit = hv.Curve({"step": self.span, "value": [ALARM] * 2}, *dims)
+        parts.append(
+            self._opts(limit, color=style.NEUTRAL, **{self._words["width"]: 1.2, self._words["dash"]: "dashed"})
+        )
+        for line in evidence.lines:
+            step, value = decimate(line.step, line.value, _N_BUCKETS)
+            curve = hv.Curve({"step": step, "value": value}, *dims, label=line.signal)
+            hover = self._hover([("", line.signal), ("step", "@step"), ("evidence", "@value")])
+            parts.append(self._opts(curve, color=line.color, **{self._words["width"]: 1.6}, **hover))
+        legend = {line.signal: line.color for line in evidence.lines}
+        return self._framed(parts, title, evidence.note, view=evidence.view, height=_HEIGHT, is_log=True, legend=legend)
+
     def panel(self, signal: SignalPanel, *, is_last: bool) -> Any:
         """Draw one signal of all runs."""
         hv, panel = self.hv, signal.panel
         dims = [hv.Dimension("step"), hv.Dimension("value", label=panel.title)]
-        low, high = panel.view
-        parts = []
-        for story in self.stories:
-            color = style.model_style(story.place)["color"]
-            spans = [(s.start, low, story.last_step if s.stop is None else s.stop, high) for s in story.faults]
-            if spans:
-                boxes = hv.Rectangles(spans, kdims=self._corners(panel.title))
-                parts.append(self._opts(boxes, **self._fill(color, 0.09)))
+        parts = self._shades(self.stories, panel.title, panel.view)
         for place, band in signal.bands:
             if len(band["step"]):
                 columns = (band["step"], band["lower"], band["upper"])
@@ -93,11 +109,7 @@ class Drawing:
                 area = hv.Area(columns, kdims=dims[:1], vdims=edges)
                 color = style.NEUTRAL if place is None else style.model_style(place)["color"]
                 parts.append(self._opts(area, **self._fill(color, 0.28 if place is None else 0.16)))
-        for story in self.stories:
-            for event, dash in _landmarks(story):
-                line = hv.Curve({"step": [event.step] * 2, "value": [low, high]}, *dims)
-                look = self._line(story.place, 1.0) | {self._words["dash"]: dash}
-                parts.append(self._opts(line, **look, alpha=0.75))
+        parts += self._uprights(self.stories, panel.view, dims)
         for line, story in zip(panel.lines, self.stories, strict=True):
             parts += self._drawn(line, story, panel, dims)
         for line, onset, story in zip(panel.lines, signal.onsets, self.stories, strict=True):
@@ -108,8 +120,46 @@ class Drawing:
             if line.cross is not None:
                 step, value = line.cross
                 parts.append(self._cross(step, float(np.clip(value, *panel.limits)), story, dims))
-        look = {"view": panel.view, "height": _HEIGHT, "is_log": panel.is_logarithmic, "is_last": is_last}
+        look: dict[str, Any] = {
+            "view": panel.view,
+            "height": _HEIGHT,
+            "is_log": panel.is_logarithmic,
+            "is_last": is_last,
+        }
         return self._framed(parts, panel.title, panel.note, **look)
+
+    def _shades(self, stories: Sequence[Story], title: str, view: tuple[float, float]) -> list[Any]:
+        """Stretches with a fault on, over the height of a panel."""
+        parts = []
+        for story in stories:
+            spans = [(s.start, view[0], story.last_step if s.stop is None else s.stop, view[1]) for s in story.faults]
+            if spans:
+                boxes = self.hv.Rectangles(spans, kdims=self._corners(title))
+                parts.append(self._opts(boxes, **self._fill(style.model_style(story.place)["color"], 0.09)))
+        return parts
+
+    def _uprights(self, stories: Sequence[Story], view: tuple[float, float], dims: list[Any]) -> list[Any]:
+        """Begin and end of the lead time, or the first alarm, as lines through a panel."""
+        parts = []
+        for story in stories:
+            for event, dash in _landmarks(story):
+                line = self.hv.Curve({"step": [event.step] * 2, "value": list(view)}, *dims)
+                look = self._line(story.place, 1.0) | {self._words["dash"]: dash}
+                parts.append(self._opts(line, **look, alpha=0.75))
+        return parts
+
+    def _probes(self, story: Story, row: int, dims: list[Any]) -> list[Any]:
+        """Measurements of probes, below the line of the run: small where sound, strong where they found a fault."""
+        height, parts = row - 0.19, []
+        if sound := sorted({check.step for check in story.checks if check.is_sound}):
+            points = self._points({"step": sound, "row": [height] * len(sound)}, dims)
+            size = {"marker": "circle", "size": 3} if self.is_bokeh else {"marker": "o", "s": 5, "edgecolors": "none"}
+            parts.append(self._opts(points, color=style.NEUTRAL, **size))
+        if found := story.findings:
+            points = self._points(_columns(found) | {"row": [height] * len(found)}, dims)
+            size = {"marker": "square", "size": 7} if self.is_bokeh else {"marker": "s", "s": 22, "edgecolors": "none"}
+            parts.append(self._opts(points, color=style.BROKEN, **size, **self._hover(_TIPS)))
+        return parts
 
     def _drawn(self, line: Trace, story: Story, panel: Any, dims: list[Any]) -> list[Any]:
         step, value = decimate(line.step, line.value, _N_BUCKETS)
@@ -130,7 +180,7 @@ class Drawing:
         """Later alarms, first alarms, actions and the divergence, in one line of the lane."""
         onsets = story.onsets
         later = [event for event in story.events if event.kind == "alarm" and event not in onsets]
-        parts = []
+        parts = self._probes(story, row, dims)
         if later:
             ends = [(event.step, row - 0.14, event.step, row + 0.14) for event in later]
             segments = self.hv.Segments(ends, kdims=self._corners("row"))
@@ -213,6 +263,7 @@ class Drawing:
         height: int,
         is_log: bool = False,
         is_last: bool = False,
+        legend: Mapping[str, str] | None = None,
         ticks: list[tuple[int, str]] | None = None,
     ) -> Any:
         common = {
@@ -221,7 +272,7 @@ class Drawing:
             "logy": is_log,
             "xlabel": "step",
             "ylabel": "",
-            "show_legend": False,
+            "show_legend": bool(legend) and self.is_bokeh,
             "backend": self.backend,
         }
         if ticks is not None:
@@ -232,12 +283,13 @@ class Drawing:
             hooks += [style.note_bokeh(note)] if note else []
             look = {"title": title, "frame_width": _WIDTH, "frame_height": height, "show_grid": ticks is None}
             look |= {"default_tools": [], "tools": ["xpan", "xwheel_zoom", "xbox_zoom", "reset", "save"]}
-            look |= {"active_tools": [], "hooks": hooks}
+            look |= {"active_tools": [], "hooks": hooks} | ({"legend_position": "right"} if legend else {})
             return self.hv.Overlay(parts).opts(**look, **common)
         ratio = _RATIO if ticks is None else _RATIO * _HEIGHT / height
         hooks = [style.dress_matplotlib, _head_matplotlib(title, note)]
         hooks += [style.log_ticks_matplotlib(ratio), _few_ticks_matplotlib] if is_log else []
         hooks += [_lane_axis_matplotlib] if ticks is not None else []
+        hooks += [_legend_matplotlib(legend)] if legend else []
         look = {"title": "", "aspect": ratio, "fig_inches": (6.8, 6.8 / ratio), "hooks": hooks}
         return self.hv.Overlay(parts).opts(**look, **common, xaxis="bottom" if is_last else "bare")
 
@@ -301,6 +353,16 @@ def _landmarks(story: Story) -> list[tuple[TimelineEvent, str]]:
     return [(first[0], "dashed")] if first else []
 
 
+def _accounts(stories: Sequence[Story]) -> list[str]:
+    """The first alarm and its likely cause of each run, in lines that fit the panels."""
+    told = [(story.run, story.account) for story in stories if story.account]
+    return [
+        line
+        for run, account in told
+        for line in textwrap.wrap(account if len(stories) == 1 else f"{run}: {account}", _LONGEST_LINE)
+    ]
+
+
 def _marks_in_words(stories: Sequence[Story]) -> str:
     """Meaning of the marks that occur."""
     onsets = [event for story in stories for event in story.onsets]
@@ -312,6 +374,8 @@ def _marks_in_words(stories: Sequence[Story]) -> str:
         "| later alarm": len(alarms) > len(onsets),
         "◆ action": any(event.kind == "action" for story in stories for event in story.events),
         "× divergence": any(story.diverged is not None for story in stories),
+        "· probe, sound": any(check.is_sound for story in stories for check in story.checks),
+        "■ probe, broken": any(story.findings for story in stories),
     }
     return "   ".join(word for word, occurs in words.items() if occurs) or "no alarms, faults or actions recorded"
 
@@ -354,6 +418,25 @@ def _few_ticks_matplotlib(plot: Any, element: Any) -> None:
     low, high = axis.get_ylim()
     if high < 10 * low:
         axis.yaxis.set_major_locator(FixedLocator([at for at in MaxNLocator(3).tick_values(low, high) if at > 0]))
+
+
+def _legend_matplotlib(colors: Mapping[str, str]) -> Any:
+    """A holoviews hook: names of lines to the right of a panel, by colour."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.lines import Line2D
+
+        plot.handles["axis"].legend(
+            handles=[Line2D([], [], color=color, label=name) for name, color in colors.items()],
+            loc="upper left",
+            bbox_to_anchor=(1.0, 1.05),
+            frameon=False,
+            fontsize=style.TICK_SIZE - 1,
+            labelcolor=style.INK,
+            handlelength=1.2,
+        )
+
+    return hook
 
 
 def _lane_axis_matplotlib(plot: Any, element: Any) -> None:

@@ -40,9 +40,12 @@ def timeline(
     """Draw signals of several runs over one axis of steps, with alarms, faults, actions, divergence and lead times.
 
     The first panel has one lane per run and shows its events: where a fault was on, the first alarm of each signal
-    (filled: a mechanism; hollow: loss, gradient norm or spike score), actions, the divergence, and the lead time from
-    the first mechanism's alarm to the first established signal or divergence. Below, one panel for each signal and one
-    line for each run; alarms are on the line of their own signal.
+    (filled: a mechanism; hollow: loss, gradient norm or spike score), actions, the divergence, the lead time from
+    the first mechanism's alarm to the first established signal or divergence, and the measurements of probes: a dot
+    where they were sound, a square where they found a fault. Above it, a sentence names the first alarm and its likely
+    cause. Below is the evidence of each run that has it: the signals that reached an alarm first, or are nearest to
+    one (`workbench.alarms.evidence_of` adds it to older runs). Then one panel for each signal and one line for each
+    run; alarms are on the line of their own signal.
 
     Args:
         runs: One run, or several by name. They may differ in recorded variables and steps, and need no events.
@@ -90,6 +93,7 @@ def timeline(
     with style.drawing(backend) as hv:
         drawing = Drawing(hv, backend, view, stories)
         drawn = [drawing.lane(word)]
+        drawn += [drawing.evidence(story, story.evidence) for story in stories if story.evidence is not None]
         drawn += [drawing.panel(panel, is_last=panel is panels[-1]) for panel in panels]
         return style.laid_out(hv, drawn, backend, tight=True, vspace=0.3, fig_size=170)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.plots.timeline_account import account_of
 from workbench.plots.timeline_events import (
     AlarmLead,
     FaultSpan,
@@ -18,15 +19,16 @@ from workbench.plots.timeline_events import (
     onsets_of,
     signal_of,
 )
+from workbench.plots.timeline_evidence import EvidencePanel
 from workbench.plots.traces_figure import _WIDE as WIDE
 from workbench.plots.traces_figure import BOUNDED, UNBOUNDED, Trace, TracesPanel
 from workbench.studies import signals as sig
+from workbench.studies.checks import Check, checks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import xarray as xr
-
 
 #: On a logarithmic axis, values this many times the usual ones leave the view.
 _FARTHEST = 1e3
@@ -45,6 +47,8 @@ class Story:
         diverged: Divergence event; None: it did not diverge.
         first_step: First recorded step.
         last_step: Last recorded step.
+        checks: Measurements of the probes.
+        evidence: Evidence of the watched signals; None: not recorded.
     """
 
     run: str
@@ -55,6 +59,8 @@ class Story:
     diverged: TimelineEvent | None = None
     first_step: int = 0
     last_step: int = 0
+    checks: list[Check] = field(default_factory=list)
+    evidence: EvidencePanel | None = None
 
     @classmethod
     def of(cls, name: str, run: xr.DataTree, place: int) -> Story:
@@ -64,7 +70,20 @@ class Story:
         found = [part["step"].values for part in parts if "step" in part.variables]
         steps = np.concatenate([np.atleast_1d(step) for step in found] or [np.zeros(0)])
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
-        return cls(name, place, events, fault_spans(events), lead_time(events), divergence_of(events), first, last)
+        told = fault_spans(events), lead_time(events), divergence_of(events)
+        return cls(name, place, events, *told, first, last, checks_of(run), EvidencePanel.of(run))
+
+    @property
+    def account(self) -> str:
+        """The first alarm and its likely cause, or that there was none; empty if no alarms listened."""
+        return account_of(self.events, last_step=self.last_step, is_watched=self.evidence is not None)
+
+    @property
+    def findings(self) -> list[TimelineEvent]:
+        """Probe measurements that found a fault, and alarms of the data, whose every batch is checked."""
+        broken = [TimelineEvent(c.step, "probe", c.signal, message=c.message) for c in self.checks if not c.is_sound]
+        data = [event for event in self.events if event.kind == "alarm" and event.source == "data"]
+        return sorted([*broken, *data], key=lambda event: event.step)
 
     @property
     def onsets(self) -> list[TimelineEvent]:

@@ -1,0 +1,83 @@
+"""The first alarm of a run and what it was put down to, as sentences."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from workbench.formatting import counted, percent
+from workbench.plots.timeline_events import alarms_of, fault_spans
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from workbench.plots.timeline_events import TimelineEvent
+
+#: What the probes check, by the source of their alarms.
+_CHECKED = {
+    "arithmetic": "arithmetic",
+    "gradients": "gradients on their way to the optimizer",
+    "data": "batches",
+}
+
+
+def account_of(events: Sequence[TimelineEvent], *, last_step: int, is_watched: bool) -> str:
+    """The first alarm after the first fault, or the first of all, and its likely cause.
+
+    Args:
+        events: Events of a run, by rising step.
+        last_step: Last step of the run so far.
+        is_watched: Whether it is known that alarms listened to the run.
+
+    Returns:
+        Sentences such as "First alarm: step 265, arithmetic of attention, layer 1, head 0 (probe). Likely cause: low
+        precision attention (100 %)."; that there was no alarm; empty if nobody listened.
+    """
+    alarms, spans = alarms_of(events), fault_spans(events)
+    start = spans[0].start if spans else None
+    late = [alarm for alarm in alarms if start is None or alarm.step >= start]
+    n_before = len(alarms) - len(late)
+    before = f" {counted(n_before, 'alarm')} before the fault." if n_before else ""
+    if not late:
+        if not alarms and not is_watched:
+            return ""
+        since = "" if start is None else f", {_steps(last_step - start)} after the fault"
+        return f"No alarm{' since the fault' if n_before else ''} up to step {last_step:,}{since}.{before}"
+    first = late[0]
+    since = "" if start is None else f", {_steps(first.step - start)} after the fault"
+    settings = {event.source for event in events if event.kind == "setting"}
+    what = f"First alarm: step {first.step:,}{since}: {_subject(first, settings)}."
+    return f"{what} {_cause(events, first)}{before}"
+
+
+def _steps(n: int) -> str:
+    return counted(n, "step")
+
+
+def _subject(alarm: TimelineEvent, settings: set[str]) -> str:
+    """What the alarm is about, where, and how it is known."""
+    if alarm.source in _CHECKED:
+        what, how = _CHECKED[alarm.source], "probe"
+        what += " of attention" if alarm.source == "arithmetic" and alarm.head is not None else ""
+    else:
+        what, how = alarm.source, "setting" if alarm.source in settings else "evidence"
+    return f"{', '.join(filter(None, [what, alarm.place]))} ({how})"
+
+
+def _cause(events: Sequence[TimelineEvent], first: TimelineEvent) -> str:
+    """What the first alarm was put down to, and what later ones are, if that differs."""
+    found = [event for event in events if event.kind == "attribution"]
+    # It is recorded where it changes: without one at the alarm, that before still holds.
+    known = [event for event in found if event.step <= first.step] or found
+    if not known:
+        return "Likely cause: not known."
+    likely, latest = known[-1], found[-1]
+    later = ""
+    if latest.source != likely.source and latest.step > likely.step:
+        later = f" From step {latest.step:,} on: {_named(latest)}."
+    return f"Likely cause: {_named(likely)}.{later}"
+
+
+def _named(attribution: TimelineEvent) -> str:
+    share = f" ({percent(attribution.score)})" if math.isfinite(attribution.score) else ""
+    return f"{attribution.source.replace('_', ' ')}{share}"
