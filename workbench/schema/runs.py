@@ -295,6 +295,9 @@ PRECISION: dict[str, Variable] = {
     "excess_limit": Variable(
         ("step",), "f", "limit of the excess", "1", "excess that rounding does not reach in the run's number format"
     ),
+    "broken_rank": Variable(
+        ("step",), "f", "broken rank", "1", "first rank that computes wrongly while others do not; NaN: all, or none"
+    ),
 }
 
 #: Whether the optimizer gets the gradients that were computed, see `workbench.probes.compare_gradients`.
@@ -309,6 +312,9 @@ REDUCTION: dict[str, Variable] = {
         ("step",), "f", "significant bits", "1", "of gradients that arrive in low precision; NaN: they do not"
     ),
     "missing_rank": Variable(("step",), "f", "missing rank", "1", "first rank whose gradients are missing; NaN: none"),
+    "receiving_rank": Variable(
+        ("step",), "f", "receiving rank", "1", "first rank whose optimizer gets wrong ones; NaN: all, or none"
+    ),
 }
 
 #: The effect of one update on the loss of fixed examples, see `workbench.probes.update_effect`.

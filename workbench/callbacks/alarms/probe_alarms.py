@@ -172,7 +172,10 @@ def _arithmetic(observation: Observation) -> Finding | None:
         return None
     score = found.excess / float(observation.values["excess_limit"])
     where = {"layer": found.layer, "head": found.head}
-    alarm = _alarm(observation, score=score, value=found.error, message=found.sentence, **where)
+    sentence, rank = found.sentence, float(observation.values.get("broken_rank", math.nan))
+    if not math.isnan(rank):
+        sentence = f"On rank {rank:.0f} {sentence[0].lower()}{sentence[1:]}"
+    alarm = _alarm(observation, score=score, value=found.error, message=sentence, **where)
     return alarm, ("low_precision_attention" if found.head >= 0 else "arithmetic",)
 
 
@@ -186,6 +189,8 @@ def _is_measured(observation: Observation) -> bool:
 def _told(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:
     """What is wrong with the gradients, and what to do."""
     where = f"in {percent(float(values['wrong_parameters']))} of the parameters"
+    receiver = float(values.get("receiving_rank", math.nan))
+    where += "" if math.isnan(receiver) else f" on rank {receiver:.0f}"
     if verdict == GradientVerdict.LOW_PRECISION:
         bits = counted(max(round(float(values["significant_bits"])), 0), "significant bit")
         return f"Gradients reach the optimizer with about {bits} {where}: reduce them in float32."

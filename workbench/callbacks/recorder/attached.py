@@ -18,7 +18,15 @@ from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.logged_numbers import NUMBERS, as_floats, as_number
 from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
-from workbench.callbacks.recorder.ranks import of_all_ranks, of_first_rank
+from workbench.callbacks.recorder.ranks import (
+    Change,
+    changed_on_any,
+    measured_by_all,
+    of_all_ranks,
+    of_first_rank,
+    on_every_rank,
+)
+from workbench.callbacks.recorder.reduction import ReductionCollector
 from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import WorkbenchError
@@ -31,6 +39,7 @@ from workbench.schema.events import Event
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
+    from workbench.callbacks.alarms.settings_change import SettingsChange
     from workbench.io.run_output import RunOutput
     from workbench.training.callback import TrainingRun
 
@@ -44,6 +53,8 @@ _WORDS = {
 }
 
 
+#: Name by which the ranks tell each other how many settings have changed.
+_N_CHANGES = "n_changes"
 #: Parts that settle what an alarm points to.
 _CHECKS = ("precision", "reduction")
 
@@ -117,6 +128,7 @@ class AttachedRecorder:
         self._spikes = spikes
         self._has_given_norm = False
         self._closure_loss: Any = None
+        self._changes: list[Change] = []
         self._is_ready = False
         self._sample = SampledUpdate(inner)
         self._settings: SettingsWatch | None = None
@@ -275,13 +287,21 @@ class AttachedRecorder:
             self._guarded("monitors", lambda collectors: self._note_update(optimizer))
             self._guarded("sample", lambda collectors: self._sample.begin())
             self._guarded("settings", lambda collectors: self._read_settings(collectors, optimizer))
-            self._guarded("reduction", lambda collectors: collectors.reduction.take())
+            if self._is_due("reduction"):
+                self._take_gradients()
             if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                 self._take_spectra()
             if is_due(self.step, self._every["optimizer"]):
                 self._guarded("optimizer", lambda collectors: collectors.begin_update())
             if is_due(self.step, self._every["update"]):
                 self._guarded("update", lambda collectors: collectors.begin_effect())
+
+    def _take_gradients(self) -> None:
+        """Compare gradients if every rank can: one that waits alone for the others would wait for ever."""
+        collectors = self._collectors
+        can_take = collectors is not None and collectors.is_on("reduction") and collectors.reduction.is_ready
+        action = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
+        self._guarded("reduction", lambda collectors: action(collectors.reduction))
 
     def _read_settings(self, collectors: Collectors, optimizer: torch.optim.Optimizer) -> None:
         if self._settings is None:
@@ -329,8 +349,18 @@ class AttachedRecorder:
         loss, self._closure_loss = self._closure_loss, None
         if "loss" not in self._pending and isinstance(loss, Real | Tensor):
             self.log(loss=loss)
-        self._pending = {**of_all_ranks(as_floats(self._pending))}
+        changes = self._own_changes()
+        self._pending = {**of_all_ranks(as_floats(self._pending) | {_N_CHANGES: float(len(changes))})}
+        has_changes = self._pending.pop(_N_CHANGES) > 0
+        self._changes = changed_on_any(changes) if has_changes else []
         self._open_step = self.step
+
+    def _own_changes(self) -> list[Change]:
+        """Settings that have changed on this rank."""
+        settings = self._settings
+        if settings is None:
+            return []
+        return [_plain_change(each) for each in self._guarded("settings", lambda _: settings.changes(self.step)) or ()]
 
     def _close_row(self) -> None:
         step, self._open_step = self._open_step, None
@@ -343,11 +373,12 @@ class AttachedRecorder:
         numbers["spike_score"] = self._spikes.score
         self.numbers = numbers
         self._publish(Observation(step, "monitors", plain(numbers)))
+        changes, self._changes = self._changes, []
         settings = self._settings
-        if settings is None:
-            return
-        for change in self._guarded("settings", lambda collectors: settings.changes(step, numbers)) or ():
-            setting, factor, message = change.setting, change.factor, change.sentence
+        if settings is not None:  # these numbers are the same on every rank
+            found = self._guarded("settings", lambda _: settings.logged_changes(step, numbers)) or ()
+            changes += [_plain_change(each) for each in found]
+        for setting, factor, message in changes:
             self.event("setting", step=step, source=setting, score=factor, message=message)
             self._publish(changed_setting(step, setting, factor, message))
 
@@ -391,11 +422,13 @@ class AttachedRecorder:
         probed = self._guarded("probe", lambda collectors: collectors.probed(parts)) or {}
         if not self._has_updated and "router" in probed:
             probed["router"]["routing_change"][:] = math.nan  # the same parameters as at the last measurement
+        measured = {}
         for part in parts:
             measure = partial(Collectors.measure, part=part, step=step, probed=probed.get(part, {}))
-            values = self._guarded(part, measure)
-            if values is not None:
-                self._publish(Observation(step, part, plain(values), collectors.coords(part)))
+            if (values := self._guarded(part, measure)) is not None:
+                measured[part] = plain(values)
+        for part, values in (measured_by_all(measured) if parts else {}).items():
+            self._publish(Observation(step, part, values, collectors.coords(part)))
 
     def _measure_without_update(self) -> None:
         """Measure what the probe shows of a run that ends before its first update, such as one that diverges at once.
@@ -471,6 +504,10 @@ class AttachedRecorder:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms.new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
+
+
+def _plain_change(change: SettingsChange) -> Change:
+    return change.setting, change.factor, change.sentence
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

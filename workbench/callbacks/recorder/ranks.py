@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch import distributed
 
+from workbench.formatting import listed
 from workbench.models.process_group import is_shared, message_device
+from workbench.probes.precision import broken_arithmetic
+
+#: A setting that has changed: its name, the new value over the one before, and a sentence.
+Change = tuple[str, float, str]
+#: Values of the variables of each part that was measured.
+Measured = dict[str, dict[str, np.ndarray]]
 
 #: Numbers of an update that are the mean over the ranks that know them, and those that are summed.
 MEANS = (
@@ -26,7 +33,7 @@ MEANS = (
     "repeated_examples",
     "update_ratio",
 )
-SUMS = ("batch_size", "n_tokens")
+SUMS = ("batch_size", "n_tokens", "n_changes")
 
 
 def is_first() -> bool:
@@ -73,3 +80,55 @@ def of_first_rank(value: Any) -> Any:
     box: list[Any] = [value]
     distributed.broadcast_object_list(box, src=0, device=message_device())
     return box[0]
+
+
+def on_every_rank(is_so: bool) -> bool:
+    """Whether something holds on every rank; each rank has to ask."""
+    return bool(added_up(np.array([not is_so], dtype=np.float64))[0] == 0)
+
+
+def measured_by_all(measured: Measured) -> Measured:
+    """Measurements of one step, the same on every rank, so that all raise the same alarms.
+
+    They are those of rank 0, as all ranks have the same weights and examples; but the arithmetic is that of the first
+    rank where it is broken, if it is sound on others.
+
+    Args:
+        measured: Those of this rank; a part that failed is missing.
+    """
+    if not is_shared():
+        return measured
+    ranks = _of_each_rank(measured)
+    found = dict(ranks[0])
+    known = [rank for rank, values in enumerate(ranks) if "precision" in values]
+    broken = [rank for rank in known if broken_arithmetic(ranks[rank]["precision"]) is not None]
+    if broken and len(broken) < len(known):
+        found["precision"] = ranks[broken[0]]["precision"] | {"broken_rank": np.array(float(broken[0]))}
+    return found
+
+
+def changed_on_any(own: list[Change]) -> list[Change]:
+    """Settings that have changed on this rank -> on any rank, the same on every rank; each rank has to ask."""
+    if not is_shared():
+        return own
+    ranks = _of_each_rank(own)
+    found: dict[str, tuple[Change, list[int]]] = {}
+    for rank, changes in enumerate(ranks):
+        for change in changes:
+            found.setdefault(change[0], (change, []))[1].append(rank)
+    return [
+        (name, factor, sentence if len(where) == len(ranks) else _on_ranks(where, sentence))
+        for name, ((_, factor, sentence), where) in found.items()
+    ]
+
+
+def _on_ranks(ranks: list[int], sentence: str) -> str:
+    """Such as "On rank 1 the learning rate rose"."""
+    where = f"rank{'s' if len(ranks) > 1 else ''} {listed([str(rank) for rank in ranks])}"
+    return f"On {where} {sentence[0].lower()}{sentence[1:]}"
+
+
+def _of_each_rank(value: Any) -> list[Any]:
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, value)
+    return found

@@ -30,6 +30,7 @@ from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.calling import on_device_of
+from workbench.models.process_group import is_shared
 from workbench.models.wrapping import bare, innermost
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
@@ -144,7 +145,8 @@ class Recorder:
         self._is_loaded = False
         self.recent_examples: list[int] = []
         self.settings_state: dict[str, Any] = {}
-        if self.path is not None and not resume:
+        # Several ranks learn together whether the first one can write: it may do so before another one comes here.
+        if self.path is not None and not resume and not is_shared():
             check_free(self.path, overwrite=overwrite)
 
     def attach(

@@ -21,6 +21,7 @@ _UNKNOWN = {
     "wrong_parameters": math.nan,
     "significant_bits": math.nan,
     "missing_rank": math.nan,
+    "receiving_rank": math.nan,
 }
 
 
@@ -48,12 +49,21 @@ class ReductionCollector:
         if self._projections is not None:
             self._projections.disarm()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the gradients of this step were seen, or need not be."""
+        return self._projections is None or self._projections.is_armed
+
+    def skip(self) -> None:
+        """Called instead of `take`, if a rank could not take part in it."""
+        self._values = dict(_UNKNOWN)
+        self.disarm()
+
     def take(self) -> None:
-        """Called right before the update, on every rank."""
+        """Called right before the update that is measured, on every rank, if all are ready."""
         self._values = dict(_UNKNOWN)
         if self._projections is not None:
-            if self._projections.is_armed:
-                self._values = self._compared(self._projections)
+            self._values = self._compared(self._projections)
         elif is_shared():
             self._values = _of_known_answer(known_answer_all_reduce(torch.zeros((), device=self._parameters[0].device)))
 
@@ -70,6 +80,7 @@ class ReductionCollector:
             "wrong_parameters": wrong / len(judged) if judged else math.nan,
             "significant_bits": float(found.n_bits),
             "missing_rank": float(min(found.missing_ranks, default=math.nan)),
+            "receiving_rank": _one_of(found.receivers if found.verdict.is_fault else (), len(found.weights)),
         }
 
 
@@ -86,4 +97,10 @@ def _of_known_answer(answer: KnownAnswer) -> dict[str, float]:
         "wrong_parameters": float(verdict.is_fault),
         "significant_bits": float(answer.n_bits),
         "missing_rank": float(min(answer.missing, default=math.nan)),
+        "receiving_rank": _one_of(answer.receivers, answer.n_ranks),
     }
+
+
+def _one_of(ranks: tuple[int, ...], n_ranks: int) -> float:
+    """The first of some ranks; NaN: it is all ranks, or none."""
+    return float(ranks[0]) if 0 < len(ranks) < n_ranks else math.nan

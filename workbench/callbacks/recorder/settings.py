@@ -20,7 +20,7 @@ _LOGGED = ("batch_size", "auxiliary_loss")
 
 
 class SettingsWatch:
-    """Reads the settings right before each update, and gives the changes when all its numbers are known.
+    """Reads the settings right before each update, and gives the changes after it.
 
     Args:
         model: Model without its wrappers.
@@ -34,6 +34,7 @@ class SettingsWatch:
         self.model, self.optimizer = model, optimizer
         self.sentinel = SettingsSentinel(planned={} if planned_rates is None else {"learning_rate": planned_rates})
         self._found: dict[str, Any] = {}
+        self._has_updated = False
 
     def read(self, autocast: torch.dtype | None, n_batches: int) -> None:
         """Called right before an update.
@@ -45,10 +46,15 @@ class SettingsWatch:
         known: dict[str, Any] = {"autocast": "off" if autocast is None else autocast}
         self._found = settings_of(self.optimizer, self.model, **known, accumulation=n_batches or None)
 
-    def changes(self, step: int, numbers: Mapping[str, float]) -> list[SettingsChange]:
-        """Called when the numbers of the update are known; empty where no update was made."""
+    def changes(self, step: int) -> list[SettingsChange]:
+        """Changes of what was read; called after the update, empty where none was made."""
         settings, self._found = self._found, {}
-        if not settings:
+        self._has_updated = bool(settings)
+        return self.sentinel.observe(step, settings)
+
+    def logged_changes(self, step: int, numbers: Mapping[str, float]) -> list[SettingsChange]:
+        """Changes of settings that are numbers of the update; called when all of these are known."""
+        if not self._has_updated:
             return []
-        logged = {name: numbers.get(name, math.nan) for name in _LOGGED}
-        return self.sentinel.observe(step, settings | logged)
+        self._has_updated = False
+        return self.sentinel.observe(step, {name: numbers.get(name, math.nan) for name in _LOGGED})

@@ -16,7 +16,7 @@ from workbench.callbacks.adapters import lightning_callback, trainer_callback
 from workbench.callbacks.alarms import Alarm, Alarms, Calibration
 from workbench.callbacks.recorder import Recorder
 from workbench.callbacks.recorder.options import CADENCE
-from workbench.callbacks.recorder.ranks import is_first
+from workbench.callbacks.recorder.ranks import is_first, of_first_rank
 from workbench.callbacks.watching.run_status import RunStatus
 from workbench.callbacks.watching.status_display import StatusDisplay
 from workbench.errors import OptionError
@@ -48,6 +48,11 @@ def watch(
     The training is unchanged to the bit. In a notebook a small view is shown and kept up to date under the cell; in a
     terminal one line; into a log file only the alarms are written. The record is a store that `workbench.open_run`,
     `workbench.widgets.Timeline` and `workbench.diagnose` read.
+
+    Where several processes train one model, each of them calls it. Rank 0 alone writes the store and shows something;
+    alarms are raised on all ranks, at the same step, so that an ``on_alarm`` that ends the training ends it everywhere.
+    Weights that are split over ranks are measured, but neither their arithmetic nor their gradients are checked: there
+    the reduction probe tests a sum over ranks.
 
     Args:
         model: The module that the loop calls, which may be compiled or wrapped by DDP, FSDP2 or accelerate; or a
@@ -91,7 +96,7 @@ def watch(
             f"wb.watch got a {type(model).__name__} and a {type(optimizer).__name__}, expected a model and its "
             "optimizer, or a Trainer alone; pass both, or the Trainer before it trains."
         )
-    path = Path("runs", _name_of(module)) if store is None else Path(store)
+    path = Path("runs", of_first_rank(_name_of(module))) if store is None else Path(store)
     watched = Watch(
         path,
         every=every,
@@ -165,6 +170,8 @@ class Watch:
         self._n_told = len(self.alarms.raised)
         cause = self.alarms.attribute() if fresh else None
         self.status.update(observation, fresh, cause, self.alarms.scores)
+        if not is_first():  # a Trainer may have made the ranks after this was made
+            self._display = None
         if self._display is not None:
             self._display.update(fresh)
 
