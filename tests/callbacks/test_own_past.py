@@ -69,6 +69,17 @@ def test_neither_level_nor_trend_nor_unit_matters(offset, slope, scale, seed):
     np.testing.assert_allclose(again[10:], rise[10:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [1e-170, 1.0, 1e70, 1e150])
+@pytest.mark.parametrize("jump", [1e30, 1e80])
+def test_numbers_of_any_size_give_finite_evidence(scale, jump):
+    values = scale * np.random.default_rng(4).normal(size=200)
+    values[100] = scale * jump
+    rise, fall, _ = evidence(values, least_scale=1e-200)
+    assert np.isfinite(rise[90:]).all()
+    assert np.isfinite(fall[90:]).all()
+
+
 def test_a_series_that_begins_late_or_is_missing_is_no_jump():
     random = np.random.default_rng(3)
     values = 50 + random.normal(size=(600, 2))

@@ -26,6 +26,8 @@ _PRIOR, _ALLOWANCE = 60.0, 1.2
 _LEAST_FREEDOM = 2.5
 #: Smallest p value, and smallest squared variance, so that logarithms and ratios stay finite.
 _TINY = 1e-300
+#: Largest value and kurtosis, so that fourth powers stay finite; neither is met in a run that learns.
+_LARGEST, _LARGEST_KURTOSIS = 1e60, 1e9
 #: Measurements until which contrasts are exact; later they are computed anew when the time grew by this factor.
 _EXACT_UNTIL, _GROWTH = 300, 1.01
 #: Measurements that the longest window needs.
@@ -110,6 +112,7 @@ class OwnPast:
             The evidence.
         """
         is_finite = np.isfinite(values)
+        values = np.clip(values, -_LARGEST, _LARGEST)
         begins = is_finite & np.isnan(self._first)
         self._first[begins] = values[begins]
         # Relative to the first value: before it there is no jump.
@@ -132,7 +135,8 @@ class OwnPast:
 
     def _evidence(self, departure: np.ndarray, per_unit: np.ndarray) -> ChangeEvidence:
         variance, n_past = self._variance.copy(), np.minimum(self._n_learned, self._memory) / WINDOWS[:, None]
-        excess = np.maximum(self._fourth / np.maximum(variance**2, _TINY) - 3, 0.0)
+        with np.errstate(over="ignore"):
+            excess = np.clip(self._fourth / np.maximum(variance**2, _TINY) - 3, 0.0, _LARGEST_KURTOSIS)
         is_known = n_past >= np.where(self._is_noise, _LEAST_OF_NOISE, _LEAST)
         for k in range(1, len(WINDOWS)):
             prior = np.where(self._is_noise, np.minimum(_PRIOR, n_past[k - 1]), 0.0)
