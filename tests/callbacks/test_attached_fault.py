@@ -48,10 +48,10 @@ def test_it_acts_while_it_is_on_and_leaves_no_trace(name, task):  # noqa: F811
         for one, other in zip(plain.parameters(), off.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     else:
-        same_weights(plain, off)
+        assert same_weights(plain, off)
     broken = trained(dense(), task, MAKERS[name](start=3))
     assert any((a - b).abs().max() > 1e-6 for a, b in zip(off.parameters(), broken.parameters(), strict=True))
-    same_weights(off, trained(dense(), task, MAKERS[name](start=8)))
+    assert same_weights(off, trained(dense(), task, MAKERS[name](start=8)))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_with_a_closure_and_in_eval_mode_it_acts_the_same(name, task):  # noqa: 
                 optimizer.step(closure)
         return model
 
-    same_weights(with_closure(MAKERS[name](start=3)), trained(dense(), task, MAKERS[name](start=3), n_steps=6))
+    assert same_weights(with_closure(MAKERS[name](start=3)), trained(dense(), task, MAKERS[name](start=3), n_steps=6))
 
 
 def test_an_error_within_the_update_leaves_the_rate_as_it_was(task):  # noqa: F811

@@ -65,7 +65,7 @@ def test_training_is_the_same_to_the_bit_and_nothing_is_left(task, tmp_path, cap
     trained(model, task, optimizer)
     watched.close()
     watched.close()
-    same_weights(plain, model)
+    assert same_weights(plain, model)
     assert capsys.readouterr().err == ""  # no alarm, no word
     hooks = (optimizer._optimizer_step_pre_hooks, model._forward_pre_hooks, model._forward_hooks)
     assert [len(each) for each in hooks] == [0, 0, 0]

@@ -65,9 +65,9 @@ class Attachment:
                 self._load(callback, (state or {}).get(callback.name))
             inner = innermost(optimizer)
             # Around the callbacks' own changes of the rate: set before their hooks, undone after them.
-            self._handles.append(inner.register_step_pre_hook(self._cut_rates))
+            self._handles.append(inner.register_step_pre_hook(torch.compiler.disable(self._cut_rates)))
             self.callbacks.begin(run)
-            self._handles.append(inner.register_step_post_hook(self._restore_rates))
+            self._handles.append(inner.register_step_post_hook(torch.compiler.disable(self._restore_rates)))
         except BaseException:
             self._state = {}
             self._let_go(is_broken=True)

@@ -49,8 +49,8 @@ class AttachedFault:
         self._handles = [
             # Ahead of a recorder's, which notes in what a pass runs.
             model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True, prepend=True),
-            inner.register_step_pre_hook(self._before_update),
-            inner.register_step_post_hook(self._after_update),
+            inner.register_step_pre_hook(torch.compiler.disable(self._before_update)),
+            inner.register_step_post_hook(torch.compiler.disable(self._after_update)),
         ]
         # Ahead of hooks that were there before: the change of the rate and, before that, of the gradients.
         hooks: Any = inner._optimizer_step_pre_hooks

@@ -84,8 +84,8 @@ class Shaper:
         remember = torch.compiler.disable(self._remember)  # it records what passes, and must not be compiled
         self._handles = [
             *(module.register_forward_pre_hook(remember, with_kwargs=True) for module in self._entrances),
-            self.optimizer.register_step_pre_hook(self._before_update),
-            self.optimizer.register_step_post_hook(self._after_update),
+            self.optimizer.register_step_pre_hook(torch.compiler.disable(self._before_update)),
+            self.optimizer.register_step_post_hook(torch.compiler.disable(self._after_update)),
         ]
 
     def __enter__(self) -> Shaper:

@@ -151,7 +151,8 @@ class AttachedRecorder:
         try:
             if probe is not None:
                 self._prepare(inner)
-            before, after = self._before_step, self._after_step
+            # A compiled step of the optimizer runs them as they are.
+            before, after = torch.compiler.disable(self._before_step), torch.compiler.disable(self._after_step)
             self._handles = [
                 inner.register_step_pre_hook(before),
                 inner.register_step_post_hook(after),

@@ -22,6 +22,11 @@ from workbench.probes.batch import BatchProbe
 
 #: A Hugging Face Trainer passes to the model how many labels all batches of an update have; the losses then add up.
 _LABELS_OF_UPDATE = "num_items_in_batch"
+#: What PyTorch says where a compiled function calls the model, whose hooks must not be compiled.
+_REASON = (
+    "a recorder sees the batches that enter the model; compile the model itself, by torch.compile(model) or "
+    "model.compile(), rather than a function that calls it"
+)
 
 
 @dataclass
@@ -131,7 +136,7 @@ class BatchWatch:
         self._inputs: dict[nn.Module, Any] = {}  # while a forward runs
         self._first: dict[nn.Module, Any] = {}
         # They record what passes, and must not be compiled.
-        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        enter, leave = (torch.compiler.disable(hook, reason=_REASON) for hook in (self._enter, self._leave))
         self._handles = [
             handle
             for module in self._entrances

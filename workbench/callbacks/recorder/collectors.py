@@ -358,7 +358,11 @@ class Collectors:
     def _read(self, subjects: Sequence[nn.Module]) -> ModelReading:
         """Read the first module that can be read; a LightningModule is often a wrapper without a forward."""
         if self.probe is None:
-            return ModelReading(None, troubles={"anatomy": "no batch went through it before its first update."})
+            reason = (
+                "no batch was seen to enter it before its first update. Where a compiled function calls the model, "
+                "compile the model instead."
+            )
+            return ModelReading(None, troubles={"anatomy": reason})
         readings = []
         for subject in subjects:
             readings.append(read_model(subject, self.probe))

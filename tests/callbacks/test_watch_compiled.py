@@ -1,0 +1,146 @@
+"""Watching a compiled model: no graph is broken by it, and nothing is compiled again."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+import workbench as wb
+from tests.callbacks.test_recorder import adam, dense, events_of, hooks_of, loss_of, task  # noqa: F401
+from tests.small_training import same_weights
+
+pytestmark = pytest.mark.medium
+
+EVERY = {
+    "attention": 10, "router": None, "optimizer": 2, "activations": 2, "precision": 2, "reduction": 2, "update": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def afresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def counting_backend():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    return CompileCounterWithBackend("eager")
+
+
+def whole(model, **options):
+    return torch.compile(model, **options)
+
+
+def in_place(model, **options):
+    model.compile(**options)
+    return model
+
+
+def by_blocks(model, **options):
+    for block in model.blocks:
+        block.compile(**options)
+    return model
+
+
+def trained(make, task, path=None, *, n_steps=8, update=lambda optimizer: optimizer.step):  # noqa: F811
+    """A loop, watched if there is a path: the model, graphs and frames after the first step and in the end, breaks."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    backend = counting_backend()
+    model = dense()
+    optimizer = adam(model)
+    called, step = make(model, backend=backend, fullgraph=True), update(optimizer)
+    hooks, counts = hooks_of(model, optimizer), []
+    with nullcontext() if path is None else wb.watch(called, optimizer, store=path, every=EVERY, shows=False) as watch:
+        for i in range(n_steps):
+            if watch is not None and i == 4:
+                watch.recorder.every.update(precision=1, reduction=3, activations=None)
+            optimizer.zero_grad()
+            loss_of(called, task.batch(i)).backward()
+            counts.append((backend.frame_count, counters["frames"]["total"]))
+            step()
+    assert hooks_of(model, optimizer) == hooks
+    loss_of(called, task.batch(0)).backward()
+    counts.append((backend.frame_count, counters["frames"]["total"]))
+    return model, (counts[0], counts[-1], sum(counters["graph_break"].values()))
+
+
+@pytest.mark.parametrize("make", [whole, in_place, by_blocks])
+def test_no_graph_is_broken_and_nothing_is_compiled_again(make, task, tmp_path):  # noqa: F811
+    """By measuring, by another cadence, or by its end; a model that must be one graph stays one."""
+    plain, alone = trained(make, task)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        model, watched = trained(make, task, tmp_path / "run.zarr")
+    first, last, n_breaks = alone
+    assert watched == alone
+    assert (first, n_breaks) == (last, 0)
+    assert first[0] >= 1
+    assert same_weights(plain, model)
+    run = wb.open_run(tmp_path / "run.zarr")
+    assert run["precision"]["step"].values.tolist() == [1, 3, 4, 5, 6, 7]
+    assert run["reduction"]["step"].values.tolist() == [1, 3, 5]
+    assert run["activations"]["step"].values.tolist() == [1, 3]
+    assert run["monitors"]["batch_size"].values.tolist() == [8.0] * 8
+
+
+@pytest.mark.slow
+def test_a_compiled_step_of_the_optimizer(task, tmp_path):  # noqa: F811
+    """Hooks of the optimizer are no part of what is compiled, which stays compiled."""
+    backends = []
+
+    def compiled(optimizer):
+        backends.append(counting_backend())
+        return torch.compile(optimizer.step, backend=backends[-1])
+
+    plain, _ = trained(whole, task, update=compiled)
+    model, _ = trained(whole, task, tmp_path / "run.zarr", update=compiled)
+    assert same_weights(plain, model)
+    assert backends[0].frame_count == backends[1].frame_count >= 1
+    assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 8
+
+
+def compiled_loss(model, optimizer, n_steps, task, **options):  # noqa: F811
+    loss = torch.compile(lambda batch: loss_of(model, batch), backend="eager", **options)
+    for i in range(n_steps):
+        optimizer.zero_grad()
+        loss(task.batch(i)).backward()
+        optimizer.step()
+    return model
+
+
+def test_a_compiled_function_that_calls_the_model_is_broken_where_batches_are_seen(task, tmp_path):  # noqa: F811
+    plain = dense()
+    compiled_loss(plain, adam(plain), 4, task)
+    torch._dynamo.reset()
+    model = dense()
+    optimizer = adam(model)
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr", every=EVERY, shows=False):
+        compiled_loss(model, optimizer, 4, task)
+    assert same_weights(plain, model)
+    assert wb.open_run(tmp_path / "a.zarr")["monitors"]["batch_size"].values.tolist() == [8.0] * 4
+    torch._dynamo.reset()
+    with (
+        wb.watch(model, optimizer, store=tmp_path / "b.zarr", shows=False),
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile the model itself, by torch.compile\(model\)"),
+    ):
+        compiled_loss(model, optimizer, 1, task, fullgraph=True)
+
+
+def test_a_function_that_was_compiled_before_says_what_is_missing(task, tmp_path):  # noqa: F811
+    model = dense()
+    optimizer = adam(model)
+    loss = torch.compile(lambda batch: loss_of(model, batch), backend="eager")
+    loss(task.batch(0))
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr", shows=False):
+        for i in range(2):
+            optimizer.zero_grad()
+            loss(task.batch(i)).backward()
+            optimizer.step()
+    told = [event["message"] for event in events_of(tmp_path / "a.zarr") if event["kind"] == "not recorded"]
+    assert told[0].endswith("Where a compiled function calls the model, compile the model instead.")
