@@ -77,7 +77,9 @@ class LiveTraining(WorkbenchWidget):
         faults: Faults from ``wb.faults``, each with a switch on the page; the runs are then called "with faults" and
             "without faults".
         recorder: Records mechanism monitors of the treatment; the control gets one with the same settings.
-        alarms: Alarms on the recorder's monitors, for both runs; the newest are listed under the figure.
+        alarms: Alarms on the recorder's monitors, for both runs: the first one and its likely cause stay in sight, the
+            strongest evidence is a trace, with a mark for each measurement of a probe, and the newest alarms are listed
+            under the figure.
         actions: Actions that alarms may trigger, in the treatment only.
         **settings: Further settings of ``wb.train``, such as ``optimizer``, ``warmup`` or ``checkpoint_every``.
 
@@ -326,7 +328,10 @@ class LiveTraining(WorkbenchWidget):
             self._sentences.append(f"The run {name} diverged at step {record.step}: {_evidence(record)}.")
         acted = self._done[self._n_acted :]
         self._n_acted += len(acted)
-        self.alarm_list.hear(name, record, self._alarms.get(name), acted)
+        alarms = self._alarms.get(name)
+        if alarms is not None:
+            history.hear(record, alarms)
+        self.alarm_list.hear(name, record, alarms, acted)
         self._pace.count()
         self.canvas.refresh()
         if self._state == "paused":  # this was the last step before the pause: it may have written a checkpoint

@@ -17,16 +17,16 @@ NOTEBOOK = "notebooks/timeline.ipynb"
 ORANGE = [213, 94, 0]
 SETUP = """import sys
 sys.path.insert(0, {root!r})
-from tests.monitored_runs import monitored_run
+from tests.monitored_runs import watched_run
 from workbench.widgets import Timeline
-runs = {{"twin": monitored_run(400, seed=1, spectra=False), "training": {store!r}}}"""
+runs = {{"twin": watched_run(400, seed=1, spectra=False), "training": {store!r}}}"""
 WIDGET = """timeline = Timeline(runs, poll_every=0.2)
 timeline"""
 #: Another process: writes steps up to 300, waits for a line on its input, and writes the rest.
 TRAINING = """
 import sys
-from tests.monitored_runs import GrowingRun, monitored_run
-run = GrowingRun(monitored_run(400, fault_at=100, diverges=True, seed=2, n_layers=3), sys.argv[1]).grow(300)
+from tests.monitored_runs import GrowingRun, watched_run
+run = GrowingRun(watched_run(400, fault_at=100, diverges=True, seed=2, n_layers=3), sys.argv[1]).grow(300)
 print("ready", flush=True)
 sys.stdin.readline()
 run.grow(400, state="diverged")
@@ -76,7 +76,7 @@ def test_it_zooms_shows_where_and_follows_a_run_elsewhere(lab, page, artifacts, 
     # Lines of both runs in every panel, and what happened above.
     wait(lambda: min(inked(one) for one in (lane, loss, norm, rank)) > 60, "lines of the second run")
     assert min(inked(one, [31, 119, 212]) for one in (lane, loss, norm, rank)) > 60
-    assert "effective_rank D2, 110 steps before grad_norm" in lane.get_attribute("aria-label")
+    assert "arithmetic, 141 steps before grad_norm" in lane.get_attribute("aria-label")
     page.get_by_role("button", name="training running, to step 299").wait_for()
 
     # Another process writes more steps: they come by themselves.
@@ -85,6 +85,22 @@ def test_it_zooms_shows_where_and_follows_a_run_elsewhere(lab, page, artifacts, 
     page.get_by_role("button", name="training diverged at step 399").wait_for(timeout=20_000)
     assert "last in view" in norm.get_attribute("aria-label")
     assert kernel("timeline.canvas.extent") == (0.0, 400.0)
+
+    # The first alarm and its likely cause, the evidence up to it, and what the probes found.
+    accounts = page.get_by_role("note", name="First alarms")
+    first = "First alarm: step 109, 9 steps after the fault: arithmetic of attention, layer 1, head 0 (probe)."
+    assert f"{first} Likely cause: low precision attention (100 %)." in accounts.inner_text()
+    assert "twin  No alarm up to step 400." in accounts.inner_text()
+    evidence = panel("evidence of a change: training")
+    wait(lambda: inked(evidence, [164, 62, 85]) > 40, "the evidence of D2, in the third colour")
+    wait(lambda: inked(lane, [224, 11, 75]) > 100, "probes that found a fault")
+    # It stays in sight when the page is scrolled.
+    shift = "shift => document.querySelector('.jp-WindowedPanel-outer').scrollBy(0, shift)"
+    before = [one.bounding_box()["y"] for one in (accounts, norm)]
+    page.evaluate(shift, 250)
+    wait(lambda: norm.bounding_box()["y"] < before[1] - 100, "a page that is scrolled")
+    assert abs(accounts.bounding_box()["y"] - before[0]) < 5
+    page.evaluate(shift, -250)
 
     # The wheel, after a click, zooms every panel to the same steps, in the page and in the kernel.
     before = [pixels(one) for one in (lane, loss, norm, rank)]
@@ -125,10 +141,11 @@ def test_it_zooms_shows_where_and_follows_a_run_elsewhere(lab, page, artifacts, 
     wait(lambda: heat.count() == 0, "an empty side")
     page.locator(".workbench-timeline").evaluate("element => element.scrollIntoView()")
     page.wait_for_timeout(500)  # the page has got shorter
+    picture = pixels(rank)  # which scrolls it into sight
     box = rank.bounding_box()
     (first, last), inset = (-6.0, 406.0), (58, 14)
     x = box["x"] + inset[0] + (140 - first) / (last - first) * (box["width"] - sum(inset))
-    column = pixels(rank)[:, int(x - box["x"])]
+    column = picture[:, int(x - box["x"])]
     y = box["y"] + np.flatnonzero(np.abs(column - ORANGE).sum(-1) < 60).mean()
     page.mouse.click(x, y)
     heat.wait_for(timeout=10_000)

@@ -12,6 +12,7 @@ from tests.callbacks.certain_alarms import certain_alarms
 from workbench.callbacks.actions import Action
 from workbench.callbacks.alarms import Alarm
 from workbench.errors import OptionError
+from workbench.plots.timeline_panels import Story
 from workbench.training.step_record import StepRecord
 from workbench.widgets import LiveTraining
 from workbench.widgets.live.alarm_list import AlarmList
@@ -173,6 +174,11 @@ def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make
         kinds = set(live.runs[name]["events"]["kind"].values.tolist())
         assert ({"alarm", "action"} <= kinds) == (name == WITH_FAULTS)
         assert "optimizer" in live.runs[name].children  # both are looked at
+    faulted, control = (live.canvas.histories[name] for name in (WITH_FAULTS, WITHOUT_FAULTS))
+    first = "First alarm: step 12, 0 steps after the fault: learning_rate (setting). Likely cause: large rate"
+    assert faulted.account.startswith(first)
+    assert faulted.account == Story.of("a", live.runs[WITH_FAULTS], 0).account
+    assert control.account == f"No alarm up to step {N_STEPS - 1}."
 
 
 def test_lines_are_the_newest_numbered_on_and_a_cause_is_told_once():

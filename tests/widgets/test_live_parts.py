@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.monitored_runs import watched_run
 from tests.plots.conftest import spectra_of
 from workbench.callbacks.kss import Shaping
+from workbench.plots.style import BROKEN
 from workbench.training.step_record import StepRecord
 from workbench.widgets.live.history import TRACES, LiveModes, RunHistory, pack
 from workbench.widgets.live.kss_panel import KSSPanel
@@ -153,9 +155,59 @@ def test_modes_are_those_of_the_spectra_and_packed_in_order():
     assert np.frombuffer(buffers[3 + 2 * TRACES.index("near_unit_mass") + 1], np.float32) == pytest.approx([mass])
 
 
+def test_a_history_hears_the_first_alarm_its_cause_the_probes_and_the_evidence(tmp_path):
+    fault = wb.faults.low_precision_attention(n_bits=6, start=6)
+    every = {
+        **dict.fromkeys(("attention", "router", "optimizer", "activations", "reduction", "update")),
+        "precision": 4,
+    }
+    alarms = wb.Alarms()
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+    task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+    history, store = RunHistory(14), tmp_path / "a.zarr"
+    assert history.account == ""
+    recorder = wb.Recorder(every=every)
+    for record in wb.train(model, task, n_steps=14, faults=[fault], recorder=recorder, alarms=alarms, store=store):
+        history.add(record)
+        history.hear(record, alarms)
+        if record.step == 5:
+            assert history.account == "No alarm up to step 5."
+            assert not history.has_alarm
+    assert history.account.startswith("First alarm: step 7, 1 step after the fault: arithmetic")
+    assert "(probe). Likely cause: low precision attention (100 %)." in history.account
+    # An alarm makes the probe check again at the next update.
+    assert (history.checked(is_sound=True), history.checked(is_sound=False)) == ([3], [7, 8, 11])
+    again = RunHistory.of(wb.open_run(store), 14)
+    assert again.account == history.account
+    assert (again.checked(is_sound=True), again.checked(is_sound=False)) == ([3], [7, 8, 11])
+    (run,), buffers = pack({"a": again})
+    assert (run["account"], run["has_alarm"], run["is_watched"]) == (history.account, True, True)
+    assert (run["sound"], run["broken"], len(buffers)) == ([3], [7, 8, 11], 3 + 2 * len(TRACES))
+
+
+def test_the_strongest_evidence_is_a_trace_and_its_signal_has_a_name():
+    run = watched_run(400, fault_at=100, seed=2, spectra=False)
+    history = RunHistory.of(run, 400)
+    step, value = history.trace("evidence")
+    assert (step[0], value[0]) == (59, np.float32(0.3))
+    assert value[step == 149] == np.float32(3.4)
+    assert (value[-1], history.nearest) == (1000.0, "loss")
+    assert history.account.startswith("First alarm: step 109, 9 steps after the fault: arithmetic of attention")
+    assert len(history.checked(is_sound=False)) == 30
+    assert RunHistory.of(run, 20).trace("evidence")[0].tolist() == []
+
+
+def test_a_changed_setting_is_told_as_one():
+    history, alarms = RunHistory(9), wb.Alarms()
+    alarm = wb.alarms.Alarm(4, "learning_rate", -1, -1, np.inf, 3.0, is_outcome=False, message="It rose.")
+    history.add(record_of(4, outcomes={"guard": (alarm,)}))
+    history.hear(record_of(4, outcomes={"guard": (alarm,)}), alarms)
+    assert history.account.startswith("First alarm: step 4: learning_rate (setting). Likely cause: ")
+
+
 def test_a_canvas_without_runs_and_without_modes_can_be_sent():
     canvas = LiveCanvas(lambda: "ready", lambda name: "")
-    assert canvas.state() == ({"status": "ready", "n_steps": 1, "runs": []}, [])
+    assert canvas.state() == ({"status": "ready", "n_steps": 1, "broken": BROKEN, "runs": []}, [])
     canvas.histories = {"a": RunHistory(5)}
     content, buffers = canvas.state()
     assert content["runs"][0]["modes_step"] is None

@@ -33,14 +33,16 @@ function themeOf(element) {
 
 const threeDigits = (value) => (value === null ? "–" : value < 1e4 ? String(Number(value.toPrecision(3))) : short(Number(value.toPrecision(2))));
 
-function legendOf(runs) {
+function legendOf(runs, broken) {
   const swatch = (run) => `<span class="workbench-live-key"><svg width="26" height="8" aria-hidden="true"><path d="M0 4H26"
     stroke="${run.color}" stroke-width="2.2" stroke-dasharray="${run.dash.join(" ")}"/></svg>${run.name}</span>`;
   const shade = '<span class="workbench-live-key"><i class="workbench-live-shade"></i>KSS on</span>';
   const hasFault = runs.some((run) => run.fault_spans.length);
   const fault = hasFault ? '<span class="workbench-live-key"><i class="workbench-live-fault"></i>fault on</span>' : "";
+  const probes = runs.some((run) => run.sound.length || run.broken.length)
+    ? `<span class="workbench-live-key">probe: ▏sound <b style="color:${broken}">■</b> broken</span>` : "";
   const end = runs.some((run) => run.is_broken) ? '<span class="workbench-live-key"><b>×</b> diverged or failed</span>' : "";
-  return runs.map(swatch).join("") + shade + fault + end;
+  return runs.map(swatch).join("") + shade + fault + probes + end;
 }
 
 function depthKeyOf(run, isNear) {
@@ -56,7 +58,7 @@ function depthKeyOf(run, isNear) {
 
 function render({ model, el, signal }) {
   el.classList.add("workbench-live");
-  const status = made("div", "workbench-live-status", "The picture appears when its cell has run.");
+  const accounts = made("div", "workbench-live-accounts"), status = made("div", "workbench-live-status", "The picture appears when its cell has run.");
   status.setAttribute("role", "status");
   const maps = made("div", "workbench-live-maps"), key = made("div", "workbench-live-keys");
   const zoom = made("button", "workbench-live-zoom", "zoom to 1"), words = made("div", "workbench-live-keys");
@@ -75,13 +77,16 @@ function render({ model, el, signal }) {
     return canvas;
   });
   body.append(left, side);
-  el.replaceChildren(status, body);
+  accounts.setAttribute("role", "note");
+  accounts.setAttribute("aria-label", "First alarms");
+  el.replaceChildren(accounts, status, body);
 
   // Painting costs most: a map is redrawn when its modes are new, the traces a few times a second.
   let panels = [], recent = [], isStale = true, tracesAt = 0, later = null;
   const drawTraces = (runs, theme, nSteps) => {
     tracesAt = performance.now();
     TRACES.forEach((trace, i) => {
+      if (traces[i].style.display === "none") return;
       drawTrace(traces[i], theme, trace, runs, nSteps);
       const ends = runs.map((run) => `${run.name} ${threeDigits(run.traces[trace.name].value.at(-1) ?? null)}`);
       traces[i].setAttribute("aria-label", `${trace.title} over the steps; now ${ends.join(", ")}`);
@@ -108,13 +113,28 @@ function render({ model, el, signal }) {
     if (element.madeOf !== html) element.innerHTML = element.madeOf = html;
   };
 
+  // The first alarm of each run and its likely cause, which stay in sight.
+  const showAccounts = (runs) => {
+    const told = runs.filter((run) => run.account), whole = JSON.stringify(told.map((run) => [run.name, run.account]));
+    if (accounts.madeOf === whole) return;
+    accounts.madeOf = whole;
+    accounts.replaceChildren(...told.map((run) => {
+      const line = made("div", run.has_alarm ? "workbench-live-alarmed" : "", run.account);
+      line.style.borderColor = run.color;
+      line.prepend(made("span", "workbench-live-note", `${run.name}  `));
+      return line;
+    }));
+  };
+
   const draw = (content, buffers) => {
-    const runs = unpacked(content, buffers), theme = themeOf(el);
+    const runs = unpacked(content, buffers), theme = { ...themeOf(el), broken: content.broken };
+    showAccounts(runs);
+    TRACES.forEach((trace, i) => (traces[i].style.display = trace.limit && !runs.some((run) => run.is_watched) ? "none" : ""));
     if (runs.map((run) => run.name).join() !== panels.map((panel) => panel.name).join()) makePanels(runs);
     setText(status, content.status);
     body.classList.toggle("workbench-live-empty", !runs.length);
     if (!runs.length) return;
-    setHtml(legend, legendOf(runs));
+    setHtml(legend, legendOf(runs, content.broken));
     const isNear = zoom.getAttribute("aria-pressed") === "true";
     setHtml(words, depthKeyOf(runs.find((run) => run.n_layers) ?? runs[0], isNear));
     const decades = Math.max(...runs.map((run, i) => decadesFor(run.modes.points, (recent[i] ??= []))));

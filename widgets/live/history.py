@@ -8,18 +8,27 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.plots.timeline_events import events_of, fault_spans
+from workbench.callbacks.alarms import WATCHED
+from workbench.plots.timeline_account import account_of
+from workbench.plots.timeline_events import TimelineEvent, events_of, fault_spans
+from workbench.plots.timeline_evidence import FARTHEST, LOWEST
+from workbench.studies.checks import checks_of
 from workbench.widgets.base import known
 
 if TYPE_CHECKING:
     import xarray as xr
 
+    from workbench.callbacks.alarms import Alarms
+    from workbench.callbacks.alarms.probe_alarms import Check
     from workbench.training.step_record import StepRecord
 
 #: The traces, top to bottom, by the names that they have in a run.
-TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius")
+TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius", "evidence")
 #: Parts that a longer trace is cut into; of each, the lowest and the highest value are drawn.
 _N_PARTS = 300
+#: Marks of probes of one kind that are shown at most.
+_N_MARKS = 400
+_SIGNALS = [watched.name for watched in WATCHED]
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,9 @@ class RunHistory:
         modes: The latest; None until there are any.
         verdict: Outcome of the run, such as ``"diverged at step 42"``; empty while it goes on.
         is_broken: Whether it ended in a divergence or an error.
+        is_watched: Whether alarms listen to it.
+        events: Faults, alarms and what they were put down to.
+        nearest: Signal with the strongest evidence in the latest row; empty: none is known.
     """
 
     def __init__(self, n_steps: int) -> None:
@@ -80,6 +92,9 @@ class RunHistory:
         self.n_layers = 0
         self.modes: LiveModes | None = None
         self.verdict, self.is_broken = "", False
+        self.is_watched, self.events, self.nearest = False, list[TimelineEvent](), ""
+        self._active: frozenset[str] = frozenset()
+        self._checks: list[Check] = []
         self._values = np.full((len(TRACES), n_steps), np.nan, np.float32)
         self._has_kss, self._has_fault = np.zeros(n_steps, bool), np.zeros(n_steps, bool)
 
@@ -96,8 +111,17 @@ class RunHistory:
         if "kss_enabled" in monitors:
             history._has_kss[step] = monitors["kss_enabled"].values.astype(bool)
         history.n_done = int(step[-1]) + 1 if len(step) else 0
-        for span in fault_spans(events_of(run)):
+        history.events = [event for event in events_of(run) if event.step < history.n_done]
+        history._checks = checks_of(run)
+        spans = fault_spans(history.events)
+        history._active = frozenset(span.name for span in spans if span.stop is None)
+        for span in spans:
             history._has_fault[span.start : history.n_done if span.stop is None else span.stop] = True
+        if "evidence" in run.children:
+            evidence = run["evidence"].to_dataset()["evidence"]
+            history.is_watched = True
+            for at, row in zip(evidence["step"].values, evidence.transpose("step", "signal").values, strict=True):
+                history._take_evidence(int(at), row, evidence["signal"].values)
         if "spectra" in run.children:
             spectra = run["spectra"].to_dataset()
             history._values[2, spectra["step"]] = spectra["near_unit_mass"].mean("layer").values
@@ -113,8 +137,49 @@ class RunHistory:
         if record.spectra is not None:
             self._take(record.spectra)
             modes = known(self.modes)
-            self._values[2:, record.step] = modes.near_unit_mass, modes.spectral_radius
+            self._values[2:4, record.step] = modes.near_unit_mass, modes.spectral_radius
         self.n_done = record.step + 1
+
+    def hear(self, record: StepRecord, alarms: Alarms) -> None:
+        """Take in what the alarms know after a step.
+
+        Args:
+            record: Record of the step.
+            alarms: Alarms of the run.
+        """
+        self.is_watched = True
+        on = frozenset(record.active_faults)
+        self.events += [TimelineEvent(record.step, "fault", name) for name in sorted(on ^ self._active)]
+        self._active = on
+        for alarm in record.alarms:
+            place = (at if at >= 0 else None for at in (alarm.layer, alarm.head))
+            event = TimelineEvent(alarm.step, "alarm", alarm.signal, alarm.score, alarm.message, *place)
+            if alarm.signal not in (*_SIGNALS, *alarms.checks, "data"):
+                self.events.append(TimelineEvent(alarm.step, "setting", alarm.signal))
+            self.events.append(event)
+        if record.alarms:
+            found = alarms.attribute()
+            score = found.probability[found.cause]
+            self.events.append(TimelineEvent(record.step, "attribution", found.cause, score, found.message))
+        self._checks += [check for check in alarms.checks.values() if check.step == record.step]
+        row = alarms.latest_evidence
+        if row is not None and row.step == record.step:
+            self._take_evidence(row.step, row.values["evidence"], row.coords["signal"])
+
+    @property
+    def account(self) -> str:
+        """The first alarm and its likely cause, or that there was none; empty if no alarms listen."""
+        return account_of(list(self.events), last_step=max(self.n_done - 1, 0), is_watched=self.is_watched)
+
+    @property
+    def has_alarm(self) -> bool:
+        """Whether there was an alarm."""
+        return any(event.kind == "alarm" for event in list(self.events))
+
+    def checked(self, *, is_sound: bool) -> list[int]:
+        """Steps of the measurements of probes that were sound, or that found a fault; of many, evenly chosen ones."""
+        steps = sorted({check.step for check in list(self._checks) if check.is_sound is is_sound})
+        return steps[:: -(-len(steps) // _N_MARKS) or 1]
 
     def trace(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of one trace, as float32; long ones as their lowest and highest value in each part."""
@@ -134,13 +199,20 @@ class RunHistory:
         """The last value of a trace; NaN if it is not finite or there is none."""
         return float(self._values[TRACES.index(name), self.n_done - 1]) if self.n_done else math.nan
 
+    def _take_evidence(self, step: int, values: np.ndarray, names: np.ndarray) -> None:
+        if np.isnan(values).all() or step >= self._values.shape[1]:
+            return
+        strongest = int(np.nanargmax(values))
+        self.nearest = str(names[strongest])
+        self._values[TRACES.index("evidence"), step] = np.clip(values[strongest], LOWEST, FARTHEST)
+
     def _take(self, spectra: xr.Dataset) -> None:
         self.n_layers = spectra.sizes["layer"]
         self.modes = LiveModes.of(spectra)
 
 
 def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """All of it for the page: a small description of each run, and eleven buffers a run.
+    """All of it for the page: a small description of each run, and its buffers.
 
     Returns:
         runs: Dicts, one per run.
@@ -158,6 +230,12 @@ def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[b
                 "is_broken": history.is_broken,
                 "kss_spans": history.kss_spans(),
                 "fault_spans": history.fault_spans(),
+                "is_watched": history.is_watched,
+                "account": history.account,
+                "has_alarm": history.has_alarm,
+                "nearest": history.nearest,
+                "sound": history.checked(is_sound=True),
+                "broken": history.checked(is_sound=False),
                 "modes_step": None if modes is None else modes.step,
                 "near_unit_mass": None if modes is None else _plain(modes.near_unit_mass),
                 "spectral_radius": None if modes is None else _plain(modes.spectral_radius),

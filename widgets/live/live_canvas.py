@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from workbench.plots.style import depth_colors, model_style
+from workbench.plots.style import BROKEN, depth_colors, model_style
 from workbench.widgets.live.history import pack
 from workbench.widgets.live.latest_state import LatestState, script
 
@@ -47,4 +47,4 @@ class LiveCanvas(LatestState):
             run["dash"] = [[], [5, 3]][index % 2]
             run["note"] = run["verdict"] or self._note(run["name"])
             run["depth_colors"] = depth_colors(run["n_layers"])
-        return {"status": self._status(), "n_steps": self.n_steps, "runs": runs}, buffers
+        return {"status": self._status(), "n_steps": self.n_steps, "broken": BROKEN, "runs": runs}, buffers

@@ -1,9 +1,10 @@
-// Loss, gradient norm, near-unit mass and spectral radius over the steps, one canvas each.
+// Loss, gradient norm, near-unit mass, spectral radius and evidence over the steps, one canvas each.
 const TRACES = [
   { name: "loss", title: "loss (nat)", isLog: true },
   { name: "grad_norm", title: "gradient norm", isLog: true },
   { name: "near_unit_mass", title: "near-unit mass M, mean of the layers", isLog: false },
   { name: "spectral_radius", title: "spectral radius ρ, largest of the layers", isLog: true },
+  { name: "evidence", title: "strongest evidence of a change", isLog: true, limit: 1 },
 ];
 const LEFT = 44, RIGHT = 10, TOP = 17, BOTTOM = 16;
 
@@ -37,6 +38,7 @@ function valueAxis(trace, runs) {
       high = Math.max(high, value);
     }
   }
+  if (trace.limit) [low, high] = [0.1 * trace.limit, 2 * Math.max(high, trace.limit)]; // at which an alarm is raised
   if (!(high > 0)) [low, high] = [0.1, 10];
   low = round125(low, false);
   high = round125(high, true);
@@ -117,6 +119,7 @@ function drawTrace(canvas, theme, trace, runs, nSteps) {
   }
   context.restore();
   context.setLineDash([]);
+  if (trace.limit) drawEvidenceMarks(context, theme, runs, x, y(trace.limit), right);
   for (const run of runs) {
     const { step, value } = run.traces[trace.name];
     if (!step.length) continue;
@@ -128,6 +131,30 @@ function drawTrace(canvas, theme, trace, runs, nSteps) {
       context.fill();
     }
   }
+}
+
+// The evidence of an alarm, the signal with the strongest evidence in the first run, and a row of each run's probes.
+function drawEvidenceMarks(context, theme, runs, x, limit, right) {
+  context.strokeStyle = theme.ink;
+  context.lineWidth = 1;
+  context.setLineDash([6, 4]);
+  context.beginPath();
+  context.moveTo(LEFT, Math.round(limit) + 0.5);
+  context.lineTo(right, Math.round(limit) + 0.5);
+  context.stroke();
+  context.setLineDash([]);
+  context.textBaseline = "alphabetic";
+  context.textAlign = "left";
+  writtenOn(context, theme, "alarm", LEFT + 4, limit + 12);
+  context.textAlign = "right";
+  if (runs[0]?.nearest) writtenOn(context, theme, `now of ${runs[0].nearest}`, right - 4, limit + 12);
+  runs.forEach((run, i) => {
+    const y = TOP + 5.5 + 5.5 * i;
+    context.fillStyle = run.color;
+    for (const step of run.sound) context.fillRect(x(step) - 1, y - 1.5, 2, 3);
+    context.fillStyle = theme.broken;
+    for (const step of run.broken) context.fillRect(x(step) - 2.5, y - 2.5, 5, 5);
+  });
 }
 
 function drawCross(context, theme, x, y) {

@@ -131,9 +131,14 @@ class Alarms:
             The row, every 10 updates and at each alarm: the largest evidence over its threshold of each signal since
             the last row, shape (signal,); None: the observation completes none.
         """
-        row = self._rows.latest
+        row = self.latest_evidence
         is_new = observation.part == "monitors" and row is not None and row.step == observation.step
         return row if is_new else None
+
+    @property
+    def latest_evidence(self) -> Observation | None:
+        """The latest row of `evidence_row`; None: there is none yet."""
+        return self._rows.latest
 
     @property
     def checks(self) -> dict[str, Check]:
