@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import warnings
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch.nn import functional
 import workbench as wb
 from workbench.errors import OptionError
 from workbench.models.losses import prediction_of, token_loss
+from workbench.probes.precision import _multiplies_by_tf32
 
 TOKENS = torch.randint(16, (4, 9), generator=torch.Generator().manual_seed(0))
 
@@ -187,3 +190,65 @@ def test_float16_gradients_neither_overflow_nor_vanish():
         )
         np.testing.assert_allclose(errors["error_excess"], 1, rtol=0.2)
         assert float(errors["gradient_error"].max()) < 0.05
+
+
+def tf32(x):
+    """Numbers of float32 as a CUDA device rounds them before it multiplies them by tf32, on the host."""
+    x = x.detach().contiguous()
+    if x.dtype != torch.float32:
+        return x.numpy()
+    bits = x.view(torch.int32)
+    return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32).numpy()
+
+
+def product(a, b):
+    return torch.from_numpy(np.matmul(tf32(a), tf32(b)))
+
+
+def with_sum(start, a, b, *, beta=1, alpha=1):
+    return alpha * product(a, b) + (beta * start if beta else 0)
+
+
+@pytest.fixture
+def multiplies_by_tf32():
+    """Products of float32 on the CPU as by tf32."""
+    kernels = {"mm": product, "bmm": product, "addmm": with_sum, "baddbmm": with_sum}
+    with warnings.catch_warnings(), torch.library._scoped_library("aten", "IMPL") as library:
+        warnings.simplefilter("ignore")
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "CPU")
+        yield
+
+
+@pytest.mark.parametrize("name", ["pre_ln", "llama"])
+def test_products_by_tf32_are_no_broken_arithmetic(name, multiplies_by_tf32, monkeypatch):
+    """They round a thousand times more coarsely than float32, and are a common setting on CUDA devices."""
+    model = MODELS[name]()
+    monkeypatch.setattr("workbench.probes.precision._multiplies_by_tf32", lambda call: True)
+    for kernel in (nullcontext, fault(0)):
+        errors = wb.probes.precision_errors(model, loss_of, around=kernel)
+        assert float(errors["gradient_error"].max()) > 1e-4
+        assert wb.probes.broken_arithmetic(errors) is None
+    assert wb.probes.broken_arithmetic(wb.probes.precision_errors(model, loss_of, around=fault(3))) is not None
+    # As float32 they would be.
+    monkeypatch.setattr("workbench.probes.precision._multiplies_by_tf32", lambda call: False)
+    assert wb.probes.broken_arithmetic(wb.probes.precision_errors(model, loss_of, around=fault(0))) is not None
+
+
+def test_whether_products_are_by_tf32_is_read_from_the_settings():
+    def call_of(module):
+        here = SimpleNamespace(device=torch.device("cuda"))
+        return SimpleNamespace(gradient=here, site=SimpleNamespace(module=module))
+
+    dense, image = call_of(nn.Linear(2, 2)), call_of(nn.Sequential(nn.Conv2d(2, 2, 1)))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert not _multiplies_by_tf32(dense)
+        assert _multiplies_by_tf32(image)  # what torch sets for convolutions
+        torch.set_float32_matmul_precision("high")
+        assert _multiplies_by_tf32(dense)
+        dense.gradient.device = torch.device("cpu")
+        assert not _multiplies_by_tf32(dense)
+    finally:
+        torch.set_float32_matmul_precision(before)

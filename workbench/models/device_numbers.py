@@ -32,6 +32,11 @@ def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     yield from zip(*(each.detach().view(-1).split(_PIECE) for each in tensors), strict=True)
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; where it comes from the host, the host does not wait for what the device has to do."""
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+
 def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     """The values of small tensors on the host, by one transfer for each device that they are on.
 

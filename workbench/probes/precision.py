@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from workbench.models.attention_weights import QueryKey, Unreadable, query_key_w
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import named_arguments
 from workbench.models.config_options import config_options, known_options, visible_attention
-from workbench.models.device_numbers import read_arrays
+from workbench.models.device_numbers import on_device, read_arrays
 from workbench.models.probing import undisturbed, watch
 from workbench.models.site import Site
 from workbench.models.wrapping import unwrap
@@ -47,6 +48,8 @@ _IN_FLOAT64 = {"_experts_implementation_internal": "eager"}
 _BY_LAYER = [name for name, variable in PRECISION.items() if "layer" in variable.dims]
 #: Relative error of a block, in units in the last place, that rounding within one block does not reach.
 _MOST_EPS = 100
+#: Relative distance of two neighbouring numbers of tf32, in which CUDA devices may multiply float32.
+_TF32_EPS = 2.0**-10
 #: Smallest divisor, so that gradients that are exactly 0 have no excess.
 _TINY = 1e-300
 #: Factors on a loss in low precision, tried from the first on until gradients are finite.
@@ -69,7 +72,8 @@ def precision_errors(
     block is then run alone on these, three times: by the run's kernels and number format; in that format by torch's
     plain attention, whose error rounding explains; and in float64. An ``error_excess`` near 1 says that rounding
     explains the error; broken arithmetic has a larger one. Errors that always point one way, such as those of flash
-    attention in low precision (arXiv:2510.04212), show in ``query_gradient_bias`` apart from noise.
+    attention in low precision (arXiv:2510.04212), show in ``query_gradient_bias`` apart from noise. Where a CUDA device
+    multiplies float32 by tf32, what that rounds off is rounding.
 
     Of 1,000 small models, healthy ones in float32 were never called broken, and those whose attention lost a bit
     backward always; in bfloat16 healthy ones never by torch's kernels and in 1.3 % by another correct one, those that
@@ -266,11 +270,15 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
     """Errors of one block, on the device: output, gradient, excess; query gradients' error, excess and bias by head."""
     with around():
         own = _alone(call, None)
+    is_by_tf32 = own.output.dtype == torch.float32 and _multiplies_by_tf32(call)
     with _torch_attention(model):
-        plain = _alone(call, call.autocast)
+        # A fused kernel may not use tf32, and then explains no errors of one that does.
+        with sdpa_kernel(SDPBackend.MATH) if is_by_tf32 else nullcontext():
+            plain = _alone(call, call.autocast)
         with sdpa_kernel(SDPBackend.MATH), config_options(known_options(model, _IN_FLOAT64)):
             exact = _alone(call, None, dtype=torch.float64)
     eps = max(torch.finfo(kind).eps for kind in (own.output.dtype, call.autocast) if kind is not None)
+    eps = max(eps, _TF32_EPS) if is_by_tf32 else eps
     names = list(exact.gradients)
     right = [exact.gradients[name] for name in names]
     sizes = torch.stack(torch._foreach_norm(right))
@@ -325,6 +333,17 @@ def _alone(call: _Call, autocast: torch.dtype | None, *, dtype: torch.dtype | No
     return _Pass(output.detach(), {n: g for n, g in zip(names, gradients, strict=True) if g is not None})
 
 
+def _multiplies_by_tf32(call: _Call) -> bool:
+    """Whether the products of a block are computed in tf32 where its numbers are float32."""
+    assert call.gradient is not None
+    if call.gradient.device.type != "cuda":
+        return False
+    if torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return True
+    convolves = any(isinstance(module, nn.modules.conv._ConvNd) for module in call.site.module.modules())
+    return convolves and attrgetter("conv.fp32_precision")(torch.backends.cudnn) == "tf32"
+
+
 def _query_rows(
     call: _Call, query_key: QueryKey | None, names: Sequence[str]
 ) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
@@ -338,7 +357,7 @@ def _query_rows(
 
     def rows(gradients: Mapping[str, Tensor]) -> Tensor:
         gradient = gradients[name].double()
-        return (gradient if recipe.axis == 0 else gradient.T)[recipe.index.to(gradient.device)].flatten(1)
+        return (gradient if recipe.axis == 0 else gradient.T)[on_device(recipe.index, gradient.device)].flatten(1)
 
     return rows
 
