@@ -21,6 +21,7 @@ from workbench.models.batches import Batches
 from workbench.models.calling import on_device_of
 from workbench.models.column_matching import Columns, ColumnSource, NormStep, find_columns, first_token_columns
 from workbench.models.computed_weights import linear_widths, matrix_of
+from workbench.models.device_numbers import on_device
 from workbench.models.probe_inputs import probe_inputs
 from workbench.models.readable_weights import read_parameter, readable
 from workbench.models.site import Site
@@ -63,11 +64,11 @@ class WeightRecipe:
         """Weight, shape (head, feature, head_dim), and bias, shape (head, head_dim), as they are now."""
         model = runnable(model)
         matrix, offset = self._present(model)
-        index = self.index.to(matrix.device)
+        index = on_device(self.index, matrix.device)
         rows = (matrix if self.axis == 0 else matrix.T)[index]  # (head, head_dim, feature)
         bias = None
         if offset is not None and self.bias_index is not None:
-            bias = offset[self.bias_index.to(matrix.device)]
+            bias = offset[on_device(self.bias_index, matrix.device)]
         if self.inner is not None:
             inner, inner_bias = self.inner.read(model)
             inner, inner_bias = _after_norm(model, self.inner_norm, inner, inner_bias)

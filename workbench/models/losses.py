@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,11 +59,20 @@ def largest_losses(logits: Tensor, targets: Tensor) -> Tensor:
     ordered = counts.to(torch.uint8).argsort(descending=True, stable=True)
     chosen = ordered[torch.where(n_counted > n, place * n_counted // n, place)]
     is_known, wanted = counts[chosen], flat[chosen]
-    rows = logits[torch.unravel_index(chosen, targets.shape)].float()
+    rows = logits[_places(chosen, targets.shape)].float()
     losses = cross_entropy(rows, wanted.where(is_known, _IGNORED), reduction="none")
     largest = losses.masked_fill(~is_known, -math.inf).sort(descending=True).values
     n_largest = (is_known.sum() / 8).ceil()
     return largest.where(place < n_largest, 0.0).sum() / n_largest
+
+
+def _places(number: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
+    """Indices of entries by their number in a tensor of that shape; torch's function makes the host wait."""
+    found = []
+    for size in reversed(shape[1:]):
+        found.append(number % size)
+        number = number // size
+    return (number, *reversed(found))
 
 
 def targets_of(model: nn.Module, inputs: Any, output: Any) -> tuple[Tensor, Tensor] | None:

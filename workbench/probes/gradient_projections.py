@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from workbench.errors import OptionError
 from workbench.models.device_numbers import read_arrays
 from workbench.models.process_group import is_shared, message_device
+from workbench.models.readable_weights import own_part, parameters_of_shards
 from workbench.probes.gradient_agreement import ProjectedGradients
 
 #: Projections of a gradient: one random byte has the signs of an element in all of them.
@@ -47,9 +50,13 @@ class GradientProjections:
     transfer and one all-gather of 28 numbers a parameter in it. Other steps cost nothing. Global random states are
     untouched.
 
+    Of parameters that FSDP2 splits over all ranks, the gradient of the whole is seen on each rank before it is reduced,
+    from the second step on, and the parts that the ranks receive are projected one by one and added up.
+
     Args:
         parameters: Parameters of the optimizer, on every rank the same in the same order, on devices of one kind (the
             signs depend on it).
+        model: The model that FSDP2 has split; None: no parameter is split.
         seed: Seed of the signs, which depend on it and the number of the parameter alone; the same on all ranks and
             in all steps that are compared.
 
@@ -67,15 +74,16 @@ class GradientProjections:
         'The optimizer gets the gradients that were computed, in 2 of 2 parameters.'
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, seed: int = 0) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, seed: int = 0, model: nn.Module | None = None) -> None:
         self.parameters = tuple(parameters)
+        self._shards = {} if model is None else parameters_of_shards(model)
         if not self.parameters:
             raise OptionError("There are no parameters; pass those of the optimizer.")
         for number, parameter in enumerate(self.parameters):
-            if _is_split(parameter):
+            if _is_split(parameter) and not (id(parameter) in self._shards and _is_in_rows(parameter)):
                 raise OptionError(
-                    f"Parameter {number} is split over ranks (FSDP, tensor parallel or ZeRO), so that its gradient is "
-                    "reduced before a hook sees it; use known_answer_all_reduce to check the ranks' sums instead."
+                    f"Parameter {number} is split over ranks (tensor parallel, ZeRO, or FSDP without model=), so that its "
+                    "gradient is reduced before a hook sees it; use known_answer_all_reduce to check the ranks' sums instead."
                 )
             if parameter.device.type == "mps":
                 raise OptionError("Devices of type mps have no float64 to project in; train on another one for this.")
@@ -107,8 +115,9 @@ class GradientProjections:
         self.disarm()
         self._forget()
         self._handles = []
-        for number, parameter in enumerate(self.parameters):
-            if parameter.requires_grad:
+        for number in range(len(self.parameters)):
+            parameter = self._leaf(number)
+            if parameter is not None and parameter.requires_grad:
                 node = get_gradient_edge(parameter).node
                 self._nodes.append(node)  # a parameter alone does not keep it, and its hooks, alive
                 self._handles.append(node.register_prehook(partial(self._see, number)))
@@ -135,7 +144,7 @@ class GradientProjections:
         received = {}
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                received[number] = self._project(number, parameter.grad)
+                received[number] = self._project_own(number, parameter)
         tables = (self._computed, self._accumulated, received)
         values = iter(read_arrays([value for table in tables for value in table.values()]))
         found = np.zeros((len(self.parameters), 3, N_PROJECTIONS + 1))
@@ -145,6 +154,8 @@ class GradientProjections:
         counts = np.array([self._n_passes[number] for number in range(len(self.parameters))], dtype=float)
         ranks = _of_all_ranks(np.concatenate([found.reshape(len(found), -1), counts[:, None]], axis=1))
         computed, accumulated, taken = ranks[..., :-1].reshape(*ranks.shape[:2], 3, -1).transpose(2, 0, 1, 3)
+        is_split = np.array([_is_split(parameter) for parameter in self.parameters])
+        taken = np.where(is_split[:, None], taken.sum(0), taken)
         formats = tuple(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
         self._forget()
         return ProjectedGradients(
@@ -160,7 +171,8 @@ class GradientProjections:
     @torch.no_grad()
     def _see(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Called by autograd with the gradient that it is about to accumulate."""
-        gradient, before = gradients[0], self.parameters[number].grad
+        leaf = self._leaf(number)
+        gradient, before = gradients[0], None if leaf is None else leaf.grad
         if gradient is None:
             return
         new = self._project(number, gradient)
@@ -168,6 +180,21 @@ class GradientProjections:
         self._computed[number] = new if earlier is None else earlier + new
         self._accumulated[number] = new if before is None else self._project(number, before) + new
         self._n_passes[number] += 1
+
+    def _leaf(self, number: int) -> Tensor | None:
+        """The tensor whose gradient autograd computes; None: FSDP2 has not made it yet."""
+        parameter = self.parameters[number]
+        return parameter if not _is_split(parameter) else getattr(self._shards[id(parameter)], "_unsharded_param", None)
+
+    @torch.no_grad()
+    def _project_own(self, number: int, parameter: Tensor) -> Tensor:
+        """Projections of what this rank received: a gradient, or its part of one."""
+        gradient: Any = parameter.grad
+        if not _is_split(parameter):
+            return self._project(number, gradient)
+        rows, of_row = parameter.shape[0], math.prod(parameter.shape[1:])
+        first = min(distributed.get_rank() * -(-rows // distributed.get_world_size()), rows)
+        return project(own_part(gradient), self._seeds[number], start=first * of_row, n_total=rows * of_row)
 
     @torch.no_grad()
     def _project(self, number: int, gradient: Tensor) -> Tensor:
@@ -177,12 +204,14 @@ class GradientProjections:
         return project(gradient, self._seeds[number])
 
 
-def project(gradient: Tensor, seed: int) -> Tensor:
+def project(gradient: Tensor, seed: int, *, start: int = 0, n_total: int | None = None) -> Tensor:
     """Projections of a tensor on random signs, and its Euclidean norm.
 
     Args:
-        gradient: Of any shape and floating-point or complex dtype.
+        gradient: Of any shape and floating-point or complex dtype; it may be a part of a larger, real one.
         seed: Seed of the signs.
+        start: Number of elements before the part.
+        n_total: Number of elements of the whole; None: it is the whole.
 
     Returns:
         Shape (projection + 1,), the norm last, float64, on the tensor's device.
@@ -193,15 +222,21 @@ def project(gradient: Tensor, seed: int) -> Tensor:
     device = flat.device
     generator = torch.Generator(device).manual_seed(seed)
     places = torch.arange(N_PROJECTIONS, dtype=torch.uint8, device=device)[:, None]
-    bytes_of = torch.arange(256, dtype=torch.uint8, device=device)
-    signs = 2 * ((bytes_of >> places) & 1).double() - 1  # of each byte, (projection, byte)
     found = torch.zeros(N_PROJECTIONS + 1, dtype=torch.float64, device=device)
-    is_on_host = device.type == "cpu"
-    for part in flat.split(_CHUNK_ON_HOST if is_on_host else _CHUNK):
-        n = len(part)
+    if is_on_host := device.type == "cpu":
+        bytes_of = torch.arange(256, dtype=torch.uint8)
+        signs = 2 * ((bytes_of >> places) & 1).double() - 1  # of each byte, (projection, byte)
+    n_total, size = len(flat) if n_total is None else n_total, _CHUNK_ON_HOST if is_on_host else _CHUNK
+    end = start + len(flat)
+    for begin in range(0, min(end, n_total), size):
+        n = min(size, n_total - begin)
         words = torch.empty((n + 7) // 8, dtype=torch.int64, device=device)
-        drawn = words.random_(_LOWEST, None, generator=generator).view(torch.uint8)[:n]
-        part = part.double()
+        words.random_(_LOWEST, None, generator=generator)
+        low, high = max(begin, start), min(begin + n, end)
+        if low >= high:  # signs of another part
+            continue
+        drawn = words.view(torch.uint8)[low - begin : high - begin]
+        part = flat[low - start : high - start].double()
         if is_on_host:  # elements that share a byte are added up first
             found[:-1] += signs @ torch.bincount(drawn, part, minlength=256)
         else:
@@ -214,6 +249,12 @@ def project(gradient: Tensor, seed: int) -> Tensor:
 def _is_split(parameter: Tensor) -> bool:
     marks = ("full_tensor", "ds_id", "_is_flat_param", "_fsdp_flattened")
     return any(hasattr(parameter, mark) for mark in marks)
+
+
+def _is_in_rows(parameter: Any) -> bool:
+    """Whether each rank of all has some of the rows, as FSDP2 splits parameters unless it is told otherwise."""
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return mesh.ndim == 1 and mesh.size() == distributed.get_world_size() and placements[0].is_shard(0)
 
 
 def _of_all_ranks(message: np.ndarray) -> np.ndarray:

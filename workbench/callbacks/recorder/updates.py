@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,12 +31,23 @@ _GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT, _UNCHANG
 _N_QUANTITIES = 8
 #: Entries of each tensor that the size of every update is computed from.
 _SAMPLED = 4096
+#: Entries of parameters that are joined: on the host what fits its caches, elsewhere enough to keep the device busy.
+_JOINED_ON_HOST, _JOINED = 2**17, 2**22
+
+
+class _Weight(NamedTuple):
+    """A parameter: its group in the optimizer, and the number of its module."""
+
+    group: dict[str, Any]
+    weight: Tensor
+    module: int
 
 
 class UpdateCollector:
     """Measures an update right before and right after it.
 
-    Sums of squares are taken tensor by tensor and added up over ranks that hold shards; no parameter is gathered.
+    Sums of squares are added up over ranks that hold shards; no parameter is gathered. Small tensors of a module are
+    joined to one vector: a GPU takes about as long to begin a computation as to do it with a small tensor.
 
     Args:
         optimizer: Innermost.
@@ -58,21 +70,22 @@ class UpdateCollector:
             place |= {f"{site.name.split('#')[0]}.{name}": i for name, _ in site.module.named_parameters()}
         outside = len(self.module_names) - 1
         self._module = {key: place.get(name, outside) for key, name in parameters.moved_names().items()}
-        self._before: list[Tensor] = []
+        self._before: dict[int, Tensor] = {}
         self._roots: list[tuple[int, int, Tensor, float]] = []  # module, quantity, root mean square, count
 
     @torch.no_grad()
     def begin(self) -> None:
         """Called right before the update: measure gradients, and copy the parameters."""
-        self._before, self._roots = [], []
-        for _, weight, module in self._weights():
-            before = own_part(weight.detach())
-            self._before.append(before.clone())
+        self._before, self._roots = {}, []
+        for taken in self._together(lambda each: None):
+            before = _joined([each.weight.detach() for each in taken], copies=True)
+            parts = before.split([own_part(each.weight).numel() for each in taken])
+            self._before |= {id(each.weight): part for each, part in zip(taken, parts, strict=True)}
             for (part,) in in_pieces(before):
-                self._add(module, _WEIGHT, part, weight)
-            if weight.grad is not None:
-                for (part,) in in_pieces(own_part(weight.grad)):
-                    self._add(module, _GRADIENT, _unscaled(self.optimizer, part), weight)
+                self._add(taken, _WEIGHT, part)
+            if taken[0].weight.grad is not None:
+                for (part,) in in_pieces(_joined([each.weight.grad for each in taken])):
+                    self._add(taken, _GRADIENT, _unscaled(self.optimizer, part))
 
     @torch.no_grad()
     def end(self) -> tuple[dict[str, np.ndarray], dict[int, str]]:
@@ -84,38 +97,39 @@ class UpdateCollector:
         eps = [math.nan] * len(self.module_names)
         ages = [(0.0, 0.0)] * len(self.module_names)  # beta1, and updates that the moments are of
         n_steps = self._read_steps()
-        for (group, weight, module), before in zip(self._weights(), self._before, strict=True):
-            after = own_part(weight.detach())
+        for taken in self._together(lambda each: self._kept_for(each, n_steps)):
+            group, weight, module = taken[0]
+            before = _joined([self._before[id(each.weight)] for each in taken])
+            after = _joined([each.weight.detach() for each in taken])
             for old, new in in_pieces(before, after):
-                self._add(module, _CHANGE, new.float() - old.float(), weight)
+                self._add(taken, _CHANGE, new.float() - old.float())
             if weight.grad is None:
                 continue
-            gradient = own_part(weight.grad)
+            gradient, share = _joined([each.weight.grad for each in taken]), _share(weight)
             rate = group.get("lr")  # perhaps a tensor, whose value the host would have to wait for
             if not (isinstance(rate, float | int) and rate == 0):
                 for parts in in_pieces(before, after, gradient):
                     for what, n in zip((_UNCHANGED, _WITH_GRADIENT), n_unchanged(*parts), strict=True):
-                        self._roots.append((module, what, n.float().sqrt(), _share(weight)))  # its square is summed
-            done = n_steps.get(id(weight))
-            moment = _moment(self.optimizer, weight, "exp_avg_sq")
-            if moment is None:
+                        self._roots.append((module, what, n.float().sqrt(), share))  # its square is summed
+            has_first, has_second, done = self._kept_for(taken[0], n_steps)
+            if not has_second:
                 continue
             eps[module] = float(group.get("eps", math.nan))
             correction = _correction(group, done)
-            if gradient.numel():
-                for grad, second in in_pieces(gradient, moment):
-                    staleness = adam_staleness(grad, second / correction, eps=eps[module])
-                    self._roots.append((module, _STALENESS, staleness, grad.numel() * _share(weight)))
-            first = _moment(self.optimizer, weight, "exp_avg")
-            if first is not None and done and "betas" in group:
+            moment = _joined([self.optimizer.state[each.weight]["exp_avg_sq"] for each in taken])
+            for grad, second in in_pieces(gradient, moment):
+                staleness = adam_staleness(grad, second / correction, eps=eps[module])
+                self._roots.append((module, _STALENESS, staleness, grad.numel() * share))
+            if has_first and done and "betas" in group:
                 beta1 = float(group["betas"][0])
                 ages[module] = (beta1, done)
+                first = _joined([self.optimizer.state[each.weight]["exp_avg"] for each in taken])
                 for one, second in in_pieces(first, moment):
-                    self._add(module, _FIRST_MOMENT, one / (1 - beta1**done), weight)
-                    self._add(module, _SECOND_MOMENT, (second / correction).clamp_min(0).sqrt(), weight)
-        self._before = []
+                    self._add(taken, _FIRST_MOMENT, one / (1 - beta1**done))
+                    self._add(taken, _SECOND_MOMENT, (second / correction).clamp_min(0).sqrt())
+        self._before = {}
         sums = self._read_sums()
-        if any(_is_sharded(weight) for _, weight, _ in self._weights()):
+        if any(_is_sharded(each.weight) for each in self._weights()):
             sums = added_up(sums)
         with np.errstate(divide="ignore", invalid="ignore"):
             total, count = sums[..., 0], sums[..., 1]
@@ -141,24 +155,50 @@ class UpdateCollector:
 
     def forget(self) -> None:
         """Release the copy of the parameters if the update was skipped."""
-        self._before, self._roots = [], []
+        self._before, self._roots = {}, []
 
-    def _weights(self) -> Sequence[tuple[dict, Tensor, int]]:
+    def _weights(self) -> list[_Weight]:
         return [
-            (group, weight, self._module[id(weight)])
+            _Weight(group, weight, self._module[id(weight)])
             for group in self.optimizer.param_groups
             for weight in group["params"]
             if id(weight) in self._module
         ]
 
-    def _add(self, module: int, what: int, tensor: Tensor, weight: Tensor) -> None:
-        if tensor.numel():
-            self._roots.append((module, what, gradient_rms(tensor), tensor.numel() * _share(weight)))
+    def _together(self, key_of: Callable[[_Weight], Any]) -> Iterator[list[_Weight]]:
+        """Parameters to measure as one vector: those of a module that have the same key, only few entries at a time."""
+        portions: dict[Any, list[_Weight]] = {}
+        sizes: Counter[Any] = Counter()
+        for each in self._weights():
+            weight, own = each.weight, own_part(each.weight)
+            if not own.numel():
+                continue
+            gradient_kind = None if weight.grad is None else weight.grad.dtype
+            key = (each.module, id(each.group), own.dtype, own.device, gradient_kind, _share(weight), key_of(each))
+            limit = _JOINED_ON_HOST if own.device.type == "cpu" else _JOINED
+            if key in portions and sizes[key] + own.numel() > limit:
+                yield portions.pop(key)
+                del sizes[key]
+            portions.setdefault(key, []).append(each)
+            sizes[key] += own.numel()
+        yield from portions.values()
+
+    def _kept_for(self, each: _Weight, n_steps: Mapping[int, float]) -> tuple[bool, bool, float | None]:
+        """Whether the optimizer keeps a first and a second moment of a parameter, and how many updates they are of."""
+        state = self.optimizer.state.get(each.weight, {})
+        moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
+        first, second = (isinstance(m, Tensor) and m.shape == each.weight.shape for m in moments)
+        return first, second, n_steps.get(id(each.weight))
+
+    def _add(self, taken: Sequence[_Weight], what: int, entries: Tensor) -> None:
+        module, share = taken[0].module, _share(taken[0].weight)
+        self._roots.append((module, what, gradient_rms(entries), entries.numel() * share))
 
     def _read_steps(self) -> dict[int, float]:
         """Steps that the optimizer has counted for each parameter by its id; fused ones count on the device."""
         found = {
-            id(w): self.optimizer.state.get(w, {}).get("step", group.get("step")) for group, w, _ in self._weights()
+            id(each.weight): self.optimizer.state.get(each.weight, {}).get("step", each.group.get("step"))
+            for each in self._weights()
         }
         here = {key: v.detach().numpy() for key, v in found.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
         found |= here
@@ -239,10 +279,12 @@ def total_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor | float:
     return _unscaled(optimizer, norm.detach())
 
 
-def _moment(optimizer: torch.optim.Optimizer, weight: Tensor, name: str) -> Tensor | None:
-    """A moment of a parameter on this rank, as the optimizer keeps it; None if it keeps none of its shape."""
-    moment = optimizer.state.get(weight, {}).get(name)
-    return own_part(moment) if isinstance(moment, Tensor) and moment.shape == weight.shape else None
+def _joined(tensors: Sequence[Tensor | None], *, copies: bool = False) -> Tensor:
+    """The entries of tensors on this rank as one vector; a copy where they are several, or where that is asked for."""
+    flat = [own_part(tensor).reshape(-1) for tensor in tensors if tensor is not None]
+    if len(flat) > 1:
+        return torch.cat(flat)
+    return flat[0].clone() if copies else flat[0]
 
 
 def _correction(group: dict, n_steps: float | None) -> float:

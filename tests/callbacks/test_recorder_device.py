@@ -1,0 +1,61 @@
+"""What a recorder costs on a device other than the CPU, found on one that is made up by device_recording.py."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.callbacks import device_recording
+
+pytestmark = pytest.mark.subprocess
+
+#: File that reads the numbers of a part from the device -> times that the host waits for it.
+OF_UPDATE = {"callbacks/recorder/logged_numbers.py": 1}
+OF_PARTS = {
+    "attention": {"callbacks/recorder/query_keys.py": 1, "monitors/probe_pass.py": 1, "monitors/matrices.py": 2},
+    "optimizer": {"callbacks/recorder/updates.py": 1},
+    "precision": {"probes/precision.py": 1},
+    "activations": {},  # read together with attention
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    command = [sys.executable, "-W", "ignore", "-m", "tests.callbacks.device_recording"]
+    return json.loads(subprocess.run(command, check=True, timeout=240, capture_output=True).stdout)
+
+
+def waits(entry):
+    """File -> number of waits."""
+    of_file = Counter()
+    for place, n in entry["waits"].items():
+        of_file[place.partition(":")[0]] += n
+    return of_file
+
+
+@pytest.mark.parametrize(
+    ("step", "parts"),
+    [
+        ("5", []),
+        ("9", ["attention", "optimizer"]),
+        ("19", ["attention", "optimizer", "precision"]),
+        ("49", ["attention", "optimizer", "activations"]),
+    ],
+)
+def test_the_host_waits_once_for_each_part(found, step, parts):
+    assert found[step]["parts"] == ["monitors", *parts]
+    expected = OF_UPDATE | {file: n for part in parts for file, n in OF_PARTS[part].items()}
+    assert waits(found[step]) == expected
+
+
+def test_the_largest_losses_are_found_without_waiting(found):
+    assert waits(found["largest losses"]) == {}
+
+
+def test_an_update_is_measured_by_few_operations(found):
+    """A small tensor costs a GPU as much as a large one, so those of a block count as one."""
+    operations = found["9"]["operations"]
+    n_modules = device_recording.N_LAYERS + 1
+    assert operations["begin_update"] + operations["optimizer"] < 80 * n_modules
