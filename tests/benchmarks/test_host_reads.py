@@ -3,6 +3,7 @@ import torch
 
 import workbench as wb
 from benchmarks.host_reads import HostReads
+from workbench.callbacks.recorder.options import CADENCE
 from workbench.models.batches import Batches
 from workbench.models.capture import capture_layers
 from workbench.models.token_selection import TokenSelection
@@ -65,7 +66,7 @@ def test_recording_waits_once_more_a_step_and_a_few_times_where_it_measures():
 
 
 def test_the_waits_of_a_measurement_of_the_optimizer_do_not_grow_with_the_parameters():
-    recorder = wb.Recorder(every=dict.fromkeys(wb.schema.PARTS) | {"optimizer": 1})
+    recorder = wb.Recorder(every=dict.fromkeys(CADENCE) | {"optimizer": 1})
     assert waits_per_step(recorder=recorder) == [3] * N_STEPS
 
 
