@@ -11,7 +11,14 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def write_report(
-    name: str, title: str, about: str, columns: Sequence[str], rows: Sequence[str], after: str = ""
+    name: str,
+    title: str,
+    about: str,
+    columns: Sequence[str],
+    rows: Sequence[str],
+    after: str = "",
+    *,
+    folder: Path = FOLDER,
 ) -> None:
     """Write ``benchmarks/<name>.md``, whole or not at all, and print it.
 
@@ -22,9 +29,10 @@ def write_report(
         columns: Headings of the table.
         rows: Its rows, in Markdown.
         after: A closing sentence.
+        folder: Where to write it, if not there.
     """
     text = "\n".join([f"# {title}", "", about, "", *table(columns, rows), "", *([after, ""] if after else [])])
-    with replacing(FOLDER / f"{name}.md") as partial:
+    with replacing(folder / f"{name}.md") as partial:
         partial.write_text(text)
     print(text)
 
