@@ -33,6 +33,11 @@ _SHARE = 0.2
 class Timeline(WorkbenchWidget):
     """Signals of several runs, stacked over one axis of steps, with alarms, faults, actions and lead times.
 
+    The first alarm of each run and its likely cause stay in sight at the top. Marks show each measurement of a probe,
+    and what it found; the first panels show the evidence of a change in each run as it accumulates to an alarm, for the
+    signals that reached one first or are nearest to one. ``run["evidence"] = xr.DataTree(wb.alarms.evidence_of(run))``
+    adds the evidence to a run that was recorded without it.
+
     Drag over the panels to zoom in, use the wheel after a click, double-click to see all; the cursor runs through all
     panels. A click on an alarm, or on any step, shows where the signal is worst: a map of its layers and
     heads for each run, and the eigenvalues recorded nearest to that step.
