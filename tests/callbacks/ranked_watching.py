@@ -146,20 +146,21 @@ def alarm_stops(rank, folder):
     return train(rank, "ddp", folder / "stops.zarr", fault=fault, on_alarm=stop)
 
 
-def broken_sum(rank, folder):
-    """What rank 1 contributes to sums in float32 is lost; FSDP itself goes another way."""
-    honest = distributed.all_reduce
+def lossy_shards(rank, folder):
+    """What rank 1 computed is lost while FSDP2 adds up gradients."""
+    name = "reduce_scatter_single" if hasattr(distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
+    honest = getattr(distributed, name)
 
-    def without_second(tensor, *args, **kwargs):
-        if rank == 1 and tensor.dtype == torch.float32:
-            tensor.zero_()
-        return honest(tensor, *args, **kwargs)
+    def without_second(output, input, **kwargs):
+        if rank == 1:
+            input.zero_()
+        return honest(output, input, **kwargs)
 
-    distributed.all_reduce = without_second
+    setattr(distributed, name, without_second)
     try:
-        return train(rank, "fsdp", folder / "sum.zarr")
+        return train(rank, "fsdp", folder / "shards.zarr")
     finally:
-        distributed.all_reduce = honest
+        setattr(distributed, name, honest)
 
 
 def changed_rate(rank, folder):
@@ -192,7 +193,14 @@ SCENARIOS = {
     "eval on one": lambda rank, folder: train(rank, "ddp", folder / "eval.zarr", in_eval=rank == 1),
     "one raises": one_raises,
     "alarm stops": alarm_stops,
-    "broken sum": broken_sum,
+    "lossy shards": lossy_shards,
+    "dropped shards": lambda rank, folder: train(
+        rank, "fsdp", folder / "dropped.zarr", fault=wb.faults.dropped_bucket(share=1.0, start=2)
+    ),
+    "dropped shards of one": lambda rank, folder: train(
+        rank, "fsdp", folder / "dropped_one.zarr", dtype=torch.bfloat16,
+        fault=on_one_rank(rank, lambda: wb.faults.dropped_bucket(share=1.0, start=2)),
+    ),
     "changed setting": changed_rate,
 }  # fmt: skip
 

@@ -70,7 +70,9 @@ def test_ranks_agree_on_a_path_of_their_own(folder, ranks):
         ("broken attention", 3, "arithmetic", "On rank 1 the gradient of the queries of layer"),
         ("dropped on one", 3, "gradients", "The optimizer gets zeros instead of the computed gradients in 100 % of the "
          "parameters on rank 1"),
-        ("broken sum", 1, "gradients", "The gradients of rank 1 are missing in 100 % of the parameters"),
+        ("lossy shards", 1, "gradients", "The gradients of rank 1 are missing in 100 % of the parameters"),
+        ("dropped shards", 3, "gradients", "The optimizer gets zeros instead of the computed gradients in 100 % of"),
+        ("dropped shards of one", 3, "gradients", "The gradients that the optimizer gets are not those that this step"),
         ("changed setting", 4, "weight_decay", "On rank 1 the weight decay rose from 0.01 to 0.5"),
     ],
 )  # fmt: skip

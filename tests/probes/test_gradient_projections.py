@@ -1,5 +1,6 @@
 """Gradients of real backward passes, in one process; test_reduction.py has two."""
 
+import itertools
 import math
 
 import numpy as np
@@ -51,6 +52,15 @@ def test_a_projection_is_a_sum_with_random_signs(shape):
     found = project(gradient, 3)
     assert found[:-1] == pytest.approx(gradient.double().flatten() @ signs)
     assert found[-1] == pytest.approx(gradient.norm().item())
+
+
+@pytest.mark.parametrize("n", [30, 2**17 + 100])
+def test_parts_add_up_to_the_whole(n):
+    whole = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    cuts = [0, 7, 7, n // 2 + 1, n]
+    parts = [project(whole[start:stop], 3, start=start, n_total=n) for start, stop in itertools.pairwise(cuts)]
+    torch.testing.assert_close(sum(part[:-1] for part in parts), project(whole, 3)[:-1])
+    torch.testing.assert_close(sum(part[-1] ** 2 for part in parts), project(whole, 3)[-1] ** 2)
 
 
 def test_signs_are_independent_of_each_other_and_of_the_seed():

@@ -178,4 +178,4 @@ def test_ddp_trains_the_same_to_the_bit(ranks):
 
 @pytest.mark.subprocess
 def test_sharded_parameters_are_refused(ranks):
-    assert "Parameter 0 is split over ranks (FSDP, tensor parallel or ZeRO)" in ranks[0]["sharded"]
+    assert "Parameter 0 is split over ranks (tensor parallel, ZeRO, or FSDP without model=)" in ranks[0]["sharded"]

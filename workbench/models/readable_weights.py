@@ -59,6 +59,13 @@ def readable(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def parameters_of_shards(model: nn.Module) -> dict[int, Any]:
+    """What FSDP2 knows of each parameter that it has split, by the id of the part on this rank."""
+    sharded = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for module in sharded for group in _shard_groups(module)]
+    return {id(each.sharded_param): each for group in groups for each in group.fsdp_params}
+
+
 def reshard(model: nn.Module) -> None:
     """Release gathered parameters: FSDP would use them even after the optimizer has updated the shards."""
     for module in model.modules():

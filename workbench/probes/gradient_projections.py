@@ -82,8 +82,9 @@ class GradientProjections:
         for number, parameter in enumerate(self.parameters):
             if _is_split(parameter) and not (id(parameter) in self._shards and _is_in_rows(parameter)):
                 raise OptionError(
-                    f"Parameter {number} is split over ranks (tensor parallel, ZeRO, or FSDP without model=), so that its "
-                    "gradient is reduced before a hook sees it; use known_answer_all_reduce to check the ranks' sums instead."
+                    f"Parameter {number} is split over ranks (tensor parallel, ZeRO, or FSDP without model=), so that "
+                    "its gradient is reduced before a hook sees it; use known_answer_all_reduce to check the ranks' "
+                    "sums instead."
                 )
             if parameter.device.type == "mps":
                 raise OptionError("Devices of type mps have no float64 to project in; train on another one for this.")

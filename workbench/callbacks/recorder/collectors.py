@@ -128,7 +128,7 @@ class Collectors:
         self.routers = [router for router in reading.routers if isinstance(router, Router)]
         self.query_keys = QueryKeyWindow(reading.query_keys, parameters, options.alpha)
         self._update = UpdateCollector(optimizer, parameters, reading.anatomy)
-        self.reduction = ReductionCollector(optimizer)
+        self.reduction = ReductionCollector(optimizer, self._outermost)
         self._probes: ProbeCollector | None = None
         if self.probe is not None:
             own = None if options.loss_of is None else partial(_loss_on, options.loss_of, self.probe)

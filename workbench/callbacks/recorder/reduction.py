@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from torch import nn
 
 from workbench.errors import OptionError
 from workbench.models.process_group import is_shared
@@ -26,18 +27,19 @@ _UNKNOWN = {
 
 
 class ReductionCollector:
-    """Compares projections of gradients; where parameters are split over ranks, it checks a sum with a known answer.
+    """Compares projections of gradients; where no hook sees them whole, it checks a sum with a known answer.
 
     Args:
         optimizer: Innermost.
+        model: Model whose parameters FSDP2 may have split.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self._parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._projections: GradientProjections | None = None
         self._values = dict(_UNKNOWN)
-        with suppress(OptionError):  # parameters that are split over ranks, or a device without float64
-            self._projections = GradientProjections(self._parameters)
+        with suppress(OptionError):  # parameters that are split in another way, or a device without float64
+            self._projections = GradientProjections(self._parameters, model=model)
 
     def arm(self) -> None:
         """Called before the first backward pass of a step that is measured."""

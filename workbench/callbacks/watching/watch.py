@@ -51,8 +51,8 @@ def watch(
 
     Where several processes train one model, each of them calls it. Rank 0 alone writes the store and shows something;
     alarms are raised on all ranks, at the same step, so that an ``on_alarm`` that ends the training ends it everywhere.
-    Weights that are split over ranks are measured, but neither their arithmetic nor their gradients are checked: there
-    the reduction probe tests a sum over ranks.
+    Of weights that are split over ranks the arithmetic is not checked; the gradients are where FSDP2 splits them by
+    rows, and elsewhere the reduction probe tests a sum over ranks.
 
     Args:
         model: The module that the loop calls, which may be compiled or wrapped by DDP, FSDP2 or accelerate; or a
