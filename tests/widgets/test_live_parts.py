@@ -203,6 +203,9 @@ def test_a_changed_setting_is_told_as_one():
     history.add(record_of(4, outcomes={"guard": (alarm,)}))
     history.hear(record_of(4, outcomes={"guard": (alarm,)}), alarms)
     assert history.account.startswith("First alarm: step 4: learning_rate (setting). Likely cause: ")
+    batches = wb.alarms.Alarm(6, "data", -1, -1, np.inf, 1.0, is_outcome=False, message="They repeat themselves.")
+    history.hear(record_of(6, outcomes={"guard": (batches,)}), alarms)
+    assert history.checked(is_sound=False) == [6]
 
 
 def test_a_canvas_without_runs_and_without_modes_can_be_sent():

@@ -178,8 +178,10 @@ class RunHistory:
 
     def checked(self, *, is_sound: bool) -> list[int]:
         """Steps of the measurements of probes that were sound, or that found a fault; of many, evenly chosen ones."""
-        steps = sorted({check.step for check in list(self._checks) if check.is_sound is is_sound})
-        return steps[:: -(-len(steps) // _N_MARKS) or 1]
+        steps = {check.step for check in list(self._checks) if check.is_sound is is_sound}
+        if not is_sound:  # every batch is checked, and its alarm is the only trace of that
+            steps |= {event.step for event in list(self.events) if event.kind == "alarm" and event.source == "data"}
+        return sorted(steps)[:: -(-len(steps) // _N_MARKS) or 1]
 
     def trace(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values of one trace, as float32; long ones as their lowest and highest value in each part."""

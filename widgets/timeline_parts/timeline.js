@@ -360,7 +360,7 @@ function render({ model, el, signal }) {
     setText(flag, `step ${Math.round(step).toLocaleString("en")}`);
     read(step);
     const words = { alarm: "alarm of", action: "action", cross: "divergence:", probe: "probe of" };
-    const said = mark && [`step ${(mark.at ?? mark.step).toLocaleString("en")}: ${words[mark.kind]} ${mark.source}`, mark.run, mark.place, mark.score === null ? "" : `score ${numberText(mark.score)}`, mark.message].filter(Boolean).join("\n");
+    const said = mark && [`step ${(mark.at ?? mark.step).toLocaleString("en")}: ${words[mark.kind]} ${mark.source}`, mark.run, mark.place, mark.score === null ? "" : `score ${numberText(mark.score)}`, mark.at > mark.step ? `as at step ${mark.step.toLocaleString("en")}:` : "", mark.message].filter(Boolean).join("\n");
     event.target.title = said ?? "";
     stack.style.cursor = mark?.kind === "alarm" ? "pointer" : "";
   });
