@@ -9,7 +9,7 @@ import workbench as wb
 from tests.callbacks.test_kss_integrations import trainer
 from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_recorder_alarms import loop, parts  # noqa: F401
-from workbench.callbacks.alarms import WATCHED, Observation, evidence_of
+from workbench.callbacks.alarms import WATCHED, Calibration, Observation, evidence_of
 from workbench.errors import SchemaError
 from workbench.io.run_writer import RunWriter
 
@@ -22,6 +22,11 @@ NAMES = [watched.name for watched in WATCHED]
 @pytest.fixture(autouse=True)
 def judges_early(monkeypatch):
     monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._FIRST_JUDGED", 20)
+
+
+def alarms_of_exact_p():
+    """Alarms whose thresholds do not depend on the shipped calibration."""
+    return wb.Alarms(calibration=Calibration({}, n_steps=0))
 
 
 def run_of(loss):
@@ -56,7 +61,7 @@ def test_a_row_holds_the_largest_evidence_since_the_last_one():
 def test_it_reaches_one_where_an_alarm_is_raised_and_nowhere_before():
     loss = calm(150)
     loss[104:] += 5
-    alarms = wb.Alarms()
+    alarms = alarms_of_exact_p()
     found = evidence_of(run_of(loss), alarms)["evidence"]
     first = alarms.raised[0]
     assert 104 <= first.step < 109  # between two rows
@@ -85,12 +90,12 @@ def test_the_part_follows_the_schema():
 
 
 def test_a_loop_of_ones_own_writes_what_a_replay_gives(parts, tmp_path):  # noqa: F811
-    recorder = wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=wb.Alarms())
+    recorder = wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=alarms_of_exact_p())
     loop(recorder, 47, **parts, rate_from=999, broken_at=33)
     run = wb.open_run(tmp_path / "a.zarr")
     stored = run["evidence"].to_dataset()
     wb.schema.validate_part("evidence", stored)
-    xr.testing.assert_equal(stored, evidence_of(run))
+    xr.testing.assert_equal(stored, evidence_of(run, alarms_of_exact_p()))
     known = stored["evidence"].notnull().any("step")
     assert {"grad_norm", "update_ratio", "adam_staleness"} <= set(stored["signal"].values[known.values])
     assert {9, 19, 29, 39} <= set(stored["step"].values.tolist())
