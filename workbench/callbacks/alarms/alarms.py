@@ -20,10 +20,11 @@ _REARM = 0.5
 class Alarms:
     """Raises alarms from the observations of a `workbench.Recorder`; causal, so a replay gives the same ones.
 
-    Three kinds, none of which needs an earlier run: what a probe finds, and a setting that changes without a plan, are
-    alarms at once. Every other signal, of each layer and head, is compared with its own past, and the evidence of a
-    change accumulates over windows of 1 to 128 measurements (`OwnPast`): from step 200 on, but not within 100 steps
-    after the learning rate rose by more than 5 %, nor once it has fallen to 2 % of its largest.
+    Three kinds, none of which needs an earlier run: what a probe finds, a setting that changes without a plan, and an
+    attention logit that grows beyond 1,000, are alarms at once. Every other signal, of each layer and head, is compared
+    with its own past, and the evidence of a change accumulates: over windows of 1 to 128 measurements (`OwnPast`), and
+    of the gradient norm also as a cumulative sum. It counts from step 200 on, but not within 100
+    steps after the learning rate rose by more than 5 %, nor once it has fallen to 2 % of its largest.
 
     The thresholds follow from the rate of false alarms, which all signals share, and from how often healthy runs
     reached the evidence (`Calibration`).
@@ -178,7 +179,8 @@ class Alarms:
 
     def attribute(self) -> Attribution:
         """Which fault the signals point to now, with the evidence; faults that a probe cannot tell apart share it."""
-        for alarm, causes in self._probes.standing.values():
+        # Large logits are last, as another fault may have made them.
+        for alarm, causes in sorted(self._probes.standing.values(), key=lambda found: found[0].signal == "logits"):
             return Attribution(causes[0], dict.fromkeys(causes, 1 / len(causes)), (alarm.message.rstrip("."),))
         return self.attributor.attribute(self.features())
 

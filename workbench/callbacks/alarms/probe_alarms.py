@@ -1,4 +1,4 @@
-"""Alarms that settle a question: what probes find, and settings that change without a plan; no calibration."""
+"""Alarms without calibration: what probes find, settings that change without a plan, and logits beyond a limit."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.label_agreement import LabelAgreement
+from workbench.callbacks.alarms.logit_limit import LIMIT, LogitLimit
 from workbench.callbacks.alarms.repeated_batches import RepeatedBatches
 from workbench.formatting import counted, percent
 from workbench.probes.gradient_agreement import GradientVerdict
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 #: An alarm, and the faults that it may be.
 Finding = tuple[Alarm, tuple[str, ...]]
 #: Part -> name of the signal.
-SIGNALS = {"precision": "arithmetic", "reduction": "gradients", "monitors": "data"}
+SIGNALS = {"precision": "arithmetic", "reduction": "gradients", "monitors": "data", "attention": "logits"}
 #: Verdict on gradients -> faults that make it, as far as they can be told apart.
 _FAULTS = {
     GradientVerdict.LOW_PRECISION: ("low_precision_reduction",),
@@ -82,6 +83,7 @@ class ProbeAlarms:
         self._changes_gradients: bool | None = None
         self._batches = RepeatedBatches()
         self._labels = LabelAgreement()
+        self._logits = LogitLimit()
 
     def observe(self, observation: Observation) -> list[Alarm]:
         """Process an observation of any part.
@@ -99,7 +101,12 @@ class ProbeAlarms:
             return []
         if observation.part == "monitors":
             self._forget_other_setting(observation.step)
-        finders = {"precision": _arithmetic, "reduction": self._gradients, "monitors": self._data}
+        finders = {
+            "precision": _arithmetic,
+            "reduction": self._gradients,
+            "monitors": self._data,
+            "attention": self._large_logit,
+        }
         found = finders[observation.part](observation)
         if _is_measured(observation):
             self.checks[signal] = Check(observation.step, signal, "" if found is None else found[0].message)
@@ -141,6 +148,18 @@ class ProbeAlarms:
         n = self._batches.n_in_a_row
         message = f"All examples of the last {n} batches have come before: the data loader repeats itself. Restart it."
         return _alarm(observation, score=math.inf, value=1.0, message=message), ("repeated_data",)
+
+    def _large_logit(self, observation: Observation) -> Finding | None:
+        found = self._logits.update(observation.values, observation.coords)
+        if found is None:
+            return None
+        message = (
+            f"The largest attention logit has grown to {found.value:,.0f} in layer {found.layer}, head {found.head}; "
+            f"beyond {LIMIT:,.0f} losses are known to worsen: normalize queries and keys, or lower the learning rate."
+        )
+        where = {"layer": found.layer, "head": found.head}
+        alarm = _alarm(observation, score=found.value / LIMIT, value=found.value, message=message, **where)
+        return alarm, ("logit_growth",)
 
     def _gradients(self, observation: Observation) -> Finding | None:
         values = observation.values

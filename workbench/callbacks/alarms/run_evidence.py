@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.callbacks.alarms.cumulative_sum import CumulativeSum
 from workbench.callbacks.alarms.own_past import WINDOWS, OwnPast
 from workbench.callbacks.alarms.watched import Watched, WatchedValues, watched_values
 
@@ -35,8 +36,8 @@ class Reading:
     Attributes:
         watched: The signal.
         step: Step of the measurement.
-        evidence: -log10 of the p value that it became worse, times the number of layers, heads and windows; NaN: not
-            known yet.
+        evidence: -log10 of the p value that it became worse, times the number of layers, heads and windows; of signals
+            that accumulate, the `CumulativeSum` if that is larger; NaN: not known yet.
         opposite: The same of the opposite direction.
         is_judged: Whether it may raise an alarm: not while the learning rate rises, for example.
         is_broken: Whether it was finite at the measurements before, and nothing of it is now.
@@ -135,6 +136,8 @@ class _Group:
             np.array([watched.least_scale for watched in of_series]),
             is_noise=np.array([watched.is_noise for watched in of_series]),
         )
+        self._accumulates = np.array([watched.accumulates for watched in of_series])
+        self._sums = CumulativeSum(self._past.least_scale[self._accumulates])
         self._steps: deque[int] = deque(maxlen=int(WINDOWS[-1]) + 1)
         self._first_losses: list[np.ndarray] = []
         self._losses = np.array([watched.is_noise and watched.is_outcome for watched in of_series])
@@ -143,6 +146,7 @@ class _Group:
 
     def restart(self) -> None:
         self._past.restart()
+        self._sums.restart()
 
     def update(self, step: int, signals: Sequence[WatchedValues], log_rate: float) -> None:
         """Process one measurement."""
@@ -157,6 +161,18 @@ class _Group:
         self._steps.append(step)
         self._values = values
         self._found = self._past.update(values)
+        self._add_sums(values)
+
+    def _add_sums(self, values: np.ndarray) -> None:
+        """Where jumps have accumulated to more than the evidence of any window, that counts."""
+        if not self._accumulates.any():
+            return
+        found, here = self._found, self._accumulates
+        sums = self._sums.update(values[here])
+        is_more = sums > found.rise[here]
+        found.rise[here] = np.where(is_more, sums, found.rise[here])
+        window = np.clip(self._sums.n_since, 1, WINDOWS[-1])
+        found.rise_window[here] = np.where(is_more, window, found.rise_window[here])
 
     def _note_first_losses(self, values: np.ndarray) -> None:
         """The least scale of losses follows from the first ones, as a loss near 0 scatters by nothing that matters."""

@@ -34,6 +34,7 @@ class Watched:
         is_bad_both_ways: Whether it is bad in either direction.
         is_noise: Whether the measurements are independent but for the trend, as those of random batches are.
         follows_rate: Whether it is proportional to the learning rate, so that it is divided by it.
+        accumulates: Whether jumps of it accumulate in a `CumulativeSum` too.
         may_be_missing: Whether NaN only means that it was not measured, and not that something is not finite.
         least_scale: Smallest standard deviation of the comparison, on the scale of `badness`.
         points_to: What it indicates, in plain words.
@@ -55,6 +56,7 @@ class Watched:
     is_bad_both_ways: bool = False
     is_noise: bool = False
     follows_rate: bool = False
+    accumulates: bool = False
     may_be_missing: bool = False
     least_scale: float = 0.01
     points_to: str = ""
@@ -109,7 +111,7 @@ _MONITORED: tuple[Watched, ...] = (
         least_scale=0.02,
         points_to="some tokens are predicted much worse, as wrong labels make them",
     ),
-    Watched("monitors", "grad_norm", is_outcome=True, points_to="the gradients grow"),
+    Watched("monitors", "grad_norm", is_outcome=True, accumulates=True, points_to="the gradients grow"),
     Watched(
         "monitors", "update_ratio", follows_rate=True, may_be_missing=True,
         points_to="the updates grow against the weights, at the same learning rate",

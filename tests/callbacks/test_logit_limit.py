@@ -1,0 +1,56 @@
+"""Logits beyond the limit: only where they have grown there, once, with their place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from workbench.callbacks.alarms import Alarms, Observation
+from workbench.callbacks.alarms.logit_limit import LogitLimit
+
+COORDS = {"layer": np.array([1, 4]), "head": np.arange(3)}
+
+
+def measured(step, largest, *, layer=1, head=2):
+    logits = np.full((2, 3), 5.0)
+    logits[layer, head] = largest
+    return Observation(step, "attention", {"attention_logit_max": logits}, COORDS)
+
+
+def test_growth_beyond_the_limit_is_one_alarm_with_its_place():
+    alarms = Alarms()
+    heard = [
+        alarm for i, value in enumerate([20, 900, 1000, 1001, 5000]) for alarm in alarms.observe(measured(i, value))
+    ]
+    (alarm,) = heard
+    assert (alarm.step, alarm.signal, alarm.layer, alarm.head, alarm.value) == (3, "logits", 4, 2, 1001)
+    assert not alarm.is_outcome
+    assert alarms.attribute().cause == "logit_growth"
+
+
+def test_another_finding_is_named_before_large_logits():
+    alarms = Alarms()
+    for i, value in enumerate([20, 2000]):
+        alarms.observe(measured(i, value))
+    setting = {"setting": np.array("learning_rate"), "message": np.array("It rose.")}
+    alarms.observe(Observation(2, "settings", {"factor": np.array(10.0)}, setting))
+    assert alarms.attribute().cause == "large_rate"
+
+
+def test_after_recovery_it_may_sound_again():
+    alarms = Alarms()
+    values = [20, 2000, *[500] * 3, 3000]
+    heard = [alarm.step for i, value in enumerate(values) for alarm in alarms.observe(measured(i, value))]
+    assert heard == [1, 5]
+
+
+@pytest.mark.parametrize("values", [{}, {"attention_logit_max": np.full((2, 3), np.nan)}])
+def test_without_logits_nothing_is_said(values):
+    limit = LogitLimit()
+    assert limit.update({"attention_logit_max": np.full((2, 3), 1.0)}, COORDS) is None
+    assert limit.update(values, COORDS) is None
+
+
+def test_a_model_that_is_beyond_it_from_the_first_measurement_on_is_left_alone():
+    limit = LogitLimit()
+    assert all(limit.update(measured(0, 2000.0).values, COORDS) is None for _ in range(5))

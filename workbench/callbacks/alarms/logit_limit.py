@@ -1,0 +1,51 @@
+"""Whether attention logits have grown beyond where losses are known to worsen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: Losses worsen from about here on (Wortsman et al. 2023, arXiv:2309.14322, section 3.1).
+LIMIT = 1000.0
+
+
+@dataclass(frozen=True)
+class LargeLogit:
+    """The largest attention logit, beyond the limit.
+
+    Attributes:
+        value: The logit, unit 1.
+        layer: Its layer.
+        head: Its head.
+    """
+
+    value: float
+    layer: int
+    head: int
+
+
+class LogitLimit:
+    """Reports attention logits that grow beyond 1,000.
+
+    Slow growth is no departure of a signal from its own past, which follows the trend; so it takes an absolute limit. A
+    model whose logits are beyond it from the first measurement on is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._was_within = False
+
+    def update(self, values: Mapping[str, Any], coords: Mapping[str, Any]) -> LargeLogit | None:
+        """Process a measurement of attention, of which ``attention_logit_max`` (layer, head) is used."""
+        logits = np.asarray(values.get("attention_logit_max", math.nan), dtype=np.float64)
+        if logits.ndim != 2 or not np.isfinite(logits).any():
+            return None
+        row, head = np.unravel_index(int(np.nanargmax(logits)), logits.shape)
+        if logits[row, head] <= LIMIT:
+            self._was_within = True
+            return None
+        layer = int(np.asarray(coords["layer"])[row]) if "layer" in coords else int(row)
+        return LargeLogit(float(logits[row, head]), layer, int(head)) if self._was_within else None
