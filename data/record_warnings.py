@@ -1,20 +1,26 @@
 """Record the runs of the study behind the alarms; resumable, one file a run.
 
-    python data/record_warnings.py --set fit            # healthy runs, then faults by bisection of their dose
-    python data/record_warnings.py --set locked --only healthy
+    python data/record_warnings.py --set fit            # healthy runs with their faults, then late failures
+    python data/record_warnings.py --set locked --plans 3 10 --device cuda    # more healthy runs, on a GPU
 
-Every run has a recorder with its default cadence and no alarms. A faulted run shares model, data and plan with its
-healthy control, which is recorded first, and ends soon after its loss is visibly worse: its mean over 50 steps is above
-that of the control by three standard deviations of the control's means over 50 steps, for 200 steps.
+Every run has a recorder with its default cadence, and alarms, which make it check arithmetic and gradients once more.
+A faulted run is its healthy control up to the first step of the fault: it continues in a copy of the control's process.
+It ends soon after its loss is visibly worse: its mean over 50 steps is above that of the control by three standard
+deviations of the control's means over 50 steps, for 200 steps. A late failure is visible where the mean over 250 steps
+is above the smallest one before by three such deviations of the first 1,000 steps, to the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import multiprocessing
-import tempfile
+import os
+import pickle
+import select
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from warning_cases import KINDS, Case, LateCase, build, build_late, controls, late_cases, searches
+from warning_cases import KINDS, Case, LateCase, Later, build, build_late, controls, late_cases, searches
 
 import workbench as wb
 from workbench.io.atomic import replacing
@@ -33,6 +39,8 @@ from workbench.koopman.spectra import RankWarning
 WINDOW, N_DEVIATIONS, LASTING = 50, 3.0, 200
 #: The control's means are compared with its own trend over so many steps.
 TREND = 250
+#: Steps after the onset, of faults that the logged settings give away and of others.
+HORIZON = {True: 100, False: 2000}
 
 
 def means(loss: np.ndarray, window: int = WINDOW) -> np.ndarray:
@@ -51,19 +59,29 @@ def deviation(loss: np.ndarray) -> float:
     return float(np.std(left[np.isfinite(left)]))
 
 
+def late_harm(losses: list[float]) -> int | None:
+    """First step from which a run is visibly worse than it was before, to its end; None: it is not."""
+    long = means(np.array(losses), TREND)
+    best = np.fmin.accumulate(np.where(np.isnan(long), np.inf, long))
+    is_worse = long > best + N_DEVIATIONS * deviation(np.array(losses[:1000]))
+    last_good = int(np.flatnonzero(~is_worse)[-1])
+    return last_good + 1 if len(losses) - 1 - last_good >= LASTING else None
+
+
 class Harm:
     """Whether a run is visibly worse than its control, step by step.
 
     Args:
         control: Losses of the control.
+        losses: Losses of the run so far.
 
     Attributes:
         since: First step of the present stretch of visibly worse means; None: there is none.
     """
 
-    def __init__(self, control: np.ndarray) -> None:
+    def __init__(self, control: np.ndarray, losses: list[float]) -> None:
         self._limit = means(control) + N_DEVIATIONS * deviation(control)
-        self._losses: list[float] = []
+        self._losses = list(losses)
         self.since: int | None = None
 
     def update(self, step: int, loss: float) -> bool:
@@ -74,80 +92,195 @@ class Harm:
         return self.since is not None and step - self.since >= LASTING
 
 
-def record(case: Case | LateCase, work: Path) -> dict[str, Any]:
-    """Train one case into a netCDF file, and a JSON beside it; what it says if it is there."""
-    place = work / f"{case.name}.nc"
-    if place.with_suffix(".json").exists():
-        return json.loads(place.with_suffix(".json").read_text())
-    begun = time.monotonic()
-    model, task, plan = build(case) if isinstance(case, Case) else build_late(case)
-    start = case.start if isinstance(case, Case) else None
-    harm = None
-    if start is not None:
-        control = wb.open_run(work / f"{case.control.name}.nc")["monitors"]["loss"].values
-        harm = Harm(control)
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", RankWarning)
-        store = Path(folder) / "run.zarr"
-        run = wb.train(model, task, store=store, recorder=wb.Recorder(n_probe_tokens=128), **plan)
-        has_lasted, last = False, None
-        for last in run:
-            has_lasted = harm is not None and harm.update(last.step, last.loss) and harm.since >= start
-            if has_lasted:
-                run.close()
-                break
-        recorded = wb.open_run(store).load()
-    wb.export_netcdf(recorded, place, overwrite=True)
-    assert last is not None
-    result = asdict(case) | {
-        "start": start,
-        "n_steps": last.step + 1,
-        "diverged": last.cause if last.diverged else "",
-        "visible": None if harm is None else harm.since,
-        "is_harmful": bool(last.diverged or has_lasted or (harm is not None and harm.since is not None)),
-        "seconds": time.monotonic() - begun,
-    }
-    with replacing(place.with_suffix(".json")) as partial:
-        partial.write_text(json.dumps(result))
-    return result
+class Recorded:
+    """A run in training, with all that its recorder observes.
+
+    Args:
+        case: What is trained.
+        device: Where.
+    """
+
+    def __init__(self, case: Case | LateCase, device: str = "cpu") -> None:
+        self.case, self.begun = case, time.monotonic()
+        model, task, plan = build(case) if isinstance(case, Case) else build_late(case)
+        self.later = Later()
+        self.losses: list[float] = []
+        self.observations: list[Any] = []
+        recorder = wb.Recorder(n_probe_tokens=128)
+        recorder.observe(self.observations.append)
+        self.run = wb.train(
+            model.to(device), task, recorder=recorder, alarms=wb.Alarms(), callbacks=[self.later], **plan
+        )
+        self.last: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        for record in self.run:
+            self.last = record
+            self.losses.append(record.loss)
+            yield record
+
+    def save(self, place: Path, visible: int | None = None, **more: Any) -> dict[str, Any]:
+        """Write the observations, and a JSON beside them, which is returned."""
+        kept = [(o.step, o.part, dict(o.values), dict(o.coords)) for o in self.observations]
+        with replacing(place) as partial, gzip.open(partial, "wb", compresslevel=1) as file:
+            pickle.dump(kept, file, protocol=5)
+        result = asdict(self.case) | {
+            "start": None,
+            "n_steps": self.last.step + 1,
+            "diverged": self.last.cause if self.last.diverged else "",
+            "visible": visible,
+            "is_harmful": bool(self.last.diverged or visible is not None),
+            "seconds": time.monotonic() - self.begun,
+            **more,
+        }
+        with replacing(place.with_suffix(".json")) as partial:
+            partial.write_text(json.dumps(result))
+        return result
 
 
-def search(case: Case, work: Path) -> list[dict[str, Any]]:
+def loaded(place: Path) -> list[wb.alarms.Observation]:
+    """The observations of a run."""
+    with gzip.open(place, "rb") as file:
+        return [wb.alarms.Observation(*kept) for kept in pickle.load(file)]
+
+
+def place_of(case: Case | LateCase, work: Path) -> Path:
+    """The file of a run's observations."""
+    return work / f"{case.name}.obs"
+
+
+def known(case: Case | LateCase, work: Path) -> dict[str, Any] | None:
+    """What was found of a run that is recorded."""
+    place = place_of(case, work).with_suffix(".json")
+    return json.loads(place.read_text()) if place.exists() else None
+
+
+def record(case: Case | LateCase, work: Path, device: str = "cpu") -> None:
+    """Train one run without faults."""
+    if known(case, work) is None:
+        run = Recorded(case, device)
+        for _ in run:
+            pass
+        visible = late_harm(run.losses) if isinstance(case, LateCase) else None
+        tell(run.save(place_of(case, work), visible, device=device))
+
+
+def record_with_faults(control: Case, faults: list[Case], work: Path) -> None:
+    """Train a control and, from copies of its process, the same run with each fault, by bisection of its dose."""
+    if known(control, work) is not None and all(is_searched(case, work) for case in faults):
+        return
+    run, waiting = Recorded(control), []
+    for record in run:
+        waiting += [Waiting(case, run, work) for case in faults if case.start == record.step + 1]
+    if known(control, work) is None:
+        tell(run.save(place_of(control, work), device="cpu"))
+    for each in waiting:
+        each.go()
+
+
+class Waiting:
+    """A copy of this process that waits to search the doses of a fault, as the control's losses have to be known.
+
+    Args:
+        case: The fault.
+        run: The control, at the first step of the fault.
+        work: Folder of the files.
+    """
+
+    def __init__(self, case: Case, run: Recorded, work: Path) -> None:
+        ours, self._theirs = os.pipe()
+        original = os.getpid()
+        self._process = os.fork()
+        if self._process == 0:
+            while not select.select([ours], [], [], 10)[0]:
+                if os.getppid() != original:
+                    os._exit(1)
+            in_a_copy(lambda: search(case, run, work))
+        os.close(ours)
+
+    def go(self) -> None:
+        """Let it search, and wait until it is done."""
+        os.write(self._theirs, b"go")
+        os.close(self._theirs)
+        wait_for(self._process)
+
+
+def in_a_copy(action: Callable[[], Any]) -> None:
+    """Do something in a forked process, and end it."""
+    try:
+        action()
+    except BaseException:  # noqa: BLE001  it must not go on as a second original
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def wait_for(process: int) -> None:
+    """Wait for a forked process."""
+    if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+        raise RuntimeError("A copy of the process failed; its error is above.")
+
+
+def search(case: Case, run: Recorded, work: Path) -> None:
     """The grossest dose, then the subtlest harmful one by bisection of the doses; every run is kept."""
+    control = np.array([float(o.values["loss"]) for o in loaded(place_of(case.control, work)) if o.part == "monitors"])
+    for dose in doses_of(case, work):
+        one = replace(case, dose=dose)
+        if (process := os.fork()) == 0:
+            in_a_copy(lambda one=one: branch(one, run, control, work))
+        wait_for(process)
+
+
+def doses_of(case: Case, work: Path) -> Iterator[float]:
+    """The doses of a search that are not recorded yet, one at a time: the next follows from what came of this one."""
     doses = KINDS[case.kind].doses
-    done = [record(replace(case, dose=doses[0]), work)]
-    harmful, harmless = 0, len(doses)
-    if not done[0]["is_harmful"]:
-        return done
+    harmful, harmless, middle = -1, len(doses), 0
     while harmless - harmful > 1:
-        middle = (harmful + harmless) // 2
-        done.append(record(replace(case, dose=doses[middle]), work))
-        if done[-1]["is_harmful"]:
+        one = replace(case, dose=doses[middle])
+        if known(one, work) is None:
+            yield doses[middle]
+        found = known(one, work)
+        if found is None or KINDS[case.kind].is_visible or (middle == 0 and not found["is_harmful"]):
+            return
+        if found["is_harmful"]:
             harmful = middle
         else:
             harmless = middle
-    return done
+        middle = (harmful + harmless) // 2
 
 
-def told(function: Callable[[Any, Path], Any], case: Any, work: Path) -> list[str]:
-    """What came of a job, in words."""
-    done = function(case, work)
-    lines = []
-    for result in done if isinstance(done, list) else [done]:
-        what = f"{result.get('kind') or 'healthy'} {result.get('dose', '')}" if "setup" in result else "late"
-        how = result["diverged"] or ("harm" if result["is_harmful"] else "no harm")
-        where = f"from {result['start']}, visible {result['visible']}, " if result["start"] is not None else ""
-        name = result.get("setup", case.name)
-        lines.append(f"{name} {what}: {where}{how} after {result['n_steps']} ({result['seconds']:.0f} s)")
-    return lines
+def is_searched(case: Case, work: Path) -> bool:
+    """Whether all doses of a search are recorded."""
+    return next(doses_of(case, work), None) is None
 
 
-def side_by_side(function: Any, cases: list[Any], work: Path, processes: int) -> Iterator[str]:
-    """Jobs in processes of one thread each, results as they come."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        for done in as_completed([pool.submit(told, function, case, work) for case in cases]):
-            yield from done.result()
+def branch(case: Case, run: Recorded, control: np.ndarray, work: Path) -> None:
+    """Go on with a fault from its first step on."""
+    start = case.start or 0
+    last_step = start + HORIZON[KINDS[case.kind].is_visible]
+    run.case, run.begun = case, time.monotonic()
+    run.later.become(case)
+    harm, has_lasted = Harm(control, run.losses), False
+    for last in run:
+        has_lasted = harm.update(last.step, last.loss) and (harm.since or 0) >= start
+        if has_lasted or last.step >= last_step:
+            break
+    tell(run.save(place_of(case, work), harm.since, start=start))
+
+
+def tell(result: dict[str, Any]) -> None:
+    """What came of a run, in words."""
+    what = f"{result.get('kind') or 'healthy'} {result.get('dose', '')}" if "setup" in result else "late"
+    how = result["diverged"] or ("harm" if result["is_harmful"] else "no harm")
+    where = f"from {result['start']}, visible {result['visible']}, " if result["start"] is not None else ""
+    name = f"{result['setup']} {result['plan']}" if "setup" in result else str(result)
+    print(f"{name} {what}: {where}{how} after {result['n_steps']} ({result['seconds']:.0f} s)", flush=True)
+
+
+def begin(n_threads: int) -> None:
+    """Of a worker process."""
+    torch.set_num_threads(n_threads)
+    warnings.simplefilter("ignore", RankWarning)
 
 
 def main() -> None:
@@ -155,20 +288,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("artifacts/warnings"))
     parser.add_argument("--set", choices=("fit", "choose", "locked"), required=True)
-    parser.add_argument("--only", choices=("healthy", "faults", "late"))
+    parser.add_argument("--only", choices=("healthy", "late"))
+    parser.add_argument("--plans", type=int, nargs=2, default=(0, 1000), help="first plan, and the one after the last")
+    parser.add_argument("--device", default="cpu", help="of healthy runs without faults")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     work = args.work / args.set
     work.mkdir(parents=True, exist_ok=True)
-    stages: list[tuple[str, Any, list[Any]]] = [
-        ("healthy", record, controls(args.set)),
-        ("faults", search, searches(args.set)),
-        ("late", record, late_cases(args.set) if args.set != "choose" else []),
-    ]
-    for stage, function, cases in stages:
-        if args.only in (None, stage) and cases:
-            for line in side_by_side(function, cases, work, args.processes):
-                print(line, flush=True)
+    jobs: list[tuple[Any, ...]] = []
+    faults: dict[Case, list[Case]] = {}
+    for case in searches(args.set) if args.only is None and args.device == "cpu" else []:
+        faults.setdefault(case.control, []).append(case)
+    for control in controls(args.set) if args.only != "late" else []:
+        if args.plans[0] <= control.plan < args.plans[1]:
+            of_it = faults.get(control, [])
+            jobs.append((record_with_faults, control, of_it, work) if of_it else (record, control, work, args.device))
+    if args.only != "healthy":
+        jobs += [(record, case, work) for case in late_cases(args.set)]
+    # The longest first.
+    jobs.sort(key=lambda job: -len(job[2]) if isinstance(job[2], list) else 0)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, mp_context=context, initializer=begin, initargs=(1,)) as pool:
+        for done in as_completed([pool.submit(*job) for job in jobs]):
+            done.result()
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ SEED = 33
 #: Set -> plans drawn for each setup, and updates of each run.
 N_PLANS = {"fit": 5, "choose": 6, "locked": 10}
 N_STEPS = {"fit": 3000, "choose": 3000, "locked": 4000}
-#: Kinds of faults for each setup.
-N_KINDS = {"fit": 6, "choose": 8, "locked": 20}
+#: Plans of which some have faults; the others are healthy runs alone.
+N_FAULTED_PLANS = {"fit": 5, "choose": 6, "locked": 3}
+#: Kinds of faults for each setup; in the locked set those alone that the logged settings do not give away.
+N_KINDS = {"fit": 6, "choose": 8, "locked": 8}
 #: Updates of runs on text in the locked set: as long as epochs of a small corpus take.
 N_STEPS_OF_TEXT = 6000
 #: Faults begin somewhere here.
@@ -103,6 +105,53 @@ class Changed(wb.Callback):
             self._kept.append((inputs, targets))
             return inputs, targets
         return self._kept[(self._step - self.start) % int(self.dose)]
+
+
+class Later(wb.Callback):
+    """Nothing, until it becomes the fault of a case."""
+
+    name = "later"
+    is_planned = False
+
+    def __init__(self) -> None:
+        self._fault = wb.Callback()
+
+    def become(self, case: Case) -> None:
+        """Act as this fault from the next step on."""
+        made = KINDS[case.kind].make(case.dose, case.start or 0)
+        [fault] = made.get("callbacks") or [wb.faults.Injection(made["faults"], seed=case.seed)]
+        fault.setup(self.run)
+        fault.begin()
+        self._fault = fault
+
+    @property
+    def rate_factor(self) -> float:
+        """That of the fault."""
+        return self._fault.rate_factor
+
+    def begin_step(self, step: int) -> None:
+        """As the fault."""
+        self._fault.begin_step(step)
+
+    def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
+        """As the fault."""
+        return self._fault.change_batch(inputs, targets)
+
+    def run_pass(self, one_pass: Any, inputs: Any, targets: Any) -> Any:
+        """As the fault."""
+        return self._fault.run_pass(one_pass, inputs, targets)
+
+    def around_pass(self) -> Any:
+        """As the fault."""
+        return self._fault.around_pass()
+
+    def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
+        """As the fault."""
+        return self._fault.auxiliary_loss(task_loss, auxiliary)
+
+    def before_update(self, step: int, numbers: Any) -> None:
+        """As the fault."""
+        self._fault.before_update(step, numbers)
 
 
 def _changed(what: str) -> Callable[[float, int], dict[str, list[Any]]]:
@@ -239,15 +288,17 @@ def controls(which: str) -> list[Case]:
 
 
 def searches(which: str) -> list[Case]:
-    """For each setup some kinds of faults, each in a drawn plan and its grossest dose; in the locked set all kinds."""
+    """For each setup some kinds of faults, in a drawn plan, with their grossest dose; in the locked set all visible."""
     found = []
     for number, (name, setup) in enumerate(SETUPS.items()):
         if setup.set != which:
             continue
         draw = np.random.default_rng([SEED, 500 + number])
         able = [kind for kind in KINDS if applies(setup, kind)]
-        kinds = draw.permutation(able)[: N_KINDS[which]]
-        found += [Case(name, int(draw.integers(N_PLANS[which])), str(kind), KINDS[kind].doses[0]) for kind in kinds]
+        visible = [kind for kind in able if KINDS[kind].is_visible] if which == "locked" else []
+        kinds = [*draw.permutation([kind for kind in able if kind not in visible])[: N_KINDS[which]], *visible]
+        n_plans = N_FAULTED_PLANS[which]
+        found += [Case(name, int(draw.integers(n_plans)), str(kind), KINDS[kind].doses[0]) for kind in kinds]
     return found
 
 
@@ -284,12 +335,17 @@ class LateCase:
 
 
 def late_cases(which: str) -> list[LateCase]:
-    """Runs of a set; the locked ones have another norm and a text."""
-    norm, seeds = ("pre_ln", (1,)) if which == "fit" else ("rms_norm", (11, 12, 13))
+    """Runs of a set; the locked ones have another norm and a text, at a rate at which those of "fit" failed."""
+    if which == "choose":
+        return []
+    norm, rates, seeds = {
+        "fit": ("pre_ln", (0.01, 0.03, 0.06, 0.1), (1,)),
+        "locked": ("rms_norm", (0.06,), (11, 12, 13)),
+    }[which]
     return [
         LateCase(which, norm, remedy, rate, seed)
         for remedy in ("", "qk_norm", "z_loss")
-        for rate in (0.01, 0.03)
+        for rate in rates
         for seed in seeds
     ]
 
