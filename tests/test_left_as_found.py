@@ -296,6 +296,20 @@ def with_arithmetic_checked(of, _):
     wb.probes.precision_errors(of.model, of.loss, anatomy=of.anatomy())
 
 
+def with_gradients_projected(of, _):
+    weights = [weight for weight in of.model.parameters() if weight.requires_grad]
+    before = [weight.grad for weight in weights]
+    try:
+        for weight in weights:
+            weight.grad = None
+        with wb.probes.GradientProjections(weights, model=of.model) as projections:
+            of.loss(of.model).backward()
+            projections.take()
+    finally:
+        for weight, gradient in zip(weights, before, strict=True):
+            weight.grad = gradient
+
+
 def with_update_measured(of, _):
     before = {name: weight.detach() * 1.01 for name, weight in of.model.named_parameters()}
     wb.probes.update_effect(of.model, of.loss, before)
@@ -352,6 +366,8 @@ CALLS = {
     "sharpness": Call(curved, ("monitors.sharpness",)),
     "sharpness under Adam": Call(curved_for_adam, ("monitors.preconditioned_sharpness",), FEW),
     "arithmetic": Call(with_arithmetic_checked, ("probes.precision_errors",)),
+    # The forward pass is this test's own, and that of transformers leaves hooks of its own.
+    "gradients": Call(with_gradients_projected, ("probes.GradientProjections",), frozenset({"none"})),
     "effect of an update": Call(with_update_measured, ("probes.update_effect",)),
     "first bad tensor": Call(
         lambda of, _: wb.probes.first_bad_tensor(of.model, lambda model: of.loss(model) * torch.inf),
