@@ -276,6 +276,8 @@ def test_the_account_names_the_first_alarm_after_the_fault_and_its_cause():
         "First alarm: step 319, 19 steps after the fault: arithmetic of attention, layer 1, head 0 (probe). "
         "Likely cause: low precision attention (100 %)."
     )
+    logits = (319, "alarm", "logits", {"layer": 0, "head": 3})
+    assert "largest attention logit, layer 0, head 3 (limit)" in told(FAULT, logits)
     early = (210, "alarm", "kurtosis", {"layer": 2})
     assert told(early, FAULT, PROBE, CAUSE).endswith("(100 %). 1 alarm before the fault.")
     assert told(early) == "First alarm: step 210: kurtosis, layer 2 (evidence). Likely cause: not known."

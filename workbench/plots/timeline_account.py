@@ -59,6 +59,8 @@ def _subject(alarm: TimelineEvent, settings: set[str]) -> str:
     if alarm.source in _CHECKED:
         what, how = _CHECKED[alarm.source], "probe"
         what += " of attention" if alarm.source == "arithmetic" and alarm.head is not None else ""
+    elif alarm.source == "logits":
+        what, how = "largest attention logit", "limit"
     else:
         what, how = alarm.source, "setting" if alarm.source in settings else "evidence"
     return f"{', '.join(filter(None, [what, alarm.place]))} ({how})"
