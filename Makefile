@@ -98,9 +98,11 @@ checkpoints: venv  ## Train the checkpoints in data/ again
 runs: venv  ## Record the training runs and tables in data/ again, where their files are missing
 	$(BIN)/python data/make_runs.py
 
-warnings: venv  ## Record the study of injected faults again, and fit the alarms to it
+warnings: venv  ## Record the study of alarms again (6 hours), fit the alarms to it and judge them
 	for set in fit choose locked; do $(BIN)/python data/record_warnings.py --set $$set; done
 	$(BIN)/python data/judge_warnings.py fit
+	$(BIN)/python data/judge_warnings.py choose
+	$(BIN)/python data/judge_warnings.py judge --sets choose locked
 
 sweep: venv  ## Record the sweeps over learning rates again, and fit the risk model
 	$(BIN)/python data/make_sweep.py

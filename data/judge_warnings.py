@@ -177,6 +177,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
     kind = result.get("kind", "")
     ends = [result["visible"], result["n_steps"] - 1 if result["diverged"] else None]
     return {
+        "name": result["place"].stem,
         "set": result["set"],
         "setup": result.get("setup", "decoder at a high rate"),
         "family": family_of(result),
@@ -203,6 +204,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         "alarms_before": ", ".join(f"{a.signal} {a.step}" for a in (alarms.raised if is_healthy(result) else before)),
         "n_loss_alarms": alone.n_before("loss", None if is_healthy(result) else start),
         "n_grad_norm_alarms": alone.n_before("grad_norm", None if is_healthy(result) else start),
+        "seconds": result["seconds"],
         **named,
     }
 
@@ -243,18 +245,27 @@ class Alone:
 
 
 def judge_all(processes: int, sets: tuple[str, ...]) -> None:
-    """A row for each run, beside it."""
-    for row, result in in_processes(judge, results(sets), processes):
+    """A row for each run, beside it; rows that are there are kept: remove them after a change of the alarms."""
+    waiting = [result for result in results(sets) if not result["place"].with_suffix(".row").exists()]
+    for row, result in in_processes(judge, waiting, processes):
         place = result["place"].with_suffix(".row")
         with replacing(place) as partial_file:
             partial_file.write_text(json.dumps(row))
 
 
 def write_table(out: Path) -> None:
-    """The table of all rows."""
-    rows = [json.loads(place.read_text()) for name in SETS for place in sorted((WORK / name).glob("*.row"))]
-    columns = {name: ("run", [row[name] for row in rows]) for name in rows[0]}
-    seconds = sum(json.loads(p.read_text())["seconds"] for name in SETS for p in (WORK / name).glob("*.json"))
+    """The table of all rows, those that it had before included."""
+    rows = {}
+    if out.exists():
+        before = xr.load_dataset(out).to_dataframe().to_dict("records")
+        rows = {row["name"]: row for row in before}
+    for place in (place for name in SETS for place in (WORK / name).glob("*.row")):
+        row = json.loads(place.read_text())
+        rows[row["name"]] = row
+    kept = without_failed_controls(list(rows.values()))
+    ordered = sorted(kept, key=lambda row: (row["set"], row["name"]))
+    columns = {name: ("run", [row[name] for row in ordered]) for name in ordered[0]}
+    seconds = sum(row["seconds"] for row in ordered)
     attrs = {
         "calibration": Calibration.shipped().about,
         "scripts": "data/record_warnings.py, data/judge_warnings.py",
@@ -263,6 +274,18 @@ def write_table(out: Path) -> None:
     }
     xr.Dataset(columns, attrs=attrs).to_netcdf(out)
     print(f"{len(rows)} runs in {out}")
+
+
+def without_failed_controls(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Controls that fail become failures by themselves; their faults are left out, with nothing to compare them with."""
+    failed = {(row["setup"], row["plan"]) for row in rows if row["kind"] == "" and row["is_harmful"]}
+    found = []
+    for row in rows:
+        if (row["setup"], row["plan"]) in failed and row["kind"] not in ("", "late"):
+            continue
+        is_failed = row["kind"] == "" and row["is_harmful"]
+        found.append(row | {"kind": "late"} if is_failed else row)
+    return found
 
 
 def in_processes(function: Any, items: list[Any], processes: int) -> Iterator[tuple[Any, Any]]:

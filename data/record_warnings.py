@@ -1,4 +1,4 @@
-"""Record the runs of the study behind the alarms; resumable, one file a run.
+"""Record the runs of the study behind the alarms; resumable, one file a run; runs of early_warning.nc are not repeated.
 
     python data/record_warnings.py --set fit            # healthy runs with their faults, then late failures
     python data/record_warnings.py --set locked --plans 3 10 --device cuda    # more healthy runs, on a GPU
@@ -13,6 +13,7 @@ is above the smallest one before by three such deviations of the first 1,000 ste
 from __future__ import annotations
 
 import argparse
+import functools
 import gzip
 import json
 import multiprocessing
@@ -30,12 +31,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from warning_cases import KINDS, Case, LateCase, Later, build, build_late, controls, late_cases, searches
 
 import workbench as wb
 from workbench.io.atomic import replacing
 from workbench.koopman.spectra import RankWarning
 
+TABLE = Path(__file__).parent / "early_warning.nc"
 WINDOW, N_DEVIATIONS, LASTING = 50, 3.0, 200
 #: The control's means are compared with its own trend over so many steps.
 TREND = 250
@@ -150,9 +153,19 @@ def place_of(case: Case | LateCase, work: Path) -> Path:
 
 
 def known(case: Case | LateCase, work: Path) -> dict[str, Any] | None:
-    """What was found of a run that is recorded."""
+    """What was found of a run that is recorded here, or in the table."""
     place = place_of(case, work).with_suffix(".json")
-    return json.loads(place.read_text()) if place.exists() else None
+    return json.loads(place.read_text()) if place.exists() else rows_of_table().get(case.name)
+
+
+@functools.cache
+def rows_of_table() -> dict[str, dict[str, Any]]:
+    """Whether runs of the table were harmed, by the name of the run."""
+    if not TABLE.exists():
+        return {}
+    with xr.open_dataset(TABLE) as table:
+        names, harmed = table["name"].values.tolist(), table["is_harmful"].values.tolist()
+    return {name: {"is_harmful": is_harmful} for name, is_harmful in zip(names, harmed, strict=True)}
 
 
 def record(case: Case | LateCase, work: Path, device: str = "cpu") -> None:
@@ -172,7 +185,7 @@ def record_with_faults(control: Case, faults: list[Case], work: Path) -> None:
     run, waiting = Recorded(control), []
     for record in run:
         waiting += [Waiting(case, run, work) for case in faults if case.start == record.step + 1]
-    if known(control, work) is None:
+    if not place_of(control, work).exists():
         tell(run.save(place_of(control, work), device="cpu"))
     for each in waiting:
         each.go()

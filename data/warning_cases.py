@@ -344,9 +344,9 @@ def late_cases(which: str) -> list[LateCase]:
     }[which]
     return [
         LateCase(which, norm, remedy, rate, seed)
-        for remedy in ("", "qk_norm", "z_loss")
-        for rate in rates
         for seed in seeds
+        for rate in rates
+        for remedy in ("", "qk_norm", "z_loss")
     ]
 
 

@@ -159,6 +159,21 @@ def test_a_replay_of_the_record_raises_the_same_alarms(alarms, attributor):
         replay(xr.DataTree(), alarms)
 
 
+def test_a_part_is_judged_with_the_learning_rate_of_its_own_step(alarms):
+    """Where a schedule begins again, the first large update moves the weights far, and that is planned."""
+    coords = {"layer": np.array([0]), "head": np.arange(2), "term": TERMS}
+    random = np.random.default_rng(0)
+    raised = []
+    for step in range(1000):
+        rate = 1e-3 if step < 999 else 2e-2
+        if (step + 1) % 10 == 0:
+            norm = rate * (1 + 0.05 * random.random((1, 2, 5)))
+            raised += alarms.observe(Observation(step, "attention", {"frobenius_norm": norm}, coords))
+        numbers = {"loss": 2 + 0.01 * random.random(), "learning_rate": rate}
+        raised += alarms.observe(Observation(step, "monitors", {name: np.array(v) for name, v in numbers.items()}))
+    assert raised == []
+
+
 def labelled(agreements):
     for step, agreement in enumerate(agreements):
         yield Observation(step, "monitors", {"loss": np.array(2.0), "label_agreement": np.array(agreement)})

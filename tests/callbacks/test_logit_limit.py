@@ -20,17 +20,19 @@ def measured(step, largest, *, layer=1, head=2):
 def test_growth_beyond_the_limit_is_one_alarm_with_its_place():
     alarms = Alarms()
     heard = [
-        alarm for i, value in enumerate([20, 900, 1000, 1001, 5000]) for alarm in alarms.observe(measured(i, value))
+        alarm
+        for i, value in enumerate([20, 9000, 10_000, 10_010, 50_000])
+        for alarm in alarms.observe(measured(i, value))
     ]
     (alarm,) = heard
-    assert (alarm.step, alarm.signal, alarm.layer, alarm.head, alarm.value) == (3, "logits", 4, 2, 1001)
+    assert (alarm.step, alarm.signal, alarm.layer, alarm.head, alarm.value) == (3, "logits", 4, 2, 10_010)
     assert not alarm.is_outcome
     assert alarms.attribute().cause == "logit_growth"
 
 
 def test_another_finding_is_named_before_large_logits():
     alarms = Alarms()
-    for i, value in enumerate([20, 2000]):
+    for i, value in enumerate([20, 20_000]):
         alarms.observe(measured(i, value))
     setting = {"setting": np.array("learning_rate"), "message": np.array("It rose.")}
     alarms.observe(Observation(2, "settings", {"factor": np.array(10.0)}, setting))
@@ -39,7 +41,7 @@ def test_another_finding_is_named_before_large_logits():
 
 def test_after_recovery_it_may_sound_again():
     alarms = Alarms()
-    values = [20, 2000, *[500] * 3, 3000]
+    values = [20, 20_000, *[500] * 3, 30_000]
     heard = [alarm.step for i, value in enumerate(values) for alarm in alarms.observe(measured(i, value))]
     assert heard == [1, 5]
 
@@ -53,4 +55,4 @@ def test_without_logits_nothing_is_said(values):
 
 def test_a_model_that_is_beyond_it_from_the_first_measurement_on_is_left_alone():
     limit = LogitLimit()
-    assert all(limit.update(measured(0, 2000.0).values, COORDS) is None for _ in range(5))
+    assert all(limit.update(measured(0, 20_000.0).values, COORDS) is None for _ in range(5))

@@ -7,73 +7,93 @@ from workbench.errors import OptionError, SchemaError
 from workbench.studies import early_warning
 
 NAN = np.nan
+COLUMNS = (
+    "set", "family", "kind", "settings_show_it", "start", "n_steps", "is_harmful", "harm_step", "expected_cause",
+    "first_step", "first_cause", "cause", "first_signal", "loss_step", "grad_norm_step", "n_alarms", "n_loss_alarms",
+    "n_grad_norm_alarms",
+)  # fmt: skip
+ROWS = [
+    ("locked", "A", "", False, NAN, 3000, False, NAN, "", NAN, "", "", "", NAN, NAN, 0, 0, 0),
+    ("locked", "B", "", False, NAN, 2000, False, NAN, "", 700, "x", "x", "loss", 700, NAN, 2, 1, 0),
+    # Found at once; found late and by another name; never; harmless; seen in the settings; of another set.
+    ("locked", "A", "bits", False, 400, 700, True, 420, "bits", 410, "bits", "bits", "arithmetic", 430, 405, 1, 0, 0),
+    ("locked", "A", "data", False, 400, 1500, True, 1300, "data", 500, "bits", "", "loss", 500, NAN, 1, 0, 0),
+    ("locked", "B", "bits", False, 500, 1500, True, 1100, "bits", NAN, "", "", "", 1200, 1090, 0, 0, 0),
+    ("locked", "B", "data", False, 500, 2500, False, NAN, "data", 520, "data", "data", "data", NAN, NAN, 1, 0, 0),
+    ("locked", "B", "rate", True, 500, 600, True, 505, "rate", 500, "rate", "rate", "learning_rate", 501, 501, 1, 0, 0),
+    ("choose", "C", "", False, NAN, 1000, False, NAN, "", NAN, "", "", "", NAN, NAN, 0, 0, 0),
+    # Two late failures, one of which is warned of.
+    ("locked", "B", "late", False, NAN, 9000, True, 3000, "grown", 800, "grown", "grown", "logits", 4000, NAN, 1, 0, 0),
+    ("locked", "B", "late", False, NAN, 9000, False, NAN, "grown", NAN, "", "", "", NAN, NAN, 0, 0, 0),
+]  # fmt: skip
 
 
 @pytest.fixture
 def runs():
-    """Two healthy runs, one with a false alarm; four faulted ones: warned first, too late, never, harmless."""
-    rows = [
-        # fault, diverged, step, accuracy, twin, mechanism, loss, grad, cause, acted accuracy
-        ("", False, 99, 0.9, 0.9, NAN, NAN, NAN, "", NAN),
-        ("", False, 99, 0.9, 0.9, 40, NAN, NAN, "large_rate", NAN),
-        ("large_rate", True, 80, NAN, 0.9, 50, NAN, 60, "large_rate", 0.89),
-        ("large_rate", False, 99, 0.2, 0.9, 70, 60, NAN, "small_batch", 0.5),
-        ("small_batch + large_rate", False, 99, 0.5, 0.9, NAN, 55, NAN, "small_batch", 0.9),
-        ("small_batch", False, 99, 0.88, 0.9, 45, NAN, NAN, "small_batch", 0.9),
-    ]
-    names = [
-        "fault", "has_diverged", "step", "accuracy", "healthy_accuracy", "mechanism_step", "loss_step",
-        "grad_norm_step", "cause_later", "acted_accuracy",
-    ]  # fmt: skip
-    table = {name: ("run", [row[i] for row in rows]) for i, name in enumerate(names)}
-    table |= {"spike_score_step": ("run", [NAN] * 6), "acted_has_diverged": ("run", [False] * 6)}
-    return xr.Dataset(table).set_coords("fault")
+    return xr.Dataset({name: ("run", [row[i] for row in ROWS]) for i, name in enumerate(COLUMNS)})
 
 
-def test_harm_is_divergence_or_lost_accuracy(runs):
-    assert early_warning.harmful(runs).values.tolist() == [False, False, True, True, True, False]
-    assert early_warning.harmful(runs, margin=0.01).values[-1]
-    with pytest.raises(OptionError, match="margin is -1"):
-        early_warning.harmful(runs, margin=-1)
+def test_sets_are_taken_by_name(runs):
+    assert early_warning.of_set(runs, "choose").sizes["run"] == 1
+    assert early_warning.of_set(runs, "choose", "locked").sizes["run"] == len(ROWS)
+    with pytest.raises(OptionError, match="no set 'fit'"):
+        early_warning.of_set(runs, "fit")
 
 
-def test_lead_times_count_to_whatever_shows_first(runs):
-    np.testing.assert_array_equal(early_warning.shown_at(runs), [NAN, NAN, 60, 60, 55, NAN])
-    np.testing.assert_array_equal(early_warning.lead_times(runs), [NAN, np.inf, 10, -10, NAN, np.inf])
-    np.testing.assert_array_equal(early_warning.shown_at(runs, signs=["divergence"]), [NAN, NAN, 80, NAN, NAN, NAN])
-    assert early_warning.lead_times(runs, signs=["divergence"]).values[2] == 30
-    with pytest.raises(OptionError, match="There is no sign 'acc'"):
-        early_warning.shown_at(runs, signs=["acc"])
-    assert early_warning.warned_first(runs).values.tolist() == [False, True, True, False, False, True]
+def test_harm_counts_where_settings_do_not_show_the_fault(runs):
+    assert np.flatnonzero(early_warning.harmful(runs)).tolist() == [2, 3, 4]
+    assert np.flatnonzero(early_warning.subtle(runs)).tolist() == [3, 4, 8]
 
 
-def test_a_divergence_shows_even_without_an_alarm(runs):
-    runs["grad_norm_step"][2] = NAN
-    assert early_warning.lead_times(runs).values[2] == 30
+def test_delays_count_from_the_onset(runs):
+    np.testing.assert_array_equal(early_warning.delays(runs)[2:7], [10, 100, NAN, 20, 0])
+    np.testing.assert_array_equal(early_warning.delays(runs, detector="loss alone")[2:5], [30, 100, 700])
+    with pytest.raises(OptionError, match="no detector 'norm'"):
+        early_warning.delays(runs, detector="norm")
 
 
-def test_false_alarms_count_healthy_runs(runs):
+def test_false_alarms_are_a_rate_with_the_interval_of_poisson(runs):
     found = early_warning.false_alarms(runs)
-    assert {name: int(found[name]) for name in ("n_runs", "any", "mechanism", "outcome")} == {
-        "n_runs": 2, "any": 1, "mechanism": 1, "outcome": 0,
-    }  # fmt: skip
+    assert int(found["n_steps"]) == 6000
+    assert found["n_alarms"].values.tolist() == [2, 1, 0]
+    np.testing.assert_allclose(found["rate"], np.array([2, 1, 0]) / 6000 * 1e5)
+    # Garwood's limits for counts of 2, 1 and 0, from a table.
+    np.testing.assert_allclose(found["low"] * 0.06, [0.2422, 0.0253, 0], atol=1e-4)
+    np.testing.assert_allclose(found["high"] * 0.06, [7.2247, 5.5716, 3.6889], atol=1e-4)
     with pytest.raises(SchemaError, match="no healthy run"):
-        early_warning.false_alarms(runs.isel(run=slice(2, None)))
+        early_warning.false_alarms(runs.isel(run=slice(2, 4)))
 
 
-def test_the_confusion_matrix_has_the_runs_with_one_fault(runs):
-    found = early_warning.confusion(runs)
-    assert found.sum() == 3
-    assert int(found.sel(fault="large_rate", attributed="small_batch")) == 1
-    # One of several faults is right too.
-    assert early_warning.attributed_rightly(runs) == (3, 4)
+def test_goals_count_runs_for_each_detector(runs):
+    found = early_warning.goals(runs)
+    assert found["n"].values.tolist() == [3, 3, 3, 3, 3]
+    counts = found["n_reached"].values
+    assert counts[0].tolist() == [1, 1, 1]
+    assert counts[1].tolist() == [2, 1, 2]
+    assert counts[2].tolist() == [1, 0, 1]
+    assert counts[3, 0] == 1
+    assert counts[4, 0] == 1
+    assert np.isnan(counts[3:, 1:]).all()
+    is_known = np.isfinite(counts)
+    assert (found["low"].values[is_known] <= found["share"].values[is_known]).all()
+    assert (found["high"].values[is_known] >= found["share"].values[is_known]).all()
+    # One of three is about what Wilson's interval says, or less certain.
+    assert found["low"].values[0, 0] <= 0.062
+    assert found["high"].values[0, 0] >= 0.79
 
 
-def test_saved_are_harmful_ones_that_end_well(runs):
-    assert early_warning.saved(runs).values.tolist() == [False, False, True, False, True, False]
+def test_kinds_have_their_medians(runs):
+    found = early_warning.by_kind(runs)
+    assert found["kind"].values.tolist() == ["bits", "data"]
+    assert found["n_runs"].values.tolist() == [2, 2]
+    assert found["n_harmful"].values.tolist() == [2, 1]
+    assert found["n_soon"].values.tolist() == [1, 0]
+    assert found["n_named"].values.tolist() == [1, 0]
+    assert found["delay"].values.tolist() == [10, 100]
+    assert found["first_signal"].values.tolist() == ["arithmetic", "loss"]
 
 
 def test_a_table_of_something_else_is_refused():
-    with pytest.raises(SchemaError, match="lacks fault"):
+    with pytest.raises(SchemaError, match="lacks kind"):
         early_warning.false_alarms(xr.Dataset())
     assert wb.early_warning is early_warning

@@ -1,4 +1,4 @@
-"""Evaluate a recorded study of alarms: shares of runs, lead times, and the confusion matrix of the attribution.
+"""Evaluate a recorded study of alarms: delays from the onset of a fault, causes named, and false alarms.
 
 Every function takes the table of `workbench.samples.early_warning`, or one made like it.
 """
@@ -11,95 +11,74 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
+from workbench.risk.scores import resamples
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = [
-    "SIGNS",
-    "attributed_rightly",
-    "confusion",
-    "false_alarms",
-    "harmful",
-    "lead_times",
-    "saved",
-    "shown_at",
-    "warned_first",
-]
+__all__ = ["by_kind", "delays", "false_alarms", "goals", "harmful", "of_set", "subtle"]
+
+#: Detectors that are compared -> column of their first alarm from the onset on.
+DETECTORS = {"all alarms": "first_step", "loss alone": "loss_step", "gradient norm alone": "grad_norm_step"}
+#: Harm that comes more than this many steps after the onset makes a fault subtle.
+SUBTLE = 500
+#: Steps in which a fault should be found.
+SOON = 50
+_PER_STEPS = 100_000
+_N_BOOTSTRAP = 1000
 
 
-#: The usual signals, each with its alarm, and divergence.
-SIGNS = ("loss", "grad_norm", "spike_score", "divergence")
-_OUTCOMES = ("loss_step", "grad_norm_step", "spike_score_step")
-
-
-def harmful(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
-    """Which faulted runs diverged, or ended less accurate than the same run without the fault; bool, dim ``run``.
+def of_set(runs: xr.Dataset, *names: str) -> xr.Dataset:
+    """The runs of some sets.
 
     Args:
         runs: The table.
-        margin: Accuracy that a run may lose; of 1,024 questions, two standard errors of a difference are .044.
+        *names: ``"choose"``, whose healthy runs the thresholds were raised for, or ``"locked"``, which judges.
+
+    Raises:
+        OptionError: If there is no such set.
+
+    Example:
+        >>> import workbench as wb
+        >>> locked = wb.early_warning.of_set(wb.samples.early_warning(), "locked")
+        >>> set(locked["set"].values.tolist())
+        {'locked'}
+    """
+    _need(runs, "set")
+    known = sorted(set(runs["set"].values.tolist()))
+    for name in names:
+        if name not in known:
+            raise OptionError(f"There is no set '{name}' in this table, expected some of {', '.join(known)}.")
+    return runs.isel(run=np.flatnonzero(np.isin(runs["set"].values, names)))
+
+
+def harmful(runs: xr.Dataset) -> xr.DataArray:
+    """Which runs were harmed by a fault that the logged settings do not give away; bool, dim ``run``.
+
+    A run is harmed if it diverged, or if its loss was visibly worse than that of the same run without the fault: by
+    three deviations of a mean over 50 steps, when it ended.
+
+    Args:
+        runs: The table.
 
     Raises:
         SchemaError: If the table lacks a column.
-        OptionError: If the margin is negative.
 
     Example:
         >>> import workbench as wb
         >>> runs = wb.samples.early_warning()
-        >>> harmful = wb.early_warning.harmful(runs)
-        >>> bool((runs["fault"][harmful] != "").all())
+        >>> bool((runs["kind"][wb.early_warning.harmful(runs)] != "").all())
         True
     """
-    if margin < 0:
-        raise OptionError(f"margin is {margin}, expected a share of at least 0.")
-    _need(runs, "fault", "has_diverged", "accuracy", "healthy_accuracy")
-    has_fault = runs["fault"] != ""
-    return has_fault & (runs["has_diverged"] | (runs["accuracy"] < runs["healthy_accuracy"] - margin))
+    _need(runs, "start", "is_harmful", "settings_show_it")
+    return runs["start"].notnull() & runs["is_harmful"] & ~runs["settings_show_it"]
 
 
-def shown_at(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
-    """The step of the first alarm of loss, gradient norm or spike score, or of divergence; dim ``run``.
+def subtle(runs: xr.Dataset) -> xr.DataArray:
+    """Which runs were harmed late: more than 500 steps after the onset, or without a fault; bool, dim ``run``.
 
     Args:
         runs: The table.
-        signs: Which of these four to use.
-
-    Returns:
-        Steps; NaN where there was none.
-
-    Raises:
-        SchemaError: If the table lacks a column.
-        OptionError: If a sign is unknown.
-
-    Example:
-        >>> import workbench as wb
-        >>> runs = wb.samples.early_warning()
-        >>> by_loss = wb.early_warning.shown_at(runs, signs=["loss"])
-        >>> bool((by_loss < wb.early_warning.shown_at(runs)).any())  # more signs never show it later
-        False
-    """
-    for sign in signs:
-        if sign not in SIGNS:
-            raise OptionError(f"There is no sign '{sign}', expected some of {', '.join(SIGNS)}.")
-    _need(runs, *_OUTCOMES, "has_diverged", "step")
-    steps = {name.removesuffix("_step"): runs[name] for name in _OUTCOMES}
-    steps["divergence"] = runs["step"].where(runs["has_diverged"])
-    ends = [steps[sign] for sign in signs]
-    first = np.fmin.reduce([np.asarray(end, dtype=float) for end in ends])
-    return runs["step"].astype(float).copy(data=first)
-
-
-def lead_times(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
-    """Steps from the first alarm of a mechanism monitor to the first of the other signals; dim ``run``.
-
-    Args:
-        runs: The table.
-        signs: As in `shown_at`.
-
-    Returns:
-        Steps; negative where the mechanism came later, infinite where no other signal alarmed, NaN where the mechanism
-        raised no alarm.
 
     Raises:
         SchemaError: If the table lacks a column.
@@ -107,140 +86,209 @@ def lead_times(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArra
     Example:
         >>> import workbench as wb
         >>> runs = wb.samples.early_warning()
-        >>> steps = wb.early_warning.lead_times(runs)
-        >>> bool((steps[wb.early_warning.warned_first(runs)] > 0).all())
+        >>> bool(runs["is_harmful"][wb.early_warning.subtle(runs)].all())
         True
     """
-    _need(runs, "mechanism_step")
-    shown = shown_at(runs, signs=signs)
-    return shown.fillna(np.inf) - runs["mechanism_step"]
+    _need(runs, "harm_step", "kind")
+    is_late = (runs["kind"] == "late") & runs["is_harmful"]
+    return harmful(runs) & (runs["harm_step"] - runs["start"] > SUBTLE) | is_late
 
 
-def warned_first(runs: xr.Dataset, *, signs: Sequence[str] = SIGNS) -> xr.DataArray:
-    """Whether a mechanism monitor raised its alarm strictly before any of the other signals; bool, dim ``run``.
+def delays(runs: xr.Dataset, *, detector: str = "all alarms") -> xr.DataArray:
+    """Steps from the onset of the fault to the first alarm; dim ``run``.
 
     Args:
         runs: The table.
-        signs: As in `shown_at`.
+        detector: ``"all alarms"``, ``"loss alone"`` or ``"gradient norm alone"``, each with the whole rate of false
+            alarms.
+
+    Returns:
+        Steps; NaN where there is no fault or no alarm.
+
+    Raises:
+        SchemaError: If the table lacks a column.
+        OptionError: If there is no such detector.
 
     Example:
         >>> import workbench as wb
         >>> runs = wb.samples.early_warning()
-        >>> first = wb.early_warning.warned_first(runs)
-        >>> first.dims, bool((wb.early_warning.lead_times(runs)[first] > 0).all())
-        (('run',), True)
+        >>> bool((wb.early_warning.delays(runs).dropna("run") >= 0).all())
+        True
     """
-    return lead_times(runs, signs=signs) > 0
+    if detector not in DETECTORS:
+        raise OptionError(f"There is no detector '{detector}', expected one of {', '.join(DETECTORS)}.")
+    _need(runs, "start", DETECTORS[detector])
+    return runs[DETECTORS[detector]] - runs["start"]
 
 
 def false_alarms(runs: xr.Dataset) -> xr.Dataset:
-    """Count the healthy runs that raised an alarm.
+    """Count the alarms of healthy runs.
 
     Args:
         runs: The table.
 
     Returns:
-        Dataset of numbers: ``n_runs``; ``any`` (runs with an alarm of either group), ``mechanism``, ``outcome``.
+        Dataset with dim ``detector``: ``n_alarms``, ``n_steps``, ``rate`` for 100,000 steps, and ``low`` and ``high``,
+        its 95 % interval if false alarms come independently (Poisson).
 
     Raises:
         SchemaError: If the table lacks a column or has no healthy run.
 
     Example:
         >>> import workbench as wb
-        >>> alarms = wb.early_warning.false_alarms(wb.samples.early_warning())
-        >>> int(alarms["mechanism"]) <= int(alarms["any"]) <= int(alarms["n_runs"])
+        >>> counts = wb.early_warning.false_alarms(wb.samples.early_warning())
+        >>> bool((counts["low"] <= counts["rate"]).all())
         True
     """
     import xarray as xr
+    from scipy.stats import chi2
 
-    _need(runs, "fault", "mechanism_step", *_OUTCOMES)
-    healthy = runs.isel(run=np.flatnonzero(runs["fault"].values == ""))
+    _need(runs, "kind", "n_steps", "n_alarms", "n_loss_alarms", "n_grad_norm_alarms")
+    healthy = runs.isel(run=np.flatnonzero(runs["kind"].values == ""))
     if not healthy.sizes["run"]:
-        raise SchemaError("The table has no healthy run; add runs whose fault is empty.")
-    mechanism = healthy["mechanism_step"].notnull().values
-    outcome = np.any([healthy[name].notnull().values for name in _OUTCOMES], axis=0)
-    counts = {"any": mechanism | outcome, "mechanism": mechanism, "outcome": outcome}
-    return xr.Dataset({"n_runs": healthy.sizes["run"], **{name: int(found.sum()) for name, found in counts.items()}})
+        raise SchemaError("The table has no healthy run; add runs whose kind of fault is empty.")
+    n_steps = int(healthy["n_steps"].sum())
+    columns = ("n_alarms", "n_loss_alarms", "n_grad_norm_alarms")
+    counts = np.array([int(healthy[name].sum()) for name in columns])
+    low = np.where(counts > 0, chi2.ppf(0.025, 2 * np.maximum(counts, 1)) / 2, 0.0)
+    high = chi2.ppf(0.975, 2 * counts + 2) / 2
+    scale = _PER_STEPS / n_steps
+    found = {"n_alarms": counts, "rate": counts * scale, "low": low * scale, "high": high * scale}
+    return xr.Dataset(
+        {name: ("detector", values) for name, values in found.items()} | {"n_steps": n_steps},
+        coords={"detector": list(DETECTORS)},
+    )
 
 
-def confusion(runs: xr.Dataset, *, cause: str = "cause_later") -> xr.DataArray:
-    """The confusion matrix of the alarmed runs with one fault: the fault and its attribution.
+def goals(runs: xr.Dataset, *, seed: int = 0) -> xr.Dataset:
+    """What is asked of the alarms for harmful faults that settings do not give away, what was found, and two baselines.
 
     Args:
-        runs: The table.
-        cause: Column of the attribution: ``"cause_at_once"``, ``"cause_later"`` or ``"cause_later_without_settings"``.
+        runs: The table; see `of_set`.
+        seed: Seed of the resamples of the families.
 
     Returns:
-        Runs, int, dims ``fault`` and ``attributed``.
+        Dataset with dims ``goal`` and ``detector``: ``asked`` (share), ``n`` (runs that count), ``n_reached``,
+        ``share``, and ``low`` and ``high``: the wider of Wilson's 95 % interval over runs and of that over resamples of
+        the families. NaN: no such run, or a goal that a detector has no answer to.
 
     Raises:
         SchemaError: If the table lacks a column.
 
     Example:
         >>> import workbench as wb
-        >>> table = wb.early_warning.confusion(wb.samples.early_warning())
-        >>> table.dims, int(table.sel(fault="large_rate", attributed="large_rate")) > 0
-        (('fault', 'attributed'), True)
+        >>> runs = wb.early_warning.of_set(wb.samples.early_warning(), "locked")
+        >>> found = wb.early_warning.goals(runs)
+        >>> bool((found["n_reached"] <= found["n"]).all())
+        True
     """
     import xarray as xr
 
-    _need(runs, "fault", cause)
-    pairs = [
-        (fault, found)
-        for fault, found in zip(runs["fault"].values.tolist(), runs[cause].values.tolist(), strict=True)
-        if fault and found and " + " not in fault
+    _need(runs, "first_cause", "cause", "expected_cause", "family")
+    harm, late = harmful(runs).values, subtle(runs).values
+    harm_step, expected = runs["harm_step"].values, runs["expected_cause"].values
+    at_once, later = runs["first_cause"].values == expected, runs["cause"].values == expected
+    loss = np.fmin(runs["loss_step"].values, harm_step)
+    nobody = np.zeros(len(harm), dtype=bool)
+    rows: list[tuple[str, float, np.ndarray, dict[str, np.ndarray]]] = []
+    soon, before, warned = {}, {}, {}
+    for detector, column in DETECTORS.items():
+        step = runs[column].values
+        soon[detector] = delays(runs, detector=detector).values <= SOON
+        before[detector] = step <= harm_step
+        warned[detector] = (step < loss) & (at_once if detector == "all alarms" else True)
+    rows.append((f"alarm within {SOON} steps of the onset", 0.95, harm, soon))
+    rows.append(("alarm at the latest when the loss is visibly worse", 0.95, harm, before))
+    rows.append((f"harm after more than {SUBTLE} steps: warned before the loss, cause named", 0.95, late, warned))
+    rows.append(("cause named by the first alarm", 0.90, harm, {"all alarms": at_once}))
+    rows.append((f"cause named within {SOON} steps of the onset", 0.95, harm, {"all alarms": later}))
+    shape = len(rows), len(DETECTORS)
+    n_reached, low, high = (np.full(shape, np.nan) for _ in range(3))
+    for i, (_, _, counts, reached) in enumerate(rows):
+        for j, detector in enumerate(DETECTORS):
+            if detector in reached and counts.any():
+                hit = np.where(counts, reached[detector], nobody)
+                n_reached[i, j] = hit.sum()
+                low[i, j], high[i, j] = _interval(hit[counts], runs["family"].values[counts], seed)
+    n = np.array([counts.sum() for _, _, counts, _ in rows])
+    both = ("goal", "detector")
+    return xr.Dataset(
+        {
+            "asked": ("goal", [asked for _, asked, _, _ in rows]),
+            "n": ("goal", n),
+            "n_reached": (both, n_reached),
+            "share": (both, n_reached / np.maximum(n, 1)[:, None]),
+            "low": (both, low),
+            "high": (both, high),
+        },
+        coords={"goal": [words for words, *_ in rows], "detector": list(DETECTORS)},
+    )
+
+
+def by_kind(runs: xr.Dataset) -> xr.Dataset:
+    """The harmful runs by kind of fault: how many, how soon each detector alarms, and what alarmed first.
+
+    Args:
+        runs: The table.
+
+    Returns:
+        Dataset with dim ``kind``: ``n_runs``, ``n_harmful``, ``n_soon`` (alarm within 50 steps), ``n_named`` (cause
+        named by the first alarm), ``delay`` (median in steps, of those that alarm; NaN: none), ``delay_of_loss``,
+        ``delay_of_grad_norm``, and ``first_signal``, the most frequent one.
+
+    Raises:
+        SchemaError: If the table lacks a column.
+
+    Example:
+        >>> import workbench as wb
+        >>> kinds = wb.early_warning.by_kind(wb.samples.early_warning())
+        >>> bool((kinds["n_soon"] <= kinds["n_harmful"]).all())
+        True
+    """
+    import xarray as xr
+
+    harm = harmful(runs).values
+    delay = {detector: delays(runs, detector=detector).values for detector in DETECTORS}
+    is_named = runs["first_cause"].values == runs["expected_cause"].values
+    is_hidden = runs["start"].notnull().values & ~runs["settings_show_it"].values
+    kinds = sorted(set(runs["kind"].values[is_hidden].tolist()))
+    columns: dict[str, list[object]] = {}
+    for kind in kinds:
+        of_kind = runs["kind"].values == kind
+        here = of_kind & harm
+        signals = [signal for signal in runs["first_signal"].values[here].tolist() if signal]
+        row = {
+            "n_runs": int((of_kind & is_hidden).sum()),
+            "n_harmful": int(here.sum()),
+            "n_soon": int((delay["all alarms"][here] <= SOON).sum()),
+            "n_named": int(is_named[here].sum()),
+            "delay": _median(delay["all alarms"][here]),
+            "delay_of_loss": _median(delay["loss alone"][here]),
+            "delay_of_grad_norm": _median(delay["gradient norm alone"][here]),
+            "first_signal": max(sorted(set(signals)), key=signals.count, default=""),
+        }
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return xr.Dataset({name: ("kind", values) for name, values in columns.items()}, coords={"kind": kinds})
+
+
+def _median(values: np.ndarray) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else float("nan")
+
+
+def _interval(reached: np.ndarray, family: np.ndarray, seed: int) -> tuple[float, float]:
+    """The wider of Wilson's interval over runs and of the interval over resamples of families."""
+    from scipy.stats import binomtest
+
+    wilson = binomtest(int(reached.sum()), len(reached)).proportion_ci(method="wilson")
+    _, codes = np.unique(family, return_inverse=True)
+    shares = [
+        weight @ reached / np.maximum(weight.sum(axis=1), 1e-12)
+        for weight in resamples(codes, len(reached), _N_BOOTSTRAP, seed)
     ]
-    faults = sorted({fault for fault, _ in pairs})
-    attributed = sorted({found for _, found in pairs} | set(faults))
-    counts = np.zeros((len(faults), len(attributed)), dtype=int)
-    for fault, found in pairs:
-        counts[faults.index(fault), attributed.index(found)] += 1
-    return xr.DataArray(counts, coords={"fault": faults, "attributed": attributed}, name="runs")
-
-
-def attributed_rightly(runs: xr.Dataset, *, cause: str = "cause_later") -> tuple[int, int]:
-    """Count the alarmed runs that were attributed to their fault, or to one of several, and all alarmed runs.
-
-    Args:
-        runs: The table.
-        cause: See `confusion`.
-
-    Raises:
-        SchemaError: If the table lacks a column.
-
-    Example:
-        >>> import workbench as wb
-        >>> right, alarmed = wb.early_warning.attributed_rightly(wb.samples.early_warning())
-        >>> 0 < right <= alarmed
-        True
-    """
-    _need(runs, "fault", cause)
-    pairs = zip(runs["fault"].values.tolist(), runs[cause].values.tolist(), strict=True)
-    right = [found in fault.split(" + ") for fault, found in pairs if fault and found]
-    return sum(right), len(right)
-
-
-def saved(runs: xr.Dataset, *, margin: float = 0.05) -> xr.DataArray:
-    """Which harmful runs automatic actions saved: converged, as accurate as the paired healthy run; bool, dim ``run``.
-
-    Args:
-        runs: The table.
-        margin: As in `harmful`.
-
-    Raises:
-        SchemaError: If the table lacks a column.
-        OptionError: If the margin is negative.
-
-    Example:
-        >>> import workbench as wb
-        >>> runs = wb.samples.early_warning()
-        >>> saved = wb.early_warning.saved(runs)
-        >>> bool(wb.early_warning.harmful(runs)[saved].all())
-        True
-    """
-    _need(runs, "acted_has_diverged", "acted_accuracy")
-    is_well = ~runs["acted_has_diverged"] & (runs["acted_accuracy"] >= runs["healthy_accuracy"] - margin)
-    return harmful(runs, margin=margin) & is_well
+    low, high = np.quantile(np.concatenate(shares), [0.025, 0.975])
+    return min(wilson.low, float(low)), max(wilson.high, float(high))
 
 
 def _need(runs: xr.Dataset, *names: str) -> None:
@@ -251,5 +299,5 @@ def _need(runs: xr.Dataset, *names: str) -> None:
         )
 
 
-def __dir__() -> list[str]:
+def __dir__() -> Sequence[str]:
     return sorted(__all__)

@@ -221,16 +221,19 @@ def shaping(*studies: str) -> xr.Dataset:
 
 
 def early_warning() -> xr.Dataset:
-    """The alarms of the reported runs in the study of injected faults; see data/README.md.
+    """The study of alarms: healthy runs, runs with faults, and late failures, and what the alarms say about each.
 
     Returns:
-        Dataset with dim ``run`` and coordinates ``setup``, ``rate``, ``dose``, ``fault`` (kinds joined by " + "; empty:
-        none) and ``seed``: ``start`` of the fault; how the run ended (``has_diverged``, ``step``, ``accuracy`` on
-        held-out questions, ``healthy_accuracy`` of its control); the first alarms after the start (``mechanism_step``,
-        ``mechanism_signal``, ``layer``, ``head``, ``loss_step``, ``grad_norm_step``, ``spike_score_step``; NaN: none);
-        ``cause_at_once`` and ``cause_later``, the attributed cause (empty: no alarm); and how the harmful ones ended
-        with automatic actions (``acted_has_diverged``, ``acted_accuracy``, ``actions``). `wb.early_warning` makes
-        tables of it.
+        Dataset with dim ``run``. What it is: ``set`` (``"choose"`` or ``"locked"``), ``setup``, ``family``, ``plan``,
+        ``kind`` of fault (empty: none; ``"late"``: it may fail without one), ``dose``, ``remedy``, ``expected_cause``,
+        ``settings_show_it`` (whether the logged settings give the fault away), ``start`` of the fault (NaN: none) and
+        ``n_steps``. How it went: ``is_harmful``, ``harm_step`` (where the loss is visibly worse, or it diverged; NaN:
+        neither), ``divergence`` (its cause; empty: none). Alarms from the onset on: ``first_step``, ``first_signal``,
+        ``mechanism_step``, ``mechanism_signal`` (neither loss nor gradient norm), ``loss_step`` and ``grad_norm_step``
+        (each alone, with the whole rate of false alarms; NaN: no alarm), ``first_cause`` and ``cause`` (named by the
+        first alarm, and within 50 steps), ``n_alarms``; before the onset ``n_alarms_before``, ``alarms_before``; of a
+        healthy run ``n_alarms``, ``n_loss_alarms`` and ``n_grad_norm_alarms`` are false alarms. `wb.early_warning`
+        makes tables of it.
 
     Raises:
         StoreError: If it is not there.
@@ -238,8 +241,8 @@ def early_warning() -> xr.Dataset:
     Example:
         >>> import workbench as wb
         >>> runs = wb.samples.early_warning()
-        >>> healthy = runs.isel(run=runs["fault"] == "")
-        >>> bool(healthy["has_diverged"].any())
+        >>> healthy = runs.isel(run=runs["kind"] == "")
+        >>> bool(healthy["is_harmful"].any())
         False
     """
     return _recorded("early_warning.nc")

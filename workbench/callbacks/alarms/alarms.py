@@ -21,10 +21,10 @@ class Alarms:
     """Raises alarms from the observations of a `workbench.Recorder`; causal, so a replay gives the same ones.
 
     Three kinds, none of which needs an earlier run: what a probe finds, a setting that changes without a plan, and an
-    attention logit that grows beyond 1,000, are alarms at once. Every other signal, of each layer and head, is compared
-    with its own past, and the evidence of a change accumulates: over windows of 1 to 128 measurements (`OwnPast`), and
-    of the gradient norm also as a cumulative sum. It counts from step 200 on, but not within 100
-    steps after the learning rate rose by more than 5 %, nor once it has fallen to 2 % of its largest.
+    attention logit that grows beyond 10,000, are alarms at once. Every other signal, of each layer and head, is
+    compared with its own past, and the evidence of a change accumulates: over windows of 1 to 128 measurements
+    (`OwnPast`), and of the gradient norm also as a cumulative sum. It counts from step 200 on, but not within 100 steps
+    after the learning rate rose by more than 5 %, nor once it has fallen to 2 % of its largest.
 
     The thresholds follow from the rate of false alarms, which all signals share, and from how often healthy runs
     reached the evidence (`Calibration`).
@@ -81,6 +81,7 @@ class Alarms:
         self._evidence = RunEvidence(step)
         self._probes = ProbeAlarms()
         self._rows = EvidenceRows()
+        self._waiting: list[Observation] = []
         self._standing: set[str] = set()
         self._silent_until = self._last_step = -1
         self._reported = ""
@@ -94,6 +95,7 @@ class Alarms:
         """Raise no alarm for some steps and forget the latest values, but not how they spread: after an action."""
         self._silent_until, self._reported = step + n_steps, ""
         self._evidence.restart()
+        self._waiting.clear()
         self._standing.clear()
 
     def observe(self, observation: Observation) -> list[Alarm]:
@@ -103,19 +105,29 @@ class Alarms:
             observation: A `workbench.alarms.Observation`.
 
         Returns:
-            Alarms that this measurement raises; most raise none.
+            Alarms that are raised now; mostly none. Evidence of a part is judged with the numbers of its step, the part
+            ``"monitors"``, which come last.
         """
         fresh = self._probes.observe(observation)
         self._last_step = max(self._last_step, observation.step)
-        for reading in self._evidence.update(observation):
-            if observation.step >= self._silent_until:
+        if observation.part != "monitors":
+            self._waiting.append(observation)
+            return self._raise(fresh)
+        # Other parts of a step wait for its learning rate, which says whether they are judged.
+        of_update = self._evidence.update(observation)
+        of_parts = [reading for waiting in self._waiting for reading in self._evidence.update(waiting)]
+        self._waiting.clear()
+        for reading in (*of_parts, *of_update):
+            if reading.step >= self._silent_until:
                 share = self._share(reading)
                 if alarm := self._alarm(reading, share):
                     fresh.append(alarm)
                 if reading.is_judged or reading.is_broken:
                     self._rows.note(reading.watched.name, share, is_alarm=alarm is not None)
-        if observation.part == "monitors":
-            self._rows.end_update(observation.step)
+        self._rows.end_update(observation.step)
+        return self._raise(fresh)
+
+    def _raise(self, fresh: list[Alarm]) -> list[Alarm]:
         self.raised += fresh
         if self.on_alarm is not None:
             for alarm in fresh:

@@ -155,7 +155,7 @@ class ProbeAlarms:
             return None
         message = (
             f"The largest attention logit has grown to {found.value:,.0f} in layer {found.layer}, head {found.head}; "
-            f"beyond {LIMIT:,.0f} losses are known to worsen: normalize queries and keys, or lower the learning rate."
+            f"runs beyond {LIMIT:,.0f} are known to diverge: normalize queries and keys, or lower the learning rate."
         )
         where = {"layer": found.layer, "head": found.head}
         alarm = _alarm(observation, score=found.value / LIMIT, value=found.value, message=message, **where)
