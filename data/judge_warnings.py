@@ -277,7 +277,7 @@ def write_table(out: Path) -> None:
 
 
 def without_failed_controls(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Controls that fail become failures by themselves; their faults are left out, with nothing to compare them with."""
+    """Controls that fail are failures by themselves; their faults are left out, with nothing to compare them with."""
     failed = {(row["setup"], row["plan"]) for row in rows if row["kind"] == "" and row["is_harmful"]}
     found = []
     for row in rows:
