@@ -102,7 +102,7 @@ warnings: venv  ## Record the study of alarms again (6 hours), fit the alarms to
 	for set in fit choose locked; do $(BIN)/python data/record_warnings.py --set $$set; done
 	$(BIN)/python data/judge_warnings.py fit
 	$(BIN)/python data/judge_warnings.py choose
-	$(BIN)/python data/judge_warnings.py judge --sets choose locked
+	$(BIN)/python data/judge_warnings.py judge
 
 sweep: venv  ## Record the sweeps over learning rates again, and fit the risk model
 	$(BIN)/python data/make_sweep.py
