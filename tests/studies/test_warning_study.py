@@ -17,6 +17,11 @@ def script():
         yield module
 
 
+@pytest.fixture(autouse=True)
+def no_table(script, monkeypatch):
+    monkeypatch.setattr(script, "rows_of_table", dict)
+
+
 def losses(n=2000, *, seed=0, scale=0.05):
     return 2 + np.exp(-np.arange(n) / 300) + scale * np.random.default_rng(seed).normal(size=n)
 
