@@ -65,11 +65,13 @@ class Setup:
         return self.options.get("norm", "some") != "none"
 
 
-def _lm(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
+def lm(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
+    """Options of `synthetic_lm`."""
     return {"vocab_size": vocab_size, "length": length, "batch_size": batch_size, "n_sequences": 2000}
 
 
-def _recall(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
+def recall(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
+    """Options of `associative_recall`."""
     return {"vocab_size": vocab_size, "length": length, "n_pairs": 2, "batch_size": batch_size}
 
 
@@ -77,7 +79,8 @@ def _of(width: int, depth: int, norm: str | None = None, **others: Any) -> dict[
     return {"d_model": width, "n_layers": depth} | ({"norm": norm} if norm else {}) | others
 
 
-def _config(model_type: str, width: int, depth: int, **others: Any) -> dict[str, Any]:
+def config(model_type: str, width: int, depth: int, **others: Any) -> dict[str, Any]:
+    """A configuration of transformers, with the options that all of them have and others."""
     return {
         "model_type": model_type, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 3 * width, "vocab_size": 256, "max_position_embeddings": 64,
@@ -85,68 +88,68 @@ def _config(model_type: str, width: int, depth: int, **others: Any) -> dict[str,
     }  # fmt: skip
 
 
-_IMAGES = {"image_size": 8, "patch_size": 4, "n_channels": 1, "n_classes": 10}
+IMAGES = {"image_size": 8, "patch_size": 4, "n_channels": 1, "n_classes": 10}
 _XAVIER = {"initialization": "xavier"}
-_BYTES = {"length": 16, "batch_size": 16}
+BYTES = {"length": 16, "batch_size": 16}
 _LM, _RECALL, _VIT = "synthetic_lm", "associative_recall", {"batch_size": 32}
 
 SETUPS: dict[str, Setup] = {
-    "pre_ln lm": Setup("fit", "Pre-LN", "transformer", _of(32, 3, "pre_ln"), _LM, _lm(32, 16, 16), 0.01),
-    "pre_ln recall": Setup("fit", "Pre-LN", "transformer", _of(32, 4, "pre_ln"), _RECALL, _recall(10, 5, 32), 0.006),
-    "gpt2 bytes": Setup("fit", "Pre-LN", "gpt2_style", _of(40, 3), "text_bytes", _BYTES, 0.004),
-    "vit": Setup("fit", "Pre-LN", "vit", _of(32, 3, "pre_ln", **_IMAGES), "digits", _VIT, 0.005),
-    "llama lm": Setup("fit", "Llama", "llama_style", _of(32, 3), _LM, _lm(40, 12, 16), 0.006),
-    "post_ln lm": Setup("fit", "Post-LN", "transformer", _of(32, 4, "post_ln"), _LM, _lm(32, 12, 24), 0.008),
-    "none recall": Setup("fit", "No norm", "transformer", _of(32, 4, "none"), _RECALL, _recall(10, 5, 32), 0.0015),
+    "pre_ln lm": Setup("fit", "Pre-LN", "transformer", _of(32, 3, "pre_ln"), _LM, lm(32, 16, 16), 0.01),
+    "pre_ln recall": Setup("fit", "Pre-LN", "transformer", _of(32, 4, "pre_ln"), _RECALL, recall(10, 5, 32), 0.006),
+    "gpt2 bytes": Setup("fit", "Pre-LN", "gpt2_style", _of(40, 3), "text_bytes", BYTES, 0.004),
+    "vit": Setup("fit", "Pre-LN", "vit", _of(32, 3, "pre_ln", **IMAGES), "digits", _VIT, 0.005),
+    "llama lm": Setup("fit", "Llama", "llama_style", _of(32, 3), _LM, lm(40, 12, 16), 0.006),
+    "post_ln lm": Setup("fit", "Post-LN", "transformer", _of(32, 4, "post_ln"), _LM, lm(32, 12, 24), 0.008),
+    "none recall": Setup("fit", "No norm", "transformer", _of(32, 4, "none"), _RECALL, recall(10, 5, 32), 0.0015),
     "x none recall": Setup(
-        "fit", "No norm", "transformer", _of(32, 4, "none", **_XAVIER), _RECALL, _recall(10, 5, 32), 0.003
+        "fit", "No norm", "transformer", _of(32, 4, "none", **_XAVIER), _RECALL, recall(10, 5, 32), 0.003
     ),
-    "none vit": Setup("fit", "No norm", "vit", _of(32, 3, "none", **_IMAGES), "digits", _VIT, 0.008),
-    "moe lm": Setup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=1), _LM, _lm(32, 16, 16), 0.008),
-    "moe recall": Setup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=2), _RECALL, _recall(10, 5, 32), 0.01),
+    "none vit": Setup("fit", "No norm", "vit", _of(32, 3, "none", **IMAGES), "digits", _VIT, 0.008),
+    "moe lm": Setup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=1), _LM, lm(32, 16, 16), 0.008),
+    "moe recall": Setup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=2), _RECALL, recall(10, 5, 32), 0.01),
     "gemma2 bytes": Setup(
-        "fit", "Gemma", "design", _config("gemma2", 32, 3, head_dim=8, query_pre_attn_scalar=8), "text_bytes", _BYTES,
+        "fit", "Gemma", "design", config("gemma2", 32, 3, head_dim=8, query_pre_attn_scalar=8), "text_bytes", BYTES,
         0.01,
     ),
     "x sub_ln vit": Setup(
-        "choose", "SubLN", "vit", _of(32, 4, "sub_ln", **_IMAGES, **_XAVIER), "digits", _VIT, 0.006
+        "choose", "SubLN", "vit", _of(32, 4, "sub_ln", **IMAGES, **_XAVIER), "digits", _VIT, 0.006
     ),
     "qk recall": Setup(
-        "choose", "QK-norm", "transformer", _of(40, 3, "rms_norm", qk_norm=True), _RECALL, _recall(12, 6, 32), 0.006
+        "choose", "QK-norm", "transformer", _of(40, 3, "rms_norm", qk_norm=True), _RECALL, recall(12, 6, 32), 0.006
     ),
     "parallel bytes": Setup(
-        "choose", "Parallel", "transformer", _of(32, 4, "pre_ln", is_parallel=True), "text_bytes", _BYTES, 0.006
+        "choose", "Parallel", "transformer", _of(32, 4, "pre_ln", is_parallel=True), "text_bytes", BYTES, 0.006
     ),
     "mixtral lm": Setup(
-        "choose", "Mixtral", "mixtral_style", _of(32, 3, n_experts=6, top_k=2), _LM, _lm(40, 12, 16), 0.006
+        "choose", "Mixtral", "mixtral_style", _of(32, 3, n_experts=6, top_k=2), _LM, lm(40, 12, 16), 0.006
     ),
     "rezero recall": Setup(
-        "choose", "ReZero", "transformer", _of(32, 4, "none", initialization="rezero"), _RECALL, _recall(10, 5, 32),
+        "choose", "ReZero", "transformer", _of(32, 4, "none", initialization="rezero"), _RECALL, recall(10, 5, 32),
         0.008,
     ),
     "deepnorm lm": Setup(
-        "locked", "DeepNorm", "transformer", _of(32, 4, "deep_norm_post"), _LM, _lm(40, 14, 16), 0.006
+        "locked", "DeepNorm", "transformer", _of(32, 4, "deep_norm_post"), _LM, lm(40, 14, 16), 0.006
     ),
     "deepnorm vit": Setup(
-        "locked", "DeepNorm", "vit", _of(36, 3, "deep_norm_post", **_IMAGES), "digits", {"batch_size": 28}, 0.004
+        "locked", "DeepNorm", "vit", _of(36, 3, "deep_norm_post", **IMAGES), "digits", {"batch_size": 28}, 0.004
     ),
-    "olmo2 bytes": Setup("locked", "OLMo 2", "design", _config("olmo2", 32, 3), "text_bytes", _BYTES, 0.006),
-    "mamba lm": Setup("locked", "Mamba", "mamba", _of(32, 3), _LM, _lm(36, 10, 16), 0.006),
+    "olmo2 bytes": Setup("locked", "OLMo 2", "design", config("olmo2", 32, 3), "text_bytes", BYTES, 0.006),
+    "mamba lm": Setup("locked", "Mamba", "mamba", _of(32, 3), _LM, lm(36, 10, 16), 0.006),
     "fixup recall": Setup(
-        "locked", "Fixup", "transformer", _of(32, 4, "none", initialization="fixup"), _RECALL, _recall(12, 5, 32), 0.002
+        "locked", "Fixup", "transformer", _of(32, 4, "none", initialization="fixup"), _RECALL, recall(12, 5, 32), 0.002
     ),
     "bloom bytes": Setup(
-        "locked", "ALiBi", "design", _config("bloom", 32, 3, n_layer=3, n_head=4), "text_bytes", _BYTES, 0.004
+        "locked", "ALiBi", "design", config("bloom", 32, 3, n_layer=3, n_head=4), "text_bytes", BYTES, 0.004
     ),
     "window moe": Setup(
         "locked", "Window MoE", "moe",
         _of(40, 3, "rms_norm", n_experts=5, top_k=2, window=4, position="rotary", mlp="swiglu", has_bias=False),
-        _LM, _lm(36, 14, 16), 0.006,
+        _LM, lm(36, 14, 16), 0.006,
     ),
     "qwen3 moe bytes": Setup(
         "locked", "Qwen 3 MoE", "design",
-        _config("qwen3_moe", 32, 2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
-        "text_bytes", _BYTES, 0.006,
+        config("qwen3_moe", 32, 2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+        "text_bytes", BYTES, 0.006,
     ),
 }  # fmt: skip
 

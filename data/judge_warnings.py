@@ -1,6 +1,7 @@
 """Fit the alarms to the runs of record_warnings.py, and judge them.
 
-    python data/judge_warnings.py fit        # calibration and attribution, from the runs of "fit"
+    python data/judge_warnings.py fit        # the calibration, from the healthy runs of "fit"
+    python data/judge_warnings.py attribute  # the attribution, from the runs of "examples"
     python data/judge_warnings.py choose     # a larger threshold where a family of "choose" needs one
     python data/judge_warnings.py judge      # what the alarms say about every run; the table is early_warning.nc
 
@@ -11,12 +12,11 @@ recorder check at the next update; a check that the alarms judged here would not
 from __future__ import annotations
 
 import argparse
+import copy
 import json
-import math
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
+from judged_run import JudgedRun, family_of, is_healthy
 from record_warnings import loaded
-from warning_cases import KINDS, SETUPS
+from warning_cases import KINDS
 
 import workbench as wb
 from workbench.callbacks import alarms as room
 from workbench.callbacks.alarms import Attributor, Calibration, calibrate
-from workbench.callbacks.alarms.run_evidence import RunEvidence
 from workbench.callbacks.recorder.options import CADENCE, is_due
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
@@ -39,13 +39,12 @@ WORK = Path("artifacts/warnings")
 SHIPPED = Path(room.__file__).parent / "shipped"
 OUT = Path(__file__).parent / "early_warning.nc"
 SETS = ("fit", "choose", "locked")
-#: Steps after the onset whose scores the attribution is fitted to; and steps in which the cause should be named.
-LEARNED, NAMED = 150, 50
+#: Penalty of the attribution: best of 1 and 10 with each family of "examples" left out (74 % named right, 77 %).
+PENALTY = 10.0
 #: Parts that an alarm makes the recorder check.
 CHECKED = ("precision", "reduction")
 #: False alarms per 100,000 steps that a signal may raise if some 25 share the rate of one.
 SHARE_OF_RATE = 0.04
-NOBODY = Attributor(("nobody", "knows"), (), np.zeros((2, 0)), np.zeros(2))
 
 
 def results(sets: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -55,16 +54,6 @@ def results(sets: tuple[str, ...]) -> list[dict[str, Any]]:
         for name in sets
         for place in sorted((WORK / name).glob("*.json"))
     ]
-
-
-def is_healthy(result: dict[str, Any]) -> bool:
-    """Whether it has no fault, and is none of the late failures."""
-    return result.get("kind") == ""
-
-
-def family_of(result: dict[str, Any]) -> str:
-    """What a run is held out with."""
-    return SETUPS[result["setup"]].family if "setup" in result else str(result["norm"])
 
 
 def run_of(result: dict[str, Any]) -> xr.DataTree:
@@ -89,40 +78,57 @@ def run_of(result: dict[str, Any]) -> xr.DataTree:
 # Fitting
 
 
-def fit(processes: int) -> None:
-    """The calibration and the attribution of "fit"."""
-    runs = results(("fit",))
-    healthy = [run_of(run) for run in runs if is_healthy(run)]
+def fit() -> None:
+    """The calibration of "fit"."""
+    healthy = [run_of(run) for run in results(("fit",)) if is_healthy(run)]
     about = f"{len(healthy)} healthy runs of small models, data/judge_warnings.py"
     SHIPPED.mkdir(exist_ok=True)
     calibration = calibrate(healthy, base=Calibration({}, 0), about=about)
     calibration.save(SHIPPED / "calibration.json", overwrite=True)
-    faulted = [run for run in runs if run.get("kind")]
-    examples = [example for found, _ in in_processes(scores_after_onset, faulted, processes) for example in found]
-    Attributor.fit(examples).save(SHIPPED / "attribution.json", overwrite=True)
-    print(f"fitted to {calibration.n_steps:,} healthy steps and {len(examples)} measurements of {len(faulted)} faults")
+    print(f"fitted to {calibration.n_steps:,} healthy steps")
 
 
-def scores_after_onset(result: dict[str, Any]) -> list[tuple[dict[str, float], str]]:
-    """What an attributor would get at each new alarm after the onset, with the cause."""
-    alarms = wb.Alarms(attributor=NOBODY, calibration=Calibration.open(SHIPPED / "calibration.json"))
-    found = []
-    for observation in loaded(result["place"]):
-        if observation.part in (*CHECKED, "settings"):
-            continue
-        fresh = alarms.observe(observation)
-        if fresh and result["start"] <= observation.step < result["start"] + LEARNED:
-            found.append((alarms.features(), KINDS[result["kind"]].cause))
-        if observation.step >= result["start"] + LEARNED:
-            break
+def attribute(processes: int) -> None:
+    """The attribution of "examples"."""
+    by_setup: dict[str, list[dict[str, Any]]] = {}
+    for run in results(("examples",)):
+        by_setup.setdefault(run["setup"], []).append(run)
+    found = in_processes(scores_at_first_alarms, list(by_setup.values()), processes)
+    examples = [example for of_setup, _ in found for example in of_setup]
+    Attributor.fit(examples, penalty=PENALTY).save(SHIPPED / "attribution.json", overwrite=True)
+    print(f"fitted to the first alarms of {len(examples)} faults; probes or settings show the others first")
+
+
+def scores_at_first_alarms(runs: list[dict[str, Any]]) -> list[tuple[dict[str, float], str]]:
+    """What an attributor gets at the first alarm after the onset, with the cause, for the faults of one control.
+
+    A fault is left out if a probe or the settings show it first, or nothing does.
+    """
+    [control] = [run for run in runs if not run["kind"]]
+    waiting = sorted((run for run in runs if run["kind"]), key=lambda run: run["start"])
+    alarms, found = wb.Alarms(), []
+    for observation in loaded(control["place"]):
+        while waiting and observation.step >= waiting[0]["start"]:
+            run = waiting.pop(0)
+            if (scores := scores_at_first_alarm(copy.deepcopy(alarms), run)) is not None:
+                found.append((scores, KINDS[run["kind"]].cause))
+        alarms.observe(observation)
     return found
+
+
+def scores_at_first_alarm(alarms: wb.Alarms, run: dict[str, Any]) -> dict[str, float] | None:
+    """What an attributor gets at the first alarm of a faulted run; None: it is not asked."""
+    for observation in loaded(run["place"]):
+        if observation.step >= run["start"] and (fresh := alarms.observe(observation)):
+            scores = alarms.features()
+            return scores if all(alarm.signal in scores for alarm in fresh) else None
+    return None
 
 
 def choose() -> None:
     """Each signal's tail is that of the family, of "choose" or all of "fit", that needs the largest threshold.
 
-    Else the rate of false alarms would hold on average over families, and not in each. The weights of the attribution
-    change with the thresholds, so that it says the same as before.
+    Else the rate of false alarms would hold on average over families, and not in each.
     """
     base = Calibration.shipped()
     tails, n_steps = dict(base.tails), base.n_steps
@@ -136,16 +142,8 @@ def choose() -> None:
         for name, tail in own.tails.items():
             if name not in tails or tail.evidence_at(SHARE_OF_RATE) > tails[name].evidence_at(SHARE_OF_RATE):
                 tails[name] = tail
-    attributor = Attributor.shipped()
-    ratio = [
-        tails[name].evidence_at(SHARE_OF_RATE) / base.tails[name].evidence_at(SHARE_OF_RATE)
-        if name in base.tails
-        else 1
-        for name in attributor.features
-    ]
     about = f"{base.about}; the worst family of these and of {', '.join(sorted(families))}"
     Calibration(tails, n_steps, about).save(SHIPPED / "calibration.json", overwrite=True)
-    replace(attributor, weight=attributor.weight * ratio).save(SHIPPED / "attribution.json", overwrite=True)
     print(f"{sum(tails[n] is not base.tails.get(n) for n in tails)} of {len(tails)} thresholds are larger now")
 
 
@@ -153,95 +151,18 @@ def choose() -> None:
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:
-    """What the alarms say about one run, when, and what they name as the cause."""
-    start = result["start"] or 0
-    alarms, alone = wb.Alarms(), Alone()
-    named = {"first_cause": "", "cause": ""}
-    asked_after = -1
+    """What the alarms say about one run, by its record."""
+    alarms = wb.Alarms()
+    judged, asked_after = JudgedRun(alarms, result["start"]), -1
     for observation in loaded(result["place"]):
         is_extra = observation.part in CHECKED and not is_due(observation.step, CADENCE[observation.part])
         if is_extra and asked_after < observation.step - 1:
             continue
-        fresh = alarms.observe(observation)
-        if fresh:
+        if alarms.observe(observation) or alarms.is_in_doubt:
             asked_after = observation.step
-        alone.observe(observation)
-        if any(alarm.step >= start for alarm in fresh) and not named["first_cause"]:
-            named["first_cause"] = alarms.attribute().cause
-        if named["first_cause"] and observation.step <= start + NAMED:
-            named["cause"] = alarms.attribute().cause
-    before = [alarm for alarm in alarms.raised if alarm.step < start]
-    after = [alarm for alarm in alarms.raised if alarm.step >= start]
-    mechanisms = [alarm for alarm in after if not alarm.is_outcome]
-    first, mechanism = next(iter(after), None), next(iter(mechanisms), None)
-    kind = result.get("kind", "")
-    ends = [result["visible"], result["n_steps"] - 1 if result["diverged"] else None]
-    return {
-        "name": result["place"].stem,
-        "set": result["set"],
-        "setup": result.get("setup", "decoder at a high rate"),
-        "family": family_of(result),
-        "plan": result.get("plan", result.get("seed", -1)),
-        "device": result.get("device", "cpu"),
-        "kind": kind if "setup" in result else "late",
-        "dose": float(result.get("dose", result.get("rate", math.nan))),
-        "remedy": str(result.get("remedy", "")),
-        "expected_cause": "logit_growth" if "setup" not in result else KINDS[kind].cause if kind else "",
-        "settings_show_it": bool(kind) and KINDS[kind].is_visible,
-        "start": math.nan if result["start"] is None else result["start"],
-        "n_steps": result["n_steps"],
-        "is_harmful": bool(result["is_harmful"]),
-        "harm_step": float(min((end for end in ends if end is not None), default=math.nan)),
-        "divergence": result["diverged"],
-        "first_step": math.nan if first is None else first.step,
-        "first_signal": "" if first is None else first.signal,
-        "mechanism_step": math.nan if mechanism is None else mechanism.step,
-        "mechanism_signal": "" if mechanism is None else mechanism.signal,
-        "loss_step": alone.first("loss", start),
-        "grad_norm_step": alone.first("grad_norm", start),
-        "n_alarms": len(after),
-        "n_alarms_before": len(before),
-        "alarms_before": ", ".join(f"{a.signal} {a.step}" for a in (alarms.raised if is_healthy(result) else before)),
-        "n_loss_alarms": alone.n_before("loss", None if is_healthy(result) else start),
-        "n_grad_norm_alarms": alone.n_before("grad_norm", None if is_healthy(result) else start),
-        "seconds": result["seconds"],
-        **named,
-    }
-
-
-class Alone:
-    """The alarms of the loss and of the gradient norm, each alone with the whole rate of false alarms."""
-
-    def __init__(self) -> None:
-        self._evidence = RunEvidence()
-        self._steps: dict[str, list[int]] = {"loss": [], "grad_norm": []}
-        self._is_standing = dict.fromkeys(self._steps, False)
-        calibration = Calibration.shipped()
-        self._threshold = {name: calibration.threshold(name, 1.0, n_signals=1) for name in self._steps}
-
-    def observe(self, observation: Any) -> None:
-        """Process an observation."""
-        if observation.part != "monitors":
-            return
-        for reading in self._evidence.update(observation):
-            name = reading.watched.name
-            if name not in self._steps:
-                continue
-            share = math.inf if reading.is_broken else reading.evidence / self._threshold[name]
-            if reading.is_broken or (reading.is_judged and share >= 1):
-                if not self._is_standing[name]:
-                    self._steps[name].append(reading.step)
-                self._is_standing[name] = True
-            elif share < 0.5:
-                self._is_standing[name] = False
-
-    def first(self, name: str, start: int) -> float:
-        """First step of an alarm from ``start`` on; NaN: there is none."""
-        return float(next((step for step in self._steps[name] if step >= start), math.nan))
-
-    def n_before(self, name: str, start: int | None) -> int:
-        """Alarms before a step, or at all."""
-        return sum(start is None or step < start for step in self._steps[name])
+        if observation.part == "monitors":
+            judged.end_update(observation.step)
+    return judged.row(result)
 
 
 def judge_all(processes: int, sets: tuple[str, ...]) -> None:
@@ -292,7 +213,7 @@ def in_processes(function: Any, items: list[Any], processes: int) -> Iterator[tu
     """Results with their items, in the order of the items."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
-        for i, found in enumerate(pool.map(function, items, chunksize=4)):
+        for i, found in enumerate(pool.map(function, items, chunksize=1)):
             if i % 50 == 49:
                 print(f"{i + 1} of {len(items)}", flush=True)
             yield found, items[i]
@@ -301,7 +222,7 @@ def in_processes(function: Any, items: list[Any], processes: int) -> Iterator[tu
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("fit", "choose", "judge"))
+    parser.add_argument("stage", choices=("fit", "choose", "attribute", "judge"))
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--processes", type=int, default=2)
@@ -310,7 +231,7 @@ def main() -> None:
         judge_all(args.processes, tuple(args.sets))
         write_table(args.out)
     else:
-        {"fit": partial(fit, args.processes), "choose": choose}[args.stage]()
+        {"fit": fit, "choose": choose, "attribute": partial(attribute, args.processes)}[args.stage]()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Record the runs of the study behind the alarms; resumable, one file a run; runs of early_warning.nc are not repeated.
 
     python data/record_warnings.py --set fit            # healthy runs with their faults, then late failures
+    python data/record_warnings.py --set examples       # short runs with faults, which the attribution is fitted to
     python data/record_warnings.py --set locked --plans 3 10 --device cuda    # more healthy runs, on a GPU
 
 Every run has a recorder with its default cadence, and alarms, which make it check arithmetic and gradients once more.
@@ -16,6 +17,7 @@ import argparse
 import functools
 import gzip
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -32,7 +34,9 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
-from warning_cases import KINDS, Case, LateCase, Later, build, build_late, controls, late_cases, searches
+from judged_run import JudgedRun
+from threadpoolctl import threadpool_limits
+from warning_cases import KINDS, Case, LateCase, Later, build, build_late, controls, examples, late_cases, searches
 
 import workbench as wb
 from workbench.io.atomic import replacing
@@ -43,7 +47,8 @@ WINDOW, N_DEVIATIONS, LASTING = 50, 3.0, 200
 #: The control's means are compared with its own trend over so many steps.
 TREND = 250
 #: Steps after the onset, of faults that the logged settings give away and of others.
-HORIZON = {True: 100, False: 2000}
+HORIZON = {True: 100, False: 1000}
+HORIZON_OF_EXAMPLES = 100
 
 
 def means(loss: np.ndarray, window: int = WINDOW) -> np.ndarray:
@@ -111,23 +116,26 @@ class Recorded:
         self.observations: list[Any] = []
         recorder = wb.Recorder(n_probe_tokens=128)
         recorder.observe(self.observations.append)
-        self.run = wb.train(
-            model.to(device), task, recorder=recorder, alarms=wb.Alarms(), callbacks=[self.later], **plan
-        )
+        alarms = wb.Alarms()
+        self.judged = JudgedRun(alarms)
+        self.run = wb.train(model.to(device), task, recorder=recorder, alarms=alarms, callbacks=[self.later], **plan)
         self.last: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         for record in self.run:
             self.last = record
             self.losses.append(record.loss)
+            self.judged.end_update(record.step)
             yield record
 
     def save(self, place: Path, visible: int | None = None, **more: Any) -> dict[str, Any]:
-        """Write the observations, and a JSON beside them, which is returned."""
+        """Write the observations, what the alarms said (.row), and what came of the run (.json), which is returned."""
         kept = [(o.step, o.part, dict(o.values), dict(o.coords)) for o in self.observations]
         with replacing(place) as partial, gzip.open(partial, "wb", compresslevel=1) as file:
             pickle.dump(kept, file, protocol=5)
         result = asdict(self.case) | {
+            "name": place.stem,
+            "set": place.parent.name,
             "start": None,
             "n_steps": self.last.step + 1,
             "diverged": self.last.cause if self.last.diverged else "",
@@ -136,8 +144,9 @@ class Recorded:
             "seconds": time.monotonic() - self.begun,
             **more,
         }
-        with replacing(place.with_suffix(".json")) as partial:
-            partial.write_text(json.dumps(result))
+        for suffix, content in ((".row", self.judged.row(result)), (".json", result)):
+            with replacing(place.with_suffix(suffix)) as partial:
+                partial.write_text(json.dumps(content))
         return result
 
 
@@ -246,6 +255,9 @@ def search(case: Case, run: Recorded, work: Path) -> None:
 
 def doses_of(case: Case, work: Path) -> Iterator[float]:
     """The doses of a search that are not recorded yet, one at a time: the next follows from what came of this one."""
+    if case.is_example:
+        yield from () if known(case, work) else (case.dose,)
+        return
     doses = KINDS[case.kind].doses
     harmful, harmless, middle = -1, len(doses), 0
     while harmless - harmful > 1:
@@ -270,9 +282,10 @@ def is_searched(case: Case, work: Path) -> bool:
 def branch(case: Case, run: Recorded, control: np.ndarray, work: Path) -> None:
     """Go on with a fault from its first step on."""
     start = case.start or 0
-    last_step = start + HORIZON[KINDS[case.kind].is_visible]
+    last_step = start + (HORIZON_OF_EXAMPLES if case.is_example else HORIZON[KINDS[case.kind].is_visible])
     run.case, run.begun = case, time.monotonic()
     run.later.become(case)
+    run.judged.begin_fault(start)
     harm, has_lasted = Harm(control, run.losses), False
     for last in run:
         has_lasted = harm.update(last.step, last.loss) and (harm.since or 0) >= start
@@ -293,6 +306,7 @@ def tell(result: dict[str, Any]) -> None:
 def begin(n_threads: int) -> None:
     """Of a worker process."""
     torch.set_num_threads(n_threads)
+    threadpool_limits(n_threads)
     warnings.simplefilter("ignore", RankWarning)
 
 
@@ -300,7 +314,7 @@ def main() -> None:
     """Read the command line and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("artifacts/warnings"))
-    parser.add_argument("--set", choices=("fit", "choose", "locked"), required=True)
+    parser.add_argument("--set", choices=("fit", "choose", "locked", "examples"), required=True)
     parser.add_argument("--only", choices=("healthy", "late"))
     parser.add_argument("--plans", type=int, nargs=2, default=(0, 1000), help="first plan, and the one after the last")
     parser.add_argument("--device", default="cpu", help="of healthy runs without faults")
@@ -310,6 +324,9 @@ def main() -> None:
     work.mkdir(parents=True, exist_ok=True)
     jobs: list[tuple[Any, ...]] = []
     faults: dict[Case, list[Case]] = {}
+    if args.set == "examples":
+        jobs += [(record_with_faults, control, of_it, work) for control, of_it in examples().items()]
+        return run_all(jobs, args.processes)
     for case in searches(args.set) if args.only is None and args.device == "cpu" else []:
         faults.setdefault(case.control, []).append(case)
     for control in controls(args.set) if args.only != "late" else []:
@@ -318,10 +335,14 @@ def main() -> None:
             jobs.append((record_with_faults, control, of_it, work) if of_it else (record, control, work, args.device))
     if args.only != "healthy":
         jobs += [(record, case, work) for case in late_cases(args.set)]
-    # The longest first.
-    jobs.sort(key=lambda job: -len(job[2]) if isinstance(job[2], list) else 0)
+    return run_all(jobs, args.processes)
+
+
+def run_all(jobs: list[tuple[Any, ...]], processes: int) -> None:
+    """Run jobs, a function and its arguments each: the longest first, then by the number of the plan."""
+    jobs.sort(key=lambda job: (-len(job[2]) if isinstance(job[2], list) else 0, getattr(job[1], "plan", math.inf)))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(args.processes, mp_context=context, initializer=begin, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=begin, initargs=(1,)) as pool:
         for done in as_completed([pool.submit(*job) for job in jobs]):
             done.result()
 

@@ -16,10 +16,11 @@ def monitors(step, **values):
     return Observation(step, "monitors", {name: np.array(float(value)) for name, value in values.items()})
 
 
-def judged(rates):
-    """The steps that are judged, with these learning rates."""
+def judged(rates, signal="grad_norm"):
+    """The steps at which a signal is judged, with these learning rates."""
     evidence = RunEvidence()
-    found = [evidence.update(monitors(step, loss=2, learning_rate=rate))[0] for step, rate in enumerate(rates)]
+    rows = (monitors(step, learning_rate=rate, **{signal: 2}) for step, rate in enumerate(rates))
+    found = [evidence.update(row)[0] for row in rows]
     return [reading.step for reading in found if reading.is_judged]
 
 
@@ -38,6 +39,30 @@ def judged(rates):
 )
 def test_steps_are_judged_while_the_rate_is_steady(rates, expected):
     assert judged(rates) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ([1e-3 * min(1, (i + 1) / 300) for i in range(500)], range(200, 500)),  # a warm-up
+        ([1e-3] * 300 + [3e-3] * 200, [*range(200, 300), *range(399, 500)]),  # at once
+    ],
+)
+def test_losses_are_judged_while_the_rate_rises_slowly(rates, expected):
+    assert judged(rates, "loss") == list(expected)
+
+
+def test_while_the_rate_rises_more_evidence_is_needed():
+    random = np.random.default_rng(0)
+    noise = 0.05 * random.normal(size=400)
+    steady, rising = RunEvidence(), RunEvidence()
+    for step in range(400):
+        loss = 2 + noise[step] + (step >= 399)
+        (one,) = steady.update(monitors(step, loss=loss, learning_rate=1e-3))
+        (other,) = rising.update(monitors(step, loss=loss, learning_rate=1e-6 * (step + 1)))
+    assert one.is_judged
+    assert other.is_judged
+    assert other.evidence == pytest.approx(one.evidence / 1.5)
 
 
 def test_the_worst_layer_and_head_and_the_onset_are_named():

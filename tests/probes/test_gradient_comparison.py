@@ -48,8 +48,8 @@ def projected(tensors):
     return np.stack([project(tensor, number).numpy() for number, tensor in enumerate(tensors)])
 
 
-def step(ranks, received, *, on_rank=None):
-    """The projections of a step; ``on_rank`` is what single ranks received instead."""
+def step(ranks, received, *, on_rank=None, passes=None):
+    """The projections of a step; ``on_rank`` is what single ranks received instead, ``passes`` their parts."""
     local = np.stack([projected(rank) for rank in ranks])
     taken = [projected((on_rank or {}).get(rank, received))[:, :-1] for rank in range(len(ranks))]
     return ProjectedGradients(
@@ -59,6 +59,8 @@ def step(ranks, received, *, on_rank=None):
         size=local[..., -1],
         n_elements=np.array([tensor.numel() for tensor in ranks[0]]),
         formats=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in ranks[0]),
+        n_passes=1 if passes is None else len(passes),
+        passes=None if passes is None else np.stack([projected(each)[:, :-1] for each in passes]),
     )
 
 
@@ -132,6 +134,39 @@ def test_the_rank_whose_gradients_are_missing_is_named(seed, n_ranks, share, dat
     expected = np.ones(n_ranks)
     expected[rank] = 0
     assert found.weights == pytest.approx(expected, abs=1e-3)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    n_passes=st.integers(2, 6),
+    share=st.sampled_from(["all", "some"]),
+    scale=st.sampled_from([0.25, 1.0, 7.0]),
+    data=st.data(),
+)
+def test_the_backward_pass_whose_gradients_are_missing_is_named(seed, n_passes, share, scale, data):
+    passes, missing = gradients(n_passes, seed), data.draw(st.integers(0, n_passes - 1))
+    lost = range(len(SIZES)) if share == "all" else (0, 3, 5)
+    whole = [sum(parts) for parts in zip(*passes, strict=True)]
+    sent = [total - passes[missing][i] if i in lost else total for i, total in enumerate(whole)]
+    known = step([whole], [scale * g for g in sent], passes=passes)
+    found = compare_gradients(known)
+    assert (found.verdict, found.missing_passes) == (Verdict.PASS_MISSING, (missing,))
+    assert set(lost) - {2, 4} <= set(found.parameters(Verdict.PASS_MISSING)) <= set(lost)
+    assert f"backward pass {missing} of the step" in found.sentence
+    sound = compare_gradients(step([whole], [scale * g for g in whole], passes=passes))
+    assert (sound.verdict, sound.missing_passes) == (Verdict.AS_COMPUTED, ())
+    assert compare_gradients(replace(known, passes=None)).missing_passes == ()
+
+
+def test_two_buckets_may_miss_different_passes():
+    passes = gradients(3)
+    whole = [sum(parts) for parts in zip(*passes, strict=True)]
+    sent = [total - passes[{0: 1, 5: 2}[i]][i] if i in (0, 5) else total for i, total in enumerate(whole)]
+    found = compare_gradients(step([whole], sent, passes=passes))
+    assert found.missing_passes == (1, 2)
+    assert found.parameters(Verdict.PASS_MISSING) == (0, 5)
+    assert "backward passes 1 and 2" in found.sentence
 
 
 def test_two_buckets_may_miss_different_ranks():

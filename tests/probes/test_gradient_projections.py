@@ -124,6 +124,25 @@ def test_the_mean_over_passes_is_as_computed_at_its_scale():
     assert (found.verdict, found.scale) == (Verdict.AS_COMPUTED, pytest.approx(0.25, rel=1e-6))
 
 
+@pytest.mark.parametrize(("n_passes", "verdict"), [(3, Verdict.PASS_MISSING), (9, Verdict.NOT_COMPUTED)])
+def test_a_pass_that_is_lost_where_gradients_are_set_aside_is_named(n_passes, verdict):
+    """Up to eight passes are kept apart."""
+    model, kept = small(), []
+
+    def shard(model, i):
+        model.zero_grad()
+        model(inputs(i)).square().sum().backward()
+        kept.append([p.grad for p in model.parameters()])
+
+    def reduce(model):
+        for parameter, parts in zip(model.parameters(), zip(*kept, strict=True), strict=True):
+            parameter.grad = sum(part for i, part in enumerate(parts) if i != 1) / len(parts)
+
+    found = agreement(model, [lambda m, i=i: shard(m, i) for i in range(n_passes)], reduce)
+    assert found.verdict == verdict
+    assert found.missing_passes == ((1,) if verdict == Verdict.PASS_MISSING else ())
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_passes_that_are_thrown_away_are_not_expected(set_to_none):
     """As in SAM, whose second pass alone is used."""
@@ -261,7 +280,7 @@ def train(*faults, model=None, n_steps=8, task=None, **settings):
 FAULTS = {
     "control": (wb.faults.low_precision_reduction(dtype="float32", start=0), Verdict.AS_COMPUTED),
     "lost": (wb.faults.dropped_bucket(share=0.5, start=0), Verdict.PARAMETERS_MISSING),
-    "lost from one": (wb.faults.dropped_bucket(share=1.0, lost_from="one_rank", start=0), Verdict.NOT_COMPUTED),
+    "lost from one": (wb.faults.dropped_bucket(share=1.0, lost_from="one_rank", start=0), Verdict.PASS_MISSING),
     "late": (wb.faults.stale_reduction(delay=1, start=0), Verdict.STALE),
     "very late": (wb.faults.stale_reduction(delay=5, start=0), Verdict.STALE),
     "partly late": (wb.faults.stale_reduction(delay=1, share=0.7, start=0), Verdict.STALE),

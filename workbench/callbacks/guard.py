@@ -235,7 +235,7 @@ class Guard(Callback):
                 self._fresh += fresh
                 if (row := alarms.evidence_row(observation)) is not None:
                     host.add(row.part, row.step, row.values, row.coords)
-                if fresh and self._attached is not None:
+                if (fresh or alarms.is_in_doubt) and self._attached is not None:
                     self._attached.check_now()
 
             self._stop_observing = self.recorder.observe(hear)

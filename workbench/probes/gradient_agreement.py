@@ -14,7 +14,7 @@ from workbench.formatting import counted, listed, number_in_words
 
 
 class GradientVerdict(StrEnum):
-    """What the optimizer received, from best to worst; of a whole step, or of one parameter.
+    """What the optimizer received, the gravest last; of a whole step, or of one parameter.
 
     Example:
         >>> import workbench as wb
@@ -30,6 +30,7 @@ class GradientVerdict(StrEnum):
     RANKS_UNEQUAL = "ranks count unequally"
     RANK_MISSING = "rank missing"
     NOT_COMPUTED = "not what was computed"
+    PASS_MISSING = "backward pass missing"
     #: Stands beside the others, and says nothing.
     NOT_MEASURED = "not measured"
 
@@ -62,6 +63,8 @@ class ProjectedGradients:
         n_elements: Number of elements of each parameter, shape (parameter,).
         formats: Number format of each parameter's gradient, such as "float32".
         n_passes: Largest number of gradients that were added up for one parameter on one rank; 0: none was seen.
+        passes: The gradients of single backward passes, shape (pass, parameter, projection); None or empty: they are
+            not known one by one.
 
     Raises:
         OptionError: If shapes do not fit together, or a format has no fractions.
@@ -81,6 +84,7 @@ class ProjectedGradients:
     n_elements: np.ndarray
     formats: tuple[str, ...]
     n_passes: int = 1
+    passes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         shape = self.computed.shape
@@ -92,6 +96,11 @@ class ProjectedGradients:
         for name, expected in fitting.items():
             if (found := getattr(self, name).shape) != expected:
                 raise OptionError(f"{name} has shape {found}, but that of computed, {shape}, asks for {expected}.")
+        if self.passes is not None and self.passes.shape[1:] != shape[1:]:
+            raise OptionError(
+                f"passes has shape {self.passes.shape}, but that of computed, {shape}, asks for (pass, {shape[1]}, "
+                f"{shape[2]})."
+            )
         if len(self.formats) != shape[1]:
             raise OptionError(
                 f"formats has {len(self.formats)} entries, expected one for each of {shape[1]} parameters."
@@ -122,6 +131,7 @@ class GradientAgreement:
             parameters with another state than "as computed", if there are any. NaN for one rank alone, for a rank
             without gradients, or if there are too few parameters to tell.
         missing_ranks: Ranks whose gradients are missing, in some parameters or all.
+        missing_passes: Backward passes of the step whose gradients are missing, in some parameters or all.
         delay: How many steps old most stale gradients are; None: none is known to be.
         n_bits: About how many significant bits are left where the precision is low (24 in float32, 8 in bfloat16); NaN
             otherwise.
@@ -148,6 +158,7 @@ class GradientAgreement:
     tolerance: np.ndarray
     weights: np.ndarray
     missing_ranks: tuple[int, ...] = ()
+    missing_passes: tuple[int, ...] = ()
     delay: int | None = None
     n_bits: float = np.nan
     receivers: tuple[int, ...] = (0,)
@@ -195,6 +206,10 @@ class GradientAgreement:
             case GradientVerdict.RANK_MISSING:
                 ranks = f"{'rank' if len(self.missing_ranks) == 1 else 'ranks'} {listed(map(str, self.missing_ranks))}"
                 return f"Gradients of {ranks} are missing, in {where}"
+            case GradientVerdict.PASS_MISSING:
+                several = len(self.missing_passes) > 1
+                passes = f"backward {'passes' if several else 'pass'} {listed(map(str, self.missing_passes))}"
+                return f"Gradients of {passes} of the step are missing, in {where}"
             case _:
                 return (
                     "The optimizer gets gradients that were not computed in this step (clipping by value, noise and "

@@ -26,7 +26,8 @@ def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradi
 
     One scale, common to all parameters, is free: it is the one that the most parameters agree with, so that lost or
     corrupted ones do not shift it. A parameter is "as computed" if rounding explains what the scale leaves over. Others
-    are explained, in this order, by an earlier step, by the mean without one rank, by zeros, by a scale of their own,
+    are explained, in this order, by an earlier step, by the mean without one rank or, in one process, without one
+    backward pass, by zeros, by a scale of their own,
     by weights of the ranks (least squares over all that are left), or by a coarser number format (errors of an even
     relative size in most parameters); what is left is "not what was computed".
 
@@ -112,7 +113,7 @@ def _compare(
     states = np.array([GradientVerdict.NOT_MEASURED] * len(mean), dtype=object)
     is_active = (rounding.size > 0) | (received != 0).any(1)
     rest = is_active.copy()
-    missing, ages = set[int](), Counter[int]()
+    missing, missing_passes, ages = set[int](), set[int](), Counter[int]()
 
     def claim(which: np.ndarray, state: GradientVerdict) -> int:
         taken = rest & which
@@ -136,6 +137,11 @@ def _compare(
         fit = fit_scale(expected, received, rounding, rest, tells_apart(expected, mean, rounding))
         if claim(fit.is_explained, GradientVerdict.RANK_MISSING):
             missing.add(rank)
+    for i, of_pass in enumerate(() if step.passes is None or not rest.any() else step.passes):
+        expected = mean - of_pass
+        fit = fit_scale(expected, received, rounding, rest, tells_apart(expected, mean, rounding))
+        if claim(fit.is_explained & fit.is_close, GradientVerdict.PASS_MISSING):
+            missing_passes.add(i)
     claim(is_zero, GradientVerdict.PARAMETERS_MISSING)
     # A single number has a scale of its own whatever it is: without a common one to compare with it says nothing.
     claim(now.is_parallel, GradientVerdict.SCALED if math.isfinite(now.scale) else GradientVerdict.NOT_MEASURED)
@@ -174,6 +180,7 @@ def _compare(
         tolerance,
         shown.weights,
         missing_ranks=tuple(sorted(missing)),
+        missing_passes=tuple(sorted(missing_passes)),
         delay=ages.most_common(1)[0][0] if ages.total() else None,
         n_bits=n_bits if verdict == GradientVerdict.LOW_PRECISION else math.nan,
     )

@@ -22,6 +22,8 @@ from workbench.probes.gradient_agreement import ProjectedGradients
 
 #: Projections of a gradient: one random byte has the signs of an element in all of them.
 N_PROJECTIONS = 8
+#: Backward passes of a step that are kept apart at most.
+_N_APART = 8
 #: Elements that are projected together, so that little memory is needed; a processor keeps them in its cache.
 _CHUNK, _CHUNK_ON_HOST = 2**20, 2**16
 _LOWEST = torch.iinfo(torch.int64).min
@@ -37,9 +39,9 @@ class GradientProjections:
         print(compare_gradients(step).sentence)
 
     It is armed for one step, before its first backward pass, and projects what autograd hands to each parameter, before
-    it is accumulated in ``.grad`` or reduced by DDP. Several backward passes add up, also those of a trainer that
-    emulates ranks in one process; which of these is missing cannot be told. `take` is called right before the
-    optimizer's step, on every rank, and projects ``.grad``.
+    it is accumulated in ``.grad`` or reduced by DDP. Several backward passes add up; in one process up to eight are
+    also kept apart, so that one which is missing is named. `take` is called right before the optimizer's step, on every
+    rank, and projects ``.grad``.
 
     The hooks stand on the nodes of autograd that accumulate gradients: they see what hooks of the parameters leave, and
     nothing of ``torch.autograd.grad``. A shared parameter is seen once, with the sum. They return nothing, so that
@@ -96,6 +98,7 @@ class GradientProjections:
     def _forget(self) -> None:
         self._computed: dict[int, Tensor] = {}
         self._accumulated: dict[int, Tensor] = {}
+        self._apart: dict[int, list[Tensor]] = {}
         self._n_passes: Counter[int] = Counter()
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
@@ -147,11 +150,17 @@ class GradientProjections:
             if parameter.grad is not None:
                 received[number] = self._project_own(number, parameter)
         tables = (self._computed, self._accumulated, received)
-        values = iter(read_arrays([value for table in tables for value in table.values()]))
+        n_passes = max(self._n_passes.values(), default=0)
+        apart = self._apart if 2 <= n_passes <= _N_APART else {}
+        values = iter(read_arrays([v for t in tables for v in t.values()] + [v for p in apart.values() for v in p]))
         found = np.zeros((len(self.parameters), 3, N_PROJECTIONS + 1))
         for i, table in enumerate(tables):
             for number in table:
                 found[number, i] = next(values)
+        passes = np.zeros((n_passes if apart else 0, len(self.parameters), N_PROJECTIONS))
+        for number, of_parameter in apart.items():
+            for i in range(len(of_parameter)):
+                passes[i, number] = next(values)[:-1]
         counts = np.array([self._n_passes[number] for number in range(len(self.parameters))], dtype=float)
         ranks = _of_all_ranks(np.concatenate([found.reshape(len(found), -1), counts[:, None]], axis=1))
         computed, accumulated, taken = ranks[..., :-1].reshape(*ranks.shape[:2], 3, -1).transpose(2, 0, 1, 3)
@@ -167,6 +176,7 @@ class GradientProjections:
             n_elements=np.array([parameter.numel() for parameter in self.parameters]),
             formats=formats,
             n_passes=int(ranks[..., -1].max()),
+            passes=passes,
         )
 
     @torch.no_grad()
@@ -181,6 +191,8 @@ class GradientProjections:
         self._computed[number] = new if earlier is None else earlier + new
         self._accumulated[number] = new if before is None else self._project(number, before) + new
         self._n_passes[number] += 1
+        if self._n_passes[number] <= _N_APART and not is_shared():
+            self._apart.setdefault(number, []).append(new)
 
     def _leaf(self, number: int) -> Tensor | None:
         """The tensor whose gradient autograd computes; None: FSDP2 has not made it yet."""

@@ -312,6 +312,9 @@ REDUCTION: dict[str, Variable] = {
         ("step",), "f", "significant bits", "1", "of gradients that arrive in low precision; NaN: they do not"
     ),
     "missing_rank": Variable(("step",), "f", "missing rank", "1", "first rank whose gradients are missing; NaN: none"),
+    "missing_pass": Variable(
+        ("step",), "f", "missing pass", "1", "first backward pass of the step whose gradients are missing; NaN: none"
+    ),
     "receiving_rank": Variable(
         ("step",), "f", "receiving rank", "1", "first rank whose optimizer gets wrong ones; NaN: all, or none"
     ),

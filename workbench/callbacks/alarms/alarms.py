@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
@@ -15,6 +16,21 @@ from workbench.callbacks.observation import Observation
 
 #: A signal raises another alarm only after its evidence has fallen below this share of the threshold.
 _REARM = 0.5
+#: Alarms within so many steps of the one before follow from the same cause, which the first one shows best.
+_SAME_CAUSE = 50
+#: Probe that was sound -> faults that it would have found.
+_EXCLUDES = {
+    "arithmetic": ("low_precision_attention",),
+    "gradients": ("low_precision_reduction", "stale_reduction", "dropped_bucket"),
+}
+
+
+@dataclass(frozen=True)
+class _Change:
+    """What was known at the first of several alarms: the last step before the change, and `Alarms.features`."""
+
+    onset: int
+    features: dict[str, float]
 
 
 class Alarms:
@@ -24,7 +40,8 @@ class Alarms:
     attention logit that grows beyond 10,000, are alarms at once. Every other signal, of each layer and head, is
     compared with its own past, and the evidence of a change accumulates: over windows of 1 to 128 measurements
     (`OwnPast`), and of the gradient norm also as a cumulative sum. It counts from step 200 on, but not within 100 steps
-    after the learning rate rose by more than 5 %, nor once it has fallen to 2 % of its largest.
+    after the learning rate rose by more than 5 % (losses and contents of batches: after it doubled), nor once it has
+    fallen to 2 % of its largest.
 
     The thresholds follow from the rate of false alarms, which all signals share, and from how often healthy runs
     reached the evidence (`Calibration`).
@@ -84,6 +101,8 @@ class Alarms:
         self._waiting: list[Observation] = []
         self._standing: set[str] = set()
         self._silent_until = self._last_step = -1
+        self._change: _Change | None = None
+        self._last_alarm = -1
         self._reported = ""
         self.raised: list[Alarm] = []
 
@@ -93,7 +112,7 @@ class Alarms:
 
     def rest(self, step: int, *, n_steps: int) -> None:
         """Raise no alarm for some steps and forget the latest values, but not how they spread: after an action."""
-        self._silent_until, self._reported = step + n_steps, ""
+        self._silent_until, self._reported, self._change = step + n_steps, "", None
         self._evidence.restart()
         self._waiting.clear()
         self._standing.clear()
@@ -125,7 +144,18 @@ class Alarms:
                 if reading.is_judged or reading.is_broken:
                     self._rows.note(reading.watched.name, share, is_alarm=alarm is not None)
         self._rows.end_update(observation.step)
+        self._note_change(fresh)
         return self._raise(fresh)
+
+    def _note_change(self, fresh: Sequence[Alarm]) -> None:
+        """Keep what the first alarms of a change show."""
+        onsets = [reading.onset for alarm in fresh if (reading := self.reading(alarm.signal)) is not None]
+        if not onsets:
+            return
+        step = fresh[0].step
+        if self._change is None or step > self._last_alarm + _SAME_CAUSE:
+            self._change = _Change(min(onsets), self.features())
+        self._last_alarm = step
 
     def _raise(self, fresh: list[Alarm]) -> list[Alarm]:
         self.raised += fresh
@@ -157,6 +187,11 @@ class Alarms:
     def checks(self) -> dict[str, Check]:
         """The latest measurement of each probe, by signal: whether it was sound, and what it found."""
         return self._probes.checks
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether what a probe has found waits for another measurement that confirms it."""
+        return self._probes.is_in_doubt
 
     def _share(self, reading: Reading) -> float:
         """The evidence over its threshold: infinite where the signal is not finite any more."""
@@ -190,11 +225,20 @@ class Alarms:
         return {name: found.evidence / self._threshold(name) for name, found in self._evidence.latest.items()}
 
     def attribute(self) -> Attribution:
-        """Which fault the signals point to now, with the evidence; faults that a probe cannot tell apart share it."""
+        """Which fault the alarms point to, with the evidence.
+
+        What a probe has found decides; faults that it cannot tell apart share the probability. Otherwise the signals do
+        as they were at the first alarm, since later ones may be consequences, without the faults that a probe would
+        have found since the change.
+        """
         # Large logits are last, as another fault may have made them.
         for alarm, causes in sorted(self._probes.standing.values(), key=lambda found: found[0].signal == "logits"):
             return Attribution(causes[0], dict.fromkeys(causes, 1 / len(causes)), (alarm.message.rstrip("."),))
-        return self.attributor.attribute(self.features())
+        if self._change is None:
+            return self.attributor.attribute(self.features())
+        sound = [name for name, check in self.checks.items() if check.is_sound and check.step > self._change.onset]
+        excluded = [fault for name in sound for fault in _EXCLUDES[name]]
+        return self.attributor.attribute(self._change.features, excluded=excluded)
 
     def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:
         """The attribution, if alarms are recent and it is a different fault than the last one reported."""
@@ -211,9 +255,13 @@ class Alarms:
             found[name] = (-reading.opposite if is_opposite else reading.evidence) / self._threshold(name)
         return {name: score for name, score in found.items() if math.isfinite(score)}
 
+    def reading(self, signal: str) -> Reading | None:
+        """The evidence of a signal in its latest measurement; None: it was not measured."""
+        return self._evidence.latest.get(signal)
+
     def onset(self, signal: str) -> int | None:
-        """The last step before a signal changed, by the most telling window; None: the signal is not watched."""
-        reading = self._evidence.latest.get(signal)
+        """The last step before a signal changed, by the most telling window; None: it was not measured."""
+        reading = self.reading(signal)
         return None if reading is None else reading.onset
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,14 +102,18 @@ class Attributor:
             weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
         return cls(tuple(map(str, model.classes_)), features, weight, bias)
 
-    def attribute(self, scores: Mapping[str, float]) -> Attribution:
+    def attribute(self, scores: Mapping[str, float], *, excluded: Collection[str] = ()) -> Attribution:
         """The likeliest fault.
 
         Args:
             scores: Score of each signal, its evidence over the threshold, negative in the opposite direction.
+            excluded: Faults that cannot be the cause, by other knowledge.
         """
         row = _row(self.features, scores)
         logits = self.weight @ row + self.bias
+        is_possible = np.array([cause not in excluded for cause in self.causes])
+        if is_possible.any():
+            logits = np.where(is_possible, logits, -np.inf)
         probability = np.exp(logits - logits.max())
         probability /= probability.sum()
         best = int(probability.argmax())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import torch
 from scipy.special import stdtr
 
 #: Windows in measurements; each is compared with the trend of the _BEFORE times as many measurements before it.
@@ -125,7 +126,9 @@ class OwnPast:
         self._values[self._end] = self._last
         self._end += 1
         weights, per_unit = contrasts(_rounded(self._time))
-        departure = weights @ self._values[self._end - _LONGEST : self._end]
+        latest = torch.from_numpy(self._values[self._end - _LONGEST : self._end])
+        # NumPy's product would start threads of its own, which wait busily beside those of the training.
+        departure = (torch.from_numpy(weights) @ latest).numpy()
         departure[~weights.any(axis=1)] = np.nan
         departure[self._n_of_series < (_BEFORE + 1) * WINDOWS[:, None]] = np.nan
         found = self._evidence(departure, per_unit)

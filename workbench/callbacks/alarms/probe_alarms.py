@@ -29,8 +29,11 @@ _FAULTS = {
     GradientVerdict.PARAMETERS_MISSING: ("dropped_bucket",),
     GradientVerdict.RANKS_UNEQUAL: ("dropped_bucket",),
     GradientVerdict.RANK_MISSING: ("dropped_bucket",),
+    GradientVerdict.PASS_MISSING: ("dropped_bucket",),
     GradientVerdict.NOT_COMPUTED: ("stale_reduction", "dropped_bucket", "low_precision_reduction"),
 }
+#: Verdicts that a loop may bring about on purpose.
+_MAY_BE_MEANT = (GradientVerdict.LOW_PRECISION, GradientVerdict.NOT_COMPUTED, GradientVerdict.PASS_MISSING)
 #: Setting, and whether it rose -> fault that this is.
 _OF_SETTINGS = {
     ("learning_rate", True): "large_rate",
@@ -41,8 +44,9 @@ _OF_SETTINGS = {
 _OTHER_SETTING, _LASTS = "changed_setting", 50
 #: Measurements without a fault after which one is over: some faults strike now and then.
 _OVER_AFTER = 3
-#: Fewer significant bits are another fault than rounding.
+#: With fewer significant bits it may be another fault than rounding, which is then the likeliest.
 _LEAST_BITS = 2
+_UNSURE = ("low_precision_reduction", "stale_reduction", "dropped_bucket")
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,12 @@ class ProbeAlarms:
     """Raises an alarm at the first measurement of a probe that finds a fault, and again after it was over.
 
     A loop that changes gradients on purpose, by clipping values, adding noise or compressing them, does so from its
-    first measurement on; then neither such changes nor low precision raise an alarm.
+    first measurement on; then neither such changes, nor low precision, nor a missing backward pass raise an alarm.
+    Where routers choose experts, broken arithmetic has to show in two measurements in a row: a token near a tie may go
+    to another expert in float64, which looks the same once.
 
     Attributes:
+        is_in_doubt: Whether the latest measurement of the arithmetic waits for another one that confirms it.
         standing: The last alarm of each signal whose fault is not over, with the faults that it may be.
         checks: The latest measurement of each probe, by signal.
     """
@@ -84,6 +91,8 @@ class ProbeAlarms:
         self._batches = RepeatedBatches()
         self._labels = LabelAgreement()
         self._logits = LogitLimit()
+        self.is_in_doubt = False
+        self._has_routers = False
 
     def observe(self, observation: Observation) -> list[Alarm]:
         """Process an observation of any part.
@@ -96,19 +105,20 @@ class ProbeAlarms:
         """
         if observation.part == "settings":
             return self._setting(observation)
+        self._has_routers |= observation.part == "router"
         signal = SIGNALS.get(observation.part)
         if signal is None:
             return []
         if observation.part == "monitors":
             self._forget_other_setting(observation.step)
         finders = {
-            "precision": _arithmetic,
+            "precision": self._arithmetic,
             "reduction": self._gradients,
             "monitors": self._data,
             "attention": self._large_logit,
         }
         found = finders[observation.part](observation)
-        if _is_measured(observation):
+        if _is_measured(observation) and not (observation.part == "precision" and self.is_in_doubt):
             self.checks[signal] = Check(observation.step, signal, "" if found is None else found[0].message)
         if found is None:
             self._n_clean[signal] = self._n_clean.get(signal, 0) + 1
@@ -119,6 +129,12 @@ class ProbeAlarms:
         was_standing = signal in self.standing
         self.standing[signal] = found
         return [] if was_standing else [found[0]]
+
+    def _arithmetic(self, observation: Observation) -> Finding | None:
+        found, was_in_doubt = _broken_arithmetic(observation), self.is_in_doubt
+        is_standing = SIGNALS["precision"] in self.standing
+        self.is_in_doubt = found is not None and self._has_routers and not (was_in_doubt or is_standing)
+        return None if self.is_in_doubt else found
 
     def _setting(self, observation: Observation) -> list[Alarm]:
         setting, message = (str(observation.coords[name]) for name in ("setting", "message"))
@@ -167,15 +183,16 @@ class ProbeAlarms:
         if code < 0:
             return None
         verdict = list(GradientVerdict)[code]
+        causes = _FAULTS.get(verdict, ())
         if verdict == GradientVerdict.LOW_PRECISION and not float(values["significant_bits"]) >= _LEAST_BITS:
-            verdict = GradientVerdict.NOT_COMPUTED
-        may_be_meant = verdict in (GradientVerdict.NOT_COMPUTED, GradientVerdict.LOW_PRECISION)
+            verdict, causes = GradientVerdict.NOT_COMPUTED, _UNSURE
+        may_be_meant = verdict in _MAY_BE_MEANT
         if self._changes_gradients is None:
             self._changes_gradients = may_be_meant
         if not verdict.is_fault or (may_be_meant and self._changes_gradients):
             return None
         share = float(values["wrong_parameters"])
-        return _alarm(observation, score=share, value=share, message=_told(verdict, values)), _FAULTS[verdict]
+        return _alarm(observation, score=share, value=share, message=_told(verdict, values)), causes
 
 
 def _alarm(
@@ -185,7 +202,7 @@ def _alarm(
     return Alarm(observation.step, signal, layer, head, score, value, is_outcome=False, message=message)
 
 
-def _arithmetic(observation: Observation) -> Finding | None:
+def _broken_arithmetic(observation: Observation) -> Finding | None:
     found = broken_arithmetic(observation.values)
     if found is None:
         return None
@@ -220,5 +237,12 @@ def _told(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:
         return f"The gradients of the ranks count unequally {where}: check the reduction."
     if verdict == GradientVerdict.PARAMETERS_MISSING:
         return f"The optimizer gets zeros instead of the computed gradients {where}: buckets of the reduction are lost."
+    if verdict == GradientVerdict.PASS_MISSING:
+        which = float(values.get("missing_pass", math.nan))
+        which_pass = "one backward pass" if math.isnan(which) else f"backward pass {which:.0f}"
+        return (
+            f"The gradients of {which_pass} of this step are missing {where}: check how gradients are accumulated and "
+            "reduced."
+        )
     age = "those of earlier steps" if verdict == GradientVerdict.STALE else "not those that this step computed"
     return f"The gradients that the optimizer gets are {age} {where}: check what happens between backward and update."

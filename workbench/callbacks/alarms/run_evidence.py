@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 #: First step that is judged.
 _FIRST_JUDGED = 200
 #: A step is judged while the rate is at most _RISE times its smallest of the last _N_RATES steps, and above _LOW times
-#: its largest: while it rises, and at the very end of a schedule, the signals follow it.
-_N_RATES, _RISE, _LOW = 100, 1.05, 0.02
+#: its largest: while it rises, and at the very end of a schedule, the signals follow it. Losses and other numbers of
+#: random batches follow a slow rise little: up to that of a linear warm-up from step 200 on they are judged, with so
+#: much less evidence.
+_N_RATES, _RISE, _RISE_OF_NOISE, _LOW = 100, 1.05, 2.0, 0.02
+_LESS_EVIDENCE = 1.5
 #: The first losses, and the share of them that is the least scale of later ones.
 _N_FIRST, _SHARE_OF_FIRST = 20, 0.02
 #: A number of the update that was known at so many updates in a row is broken where it is NaN; before, a loop may log
@@ -102,7 +105,7 @@ class RunEvidence:
         readings = []
         for group in groups:
             group.update(observation.step, found, math.log(self._rate) if self._rate > 0 else 0.0)
-            readings += group.readings(observation.step, self._is_judged(observation.step))
+            readings += [self._with_rate(reading) for reading in group.readings(observation.step)]
         self.latest |= {reading.watched.name: reading for reading in readings}
         return readings
 
@@ -113,12 +116,18 @@ class RunEvidence:
             self._highest = np.fmax(self._highest, rate)
             self._rates.append(rate)
 
-    def _is_judged(self, step: int) -> bool:
-        if step - self._first_step < _FIRST_JUDGED:
-            return False
-        if not self._rates:
-            return True
-        return self._rate <= _RISE * min(self._rates) and self._rate > _LOW * self._highest
+    def _with_rate(self, reading: Reading) -> Reading:
+        """A reading as it counts at the present learning rate."""
+        if reading.step - self._first_step < _FIRST_JUDGED:
+            return reading
+        if self._rates:
+            if self._rate <= _LOW * self._highest:
+                return reading
+            rise = self._rate / min(self._rates) if min(self._rates) > 0 else math.inf
+            if rise > _RISE:
+                is_judged = reading.watched.is_noise and rise <= _RISE_OF_NOISE
+                return replace(reading, is_judged=is_judged, evidence=reading.evidence / _LESS_EVIDENCE)
+        return replace(reading, is_judged=True)
 
 
 class _Group:
@@ -185,11 +194,11 @@ class _Group:
         least = np.where(known, _SHARE_OF_FIRST * np.abs(middle), 0.0)
         self._past.least_scale[self._losses] = np.maximum(self._past.least_scale[self._losses], least)
 
-    def readings(self, step: int, is_judged: bool) -> list[Reading]:
-        """The readings of all its signals."""
-        return [self._reading(name, step, is_judged) for name in self._places]
+    def readings(self, step: int) -> list[Reading]:
+        """The readings of all its signals, not judged yet."""
+        return [self._reading(name, step) for name in self._places]
 
-    def _reading(self, name: str, step: int, is_judged: bool) -> Reading:
+    def _reading(self, name: str, step: int) -> Reading:
         each, place, found = self._signals[name], self._places[name], self._found
         watched, n = each.watched, place.stop - place.start
         of_rise, of_fall = found.rise[place] - math.log10(n), found.fall[place] - math.log10(n)
@@ -216,7 +225,7 @@ class _Group:
             step=step,
             evidence=float(of_rise[worst]),
             opposite=math.nan if np.isnan(of_fall).all() else float(np.nanmax(of_fall)),
-            is_judged=is_judged,
+            is_judged=False,
             is_broken=is_broken,
             value=float(each.values.ravel()[worst]),
             is_rise=bool(is_worse[worst]) != watched.is_bad_low,

@@ -93,7 +93,6 @@ _RANKS = {
     "D3": _UPDATE,
     "dWq": "the updates of the queries are down to one direction",
     "dWk": "the updates of the keys are down to one direction",
-    "W": "queries and keys compare along one direction only",
 }
 _NORMS = {
     "D2": "the product of queries and keys moves further in each window than it did",

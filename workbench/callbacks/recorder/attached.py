@@ -499,7 +499,7 @@ class AttachedRecorder:
         fresh = alarms.observe(observation)
         if (row := alarms.evidence_row(observation)) is not None:
             self.output.add(row.part, row.step, row.values, row.coords)
-        if fresh:
+        if fresh or alarms.is_in_doubt:
             self.check_now()
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())

@@ -22,7 +22,7 @@ CADENCE: dict[str, int | None] = {
     "optimizer": 10,
     "activations": 50,
     "precision": 20,
-    "reduction": 20,
+    "reduction": 5,
     "update": 50,
     "curvature": None,
     "spectra": None,

@@ -22,6 +22,7 @@ _UNKNOWN = {
     "wrong_parameters": math.nan,
     "significant_bits": math.nan,
     "missing_rank": math.nan,
+    "missing_pass": math.nan,
     "receiving_rank": math.nan,
 }
 
@@ -82,6 +83,7 @@ class ReductionCollector:
             "wrong_parameters": wrong / len(judged) if judged else math.nan,
             "significant_bits": float(found.n_bits),
             "missing_rank": float(min(found.missing_ranks, default=math.nan)),
+            "missing_pass": float(min(found.missing_passes, default=math.nan)),
             "receiving_rank": _one_of(found.receivers if found.verdict.is_fault else (), len(found.weights)),
         }
 
@@ -99,6 +101,7 @@ def _of_known_answer(answer: KnownAnswer) -> dict[str, float]:
         "wrong_parameters": float(verdict.is_fault),
         "significant_bits": float(answer.n_bits),
         "missing_rank": float(min(answer.missing, default=math.nan)),
+        "missing_pass": math.nan,
         "receiving_rank": _one_of(answer.receivers, answer.n_ranks),
     }
 
