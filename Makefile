@@ -99,9 +99,10 @@ runs: venv  ## Record the training runs and tables in data/ again, where their f
 	$(BIN)/python data/make_runs.py
 
 warnings: venv  ## Record the study of alarms again (6 hours), fit the alarms to it and judge them
-	for set in fit choose locked; do $(BIN)/python data/record_warnings.py --set $$set; done
+	for set in fit choose examples locked; do $(BIN)/python data/record_warnings.py --set $$set; done
 	$(BIN)/python data/judge_warnings.py fit
 	$(BIN)/python data/judge_warnings.py choose
+	$(BIN)/python data/judge_warnings.py attribute
 	$(BIN)/python data/judge_warnings.py judge
 
 sweep: venv  ## Record the sweeps over learning rates again, and fit the risk model

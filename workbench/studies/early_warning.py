@@ -33,7 +33,7 @@ def of_set(runs: xr.Dataset, *names: str) -> xr.Dataset:
 
     Args:
         runs: The table.
-        *names: ``"choose"``, whose healthy runs the thresholds were raised for, or ``"locked"``, which judges.
+        *names: Sets, such as ``"locked"``, which neither detectors nor thresholds have seen.
 
     Raises:
         OptionError: If there is no such set.

@@ -224,8 +224,9 @@ def early_warning() -> xr.Dataset:
     """The study of alarms: healthy runs, runs with faults, and late failures, and what the alarms say about each.
 
     Returns:
-        Dataset with dim ``run``. What it is: ``set`` (``"choose"`` or ``"locked"``), ``setup``, ``family``, ``plan``,
-        ``kind`` of fault (empty: none; ``"late"``: it may fail without one), ``dose``, ``remedy``, ``expected_cause``,
+        Dataset with dim ``run``. What it is: ``set`` (``"locked"``: neither detectors nor thresholds have seen it),
+        ``setup``, ``family``, ``plan``, ``kind`` of fault (empty: none; ``"late"``: it may fail without one), ``dose``,
+        ``remedy``, ``expected_cause``,
         ``settings_show_it`` (whether the logged settings give the fault away), ``start`` of the fault (NaN: none) and
         ``n_steps``. How it went: ``is_harmful``, ``harm_step`` (where the loss is visibly worse, or it diverged; NaN:
         neither), ``divergence`` (its cause; empty: none). Alarms from the onset on: ``first_step``, ``first_signal``,
