@@ -63,7 +63,8 @@ def assert_same(found, expected):
 )
 def test_two_ranks_hear_what_one_process_does(ranks, scenario, kind):
     expected = in_one_process(kind, ranked_recording.recorder())
-    parts = {"monitors", "attention", "optimizer", "activations", "spectra"} | ({"router"} if kind == "moe" else set())
+    parts = {"monitors", "attention", "optimizer", "activations", "reduction", "spectra"}
+    parts |= {"router"} if kind == "moe" else set()
     assert {part for _, part, _ in expected} == parts
     for rank in ranks:
         assert_same(rank[scenario]["heard"], expected)

@@ -29,7 +29,7 @@ def first_judged(store):
         (reading.step, reading.is_judged)
         for observation in observations(wb.open_run(store))
         for reading in evidence.update(observation)
-        if reading.watched.name == "loss"
+        if reading.watched.name == "grad_norm"
     ]
     last = max(step for step, is_judged in judged if not is_judged)
     return min(step for step, is_judged in judged if is_judged and step > last)
