@@ -98,7 +98,7 @@ checkpoints: venv  ## Train the checkpoints in data/ again
 runs: venv  ## Record the training runs and tables in data/ again, where their files are missing
 	$(BIN)/python data/make_runs.py
 
-warnings: venv  ## Record the study of alarms again (6 hours), fit the alarms to it and judge them
+warnings: venv  ## Record the study of alarms again (many hours; goes on where it stopped), fit the alarms to it and judge them
 	for set in fit choose examples locked; do $(BIN)/python data/record_warnings.py --set $$set; done
 	$(BIN)/python data/judge_warnings.py fit
 	$(BIN)/python data/judge_warnings.py choose

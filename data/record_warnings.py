@@ -326,7 +326,8 @@ def main() -> None:
     faults: dict[Case, list[Case]] = {}
     if args.set == "examples":
         jobs += [(record_with_faults, control, of_it, work) for control, of_it in examples().items()]
-        return run_all(jobs, args.processes)
+        run_all(jobs, args.processes)
+        return
     for case in searches(args.set) if args.only is None and args.device == "cpu" else []:
         faults.setdefault(case.control, []).append(case)
     for control in controls(args.set) if args.only != "late" else []:
@@ -335,7 +336,7 @@ def main() -> None:
             jobs.append((record_with_faults, control, of_it, work) if of_it else (record, control, work, args.device))
     if args.only != "healthy":
         jobs += [(record, case, work) for case in late_cases(args.set)]
-    return run_all(jobs, args.processes)
+    run_all(jobs, args.processes)
 
 
 def run_all(jobs: list[tuple[Any, ...]], processes: int) -> None:

@@ -107,9 +107,9 @@ def test_passes_add_up():
     assert 0 < np.nanmax(found.residual) < 1e-6  # float32 rounds .grad, the projections do not
 
 
-def test_the_mean_over_passes_is_as_computed_at_its_scale():
+def with_gradients_set_aside(n_passes, lost=()):
     """As a trainer does that splits a batch over emulated ranks: gradients are set aside and put back as a mean."""
-    model, kept = small(), []
+    kept = []
 
     def shard(model, i):
         model.zero_grad()
@@ -118,27 +118,20 @@ def test_the_mean_over_passes_is_as_computed_at_its_scale():
 
     def reduce(model):
         for parameter, parts in zip(model.parameters(), zip(*kept, strict=True), strict=True):
-            parameter.grad = sum(parts) / len(parts)
+            parameter.grad = sum(part for i, part in enumerate(parts) if i not in lost) / n_passes
 
-    found = agreement(model, [lambda m, i=i: shard(m, i) for i in range(4)], reduce)
+    return agreement(small(), [lambda m, i=i: shard(m, i) for i in range(n_passes)], reduce)
+
+
+def test_the_mean_over_passes_is_as_computed_at_its_scale():
+    found = with_gradients_set_aside(4)
     assert (found.verdict, found.scale) == (Verdict.AS_COMPUTED, pytest.approx(0.25, rel=1e-6))
 
 
 @pytest.mark.parametrize(("n_passes", "verdict"), [(3, Verdict.PASS_MISSING), (9, Verdict.NOT_COMPUTED)])
 def test_a_pass_that_is_lost_where_gradients_are_set_aside_is_named(n_passes, verdict):
     """Up to eight passes are kept apart."""
-    model, kept = small(), []
-
-    def shard(model, i):
-        model.zero_grad()
-        model(inputs(i)).square().sum().backward()
-        kept.append([p.grad for p in model.parameters()])
-
-    def reduce(model):
-        for parameter, parts in zip(model.parameters(), zip(*kept, strict=True), strict=True):
-            parameter.grad = sum(part for i, part in enumerate(parts) if i != 1) / len(parts)
-
-    found = agreement(model, [lambda m, i=i: shard(m, i) for i in range(n_passes)], reduce)
+    found = with_gradients_set_aside(n_passes, lost=[1])
     assert found.verdict == verdict
     assert found.missing_passes == ((1,) if verdict == Verdict.PASS_MISSING else ())
 
