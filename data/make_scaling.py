@@ -86,6 +86,7 @@ def study(name: str, **changes: Any) -> xr.Dataset:
         "learning_rate": CHECK_RATE,
         "n_coordinate_steps": 0 if is_deep else 10,
         "measures_target": True,
+        "progress": False,
         "optimizer_options": {"fused": True},
         **options,
         **changes,

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,40 @@ def _one_torch_thread_per_worker():
     """Two workers on two cores: more threads only wait for each other."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
+
+
+class FakeNotebook:
+    """In the place of a kernel's IPython; ``contents`` holds what a display showed, one after the other."""
+
+    def __init__(self):
+        self.contents, self.n_displays = [], 0
+
+    @property
+    def lines(self):
+        return [content["text/plain"] for content in self.contents]
+
+    def display(self, content, *, raw, display_id):
+        assert raw
+        assert display_id
+        self.n_displays += 1
+        self.contents.append(content)
+        return self
+
+    def update(self, content, *, raw):
+        assert raw
+        self.contents.append(content)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A notebook in which progress is shown at once."""
+    shown = FakeNotebook()
+    ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=shown.display))
+    monkeypatch.setattr("workbench.io.progress._DELAY", 0.05)
+    monkeypatch.setattr("workbench.io.progress._Notebook.every", 0.05)
+    return shown
 
 
 @pytest.fixture

@@ -20,8 +20,7 @@ def assessed(monkeypatch):
 
     def assess(subject, task=None, *, plan=None, seed=0, progress=False):
         calls.append((subject, plan, seed))
-        if callable(progress):
-            progress("spectra")
+        calls[-1] += (progress,)
         return made_trees.assessment(assess.verdict)
 
     assess.verdict = "proceed"
@@ -40,16 +39,17 @@ def test_the_verdict_is_the_exit_status(verdict, status, assessed, tmp_path, cap
     assert cli.main([*words, "--tree", str(tmp_path / "a.nc")]) == status
     out, err = capsys.readouterr()
     assert out == f"{verdict}: {made_trees.assessment(verdict).attrs['summary']}\n"
-    assert err.splitlines()[0] == "measuring spectra ..."
+    assert err.splitlines()[0] == f"wrote {tmp_path / 'a.nc'}"
     assert [path.read_text() for path in paths] == [verdict] * 2
     assert wb.open_run(tmp_path / "a.nc").attrs["verdict"] == verdict
-    ((subject, plan, seed),) = assessed.calls
-    assert (subject.name, plan, seed) == ("gpt2", None, 7)
+    ((subject, plan, seed, progress),) = assessed.calls
+    assert (subject.name, plan, seed, progress) == ("gpt2", None, 7, True)
 
 
 def test_quiet_says_nothing_but_the_verdict(assessed, capsys):
     assert cli.main(["assess", "gpt2", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
+    assert assessed.calls[0][-1] is False
 
 
 def test_plans_and_options_are_read_from_files(assessed, tmp_path):
@@ -58,7 +58,7 @@ def test_plans_and_options_are_read_from_files(assessed, tmp_path):
     (tmp_path / "mine.json").write_text('{"norm": "none", "d_model": 32, "n_layers": 3, "n_heads": 2}')
     for name in ("mine.toml", "mine.json"):
         assert cli.main(["assess", str(tmp_path / name), "--plan", str(tmp_path / "plan.toml"), "--quiet"]) == 0
-    for subject, plan, _ in assessed.calls:
+    for subject, plan, *_ in assessed.calls:
         assert (subject.name, subject.width, subject.depth) == ("mine", 32, 3)
         assert plan.training.learning_rate == 0.01
 

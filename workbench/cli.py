@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -62,7 +62,7 @@ def _assess(given: argparse.Namespace) -> int:
 
     plan = wb.hardware.read_plan(given.plan) if given.plan is not None else None
     subject = _subject(given.model, own_weights=given.own_weights)
-    tree = assess(subject, plan=plan, seed=given.seed, progress=_teller(given))
+    tree = assess(subject, plan=plan, seed=given.seed, progress=not given.quiet)
     _write(tree, given)
     print(f"{tree.attrs['verdict']}: {tree.attrs['summary']}")
     return int(tree.attrs["exit_status"])
@@ -151,12 +151,6 @@ def _subject(model: str, *, own_weights: bool) -> Any:
             "of wb.zoo as .toml or .json, or add --own-weights to assess a checkpoint with the weights that it has."
         )
     return wb.design(str(path) if path.exists() else model)
-
-
-def _teller(given: argparse.Namespace) -> Callable[[str], None] | bool:
-    if given.quiet:
-        return False
-    return lambda text: print(f"measuring {text} ...", file=sys.stderr, flush=True)
 
 
 def _write(tree: xr.DataTree, given: argparse.Namespace) -> None:

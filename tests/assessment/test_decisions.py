@@ -85,7 +85,7 @@ def test_the_first_step_is_to_find_out_where_useful_rates_are_not_known():
 @pytest.mark.parametrize("state", ["at risk", "failing"])
 def test_a_rate_that_is_not_useful_is_changed_to_the_best_one_of_the_pilot(name, word, state):
     (change,) = decided("change", state=state, name=name, rate=0.1).to_dict("records")
-    assert change["text"] == f"{word} the peak rate to the best one that the pilot found"
+    assert change["text"] == f"{word} the peak rate from 0.1 to 0.001, the best one that the pilot found"
     assert (change["current"], change["proposed"]) == ("0.1", "0.001 (0.0005 to 0.002)")
     assert (change["criterion"], change["path"], change["variable"]) == (name, "/pilot", "best_rate")
     assert change["effect"] == "the pilot's loss after 80 updates 2.75 → 2.5 nat"
@@ -96,6 +96,52 @@ def test_of_a_thinner_model_no_best_rate_is_proposed():
     sizes = Sizes(768, 12, 64, 4, is_stand_in=True)
     (change,) = decided("change", state="at risk", rate=0.1, sizes=sizes).to_dict("records")
     assert (change["proposed"], change["variable"], change["effect"]) == ("0.02", "useful_edge_high", "")
+    assert change["text"] == (
+        "lower the peak rate from 0.1 to below 0.02, the upper end of the useful edge "
+        "(wb.find_rate at full width tells it more closely)"
+    )
+
+
+def changes_of(settings):
+    """Changes that were tried, twice each, none of which broke."""
+    columns = {name: [row[i] for row in settings] for i, name in enumerate(("setting", "current", "proposed"))}
+    data = {name: ("change", column) for name, column in columns.items()}
+    data |= {"n_broken": ("change", [0] * len(settings)), "n_trials": ("change", [2] * len(settings))}
+    return xr.Dataset(data)
+
+
+def test_a_change_names_the_value_that_was_tried():
+    tried = changes_of([("learning_rate", "0.1", "0.025"), ("warmup", "50", "100"), ("clip_norm", "none", "1")])
+    texts = dict(decided("change", state="not measured", rate=0.1, changes=tried)[["setting", "text"]].to_numpy())
+    assert texts == {
+        "learning_rate": "lower the peak rate to 0.025 (wb.find_rate tells which rates learn well)",
+        "warmup": "warm up longer, over 100 updates",
+        "clip_norm": "clip the gradient norm at 1",
+    }
+    sizes = Sizes(768, 12, 64, 4, is_stand_in=True)
+    of_stand_in = decided("change", state="not measured", rate=0.1, changes=tried.isel(change=[0]), sizes=sizes)
+    assert of_stand_in["text"].tolist() == [
+        "lower the peak rate below 0.1 (wb.find_rate at full width tells it more closely)"
+    ]
+
+
+@pytest.mark.parametrize(("best", "texts"), [(1e-3, 0), (math.nan, 1)])
+def test_where_no_rate_is_known_the_way_to_find_one_is_told(best, texts):
+    tree = tree_of([[4.0, 4.4, 3.0]], [[1.0, 3.0, 1.0]], state="not measured", best=best)
+    criteria = tree["criteria"].to_dataset()
+    states = np.where(criteria["criterion"].values == "trials_broken", "failing", criteria["state"].values)
+    tree["criteria"] = xr.DataTree(criteria.assign(state=("criterion", states)))
+    found = decide(tree, wb.hardware.read_plan({"training": {"learning_rate": 0.1}})).to_dataframe()
+    assert found[found["kind"] == "change"]["text"].tolist() == texts * [
+        "then find a peak rate with wb.find_rate: at 0.1 the trials broke, and no useful rate is known"
+    ]
+
+
+def test_one_rate_is_proposed():
+    tried = changes_of([("learning_rate", "0.1", "0.025"), ("warmup", "50", "100")])
+    found = decided("change", state="failing", rate=0.1, changes=tried)
+    assert found["setting"].tolist() == ["learning_rate", "warmup"]
+    assert found["text"].tolist()[0] == "lower the peak rate from 0.1 to 0.001, the best one that the pilot found"
 
 
 def test_a_stop_rule_from_a_stand_in_has_no_number():

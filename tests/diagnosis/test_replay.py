@@ -16,6 +16,13 @@ from workbench.schema.statuses import FailureKind
 TASK = wb.tasks.associative_recall(length=5, vocab_size=10, n_pairs=2, batch_size=4, seed=1)
 
 
+def test_a_quarter_of_the_rate_names_the_rate():
+    rate = np.minimum(np.arange(1, 201) / 20, 1) * 8e-3
+    one = record({"monitors": monitors(descent(), rate=rate)})
+    (told,) = propose(one, find_failure(one), {"learning_rate": 1.0}, {}, rules=Rules.uniform(), checkpoints={})
+    assert told.title == "a quarter of the learning rate (0.002 at its peak)"
+
+
 def test_the_stream_begins_where_the_replay_does():
     inputs, targets = next(ShiftedTask(TASK, 7, {}).stream(2))
     assert torch.equal(inputs, TASK.batch(9)[0])

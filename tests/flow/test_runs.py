@@ -62,6 +62,6 @@ def test_along_run_takes_the_options_of_measure():
     of_run = dict(inspect.signature(along_run).parameters)
     of_measure = dict(inspect.signature(wb.flow.measure).parameters)
     del of_measure["subject"], of_measure["anatomy"]  # each checkpoint is another model
-    for name in ("store", "model", "steps"):
+    for name in ("store", "model", "steps", "progress"):
         del of_run[name]
     assert list(of_run.values()) == list(of_measure.values())

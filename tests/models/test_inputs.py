@@ -173,6 +173,31 @@ def test_a_subject_serves_wherever_a_model_does(llama):
     assert wb.router_weights(subject, TOKENS) == []
 
 
+def test_samples_take_text_and_tasks():
+    sample = wb.samples.load("pre_ln")
+    options = {"n_snapshots": 256, "progress": False}
+    texts = ["The capital of France is Paris.", "Some other text of another length, in one line."] * 3
+    assert dict(wb.profile(sample, wb.tasks.text_bytes(), **options).sizes) == {"layer": 6, "mode": 64}
+    of_list, of_tuple = (wb.profile(sample, kind(texts), **options) for kind in (list, tuple))
+    np.testing.assert_array_equal(of_list["spectral_radius"].values, of_tuple["spectral_radius"].values)
+
+
+def test_text_without_a_tokenizer_says_what_to_pass():
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+    with pytest.raises(
+        WorkbenchError, match="pass token ids instead of text, or a task of wb.tasks. If its tokens are"
+    ):
+        wb.profile(model, ["some text"], progress=False)
+    subject = wb.Subject(model, name="mine", source="here", own_tokenizer=wb.ByteTokenizer())
+    assert wb.profile(subject, ["some text"], progress=False).sizes["layer"] == 2
+
+
+def test_a_batch_with_its_targets_says_to_pass_the_tokens():
+    with pytest.raises(SnapshotError, match=r"a batch with its targets: pass its tokens alone, batch\[0\]") as caught:
+        wb.profile(wb.samples.load("pre_ln"), wb.tasks.text_bytes().batch(0), progress=False)
+    assert "TypeError" not in str(caught.value)
+
+
 def test_text_works_wherever_inputs_do():
     class Bytes:
         def __init__(self, model):

@@ -1,3 +1,7 @@
+import itertools
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -137,11 +141,45 @@ def test_rank_seed_and_thresholds_are_recorded(model, tokens):
     assert spectra.attrs["stack"] == "blocks"
 
 
-def test_bars_only_when_asked(model, tokens, capsys):
-    wb.profile(model, tokens, progress=False)
-    assert capsys.readouterr().err == ""
+def test_progress_is_told_layer_by_layer(model, tokens, capsys):
+    told = []
+    wb.profile(model, tokens, progress=told.append)
+    assert told[:2] == ["finding the blocks", "forward pass"]
+    assert told[-4:] == ["spectra", *(f"{n} of 3 layers" for n in (1, 2, 3))]
     wb.profile(model, tokens)
-    assert "forward" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""  # it took less than a second
+
+
+def test_an_interrupt_leaves_no_hook_and_ends_at_once(model, tokens, notebook):
+    def batches():
+        yield tokens
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        wb.profile(model, batches(), n_snapshots=None)
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert notebook.lines[-1] == "stopped after 0 of 3 layers"
+
+
+def test_layers_that_have_begun_are_not_waited_for(model, tokens, notebook, monkeypatch):
+    begun = itertools.count()
+    goes_on = threading.Event()
+
+    def spectrum(moments, options):
+        if next(begun) == 0:
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+        goes_on.wait(20)
+
+    monkeypatch.setattr("workbench.koopman.spectra.layer_spectrum", spectrum)
+    before, start = torch.get_num_threads(), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        wb.profile(model, tokens, n_workers=2)
+    assert time.monotonic() - start < 2
+    assert torch.get_num_threads() == before
+    assert notebook.lines[-1] == "stopped after 0 of 3 layers"
+    goes_on.set()
 
 
 def test_low_precision_weights_are_profiled_in_float64(model, tokens):

@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 import workbench as wb
 from tests.reports import made_trees
 from workbench.errors import SchemaError, StoreError
+from workbench.formatting import percent
 from workbench.reports import html as html_file
 from workbench.reports.document import Lead, Paragraph, Picture, ReportTable, say
 from workbench.reports.make_report import document_of, report
@@ -356,8 +357,37 @@ def test_a_diagnosis_without_a_step_or_experiments_is_told():
 def test_a_run_without_a_fault_is_said_to_have_none():
     document = document_of(made_trees.diagnosis(is_healthy=True))
     assert (document.verdict, document.state, document.actions) == ("Most likely nothing is wrong", "healthy", ())
-    assert [fact.label for fact in document.facts] == ["probability: nothing wrong"]
+    assert document.facts == ()
     assert "Nothing needs to be done, unless" in next(document.sections[3].each(Lead)).text
+
+
+@pytest.mark.parametrize("kind", ["healthy", "hyperparameter"])
+def test_the_first_screen_tells_a_probability_once(kind, tmp_path, without_pictures):
+    tree = wb.diagnose(wb.samples.failed_run(kind))
+    document = document_of(tree)
+    screen = " ".join([document.verdict, document.summary, *(action.text for action in document.actions)])
+    assert not document.facts
+    for probability in tree["causes"]["probability"].values[tree["causes"]["is_possible"].values]:
+        assert screen.count(percent(float(probability))) == 1
+    assert report(tree, tmp_path / "a.html").stat().st_size > 0
+
+
+def test_the_first_screen_names_useful_rates_and_no_number_that_is_healthy():
+    (fact,) = document_of(wb.samples.assessments()["gpt2"].copy()).facts
+    assert fact.label == "largest useful rate"
+    assert "estimated on a stand-in 64 wide with 4 blocks; planned: 0.0006" in fact.remark
+
+
+def test_the_first_screen_names_the_proposed_rate():
+    document = document_of(made_trees.assessment())
+    assert document.actions[0].text == "Lower the peak rate (learning rate: 0.0021)."
+    assert "planned rate over the largest useful one" not in " ".join(fact.label for fact in document.facts)
+
+
+def test_names_of_the_library_keep_their_case():
+    text = " ".join(s.text for s in document_of(wb.samples.assessments()["gpt2"].copy()).sections[3].sentences)
+    assert "wb.Alarms sounds" in text
+    assert "Wb." not in text
 
 
 def test_what_the_run_did_and_what_its_settings_say_stand_apart():

@@ -99,6 +99,12 @@ def test_the_sentence_says_the_risk_and_the_useful_rates():
     )
 
 
+def test_a_cell_shows_the_sentence(case, model):
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    for answer in (wb.risk.predict(case, model=model), pilot()):
+        assert pretty(answer) == str(answer)
+
+
 def test_the_sentence_says_why_nothing_is_known(model, case):
     wide = wb.risk.predict(case.assign_coords(d_model=("run", [4096])), model=model)
     assert str(wide) == (
@@ -196,7 +202,12 @@ def test_over_rates_is_the_risk_at_each(model, case, given):
     rates = [1e-4, 1e-2, 1.0]
     found = wb.risk.over_rates(case, rates, pilot=given, model=model)
     assert found["learning_rate"].values.tolist() == rates
-    assert found.attrs == {"n_steps": 480, "d_model": 64, "reason": ""}
+    assert found.attrs | {"sentence": ""} == {"sentence": "", "n_steps": 480, "d_model": 64, "reason": ""}
+    best = rates[int(found["failure"].values.argmin())]
+    assert found.attrs["sentence"].startswith(
+        f"The risk of not learning well within 480 updates is smallest at a rate of {best:g}: "
+    )
+    assert next(iter(found.attrs)) == "sentence"
     for i, rate in enumerate(rates):
         risk = wb.risk.predict(case.assign_coords(learning_rate=("run", [rate])), pilot=given, model=model)
         for name in (*OUTCOMES, *EDGES):

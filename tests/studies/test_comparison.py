@@ -206,6 +206,16 @@ def test_wrong_input_says_what_to_do(runs):
         wb.compare({"a": runs["bare"].expand_dims(run=2)})
 
 
+def test_models_are_refused_with_the_call_that_measures_them():
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+    how = r"measure them first: wb.compare\(\{'a': wb.profile\(model, inputs\)\}\)\."
+    for subject in (model, wb.samples.load("pre_ln")):
+        with pytest.raises(SchemaError, match=f"'a' is a model, but spectra are compared; {how}"):
+            wb.compare({"a": subject})
+        with pytest.raises(SchemaError, match="That is a model, but spectra are compared"):
+            wb.compare(subject)
+
+
 def test_one_run_alone_is_named_after_its_subject(runs):
     assert list(named_runs(runs["Pre-LN"])) == list(named_runs(runs["Pre-LN"]["spectra"].to_dataset())) == ["calm"]
 

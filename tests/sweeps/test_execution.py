@@ -99,15 +99,28 @@ def test_a_finished_sweep_starts_no_process(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_progress_and_dashboard_are_shown(cluster, tmp_path, capsys):
+def test_progress_and_dashboard_are_told(cluster, tmp_path):
     from distributed import Client
 
+    told = []
     with Client(cluster, set_as_default=False) as client:
-        wb.sweeps.run(small_grid(seed=[0])[:1], tmp_path / "a.zarr", scheduler=client)
+        wb.sweeps.run(small_grid(seed=[0])[:1], tmp_path / "a.zarr", scheduler=client, progress=told.append)
         assert client.status == "running"  # it is the caller's
-        said = capsys.readouterr()
-        assert client.dashboard_link in said.out
-    assert "1/1" in said.err
+        assert told == ["starting", f"dashboard at {client.dashboard_link}", "1 of 1 run"]
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_a_sweep_that_is_stopped_ends_at_once_and_goes_on_later(cluster, alone, tmp_path):
+    path, place = tmp_path / "a.zarr", Path(__file__).with_name("interrupted_sweep.py")
+    process = subprocess.Popen([sys.executable, str(place), str(path)], stderr=subprocess.PIPE)
+    wait_for_a_row(path, process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=10)
+    assert b"KeyboardInterrupt" in said
+    assert 0 < wb.open_sweep(path).sizes["run"] < 8
+    sweep = wb.sweeps.run(small_grid(), path, scheduler=cluster.scheduler_address, progress=False)
+    xr.testing.assert_identical(without_seconds(sweep), without_seconds(alone))
 
 
 @pytest.mark.subprocess

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import warnings
@@ -19,13 +20,14 @@ from workbench.assessment.failure_modes import judged
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task, require_loss
 from workbench.assessment.plan_changes import possible_changes, try_changes
-from workbench.assessment.plan_trials import N_UPDATES, try_plan
-from workbench.assessment.rate_pilot import rate_pilot
+from workbench.assessment.plan_trials import N_TRIALS, N_UPDATES, try_plan
+from workbench.assessment.rate_pilot import BUDGET, rate_pilot
 from workbench.assessment.standard_start import with_standard_start
 from workbench.assessment.structure import measure_structure
 from workbench.assessment.verdict import column_state, summary_of, verdict_of
 from workbench.errors import AnatomyError
 from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
+from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
 from workbench.models.batches import take_rows
@@ -45,6 +47,18 @@ if TYPE_CHECKING:
 
     from workbench.tasks import Task
 
+#: Parts of every assessment, and the percentage of the time that each usually takes.
+PARTS = {
+    "structure": 5,
+    "spectra": 2,
+    "useful rates": 65,
+    "the first updates, tried out": 22,
+    "number formats and devices": 6,
+}
+#: Parts that follow where something is wrong, in the same units.
+_FURTHER = {"changes to the plan": 40, "a standard initialization": 2}
+#: Updates after which pilot and trials say how far they are.
+_TOLD_EVERY = 20
 #: Token states of the spectra, fresh models of a design whose structure is averaged, and their examples.
 N_SNAPSHOTS, N_SEEDS, N_ROWS = 1024, 2, 8
 
@@ -56,7 +70,7 @@ def assess(
     plan: Any = None,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     seed: int = 0,
-    progress: bool | Callable[[str], None] = False,
+    progress: bool | Callable[[str], None] = True,
 ) -> xr.DataTree:
     """Assess before training whether an architecture will train under a plan, why, and what to do.
 
@@ -81,7 +95,7 @@ def assess(
             tensor and has no ``logits``, from the whole output and targets. With another one than the default the
             numbers of predicted classes are not measured.
         seed: Seed of fresh parameters and of data.
-        progress: Print on standard error what is measured; or a function that receives it.
+        progress: Show what is measured and how far it is; or a function that gets each text, whose exceptions end it.
 
     Returns:
         DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "cannot say", "at risk", "refuse"),
@@ -105,16 +119,28 @@ def assess(
         >>> tree.attrs["verdict"], tree.attrs["exit_status"]  # nothing was measured of models so thin
         ('cannot say', 4)
     """
-    import xarray as xr
-
-    start = time.monotonic()
-    say = _say(progress)
     require_seed(seed)
     plan = read_plan(plan)
     measured = measured_model(subject, seed=seed, width=plan.target.width, depth=plan.target.depth)
     plan.check_against(measured.design or measured.model)
+    with Progress(progress, f"assessed {measured.name}", total=sum(PARTS.values()), unit="%") as bar:
+        return assess_measured(measured, task, plan, loss, seed, bar)
+
+
+def assess_measured(
+    measured: MeasuredModel,
+    task: Any,
+    plan: AssessmentPlan,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    seed: int,
+    bar: Progress,
+) -> xr.DataTree:
+    """As `assess`, of a model that has been built, with a plan that fits it."""
+    import xarray as xr
+
+    start = time.monotonic()
     bench = _Bench.of(measured, task, plan, loss, seed)
-    tree = xr.DataTree.from_dict(_measured(bench, say))
+    tree = xr.DataTree.from_dict(_measured(bench, bar))
     sizes = _sizes(measured, tree["flow"].sizes["layer"] if "flow" in tree else 0, plan)
     tree.attrs = {
         "kind": "assessment",
@@ -130,8 +156,7 @@ def assess(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "schema_version": SCHEMA_VERSION,
     }
-    say("failure modes")
-    conclude(tree, plan, try_changes=lambda tree: bench.changes(tree, say), try_start=lambda: bench.other_start(say))
+    conclude(tree, plan, try_changes=lambda tree: bench.changes(tree, bar), try_start=lambda: bench.other_start(bar))
     tree.attrs["duration"] = time.monotonic() - start
     return tree
 
@@ -217,31 +242,35 @@ class _Bench:
             models, batches[0], batches[-1][0], self.training, width_ratio=self.width_ratio, loss=self.loss
         )
 
-    def other_start(self, say: Callable[[str], None]) -> xr.Dataset:
+    def other_start(self, bar: Progress) -> xr.Dataset:
         """The structure with a standard initialization."""
-        say("a standard initialization")
+        _begin_further(bar, "a standard initialization")
         return self.structure(standard=True)[0]
 
-    def changes(self, tree: xr.DataTree, say: Callable[[str], None]) -> xr.Dataset:
+    def changes(self, tree: xr.DataTree, bar: Progress) -> xr.Dataset:
         """Try single changes to the plan."""
-        say("changes to the plan")
+        _begin_further(bar, "changes to the plan")
         tried = self.on_trial
         assert tried is not None  # because its trials diverged
         best = float(tree["pilot"].to_dataset()["best_rate"]) * self.width_ratio
-        step = _part_of(say, "changes to the plan")
         changes = possible_changes(tried, best)
-        return try_changes(self.measured.model, self.task, changes, n_updates=N_UPDATES, loss=self.loss, say=step)
+        number = itertools.count()
+
+        def say(change: str) -> None:
+            bar.step(change, next(number) / len(changes))
+
+        return try_changes(self.measured.model, self.task, changes, n_updates=N_UPDATES, loss=self.loss, say=say)
 
 
-def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset]:
+def _measured(bench: _Bench, bar: Progress) -> dict[str, xr.Dataset]:
     """All measurements, by their path in the tree."""
     measured, model, parts = bench.measured, bench.measured.model, {}
     depth = bench.plan.target.depth or measured.target_depth
-    say("structure")
+    bar.begin("structure", PARTS["structure"])
     parts["/structure"], flow = bench.structure()
     if flow is not None:
         parts["/flow"] = flow
-        say("spectra")
+        bar.begin("spectra", PARTS["spectra"])
         # Where the flow can be read, other states may be passed on beside the stream, which have no spectra.
         with suppress(AnatomyError), warnings.catch_warnings():
             warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
@@ -249,30 +278,35 @@ def _measured(bench: _Bench, say: Callable[[str], None]) -> dict[str, xr.Dataset
                 measured.fresh(depth=depth), bench.task.probe(N_SNAPSHOTS), n_snapshots=N_SNAPSHOTS, seed=bench.seed,
                 progress=False,
             )  # fmt: skip
-    say("useful rates")
-    parts["/pilot"] = rate_pilot(model, bench.task, bench.training, width_ratio=bench.width_ratio, loss=bench.loss)
+    bar.begin("useful rates", PARTS["useful rates"])
+    parts["/pilot"] = rate_pilot(
+        model, bench.task, bench.training, width_ratio=bench.width_ratio, loss=bench.loss,
+        on_update=_told(bar, BUDGET),
+    )  # fmt: skip
     if bench.on_trial is not None:
-        say("the first updates, tried out")
-        parts["/trials"] = try_plan(model, bench.task, bench.on_trial, loss=bench.loss)
-    say("number formats and devices")
-    step = _part_of(say, "number formats and devices")
-    parts["/hardware"] = assess_hardware(model, bench.task, bench.plan, seed=bench.seed, loss=bench.loss, say=step)
+        bar.begin("the first updates, tried out", PARTS["the first updates, tried out"])
+        after_update = _told(bar, N_TRIALS * N_UPDATES)
+        parts["/trials"] = try_plan(model, bench.task, bench.on_trial, loss=bench.loss, on_update=after_update)
+    bar.begin("number formats and devices", PARTS["number formats and devices"])
+    parts["/hardware"] = assess_hardware(model, bench.task, bench.plan, seed=bench.seed, loss=bench.loss, say=bar.step)
     return parts
 
 
-def _part_of(say: Callable[[str], None], part: str) -> Callable[[str], None]:
-    """Report a step of a part; an exception of the receiver ends the assessment."""
-    return lambda step: say(f"{part}: {step}")
+def _told(bar: Progress, n_updates: int) -> Callable[[], None]:
+    """A function to call after each of so many updates, which tells the bar of some of them."""
+    number = itertools.count(1)
+
+    def after_update() -> None:
+        if not (n := next(number)) % _TOLD_EVERY:
+            bar.step(f"{n} of {n_updates} updates", n / n_updates)
+
+    return after_update
 
 
-def _say(progress: bool | Callable[[str], None]) -> Callable[[str], None]:
-    if callable(progress):
-        return progress
-    if not progress:
-        return lambda _: None
-    import sys
-
-    return lambda text: print(f"measuring {text} ...", file=sys.stderr, flush=True)
+def _begin_further(bar: Progress, part: str) -> None:
+    """Begin a part that was not expected."""
+    bar.total = (bar.total or 0) + _FURTHER[part]
+    bar.begin(part, _FURTHER[part])
 
 
 def conclude(
@@ -308,4 +342,7 @@ def conclude(
         column_state(criteria, part).value for part in ("structure", "pilot")
     )
     tree.attrs["verdict"], tree.attrs["exit_status"] = verdict.value, verdict.exit_status
-    tree.attrs["summary"] = summary_of(str(tree.attrs["subject"]), verdict, criteria, modes, Sizes.of(tree))
+    pilot = tree["pilot"].to_dataset() if "pilot" in tree else None
+    summary = summary_of(str(tree.attrs["subject"]), verdict, criteria, modes, Sizes.of(tree), pilot)
+    rest = {name: value for name, value in tree.attrs.items() if name != "summary"}
+    tree.attrs = {"summary": summary, **rest}  # the answer first, where a cell shows the tree

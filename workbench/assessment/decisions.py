@@ -39,6 +39,8 @@ _WATCH = {
     "precision_headroom": ("optimizer: gradient_rms_over_eps, update_ratio", "updates shrink where formats lose them"),
     "unsuitable_rate": ("monitors: grad_norm, loss; optimizer: adam_staleness", "spikes of staleness precede the loss"),
 }
+#: How to find the rate of a design that is too large for the pilot of an assessment.
+AT_FULL_WIDTH = "wb.find_rate at full width tells it more closely"
 #: Loss above that of the pilot's best rate, after as many updates, at which a run is stopped: of recorded runs of 480
 #: updates this stops a quarter of the bad ones and 2 % of the good ones (``data/judge_stop_rules.py``).
 STOP_MARGIN = 0.8
@@ -88,8 +90,10 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     sizes = Sizes.of(tree)
     stand_in = sizes.stand_in if sizes is not None and sizes.is_stand_in else ""
     found = [
-        *_start(verdict_of(criteria), modes, affordable < plan.training.n_steps), *_rate(tree, plan),
-        *_changes(tree, plan, stand_in), *_budget(plan, affordable), *_monitors(modes), *_stop_rules(tree, stand_in),
+        *_start(verdict_of(criteria), modes, affordable < plan.training.n_steps),
+        *_one_rate([*_rate(tree, plan), *_changes(tree, plan, stand_in), *_unknown_rate(tree, plan)]),
+        *_budget(plan, affordable),
+        *_monitors(modes), *_stop_rules(tree, stand_in),
     ]  # fmt: skip
     found.sort(key=lambda decision: list(DecisionKind).index(decision.kind))
     columns: dict[str, list[Any]] = {
@@ -127,14 +131,30 @@ def _rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
     ratio = 1.0 if sizes is None else sizes.width / sizes.run_width
     effect = _brought(pilot, rate * ratio, best * ratio)
     if ratio != 1 and bad == RATE:  # published rates lie above the best one of a thinner model
-        text, proposed, variable = "below the upper end of the useful edge", f"{upper:.2g}", "useful_edge_high"
+        text = f"to below {upper:.2g}, the upper end of the useful edge ({AT_FULL_WIDTH})"
+        proposed, variable = f"{upper:.2g}", "useful_edge_high"
     else:
-        text, proposed = "to the best one that the pilot found", f"{best:.2g} ({low:.2g} to {high:.2g})"
+        text, proposed = f"to {best:.2g}, the best one that the pilot found", f"{best:.2g} ({low:.2g} to {high:.2g})"
         variable = "best_rate"
     yield Decision(
-        DecisionKind.CHANGE, f"{word} the peak rate {text}", "learning_rate", f"{rate:g}", proposed, bad, effect,
-        path="/pilot", variable=variable,
+        DecisionKind.CHANGE, f"{word} the peak rate from {rate:g} {text}", "learning_rate", f"{rate:g}", proposed, bad,
+        effect, path="/pilot", variable=variable,
     )  # fmt: skip
+
+
+def _unknown_rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
+    """How to find a rate where the trials broke and the pilot found none."""
+    state = str(tree["criteria"].to_dataset()["state"].sel(criterion=BROKEN_TRIALS).values)
+    if state in BAD_STATES and not math.isfinite(float(tree["pilot"].to_dataset().get("best_rate", math.nan))):
+        rate = DEFAULT_RATE if plan.training.learning_rate is None else plan.training.learning_rate
+        text = f"then find a peak rate with wb.find_rate: at {rate:g} the trials broke, and no useful rate is known"
+        yield Decision(DecisionKind.CHANGE, text, "learning_rate", f"{rate:g}", criterion=BROKEN_TRIALS)
+
+
+def _one_rate(changes: list[Decision]) -> list[Decision]:
+    """The changes with one proposal of a rate: the first, that of the pilot, where the trials proposed one as well."""
+    rates = [each for each in changes if each.setting == "learning_rate"]
+    return [each for each in changes if each not in rates[1:]]
 
 
 def _brought(pilot: xr.Dataset, rate: float, best: float) -> str:
@@ -217,10 +237,11 @@ def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decis
         current, proposed = str(changes["current"].values[i]), str(changes["proposed"].values[i])
         if stand_in and setting == "learning_rate":  # the useful rates of a small model are not those of a large one
             proposed = f"below {current}"
+        found = AT_FULL_WIDTH if stand_in else "wb.find_rate tells which rates learn well"
         words = {
-            "learning_rate": "lower the peak rate",
-            "clip_norm": "clip the gradient norm",
-            "warmup": "warm up longer",
+            "learning_rate": f"lower the peak rate {'' if stand_in else 'to '}{proposed} ({found})",
+            "clip_norm": f"clip the gradient norm at {proposed}",
+            "warmup": f"warm up longer, over {proposed} updates",
             "kss": "switch on Koopman Spectral Shaping",
         }
         if kept:

@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from workbench.assessment.assess import assess
+from workbench.assessment.assess import PARTS, assess_measured
 from workbench.assessment.compute_cost import flops_per_token
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
 from workbench.callbacks.train import train
 from workbench.errors import OptionError
+from workbench.formatting import counted
 from workbench.hardware import AssessmentPlan, read_plan
+from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.models.losses import token_loss
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import Verdict
+from workbench.tasks.task import require_seed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 N_TIMED = 12
 #: Losses that differ by less than this are considered equal; nat.
 SAME_LOSS = 0.02
+#: Time that this takes a design, over a hundredth of its assessment's.
+_TIME_OF_STEPS = 3
 #: Names of the comparison's own parts.
 _TAKEN = ("designs",)
 #: Columns that are variables of the pilot of each design.
@@ -43,7 +48,7 @@ def compare_designs(
     plan: Any = None,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     seed: int = 0,
-    progress: bool | Callable[[str], None] = False,
+    progress: bool | Callable[[str], None] = True,
 ) -> xr.DataTree:
     """Assess several designs under one plan, and compare verdicts, useful rates, losses and compute cost.
 
@@ -84,16 +89,20 @@ def compare_designs(
     for name in designs:
         if not name or "/" in name or name in _TAKEN:
             raise OptionError(f"A design cannot be called '{name}'; choose a name without '/', not 'designs'.")
+    require_seed(seed)
     plan = read_plan(plan)
     size = {"width": plan.target.width, "depth": plan.target.depth}
     found = {name: measured_model(subject, seed=seed, **size) for name, subject in designs.items()}
     for each in found.values():  # all are refused before the first is measured
         plan.check_against(each.design or each.model)
-    trees = {
-        name: assess(subject, task, plan=plan, loss=loss, seed=seed, progress=_named(progress, name))
-        for name, subject in designs.items()
-    }
-    times = step_times({name: each.model for name, each in found.items()}, task, plan, loss=loss, seed=seed)
+    trees, total = {}, len(designs) * (sum(PARTS.values()) + _TIME_OF_STEPS)
+    with Progress(progress, f"compared {counted(len(designs), 'design')}", total=total, unit="%") as bar:
+        for name, each in found.items():
+            bar.heading = f"{name}: "
+            trees[name] = assess_measured(each, task, plan, loss, seed, bar)
+        bar.heading = ""
+        bar.begin("times of an update", len(designs) * _TIME_OF_STEPS)
+        times = step_times({name: each.model for name, each in found.items()}, task, plan, loss=loss, seed=seed)
     rows = [_row(trees[name], found[name], plan) for name in designs]
     data = {name: ("design", np.array([row[name] for row in rows])) for name in rows[0]}
     data["relative_step_time"] = ("design", np.array([times[name] for name in designs]) / min(times.values()))
@@ -194,9 +203,3 @@ def dominated(table: xr.Dataset) -> np.ndarray:
         ]
     )
     return np.array([any((other <= own).all() and (other < own).any() for other in scores) for own in scores])
-
-
-def _named(progress: bool | Callable[[str], None], name: str) -> bool | Callable[[str], None]:
-    if not callable(progress):
-        return progress
-    return lambda text: progress(f"{name}: {text}")

@@ -42,6 +42,7 @@ def try_plan(
     n_trials: int = N_TRIALS,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     kss: Callable[[], KSS] | None = None,
+    on_update: Callable[[], object] = lambda: None,
 ) -> xr.Dataset:
     """Train copies of a model for the first updates of a plan, at its peak rate.
 
@@ -59,6 +60,7 @@ def try_plan(
         loss: Function of logits and targets, as in `workbench.train`. Of another one than the default, whose scale is
             not known, a value above ten times the first one counts as divergence, if it is above the plan's limit too.
         kss: Function that makes the KSS of each trial; None: no KSS.
+        on_update: Called after each update.
 
     Returns:
         Dataset with dims ``trial`` and ``step``: ``loss`` and ``grad_norm`` (trial, step; NaN after a trial diverged),
@@ -89,6 +91,7 @@ def try_plan(
         later, trained = LaterBatches(task, first=(trial + 1) * n_updates), copy.deepcopy(model)
         for record in train(trained, later, loss=loss, kss=None if kss is None else kss(), **settings):
             numbers[:, trial, record.step] = record.loss, record.grad_norm
+            on_update()
             if record.diverged:
                 steps[trial], causes[trial] = record.step, record.cause
     dims = ("trial", "step")

@@ -46,6 +46,7 @@ def rate_pilot(
     budget: int = BUDGET,
     seconds: float = SECONDS,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    on_update: Callable[[], object] = lambda: None,
 ) -> xr.Dataset:
     """Find the useful rates of a plan on a model, and carry them over to the planned width.
 
@@ -60,6 +61,7 @@ def rate_pilot(
         budget: Updates of the pilot.
         seconds: After this time it ends with the rounds that are finished.
         loss: Function of logits and targets.
+        on_update: Called after each update; its exceptions end the pilot.
 
     Returns:
         The data of `workbench.find_rate`, with the estimates at the planned width, and, 0-dim, ``planned_rate``;
@@ -73,7 +75,8 @@ def rate_pilot(
         return _described(None, plan, OF_IMAGES)
     end = time.monotonic() + seconds
 
-    def tick(_: int) -> None:
+    def tick(_: str) -> None:
+        on_update()
         if time.monotonic() > end:
             raise _TimeIsUpError
 
@@ -83,6 +86,8 @@ def rate_pilot(
         found = find_rate(model, task, n_steps=plan.n_steps, budget=budget, loss=loss, progress=tick, **settings)
     except _TimeIsUpError:
         return _described(None, plan, TOO_SLOW.format(seconds))
+    if found.is_interrupted and time.monotonic() <= end:
+        raise KeyboardInterrupt  # by a person, who wants the assessment to end
     edge = found.last_with_edge
     if found.reason and edge is not None and found.has_learned and furthest(edge) < plan.n_steps:
         shorter = replace(plan, n_steps=furthest(edge))

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
-from workbench.assessment.failure_modes.pilot_criteria import BROKEN_TRIALS, PILOT, RATE
+from workbench.assessment.failure_modes.pilot_criteria import BROKEN_TRIALS, PILOT, RATE, SLOW_RATE
 from workbench.assessment.failure_modes.structure_criteria import BETWEEN_BLOCKS, STRUCTURE
-from workbench.formatting import clause, fine_percent, listed, short
+from workbench.formatting import clause, fine_percent, listed, rounded, short
 from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 
 if TYPE_CHECKING:
@@ -76,7 +76,10 @@ def verdict_of(criteria: xr.Dataset) -> Verdict:
     return Verdict.CANNOT_SAY if CriterionState.NOT_MEASURED in found else Verdict.PROCEED
 
 
-def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, sizes: Sizes | None = None) -> str:
+def summary_of(
+    name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, sizes: Sizes | None = None,
+    pilot: xr.Dataset | None = None,
+) -> str:  # fmt: skip
     """Summarize the verdict in a sentence or two.
 
     Args:
@@ -85,6 +88,7 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
         criteria: Criteria from `failure_modes.judged`.
         modes: Failure modes from `failure_modes.judged`.
         sizes: Sizes of the subject and of the model that was run; None: not known.
+        pilot: The pilot, whose rates are named where the planned one is the fault; None: there is none.
     """
     if verdict == Verdict.PROCEED:
         return (
@@ -102,7 +106,7 @@ def summary_of(name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset,
         key=lambda i: (-CriterionState(str(bad["state"].values[i])).severity, -float(bad["confidence"].values[i])),
     )
     first = bad.isel(failure_mode=order[0])
-    reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)), sizes)
+    reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)), sizes, pilot)
     others = [str(bad["title"].values[i]).lower() for i in order[1:]]
     more = (
         f", and {listed(others)} is likely too" if len(others) == 1 else f"; so are {listed(others)}" if others else ""
@@ -125,7 +129,7 @@ def _why_open(criteria: xr.Dataset) -> str:
     return f"its useful rates are not known ({criteria.sel(criterion=RATE)['reason'].values})"
 
 
-def _with_its_number(row: xr.Dataset, sizes: Sizes | None) -> str:
+def _with_its_number(row: xr.Dataset, sizes: Sizes | None, pilot: xr.Dataset | None) -> str:
     """Why a criterion is not healthy, with the value, the exceeded limit, and the model that was measured."""
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
     say = partial(fine_percent, digits=3) if str(row["criterion"].values) == BROKEN_TRIALS else short
@@ -133,5 +137,12 @@ def _with_its_number(row: xr.Dataset, sizes: Sizes | None) -> str:
     where = ""
     if sizes is not None and sizes.is_stand_in and str(row["criterion"].values) in COLUMNS["pilot"]:
         where = f", measured on {sizes.stand_in}"
+    ends = {RATE: ("largest", "useful_edge"), SLOW_RATE: ("smallest", "slow_edge")}
+    if pilot is not None and (end := ends.get(str(row["criterion"].values))) and end[1] in pilot:
+        planned, edge, least, most = (
+            rounded(float(pilot[name])) for name in ("planned_rate", end[1], f"{end[1]}_low", f"{end[1]}_high")
+        )
+        useful = f"the {end[0]} useful rate is about {edge} ({least} to {most})"
+        return f"{row['reason'].values}: {planned}, where {useful}{where}"
     place = f" in block {int(row['layer'])}" if int(row["layer"]) >= 0 else ""
     return f"{row['reason'].values}: {say(value)}{place}{limit}{where}"

@@ -156,7 +156,9 @@ def _tree(
         }
     )
     described = task.describe() if hasattr(task, "describe") else {}
+    answer = answer_of(what_happened, probability, layers, possible)
     tree.attrs = {
+        "summary": answer["summary"],  # first, where a cell shows the tree
         "schema_version": SCHEMA_VERSION,
         "kind": "diagnosis",
         "subject": _subject(record),
@@ -167,7 +169,7 @@ def _tree(
         "view": view,
         **({"coverage": COVERAGE} if view in rules.least else {}),
         "what_happened": what_happened,
-        **answer_of(what_happened, probability, layers, possible),
+        **answer,
         "rules": rules.about,
         "n_symptoms": len(symptoms),
         "task": json.dumps(described, default=str),

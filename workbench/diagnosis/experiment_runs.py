@@ -24,6 +24,7 @@ from workbench.diagnosis.failure import running_median
 from workbench.diagnosis.ranking import Rules
 from workbench.diagnosis.weighing import weigh
 from workbench.errors import CheckpointError, OptionError
+from workbench.io.progress import Progress
 from workbench.models.run_checkpoints import load_weights
 from workbench.schema.statuses import FailureKind
 from workbench.tasks import Task, as_task
@@ -64,6 +65,7 @@ def run_experiment(
     precision: str | None = None,
     seed: int | None = None,
     rules: Rules | None = None,
+    progress: bool | Callable[[str], None] = True,
 ) -> xr.DataTree:
     """Replay a part of a failed run twice, unchanged and with one change, and weigh the causes by the outcome.
 
@@ -89,6 +91,7 @@ def run_experiment(
         precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         seed: Seed of dropout and the like.
         rules: Rules of the diagnosis; None: the shipped ones.
+        progress: Show how far it is; or a function that gets each text, whose exceptions end it.
 
     Returns:
         The tree with the experiment's row filled in: ``outcome`` (a sentence), ``is_done``, ``supports``, ``value`` and
@@ -143,10 +146,13 @@ def run_experiment(
     replay = Replay(
         read_record(source), source, module_of(model), as_task(task), from_step, n_steps, faults, checkpoints, training
     )
-    control = replay.losses({})
-    replay.check_begins_as_recorded(control)
     kind, step, title = tree.attrs["failure_kind"], int(tree.attrs["failure_step"]), str(row["title"].values)
-    answer = replay.answer(FailureKind(kind), step, control, change, title)
+    with Progress(progress, "replayed", total=2 * n_steps, unit="step") as bar:
+        bar.say("unchanged")
+        control = replay.losses({}, bar.update)
+        replay.check_begins_as_recorded(control)
+        bar.say("changed")
+        answer = replay.answer(FailureKind(kind), step, control, change, title, bar.update)
     was_done = "is_done" in table and bool(table["is_done"].values[at])
     done = tree.copy()
     done["experiments"] = xr.DataTree(_with_answer(table, at, answer))
@@ -254,7 +260,7 @@ class Replay:
         if isinstance(options.get("betas"), list):
             self.plan["optimizer_options"] = {**options, "betas": tuple(options["betas"])}
 
-    def losses(self, change: Mapping[str, Any]) -> np.ndarray:
+    def losses(self, change: Mapping[str, Any], on_step: Callable[[], object] = lambda: None) -> np.ndarray:
         """Loss of each replayed step; NaN from where it diverged."""
         model = copy.deepcopy(self.model)
         setting = str(change.get("setting", ""))
@@ -278,17 +284,26 @@ class Replay:
             records = train(
                 model, task, optimizer=optimizer, schedule=schedule, n_steps=self.n_steps, faults=faults, **keep
             )
-            found = [math.nan if record.diverged else record.loss for record in records]
+            found = []
+            for record in records:
+                found.append(math.nan if record.diverged else record.loss)
+                on_step()
         finally:
             for remove in removes:
                 remove()
         return np.array(found + [math.nan] * (self.n_steps - len(found)))
 
     def answer(
-        self, kind: FailureKind, step: int, control: np.ndarray, change: Mapping[str, Any], title: str
+        self,
+        kind: FailureKind,
+        step: int,
+        control: np.ndarray,
+        change: Mapping[str, Any],
+        title: str,
+        on_step: Callable[[], object] = lambda: None,
     ) -> Answer:
         """Replay with a change, beside the losses of the unchanged replay."""
-        changed = self.losses(change)
+        changed = self.losses(change, on_step)
         has_failed = _judge(kind, self.record, step, control, changed)
         value, control_value = _level(changed), _level(control)
         outcome, supports = _verdict(kind, title, has_failed, value, control_value, changed, control)

@@ -122,7 +122,10 @@ def _length(record: Record, failure: Failure, from_step: int, *, acts_at: int) -
 def _change(cause: str, record: Record, failure: Failure, layer: int) -> tuple[str, dict[str, Any], bool]:
     """The change as text and as plain values, and whether it has to act from the initial parameters on."""
     if cause == "learning_rate":
-        return "a quarter of the learning rate", {"setting": "learning_rate", "factor": 0.25}, False
+        rate = record.monitor("learning_rate")
+        is_known = rate is not None and bool(np.isfinite(rate).any())
+        lower = f" ({np.nanmax(rate) / 4:.2g} at its peak)" if rate is not None and is_known else ""
+        return f"a quarter of the learning rate{lower}", {"setting": "learning_rate", "factor": 0.25}, False
     if cause == "schedule":
         return _schedule_change(record, failure)
     if cause == "batch":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from torch import nn
 from workbench.errors import CheckpointError
 from workbench.flow.flow_measurement import measure
 from workbench.flow.gradient_targets import Loss
+from workbench.io.progress import Progress
 from workbench.models.run_checkpoints import list_checkpoints, load_weights
 from workbench.models.subject import Subject
 
@@ -38,13 +39,14 @@ def along_run(
     n_jacobian_tokens: int = 8,
     dtype: torch.dtype | None = None,
     seed: int = 0,
+    progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
     """`measure` at the checkpoints next to a run's store, on the same inputs.
 
     ``store`` is that of the run, such as ``runs/mine.zarr``; `workbench.train` with ``checkpoint_every`` writes its
     checkpoints next to it. A copy of ``model`` gets the parameters of each checkpoint of ``steps`` (None: of all); the
-    model is not changed. The inputs must not be an iterator that can be read only once. All other arguments are those
-    of `measure`.
+    model is not changed. The inputs must not be an iterator that can be read only once. ``progress`` shows how far it
+    is, or is a function that gets each text. All other arguments are those of `measure`.
 
     Returns:
         As `measure`, with the dim ``step`` before all others.
@@ -74,13 +76,15 @@ def along_run(
     copied = copy.deepcopy(model.model if isinstance(model, Subject) else model)
     viewed = replace(model, model=copied) if isinstance(model, Subject) else copied
     flows = []
-    for step in chosen:
-        load_weights(copied, found[step])
-        flow = measure(
-            viewed, inputs, targets=targets, loss=loss, stack=stack, batch_first=batch_first, jacobian=jacobian,
-            n_singular=n_singular, n_tokens=n_tokens, n_jacobian_tokens=n_jacobian_tokens, dtype=dtype, seed=seed,
-        )  # fmt: skip
-        flows.append(flow)
+    with Progress(progress, "measured", total=len(chosen), unit="checkpoint") as bar:
+        for step in chosen:
+            load_weights(copied, found[step])
+            flow = measure(
+                viewed, inputs, targets=targets, loss=loss, stack=stack, batch_first=batch_first, jacobian=jacobian,
+                n_singular=n_singular, n_tokens=n_tokens, n_jacobian_tokens=n_jacobian_tokens, dtype=dtype, seed=seed,
+            )  # fmt: skip
+            flows.append(flow)
+            bar.update()
     whole = xr.concat(
         flows, dim=xr.IndexVariable("step", chosen), data_vars="all", coords="minimal", combine_attrs="override"
     )

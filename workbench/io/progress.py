@@ -1,31 +1,197 @@
-"""Progress bars, and the number of available cores."""
+"""Progress of long work in terminals and notebooks, and the number of available cores."""
 
 from __future__ import annotations
 
+import contextvars
+import html
 import os
-from typing import Any
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, Self
+
+from workbench.formatting import counted, duration
+
+#: Seconds of work before anything is shown, and between two changes: in a notebook or terminal, in a log file.
+_DELAY, _EVERY, _EVERY_IN_FILE = 1.0, 0.5, 5.0
+_LINE = "font-family:var(--jp-ui-font-family,sans-serif);font-size:var(--jp-ui-font-size1,13px);line-height:1.5"
 
 
-def progress_bar(is_on: bool, *, total: int | None, label: str, unit: str) -> Any:
-    """A tqdm bar that leaves no trace when done; silent if off, and then tqdm need not be installed."""
-    if not is_on:
-        return _NoBar()
-    from tqdm import tqdm
+class Progress:
+    """Shows how far some work has come, while the ``with`` block around it runs.
 
-    return tqdm(total=total, desc=label, unit=unit, leave=False)
+    In a terminal it is a bar on standard error that leaves no trace. In a notebook it is one display that ends as one
+    line, such as "profiled 30 layers in 12 s"; other threads than the main one show nothing there, as widgets show what
+    they measure. Work that ends, or is stopped, within a second shows nothing. The time goes on by itself, however long
+    a unit takes.
 
+    Args:
+        progress: Whether to show it; or a function that gets each text instead, and may end the work by an exception.
+        done: What happens to the units, such as "profiled".
+        unit: What is counted, such as "layer"; "%": parts of unequal length, see `begin`.
+        total: Number of units, or sum of the shares of all parts; None: not known.
 
-class _NoBar:
-    """The part of a bar's interface that is used here, without a bar; like a bar that is off it counts nothing."""
+    Attributes:
+        n: Units that are done.
+        total: As given; may be changed.
+        heading: Put in front of what is said.
+    """
 
-    n = 0
+    def __init__(
+        self, progress: bool | Callable[[str], None], done: str, *, unit: str, total: float | None = None
+    ) -> None:
+        self.n: float = 0
+        self.total, self.heading = total, ""
+        self._done, self._unit = done, unit
+        self._tell = progress if callable(progress) else None
+        self._screen = _screen() if progress is True else None
+        self._words, self._part, self._part_begun, self._part_share = "", "", 0.0, 0.0
+        self._begun = self._first_begun = time.monotonic()
+        self._is_shown, self._is_over = False, threading.Event()
+        run = contextvars.copy_context().run  # in which a kernel keeps the cell that a display belongs to
+        self._thread = threading.Thread(target=run, args=(self._keep_showing,), name=f"Progress: {done}", daemon=True)
 
-    def __enter__(self) -> _NoBar:
+    def __enter__(self) -> Self:
+        if self._screen is not None:
+            self._thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        if self._screen is None:
+            return
+        self._is_over.set()
+        self._thread.join()
+        if self._is_shown:
+            self._screen.end(self._summary if kind is None else self._stopped, has_failed=kind is not None)
 
-    def update(self, n: int = 1) -> None: ...
+    def update(self) -> None:
+        """One more unit is done."""
+        self.n += 1
+        if self._tell is not None:
+            self._tell(self._count)
+
+    def say(self, words: str) -> None:
+        """Say what is being done; before the first unit is done, its duration counts from here."""
+        self._words = self.heading + words
+        if not self.n:
+            self._first_begun = time.monotonic()
+        if self._tell is not None:
+            self._tell(self._words)
+
+    def begin(self, part: str, share: float) -> None:
+        """Begin a part that takes this share of the total; the one before is over."""
+        self._part_begun += self._part_share
+        self.n, self._part, self._part_share = self._part_begun, part, share
+        self.say(part)
+
+    def step(self, words: str, fraction: float = 0.0) -> None:
+        """Say what is being done of a part, and which fraction of the part is done."""
+        self.n = self._part_begun + fraction * self._part_share
+        self.say(f"{self._part}: {words}")
+
+    @property
+    def share(self) -> float | None:
+        """Share of the units that are done, at most 1; None: not known."""
+        return min(1.0, self.n / self.total) if self.total else None
+
+    def __str__(self) -> str:
+        now, share = time.monotonic(), self.share
+        times = duration(now - self._begun)
+        if share:
+            times += f", about {duration(max(1, (now - self._first_begun) * (1 - share) / share))} left"
+        separator = ": " if self._unit == "%" else " "
+        return " · ".join(filter(None, [f"{self._done}{separator}{self._count}", self._words, times]))
+
+    @property
+    def _count(self) -> str:
+        if self._unit == "%":
+            return f"{100 * (self.share or 0):.0f} %"
+        if self.total is None:
+            return counted(int(self.n), self._unit)
+        return f"{self.n:,} of {counted(int(self.total), self._unit)}"
+
+    @property
+    def _summary(self) -> str:
+        what = "" if self._unit == "%" else f" {counted(int(self.n), self._unit)}"
+        return f"{self._done}{what} in {duration(time.monotonic() - self._begun)}"
+
+    @property
+    def _stopped(self) -> str:
+        return f"stopped {'at' if self._unit == '%' else 'after'} {self._count}"
+
+    def _keep_showing(self) -> None:
+        assert self._screen is not None
+        wait = _DELAY
+        while not self._is_over.wait(wait):
+            self._is_shown, wait = True, self._screen.every
+            self._screen.show(self)
+
+
+class _Screen(Protocol):
+    """Where progress is shown."""
+
+    every: float
+
+    def show(self, progress: Progress) -> None: ...
+
+    def end(self, words: str, *, has_failed: bool) -> None: ...
+
+
+class _Terminal:
+    """A bar on standard error; only that the work was stopped stays there."""
+
+    def __init__(self) -> None:
+        self.every = _EVERY if sys.stderr.isatty() else _EVERY_IN_FILE
+        self._bar: Any = None
+
+    def show(self, progress: Progress) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=1, leave=False, dynamic_ncols=True, bar_format="{bar:20} {desc}")
+        self._bar.n = progress.share or 0
+        self._bar.set_description_str(str(progress))
+
+    def end(self, words: str, *, has_failed: bool) -> None:
+        self._bar.close()
+        if has_failed:
+            print(words, file=sys.stderr)
+
+
+class _Notebook:
+    """One display in the output of a cell, whose content is replaced."""
+
+    every = _EVERY
+
+    def __init__(self, display: Callable[..., Any]) -> None:
+        self._display, self._shown = display, None
+
+    def show(self, progress: Progress) -> None:
+        text, share = f"{progress} · interrupt (■) to stop", progress.share
+        value = "" if share is None else f'value="{share:.3f}"'
+        look = "width:160px;vertical-align:middle;accent-color:var(--jp-brand-color1,#1976d2)"
+        bar = f'<progress aria-label="progress" {value} style="{look}"></progress>'
+        self._replace(text, f"{bar} {html.escape(text)}", "var(--jp-ui-font-color1,#222)")
+
+    def end(self, words: str, *, has_failed: bool) -> None:
+        self._replace(words, html.escape(words), "var(--jp-ui-font-color2,#666)")
+
+    def _replace(self, text: str, markup: str, color: str) -> None:
+        content = {"text/plain": text, "text/html": f'<div role="status" style="{_LINE};color:{color}">{markup}</div>'}
+        if self._shown is None:
+            self._shown = self._display(content, raw=True, display_id=True)
+        else:
+            self._shown.update(content, raw=True)
+
+
+def _screen() -> _Screen | None:
+    """Where to show progress here; None: nowhere. IPython is never imported: whoever uses it has done so."""
+    ipython = sys.modules.get("IPython")
+    if not hasattr(getattr(ipython, "get_ipython", lambda: None)(), "kernel"):
+        return _Terminal()
+    is_main = threading.current_thread() is threading.main_thread()
+    return _Notebook(sys.modules["IPython.display"].display) if is_main else None
 
 
 def n_cores() -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from workbench.errors import SnapshotError
-from workbench.io.progress import n_cores, progress_bar
+from workbench.io.progress import n_cores
 from workbench.io.provenance import versions
 from workbench.koopman.dmd import DmdOptions, whitened_operator
 from workbench.koopman.kreiss import kreiss_from_modes
@@ -105,7 +105,7 @@ def layer_spectra(
     options: DmdOptions | None = None,
     *,
     n_workers: int | None = None,
-    progress: bool = False,
+    after_layer: Callable[[], Any] = lambda: None,
 ) -> list[LayerSpectrum]:
     """`layer_spectrum` of many layers, side by side on the cores.
 
@@ -116,7 +116,7 @@ def layer_spectra(
         moments: One object a layer.
         options: Options, see `DmdOptions`.
         n_workers: Layers at a time; None: as many as this process may use cores.
-        progress: Show a bar.
+        after_layer: Called when a layer is done.
 
     Returns:
         One spectrum a layer, in the same order.
@@ -133,17 +133,11 @@ def layer_spectra(
         [0.5, 2.0]
     """
     n_workers = min(n_workers or n_cores(), len(moments)) or 1
-    bar = progress_bar(progress, total=len(moments), label="spectra", unit="layer")
-    with bar, _single_threaded_workers(n_workers) as pool:
-        futures = [pool.submit(layer_spectrum, m, options) for m in moments]
-        results = []
-        try:
-            for future in futures:
-                results.append(future.result())
-                bar.update()
-        finally:
-            for future in futures:
-                future.cancel()
+    results = []
+    with _single_threaded_workers(n_workers) as pool:
+        for future in [pool.submit(layer_spectrum, m, options) for m in moments]:
+            results.append(future.result())
+            after_layer()
     return results
 
 
@@ -288,15 +282,17 @@ def warn_if_rank_deficient(
 
 @contextmanager
 def _single_threaded_workers(n_workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool whose threads use one BLAS thread each; the caller's own settings come back afterwards."""
+    """A pool whose threads use one BLAS thread each; the caller's own settings come back afterwards.
+
+    An error or an interrupt does not wait for layers that have begun, which may take minutes.
+    """
     before = torch.get_num_threads()
+    pool = ThreadPoolExecutor(n_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:
-        with (
-            _single_threaded_blas(),
-            ThreadPoolExecutor(n_workers, initializer=torch.set_num_threads, initargs=(1,)) as pool,
-        ):
+        with _single_threaded_blas():
             yield pool
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
         torch.set_num_threads(before)
 
 

@@ -65,12 +65,12 @@ class Batches:
             SnapshotError: If the inputs are none of these, or empty.
         """
         inputs = inputs_of(inputs, n_tokens)
-        if isinstance(inputs, str) or (_is_list(inputs) and inputs and all(isinstance(x, str) for x in inputs)):
+        if (texts := _texts(inputs)) is not None:
             if subject is None:
                 raise SnapshotError(
                     "Text needs a tokenizer; open the model with wb.open_checkpoint() or pass token ids."
                 )
-            inputs = subject.tokenize(inputs)
+            inputs = subject.tokenize(texts)
         if _is_list(inputs):
             # Lists of ids of different lengths are batches of one sequence each, for padding is not ours to make.
             inputs = torch.tensor(inputs) if _is_numbers(inputs) else [_of_numbers(item) for item in inputs]
@@ -210,6 +210,13 @@ def _from_lists(value: Sequence[Any], name: str) -> Tensor:
 
 def _is_list(inputs: Any) -> bool:
     return isinstance(inputs, Sequence) and not isinstance(inputs, str | tuple | bytes)
+
+
+def _texts(inputs: Any) -> list[str] | None:
+    """One text or several as a list; None: the inputs are no texts."""
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    is_text = isinstance(texts, list | tuple) and bool(texts) and all(isinstance(text, str) for text in texts)
+    return list(texts) if is_text else None
 
 
 def _of_numbers(item: Any) -> Any:

@@ -41,7 +41,6 @@ class LayerResults:
         options: Options of the spectra.
         names: Name of each layer, for messages.
         n_workers: Number of layers decomposed in parallel; None: one per core.
-        progress: Whether to show a progress bar while layers are decomposed at the end.
         journal: Where results are kept as they are made; None: nowhere.
         after_layer: Function called when a layer is done.
     """
@@ -52,17 +51,17 @@ class LayerResults:
         names: Sequence[str],
         *,
         n_workers: int | None = None,
-        progress: bool = False,
         journal: ProfileJournal | None = None,
         after_layer: Callable[[], Any] = lambda: None,
     ) -> None:
         self.journal = journal
-        self._options, self._names, self._n_workers, self._progress = options, names, n_workers, progress
+        self._options, self._names, self._n_workers = options, names, n_workers
         self._after_layer = after_layer
         self._waiting: dict[int, Moments] = {}
         self._found: dict[int, FoundLayer] = {}
         for layer, kept in ({} if journal is None else journal.finished()).items():
             self._keep(layer, *kept)
+            after_layer()
 
     @property
     def layers(self) -> set[int]:
@@ -93,7 +92,7 @@ class LayerResults:
     def _decompose(self) -> None:
         layers = list(self._waiting)
         spectra = layer_spectra(
-            list(self._waiting.values()), self._options, n_workers=self._n_workers, progress=self._progress
+            list(self._waiting.values()), self._options, n_workers=self._n_workers, after_layer=self._after_layer
         )
         n_bytes = max(seen.n_bytes for seen in self._waiting.values())
         for layer, spectrum in zip(layers, spectra, strict=True):
@@ -107,4 +106,3 @@ class LayerResults:
     def _keep(self, layer: int, spectrum: LayerSpectrum, n_snapshots: int, n_features: int) -> None:
         name = f"layer {layer} ({self._names[layer]})"
         self._found[layer] = FoundLayer(spectrum, n_snapshots, n_features, name)
-        self._after_layer()

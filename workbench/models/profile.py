@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -11,7 +11,8 @@ import numpy as np
 from torch import nn
 
 from workbench.errors import OptionError, WorkbenchError
-from workbench.io.progress import progress_bar
+from workbench.formatting import counted
+from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.koopman.dmd import DmdOptions
 from workbench.koopman.measures import Thresholds
@@ -57,7 +58,7 @@ def profile(
     layers: Sequence[int] | None = ...,
     seed: int | None = ...,
     n_workers: int | None = ...,
-    progress: bool = ...,
+    progress: bool | Callable[[str], None] = ...,
     dry_run: Literal[False] = ...,
 ) -> xr.Dataset: ...
 @overload
@@ -77,7 +78,7 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
     layers: Sequence[int] | None = None,
     seed: int | None = None,
     n_workers: int | None = None,
-    progress: bool = True,
+    progress: bool | Callable[[str], None] = True,
     dry_run: bool = False,
 ) -> xr.Dataset | ProfileCost:
     """Koopman spectra of a model's residual stream, layer by layer (RKSP, arXiv:2602.22988).
@@ -110,7 +111,7 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
         layers: Numbers of the layers to measure, from 0, or from the end where negative; None: all.
         seed: Seed of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
         n_workers: Number of layers decomposed in parallel; None: one per core.
-        progress: Whether to show progress bars.
+        progress: Show how far it is; or a function that gets each text, whose exceptions end it.
         dry_run: Whether to return the memory and time that this will take, instead of doing it.
 
     Returns:
@@ -136,22 +137,25 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
     options = replace(options or DmdOptions(), **{name: value for name, value in given.items() if value is not None})
     selection = TokenSelection(n_snapshots, skip_first, options.seed)
     probe, batches = Batches.of(inputs, subject, n_tokens=max(n_snapshots or 0, TOKENS_OF_A_TASK)).probe_and_all()
-    if anatomy is None:
-        with nullcontext() if subject.streamed is None else subject.streamed.standing_in():
-            anatomy = _anatomy(subject, probe, stack, batch_first)
-    batches = batches.split(anatomy.layout)
-    wanted = _wanted(layers, anatomy)
-    if dry_run or anatomy.width > _NARROW:
-        cost = profile_cost(subject, anatomy, batches, options, wanted, n_snapshots, n_workers, is_timed=dry_run)
-        if dry_run:
-            return cost
-        refuse_too_large(cost, subject)
-    names = [site.name for site in anatomy.sites]
-    # Where residuals are added outside of modules, batches of an iterator cannot be stopped before more are taken.
-    is_single = not (isinstance(batches.items, list) and len(batches.items) > 1)
-    if subject.streamed is None or (is_single and any(site.exit is not None for site in anatomy.sites)):
-        results = LayerResults(options, names, n_workers=n_workers, progress=progress)
-        with progress_bar(progress, total=n_snapshots, label="forward", unit="token") as bar:
+    with Progress(False if dry_run else progress, "profiled", unit="layer") as bar:
+        if anatomy is None:
+            bar.say("finding the blocks")
+            with nullcontext() if subject.streamed is None else subject.streamed.standing_in():
+                anatomy = _anatomy(subject, probe, stack, batch_first)
+        batches = batches.split(anatomy.layout)
+        wanted = _wanted(layers, anatomy)
+        if dry_run or anatomy.width > _NARROW:
+            cost = profile_cost(subject, anatomy, batches, options, wanted, n_snapshots, n_workers, is_timed=dry_run)
+            if dry_run:
+                return cost
+            refuse_too_large(cost, subject)
+        names = [site.name for site in anatomy.sites]
+        bar.total = len(wanted)
+        # Where residuals are added outside of modules, batches of an iterator cannot be stopped before more are taken.
+        is_single = not (isinstance(batches.items, list) and len(batches.items) > 1)
+        if subject.streamed is None or (is_single and any(site.exit is not None for site in anatomy.sites)):
+            results = LayerResults(options, names, n_workers=n_workers, after_layer=bar.update)
+            bar.say("forward pass")
             capture_layers(
                 subject.model,
                 anatomy,
@@ -160,10 +164,10 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
                 results.add,
                 options=options,
                 layers=wanted,
-                after_batch=lambda n: bar.update(n - bar.n),
+                after_batch=lambda n: bar.say(f"forward pass: {counted(n, 'token')}"),
             )
-    else:
-        with progress_bar(progress, total=len(wanted), label="layers", unit="layer") as bar:
+            bar.say("spectra")
+        else:
             results = LayerResults(
                 options,
                 names,
@@ -171,9 +175,9 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
                 journal=_journal(subject.streamed, anatomy, batches, selection, options, wanted),
                 after_layer=bar.update,
             )
+            bar.say("forward pass, block by block")
             capture_streamed(subject, anatomy, batches, selection, results, options, wanted)
-            results.complete()
-    found = results.complete()
+        found = results.complete()
     spectra = [found[layer].spectrum for layer in wanted]
     warn_if_rank_deficient(spectra, [found[layer] for layer in wanted], options)
     counts = [found[layer].n_snapshots for layer in wanted]

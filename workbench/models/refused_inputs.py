@@ -39,9 +39,19 @@ def reason_for(model: nn.Module, inputs: Any, error: Exception) -> str:
     found = _about_images(model, inputs) if _takes_images(model) else _about_tokens(model, inputs)
     if found:
         return found
+    if isinstance(error, TypeError) and _is_with_targets(inputs):
+        return f"{name} cannot run on a batch with its targets: pass its tokens alone, batch[0], or the task itself."
     lines = str(error).strip().splitlines()
     first = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
     return f"{name} cannot run on {_described(inputs)} ({first}); pass inputs that it runs on by itself."
+
+
+def _is_with_targets(inputs: Any) -> bool:
+    """Whether this may be a batch of a task: token ids, and targets of the same shape."""
+    if not (isinstance(inputs, tuple) and len(inputs) == 2 and all(isinstance(item, torch.Tensor) for item in inputs)):
+        return False
+    tokens, targets = inputs
+    return tokens.shape == targets.shape and not (tokens.is_floating_point() or targets.is_floating_point())
 
 
 def _about_tokens(model: nn.Module, inputs: Any) -> str:

@@ -101,7 +101,11 @@ class Subject:
             from transformers import AutoTokenizer
 
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        raise CheckpointError(f"{self.name} comes without a tokenizer; pass token ids instead of text.")
+        raise CheckpointError(
+            f"{self.name} comes without a tokenizer; pass token ids instead of text, or a task of wb.tasks. If its "
+            "tokens are bytes, open it as wb.Subject(model, name='mine', source='here', "
+            "own_tokenizer=wb.ByteTokenizer()), which takes text."
+        )
 
     def tokenize(self, texts: str | Sequence[str], *, max_length: int = 64) -> dict[str, Tensor]:
         """Token ids of texts, padded on the right to one length and at most ``max_length`` long.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from workbench.errors import OptionError
 from workbench.formatting import counted, duration, rounded
-from workbench.io.progress import progress_bar
+from workbench.io.progress import Progress
 from workbench.models.losses import token_loss
 from workbench.rates.drift import SOURCES, UNKNOWN, Estimate, decays, extrapolated, furthest, longest_measured
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns, PilotRuns
@@ -80,6 +80,9 @@ class FoundRates:
     optimizer: str
     is_interrupted: bool
     width_ratio: float = 1.0
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
 
     def __str__(self) -> str:
         n_rates = len({rate for one in self.rounds for rate in one.rate})
@@ -205,7 +208,7 @@ def find_rate(
     clip_norm: float | None = None,
     precision: str = "float32",
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    progress: bool | Callable[[int], None] = True,
+    progress: bool | Callable[[str], None] = True,
 ) -> FoundRates:
     """Find the best and the largest useful learning rate for a planned training by a pilot on copies of the model.
 
@@ -239,7 +242,7 @@ def find_rate(
         clip_norm: As in `workbench.train`.
         precision: As in `workbench.train`.
         loss: As in `workbench.train`.
-        progress: Show a bar; or a function that gets the number of updates made, whose exceptions end the pilot.
+        progress: Show how far it is; or a function that gets a text after each update, whose exceptions end the pilot.
 
     Returns:
         What was found. Print it for a sentence; `workbench.plots.pilot_losses` draws its ``data``.
@@ -279,15 +282,14 @@ def find_rate(
         own = {name: value for name, value in settings.items() if name != "schedule"}
         _refuse_beside_a_loop({**own, "loss": loss})
     begun = time.monotonic()
-    with progress_bar(progress is True, total=budget, label="pilot", unit="update") as bar:
-        tell = progress if callable(progress) else lambda _: bar.update()
+    with Progress(progress, "made", total=budget, unit="trial update") as bar:
         if loop is not None:
-            runs: PilotRuns = LoopRuns(loop, tell)
+            runs: PilotRuns = LoopRuns(loop, bar.update)
         elif model is not None:
             longest = min(n_steps, math.ceil(LONGEST_SHARE * budget))
             own = {name: value for name, value in settings.items() if name != "schedule"}
             runs = ModelRuns(
-                model, task, own, longest, n_seeds, has_mean_weights=decays(plan), loss=loss, on_update=tell
+                model, task, own, longest, n_seeds, has_mean_weights=decays(plan), loss=loss, on_update=bar.update
             )
         rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")

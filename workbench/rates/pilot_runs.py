@@ -72,7 +72,7 @@ class ModelRuns:
         has_mean_weights: Whether a loss is that of the mean weights over the last fifth of the updates, which is near
             the loss after a decay of the rate (Haegele et al. 2024, arXiv:2405.18392).
         loss: Function from logits and targets to a 0-dim tensor.
-        on_update: Called after each update with their number.
+        on_update: Called after each update.
     """
 
     model: HoldsModel | nn.Module | Callable[[int], nn.Module]
@@ -82,7 +82,7 @@ class ModelRuns:
     n_seeds: int
     has_mean_weights: bool = False
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss
-    on_update: Callable[[int], object] = lambda _: None
+    on_update: Callable[[], object] = lambda: None
     n_updates: int = 0
     trivial_loss: float = math.nan
 
@@ -115,7 +115,7 @@ class ModelRuns:
         ):  # fmt: skip
             self.n_updates += 1
             n_done, is_finite = record.step + 1, math.isfinite(record.loss) and math.isfinite(record.grad_norm)
-            self.on_update(self.n_updates)
+            self.on_update()
             if mean is not None and n_done > REFERENCE_SHARE * steps[0]:
                 mean.update_parameters(model)
             if n_done == steps[len(found)]:
@@ -153,11 +153,11 @@ class LoopRuns:
     Args:
         loop: Function from a rate and a seed to the training losses of the updates, one after the other; a generator is
             closed when it has run far enough.
-        on_update: Called after each update with their number.
+        on_update: Called after each update.
     """
 
     loop: Callable[[float, int], Iterable[float]]
-    on_update: Callable[[int], object] = lambda _: None
+    on_update: Callable[[], object] = lambda: None
     n_updates: int = 0
     trivial_loss: float = math.nan
 
@@ -170,7 +170,7 @@ class LoopRuns:
             for loss in islice(running, steps[-1]):
                 losses.append(float(loss))
                 self.n_updates += 1
-                self.on_update(self.n_updates)
+                self.on_update()
                 if not math.isfinite(losses[-1]):
                     break
                 if len(losses) == steps[len(found)]:

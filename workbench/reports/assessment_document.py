@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from workbench.assessment.failure_modes.pilot_criteria import RATE, SLOW_RATE
 from workbench.assessment.verdict import DECIDES
 from workbench.formatting import capitalized, clause, listed, lowered, title_of
 from workbench.reports import effect_space
@@ -150,21 +151,19 @@ _OF_THIN_MODELS = (
 
 
 def most_important(numbers: Numbers) -> tuple[Fact, ...]:
-    """The largest useful rate where it is known, and what is bad, or else the gain: three numbers at most."""
+    """The largest useful rate, where it is known, and what is bad: three numbers at most; if neither, the gain."""
     facts = []
     if knows_rates(numbers):
         edge, low, high = (_of_pilot(numbers, f"useful_edge{end}") for end in ("", "_low", "_high"))
         planned = _of_pilot(numbers, "planned_rate")
-        if is_stand_in(numbers):
-            note = f"at most 1; the limit is three times {high.text}, the upper end of the pilot's interval"
-            facts.append(Fact(_of_pilot(numbers, "rate_over_edge"), "planned rate over the limit of its pilot", note))
-        else:
-            facts.append(Fact(edge, "largest useful rate", f"{low.text} to {high.text}; planned: {planned.text}"))
+        of = f"; estimated on {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
+        facts.append(Fact(edge, "largest useful rate", f"{low.text} to {high.text}{of}; planned: {planned.text}"))
     for quantity in worst_criteria(numbers):
         if len(facts) == 3:
             break
-        is_told = any(fact.quantity.variable == quantity.variable for fact in facts)
-        if not is_told and (quantity.state in BAD_STATES or quantity.variable == DECIDES["structure"]):
+        if facts and knows_rates(numbers) and quantity.variable in (RATE, SLOW_RATE):
+            continue  # the first number tells the rates themselves
+        if quantity.state in BAD_STATES or (not facts and quantity.variable == DECIDES["structure"]):
             facts.append(Fact(quantity, quantity.meaning, f"healthy: {quantity.band}"))
     return tuple(facts)
 
@@ -365,9 +364,11 @@ def _decision_sentence(numbers: Numbers, row: int, *, stands_alone: bool = False
     is_stop = numbers.text("decisions", "kind", decision=row) == DecisionKind.STOP_RULE
     if stands_alone and is_stop and not text.startswith(("stop", "do not")):
         text = f"stop the run when {text}"
-    text = capitalized(text)
+    text = text if text.startswith("wb.") else capitalized(text)  # a name of the library keeps its case
     criterion = numbers.text("decisions", "criterion", decision=row)
-    if criterion:
+    # Where the rates speak for themselves, their ratio is not told once more.
+    has_own = numbers.text("decisions", "setting", decision=row) in ("learning_rate", "loss")
+    if criterion and not (has_own and criterion in (RATE, SLOW_RATE) and _proposed(numbers, row).text):
         quantity = numbers.criterion(criterion)
         if quantity.state == CriterionState.NOT_MEASURED:
             return say("{text} ({name} is {value}).", text=text, name=quantity.meaning, value=quantity)

@@ -12,7 +12,6 @@ from workbench.reports import effect_space, pictures
 from workbench.reports.document import (
     Block,
     Document,
-    Fact,
     Heading,
     Item,
     Items,
@@ -62,11 +61,8 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
     numbers = Numbers(tree)
     spoken = (observed(numbers), cause(numbers), decisions(numbers))
     possible, is_healthy, is_open = _possible(numbers), _is_healthy(numbers), _is_open(numbers)
-    facts = [Fact(one, one.meaning) for one in (_probability(numbers, row) for row in possible[:2])]
-    if not is_healthy and _has_failed(numbers):
-        facts.append(Fact(_failure_step(numbers), "step of the failure"))
     first = () if is_healthy or is_open else _first_actions(numbers)
-    cited = [quantity for section in spoken for quantity in section.cited] + [fact.quantity for fact in facts]
+    cited = [quantity for section in spoken for quantity in section.cited]
     cited += [quantity for sentence in first for quantity in sentence.quantities]
     return Document(
         kind="Diagnosis of a training run",
@@ -74,7 +70,7 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
         verdict=_verdict(numbers, possible),
         state=_state(is_healthy=is_healthy, is_open=is_open),
         summary=numbers.attribute("summary").text,
-        facts=tuple(facts),
+        facts=(),  # the summary tells the causes with their probabilities, and the step
         actions=first,
         sections=(spoken[0], spoken[1], _effect_space(numbers, cited), spoken[2]),
         about=effect_space.about(tree),
@@ -372,6 +368,8 @@ def _experiment(numbers: Numbers, row: int) -> Item:
     right, wrong = (numbers.text("experiments", f"expected_if_{word}", experiment=row) for word in ("right", "wrong"))
     change = _change_in_words(numbers.text("experiments", "change", experiment=row))
     remark = f"Change: {change}. If it is the cause, {clause(right)}; if not, {clause(wrong)}."
+    if numbers.text("experiments", "cause", experiment=row) == "learning_rate":
+        remark += " Before the next run, wb.find_rate finds the rates that learn well."
     return Item("", tuple(sentences), remark=remark)
 
 
@@ -443,7 +441,8 @@ def _how_it_failed(numbers: Numbers) -> Sentence:
     if _has_failed(numbers):
         return say("The loss began to rise at step {step}.", step=step)
     if numbers.has_attribute("what_happened"):
-        return say("{what}.", what=numbers.attribute("what_happened").text)
+        what = clause(numbers.attribute("what_happened").text)
+        return say("{what}; the symptoms are read as of step {step}.", what=what, step=step)
     return say("The loss shows no failure; the symptoms are read as of step {step}.", step=step)
 
 

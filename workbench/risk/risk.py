@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -95,6 +95,9 @@ class Risk:
     reason: str
     caveat: str = ""
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
     def __str__(self) -> str:
         rate = f"At a rate of {rounded(self.learning_rate)}"
         if self.reason:
@@ -150,7 +153,7 @@ def over_rates(
     Returns:
         Dataset with dim ``learning_rate``: ``too_small``, ``too_large``, ``failure`` and ``explosion``; and, without
         it, ``slow_edge``, ``useful_edge`` and ``explosion_edge``; each with ``_low`` and ``_high``, NaN where it is not
-        known. Attributes: ``n_steps``, ``d_model``, ``reason``.
+        known. Attributes: ``sentence`` (the answer in words), ``n_steps``, ``d_model``, ``reason``.
 
     Raises:
         OptionError: If a rate is no positive number, or as in `predict`.
@@ -176,8 +179,20 @@ def over_rates(
     for name in EDGES:
         for end, part in _PARTS.items():
             data[f"{name}{end}"] = ((), getattr(getattr(found[0], name), part), {"units": "1"})
-    about = {"n_steps": found[0].n_steps, "d_model": found[0].d_model, "reason": found[0].reason}
+    about = {"sentence": _in_short(found), "n_steps": found[0].n_steps, "d_model": found[0].d_model}
+    about["reason"] = found[0].reason
     return xr.Dataset(data, {RATE: rates}, about)
+
+
+def _in_short(risks: Sequence[Risk]) -> str:
+    """The risk over several rates in one sentence: where it is smallest, and the useful rates."""
+    if risks[0].reason:
+        return f"The risk is unknown. {risks[0].reason} Find out with wb.find_rate."
+    best = min(risks, key=lambda one: one.failure.value)
+    return (
+        f"The risk of not learning well within {counted(best.n_steps, 'update')} is smallest at a rate of "
+        f"{rounded(best.learning_rate)}: {best.failure}; learns well from {best.slow_edge} up to {best.useful_edge}."
+    )
 
 
 def _one(case: xr.Dataset) -> xr.Dataset:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import math
 import time
@@ -15,7 +14,8 @@ import numpy as np
 
 from workbench import flow
 from workbench.errors import OptionError
-from workbench.io.progress import progress_bar
+from workbench.formatting import counted
+from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
 from workbench.models.profile import profile
@@ -54,7 +54,7 @@ def scaling_study(
     n_snapshots: int = 1024,
     largest_reach: float = 4.0,
     level: float = 0.95,
-    progress: bool | Callable[[str], None] = False,
+    progress: bool | Callable[[str], None] = True,
     warmup: int = 0,
     schedule: str | Callable[[int], float] = "constant",
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
@@ -95,7 +95,7 @@ def scaling_study(
         n_snapshots: Number of token states of the spectra.
         largest_reach: See `extrapolated`; 4 is the largest factor that `data/make_scaling.py` has tested.
         level: Level of the intervals.
-        progress: Show a bar; or a function that receives how many parts are done.
+        progress: Show how far it is; or a function that gets each text, whose exceptions end it.
         warmup: Warm-up of the short runs; this and the arguments below are those of `workbench.train`.
         schedule: Schedule of their learning rate.
         optimizer: Their optimizer.
@@ -151,19 +151,16 @@ def scaling_study(
     )
     workshop = Workshop(of, task, training, parametrization, vocabulary)
     places = [*rungs, *([target] if measures_target else [])]
-    n_parts = len(places) * len(seeds) * 2 + bool(n_coordinate_steps)
-    done = itertools.count(1)
-    with progress_bar(progress is True, total=n_parts, label="scaling", unit="part") as bar:
-
-        def advance() -> None:
-            bar.update(1)
-            if callable(progress):
-                progress(f"part {next(done)} of {n_parts}")
-
-        rows = [[_measured(workshop, rung, seed, n_snapshots, advance) for seed in seeds] for rung in places]
-        edges = _edges(workshop, places, seeds, edge, n_steps, advance)
+    n_models = len(places) * len(seeds)
+    # Usual times, over that of spectra and flow of one model.
+    time_of_edge = {"trained": n_steps / 12, "pilot": 3.0, "none": 0.0}[edge]
+    total = n_models * (1 + time_of_edge + bool(n_coordinate_steps))
+    with Progress(progress, f"measured {counted(len(places), 'size')}", total=total, unit="%") as bar:
+        rows = [[_measured(workshop, rung, seed, n_snapshots, bar) for seed in seeds] for rung in places]
+        edges = _edges(workshop, places, seeds, edge, n_steps, bar, time_of_edge)
         coordinates = xr.Dataset()
         if n_coordinate_steps:
+            bar.begin("coordinate check", n_models)
             coordinates = coordinate_check(
                 workshop,
                 [rung for rung in rungs if rung.depth == rungs[0].depth],
@@ -172,7 +169,6 @@ def scaling_study(
                 n_steps=n_coordinate_steps,
                 level=level,
             )
-            advance()
     names = [EDGE, *_measured_names(rows)] if edge != "none" else _measured_names(rows)
     measured = np.array([_values(name, rows, edges) for name in names]).reshape(len(names), len(places), len(seeds))
     study = _assembled(workshop, rungs, seeds, names, measured[:, : len(rungs)], edges[: len(rungs)])
@@ -218,18 +214,15 @@ def _design_of(
     return design(make_model, width=width, depth=depth)
 
 
-def _measured(
-    workshop: Workshop, rung: Rung, seed: int, n_snapshots: int, advance: Callable[[], None]
-) -> dict[str, float]:
+def _measured(workshop: Workshop, rung: Rung, seed: int, n_snapshots: int, bar: Progress) -> dict[str, float]:
     """Spectra and flow of a fresh model, by quantity."""
+    bar.begin(f"spectra and flow, {rung.width} wide, {rung.depth} deep, seed {seed}", 1)
     model, task = workshop.model(rung, seed), workshop.task_of(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
         spectra = profile(model, task.probe(n_snapshots), n_snapshots=n_snapshots, n_workers=1, progress=False)
     found = {name: float(spectra[name].astype(float).mean()) for name in SPECTRAL}
-    found |= _flow(model, task)
-    advance()
-    return found
+    return found | _flow(model, task)
 
 
 def _flow(model: Any, task: Any) -> dict[str, float]:
@@ -244,7 +237,8 @@ def _edges(
     seeds: Sequence[int],
     kind: str,
     n_steps: int,
-    advance: Callable[[], None],
+    bar: Progress,
+    share: float,
 ) -> list[list[ExplosionEdge]]:
     """Find the edge of each rung and seed; each search starts at the result of the last one."""
     found: list[list[ExplosionEdge]] = []
@@ -252,13 +246,13 @@ def _edges(
     for rung in rungs:
         row = []
         for seed in seeds if kind != "none" else ():
+            bar.begin(f"explosion edge, {rung.width} wide, {rung.depth} deep, seed {seed}", share)
             if kind == "trained":
                 edge = explosion_edge(workshop, rung, seed, n_steps=n_steps, start=start)
             else:
                 edge = pilot_edge(workshop, rung, seed, start=1.0 if start is None else start)
             start = edge.middle if 0 < edge.middle < math.inf else None
             row.append(edge)
-            advance()
         found.append(row)
     return found
 

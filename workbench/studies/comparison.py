@@ -11,6 +11,7 @@ import numpy as np
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
 from workbench.koopman.measures import MASSES, Thresholds
+from workbench.models.subject import Subject
 from workbench.schema.runs import SPECTRA, Variable
 from workbench.studies import published as papers
 
@@ -96,9 +97,27 @@ def compare(
         >>> comparison["near_unit_mass"].sel(architecture="Pre-LN").to_series().to_dict()
         {'ours': 1.0, 'published': 0.16}
     """
+    _refuse_models(runs)
     trees = named_runs(runs)
     spectra = {name: at_step(spectra_of(tree), at, name=name) for name, tree in trees.items()}
     return compare_checked(trees, spectra, published=published).assign_attrs(at=str(at))
+
+
+def _refuse_models(runs: Any) -> None:
+    """Refuse models, whose spectra have not been measured.
+
+    Raises:
+        SchemaError: If there is one, with the call that measures it.
+    """
+    from torch import nn
+
+    for name, run in (runs if isinstance(runs, Mapping) else {"mine": runs}).items():
+        if isinstance(run, Subject | nn.Module):
+            what = f"'{name}'" if isinstance(runs, Mapping) else "That"
+            raise SchemaError(
+                f"{what} is a model, but spectra are compared; measure them first: "
+                f"wb.compare({{'{name}': wb.profile(model, inputs)}})."
+            )
 
 
 def compare_checked(

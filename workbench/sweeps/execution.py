@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import OptionError, SweepError
-from workbench.io.progress import n_cores, progress_bar
+from workbench.io.progress import Progress, n_cores
 from workbench.sweeps.one_run import make_run
 from workbench.sweeps.run_settings import RunSettings
 from workbench.sweeps.sweep_store import SweepStore, open_sweep
 
 if TYPE_CHECKING:
     import xarray as xr
-    from distributed import Client
+    from distributed import Client, LocalCluster
 
 #: How often a run may lose its worker before it fails; an existing cluster keeps its own setting.
 _MOST_LOST_WORKERS = 10
@@ -29,7 +30,7 @@ def run(
     scheduler: str | Client | None = None,
     n_workers: int | None = None,
     overwrite: bool = False,
-    progress: bool = True,
+    progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
     """Execute the runs of a design in parallel and record them in one store.
 
@@ -44,7 +45,8 @@ def run(
             of this machine, for the time of the call.
         n_workers: Processes of this machine; None: one for each core.
         overwrite: Start again, replacing an existing store at ``path``.
-        progress: Show a bar, and the address of the dashboard.
+        progress: Show how far it is, and the address of the dashboard; or a function that gets each text, whose
+            exceptions end it.
 
     Returns:
         The sweep, as `open_sweep` returns it.
@@ -67,8 +69,11 @@ def run(
     store = SweepStore(path, runs, overwrite=overwrite)
     missing = store.missing()
     if missing:
-        with _cluster(scheduler, min(n_workers or n_cores(), len(missing))) as client:
-            failed = _make(client, runs, missing, store, progress)
+        with Progress(progress, "finished", total=len(missing), unit="run") as bar:
+            bar.say("starting")
+            with _cluster(scheduler, min(n_workers or n_cores(), len(missing))) as client:
+                bar.say(f"dashboard at {client.dashboard_link}")
+                failed = _make(client, runs, missing, store, after_run=bar.update)
         if failed:
             index, error = next(iter(failed.items()))
             raise SweepError(
@@ -79,18 +84,21 @@ def run(
 
 
 def _make(
-    client: Client, runs: Sequence[RunSettings], missing: Sequence[int], store: SweepStore, progress: bool
+    client: Client,
+    runs: Sequence[RunSettings],
+    missing: Sequence[int],
+    store: SweepStore,
+    *,
+    after_run: Callable[[], None],
 ) -> dict[int, BaseException]:
     """Execute the missing runs; returns the errors of those that failed."""
     from distributed import as_completed
 
-    if progress:
-        print(f"Sweep of {len(runs)} runs, {len(missing)} to make; dashboard: {client.dashboard_link}")
     futures = {
         client.submit(make_run, runs[i].as_dict(), key=f"run-{i}-{runs[i].identity}", pure=False): i for i in missing
     }
     failed: dict[int, BaseException] = {}
-    with progress_bar(progress, total=len(missing), label="sweep", unit="run") as bar:
+    try:
         for future in as_completed(futures, loop=client.loop):
             index = futures.pop(future)
             if (error := future.exception()) is not None:
@@ -98,7 +106,9 @@ def _make(
             else:
                 store.write(index, future.result())
             future.release()
-            bar.update(1)
+            after_run()
+    finally:  # of a sweep that is stopped, no run begins any more on a cluster of the caller's
+        client.cancel(list(futures))
     return dict(sorted(failed.items()))
 
 
@@ -130,7 +140,16 @@ def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]
         ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
-        yield client
+        try:
+            yield client
+        except BaseException:
+            cluster.sync(_end_workers, cluster)
+            raise
+
+
+async def _end_workers(cluster: LocalCluster) -> None:
+    """End the workers at once: runs that are stopped are not waited for."""
+    await asyncio.gather(*(worker.close(timeout=0.2) for worker in cluster.workers.values()))
 
 
 def _check(runs: list[RunSettings], scheduler: Any, n_workers: int | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import CheckpointError, OptionError
-from workbench.io.progress import progress_bar
+from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.models.lazy_state import LazyTensor, lazy_state
 from workbench.models.parametrizations import is_parametrized
@@ -40,7 +40,7 @@ def weight_spectra(
     reference: Subject | nn.Module | str | os.PathLike[str] | None = None,
     layers: Collection[int] | None = None,
     min_size: int = 8,
-    progress: bool = True,
+    progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
     """Singular values of every weight matrix, and what they say: ranks, norms, heavy tails, spikes.
 
@@ -66,7 +66,7 @@ def weight_spectra(
             reference, with ``relative_change``.
         layers: Numbers of the layers to measure; None: all, and the matrices that belong to none.
         min_size: Matrices with a shorter side of less are left out.
-        progress: Show a bar.
+        progress: Show how far it is; or a function that gets each text, whose exceptions end it.
 
     Returns:
         Dataset with dims ``matrix`` and ``value``; see `schema.WEIGHTS` for the variables and for what NaN means.
@@ -101,7 +101,7 @@ def weight_spectra(
         others = [stack for stack in _planned(before, None, min_size)[0] if layers is None or stack.layer in layers]
         _require_same(planned, others, described_before)
     rows = []
-    with progress_bar(progress, total=sum(stack.n for stack in planned), label="weights", unit="matrix") as bar:
+    with Progress(progress, "measured", total=sum(stack.n for stack in planned), unit="weight") as bar:
         for stack in planned:
             for row in stack.measured(state, before):
                 rows.append(row)

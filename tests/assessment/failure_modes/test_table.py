@@ -149,6 +149,16 @@ def test_rates_that_are_not_known_leave_the_verdict_open_and_no_number_anywhere(
     assert said.endswith(f"for an answer, {FIRST_STEP}.")
 
 
+@pytest.mark.parametrize(
+    ("rate", "words"), [(2.0, "0.05, where the largest useful rate is about 0.02 (0.01 to 0.03)"), (None, "2, healthy")]
+)
+def test_a_rate_that_is_too_large_is_told_beside_the_useful_ones(rate, words):
+    criteria, modes = judged(planted(rate=2.0), BANDS)
+    ends = {"useful_edge": 0.02, "useful_edge_low": 0.01, "useful_edge_high": 0.03, "planned_rate": 0.05}
+    said = summary_of("it", "at risk", criteria, modes, pilot=None if rate is None else xr.Dataset(ends))
+    assert f"(the planned rate is too large to learn well: {words}" in said
+
+
 def test_trials_that_broke_are_told_with_their_share():
     criteria, modes = judged(planted(broken=0.5, rate=math.nan), BANDS)
     said = summary_of("it", "at risk", criteria, modes)
