@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab quick test full lint style types unit notebooks browser first_notebook main_browser sample bench checkpoints runs warnings sweep scaling failures designs clean trials
+.PHONY: help venv lab quick test full lint style types unit notebooks browser first_notebook main_browser outputs sample bench checkpoints runs warnings sweep scaling failures designs clean trials
 
 help:  ## This list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -34,6 +34,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 UNIT   := $(PYTEST) -p no:nbval -p no:zarr -n 2 --dist worksteal tests --ignore tests/browser
 # Two notebooks at a time, each kernel on one core: together they are done in two thirds of the time.
 NBVAL  := $(PYTEST) -n 2 --dist loadfile --nbval-lax --nbval-cell-timeout 300 -p no:cacheprovider
+# Copies of the notebooks, each with the checks of its claims as a last cell.
+COPIES := artifacts/run
 
 quick: venv  ## Within 3 minutes: style, and the unit tests that draw no figure, start no process and take less than half a second
 	$(MAKE) --no-print-directory style
@@ -61,7 +63,8 @@ types: venv
 
 # The main notebook on one core, the main browser tests on the other.
 first_notebook: venv
-	$(NBVAL) notebooks/00_start.ipynb
+	$(BIN)/python tools/notebooks.py copies $(COPIES)
+	$(NBVAL) $(COPIES)/notebooks/00_start.ipynb
 
 main_browser: venv
 	$(PYTEST) -m "not slow" tests/browser
@@ -69,8 +72,12 @@ main_browser: venv
 unit: venv  ## All unit tests
 	$(UNIT)
 
-notebooks: venv  ## Run every notebook
-	$(NBVAL) notebooks
+notebooks: venv  ## Run every notebook, and check what it claims
+	$(BIN)/python tools/notebooks.py copies $(COPIES)
+	$(NBVAL) $(COPIES)/notebooks
+
+outputs: venv sample  ## Run every notebook in place and keep its outputs
+	$(BIN)/python tools/notebooks.py run
 
 browser: venv  ## Drive JupyterLab in headless Chromium, all of it
 	$(PYTEST) tests/browser

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError, StoreError
-from workbench.io.atomic import check_free
+from workbench.errors import OptionError, SchemaError
+from workbench.formatting import listed
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.comparison.eigenvalues import EigenvalueView
 from workbench.widgets.comparison.layers import LayerView
@@ -20,7 +20,10 @@ from workbench.widgets.comparison.recorded_run import RecordedRun
 from workbench.widgets.comparison.scene import Scene, labelled
 from workbench.widgets.comparison.table import TableView
 from workbench.widgets.comparison.training import TrainingView
-from workbench.widgets.export import ExportBar, export_path, export_runs, make_folder
+from workbench.widgets.export import ExportBar
+from workbench.widgets.files import KINDS, export_runs
+from workbench.widgets.saved_page import chosen_steps, saved_page
+from workbench.widgets.stage import Stage
 from workbench.widgets.tags import Tags, model_tags
 
 if TYPE_CHECKING:
@@ -37,6 +40,10 @@ _VIEWS = {
     "table": TableView,
     "radar": RadarView,
 }
+#: Value of the control where no layer is highlighted; a dropdown shows nothing for None.
+_NO_LAYER = -1
+#: Traces of a saved page, in addition to those chosen.
+_TRACES = ("loss", "grad_norm", "learning_rate", "near_unit_mass", "spectral_radius")
 #: Label -> milliseconds between two steps.
 _SPEEDS = {"1 per second": 1000, "2 per second": 500, "5 per second": 200, "10 per second": 100}
 
@@ -53,6 +60,7 @@ class ArchitectureComparison(WorkbenchWidget):
             stored run. Runs may have recorded different steps, and may differ in depth and width.
         view: The first view; see `view`.
         published: Names of the runs to compare with published figures, as in `workbench.compare`.
+        theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
         runs: Every run by name, as `workbench.widgets.comparison.recorded_run.RecordedRun`.
@@ -65,10 +73,17 @@ class ArchitectureComparison(WorkbenchWidget):
         OptionError: If there is no such view.
     """
 
+    kinds = KINDS
+
     def __init__(
-        self, runs: Mapping[str, Run], *, view: str = "eigenvalues", published: Mapping[str, str] | bool = True
+        self,
+        runs: Mapping[str, Run],
+        *,
+        view: str = "eigenvalues",
+        published: Mapping[str, str] | bool = True,
+        theme: str = "page",
     ) -> None:
-        super().__init__()
+        super().__init__(theme=theme)
         self.published = published
         if not isinstance(runs, Mapping) or not runs:
             kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
@@ -79,15 +94,15 @@ class ArchitectureComparison(WorkbenchWidget):
             raise SchemaError(
                 f"published names the run '{unknown[0]}', which is not there; the runs are {', '.join(self.runs)}."
             )
-        self.views: dict[str, ComparisonView] = {name: kind(self.turn) for name, kind in _VIEWS.items()}
+        self.views: dict[str, ComparisonView] = {name: kind(self.turn, theme) for name, kind in _VIEWS.items()}
         if view not in self.views:
             raise OptionError(f"There is no view '{view}'; choose from {', '.join(self.views)}.")
         self._is_writing = False
         self._make_controls(view)
-        self.export_bar = ExportBar(self, lambda kind, path, overwrite: self.export(kind, path, overwrite=overwrite))
-        self._body = ipywidgets.VBox()
+        self.export_bar = ExportBar(self, self.kinds)
+        self._body = Stage()
         self.fill([self._controls, self._body, self.export_bar])
-        for control in (self._models, self._layers, self._view):
+        for control in (self._models, self._layers, self._view, self._highlight):
             self.watch(control, lambda _: self._draw())
         self.watch(self._slider, lambda change: setattr(self._play, "value", change["new"]))
         self.watch(self._slider, lambda _: self._draw())  # last: the next success would clear what it has to say
@@ -95,6 +110,7 @@ class ArchitectureComparison(WorkbenchWidget):
         self.watch(self._speed, lambda change: setattr(self._play, "interval", change["new"]))
         for each in self.views.values():
             self.at_close(each.close)
+            each.choose_layer = self._choose_layer
             for control in each.controls:
                 self.watch(control, lambda _: self._draw())
         with self.attempt():
@@ -158,6 +174,17 @@ class ArchitectureComparison(WorkbenchWidget):
         self._layers.value = (first, last)
 
     @property
+    def highlight(self) -> int | None:
+        """The layer that all views highlight; None: none. Set it, or select a mode or a marker on the page."""
+        return None if self._highlight.value == _NO_LAYER else self._highlight.value
+
+    @highlight.setter
+    def highlight(self, layer: int | None) -> None:
+        if layer is not None and not 0 <= layer < self._n_layers:
+            raise OptionError(f"There is no layer {layer}; choose one from 0 to {self._n_layers - 1}, or None.")
+        self._highlight.value = _NO_LAYER if layer is None else layer
+
+    @property
     def view(self) -> str:
         """Name of the visible view; one of `views`."""
         return self._view.value
@@ -177,7 +204,7 @@ class ArchitectureComparison(WorkbenchWidget):
         """
         if not self._models.value:
             raise OptionError("No model is shown; switch on at least one.")
-        return Scene(self.runs, tuple(self._models.value), self.step, self.layers, self.published)
+        return Scene(self.runs, tuple(self._models.value), self.step, self.layers, self.published, self.highlight)
 
     def update(self, name: str, run: Run) -> None:
         """Put a newer state of a run in the place of the older one, or add a run.
@@ -206,6 +233,10 @@ class ArchitectureComparison(WorkbenchWidget):
                 self.runs = {**self.runs, name: recorded}
                 self._layers.max = max(self._n_layers - 1, 1)
                 self._layers.disabled = self._n_layers == 1
+                if len(self._highlight.options) != self._n_layers + 1:
+                    chosen = self._highlight.value
+                    self._highlight.options = _layer_options(self._n_layers - 1)
+                    self._highlight.value = chosen if chosen < self._n_layers else _NO_LAYER
                 if had_every_layer:
                     self._layers.value = (self.layers[0], self._n_layers - 1)
                 self._set_steps(None if is_at_end else self.step)
@@ -220,36 +251,41 @@ class ArchitectureComparison(WorkbenchWidget):
             OptionError: If the view has none, as the table.
         """
         view = self.views[self.view]
-        if "png" in view.refused_kinds:
-            raise OptionError(view.refused_kinds["png"])
+        if ".png" in view.refused_kinds:
+            raise OptionError(view.refused_kinds[".png"])
         return view.figure(self.scene, backend)
 
-    def export(self, kind: str, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
-        """Write the present view or the data of the models shown.
+    @property
+    def summary(self) -> str:
+        """Models, view and step, in one sentence."""
+        return f"Comparison of {listed(self.models)}: {self.view} at step {self.step}."
 
-        Args:
-            kind: ``"png"``, ``"svg"`` or ``"html"`` for the view; ``"netcdf"`` for everything recorded of the models
-                shown, in one file with a group for each.
-            path: Path of the file, the ending may be left out; None takes that of the text field. Its folder is made.
-            overwrite: Whether to replace an existing file.
+    @property
+    def refused_kinds(self) -> Mapping[str, str]:
+        """Endings of files that cannot be written of the view, and why."""
+        return self.views[self.view].refused_kinds
 
-        Returns:
-            The path of the file.
+    def picture(self) -> bytes:
+        """The present view, as PNG."""
+        return self.views[self.view].picture(self.scene)
 
-        Raises:
-            OptionError: If there is no such kind.
-            StoreError: If the file is there, the view cannot be written so, or the disk is full.
+    def page(self) -> str:
+        """Every view as one HTML page: step, layers, models and signals, without a kernel and without a network.
+
+        Of more than 40 steps, 40 are chosen at even distances.
         """
-        with self.turn:
-            path = export_path(kind, self.export_bar.path.value if path is None else path)
-            view, scene = self.views[self.view], self.scene
-            if kind in view.refused_kinds:
-                raise StoreError(view.refused_kinds[kind])
-            check_free(path, overwrite=overwrite)
-            if kind == "netcdf":
-                make_folder(path)
-                return export_runs({name: self.runs[name].tree for name in scene.shown}, path, overwrite=overwrite)
-            return view.save(scene, kind, path, overwrite=overwrite)
+        trees = {name: run.tree for name, run in self.runs.items()}
+        other = ArchitectureComparison(trees, view="table", published=self.published, theme=self.theme)
+        try:
+            return _page_of(other, self)
+        finally:
+            other.close()
+
+    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
+        if ending == ".nc":
+            shown = {name: self.runs[name].tree for name in self.scene.shown}
+            return export_runs(shown, path, overwrite=overwrite)
+        return super()._write(path, ending, overwrite=overwrite)
 
     @property
     def _n_layers(self) -> int:
@@ -272,6 +308,13 @@ class ArchitectureComparison(WorkbenchWidget):
         self._layers = ipywidgets.IntRangeSlider(
             value=(0, last), min=0, max=max(last, 1), description="layers", disabled=last == 0, style=label
         )
+        self._highlight = ipywidgets.Dropdown(
+            options=_layer_options(last),
+            description="highlight",
+            style=label,
+            layout={"width": "170px"},
+            tooltip="Layer that is highlighted in every view; or click a mode or a marker",
+        )
         self._view = ipywidgets.ToggleButtons(
             options=list(self.views),
             value=view,
@@ -280,7 +323,8 @@ class ArchitectureComparison(WorkbenchWidget):
         )
         row = {"align_items": "center", "flex_flow": "row wrap", "grid_gap": "4px 12px"}
         self._step_row = ipywidgets.HBox([self._slider, self._readout, self._play, self._speed], layout=row)
-        self._controls = ipywidgets.VBox([self._models, self._step_row, self._layers, labelled("view", self._view)])
+        layer_row = ipywidgets.HBox([self._layers, self._highlight], layout=row)
+        self._controls = ipywidgets.VBox([self._models, self._step_row, layer_row, labelled("view", self._view)])
         self._set_steps(step="first")
 
     def _set_steps(self, step: int | str | None) -> None:
@@ -301,6 +345,48 @@ class ArchitectureComparison(WorkbenchWidget):
         view, scene = self.views[self.view], self.scene
         self.export_bar.offer(view.refused_kinds)
         self.export_bar.suggest(f"exports/{self.view}_step{scene.step}")
-        if tuple(self._body.children) != (view.box,):
-            self._body.children = [view.box]
         view.draw(scene)
+        view.highlight(scene.highlight)
+        if self._body.shown is not view.box:
+            self._body.put(view.box, view.canvas)
+        self.settle()
+
+    def _choose_layer(self, layer: int | None) -> None:
+        """A point of a layer was selected on the page."""
+        with self.attempt():
+            self.highlight = layer
+
+
+def _page_of(comparison: ArchitectureComparison, like: ArchitectureComparison) -> str:
+    """The page of one comparison, which is moved through all steps and views, with the choices of another one."""
+    steps = chosen_steps(comparison.steps, like.step)
+    comparison.measures = list(dict.fromkeys([*like.measures, *comparison.measures]))
+    views = []
+    for name, view in comparison.views.items():
+        comparison.view = name
+        if isinstance(view, TrainingView) and view.variables.names:
+            chosen = like.views[name].controls[0].value
+            view.variables.choose([one for one in view.variables.names if one in (*chosen, *_TRACES)])
+        saved = None
+        for step in steps:
+            comparison.step = step
+            if comparison.error:
+                break
+            saved = saved or view.saved()
+            saved.record(view.table.value if isinstance(view, TableView) else None)
+        if saved is not None and not comparison.error:
+            views.append(saved)
+    first = [saved for saved in views if saved.name == like.view]
+    return saved_page(
+        ", ".join(comparison.runs),
+        [*first, *(saved for saved in views if saved not in first)],
+        steps=steps,
+        step=like.step,
+        n_layers=comparison._n_layers,
+        layers=like.layers,
+    )
+
+
+def _layer_options(last: int) -> list[tuple[str, int]]:
+    """The layers that can be highlighted, or none."""
+    return [("no layer", _NO_LAYER), *((f"layer {layer}", layer) for layer in range(last + 1))]

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from workbench.errors import OptionError
-from workbench.reports.make_report import alone
+from workbench.formatting import capitalized, counted
+from workbench.io.atomic import replacing
+from workbench.io.store import export_netcdf
+from workbench.plots.figure_files import for_backend, picture_of
+from workbench.reports.html import html
+from workbench.reports.make_report import alone, report
+from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import known
 from workbench.widgets.export import ExportBar
+from workbench.widgets.headline import CSS, headline
 from workbench.widgets.report.criteria import CriteriaView
-from workbench.widgets.report.experiment_list import ExperimentsView, WatchedTask
-from workbench.widgets.report.measuring import MeasuringProgress, said
+from workbench.widgets.report.experiment_list import ExperimentsView
 from workbench.widgets.report.page import ReportPage
-from workbench.widgets.report.saving import KINDS, as_file_name, save_tree
 from workbench.widgets.report.side_by_side import SideBySide
+from workbench.widgets.text_picture import text_picture
 from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
-    import os
     from pathlib import Path
 
     import xarray as xr
 
+    from workbench.reports.document import Fact
+
 #: Kind of tree -> name of the view in addition to the report.
 _SECOND_VIEW = {"assessment": "criteria", "diagnosis": "experiments", "comparison": "side by side"}
+_KINDS = {
+    ".html": ("HTML", "One page that needs no network and no other file"),
+    ".md": ("Markdown", "Text, with its pictures in a folder next to it"),
+    ".ipynb": ("notebook", "The same text, with cells that draw the pictures again from the data next to it"),
+    ".nc": ("netCDF", "Everything that was measured; wb.open_run() opens it"),
+    ".png": ("PNG", "The answer and the chosen view as a picture"),
+}
+#: Rows of a table in the picture.
+_N_ROWS = 20
 
 
 class AssessmentReport(MeasuringWidget):
@@ -43,18 +60,21 @@ class AssessmentReport(MeasuringWidget):
         seed: Seed of fresh parameters and of data; with ``subject``.
         model: Model of the diagnosed run; with it and its task, experiments can be run here.
         replay: Further arguments of ``wb.run_experiment``, such as ``run``, ``checkpoints`` and ``faults``.
+        theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
-        page: The report's text.
+        text: The report's text.
         criteria: For an assessment: filters, table and figures.
         side_by_side: For a comparison: two designs and their criteria.
         experiments: For a diagnosis: the deciding experiments.
-        save_bar: The buttons and fields for files.
+        export_bar: The buttons and fields for files.
 
     Raises:
-        OptionError: If not exactly one of tree and subject is given.
+        OptionError: If not exactly one of tree and subject is given, or there is no such theme.
         SchemaError: If the tree is none of these, or lacks a number of its report.
     """
+
+    kinds = _KINDS
 
     def __init__(
         self,
@@ -66,8 +86,9 @@ class AssessmentReport(MeasuringWidget):
         seed: int = 0,
         model: Any = None,
         replay: Mapping[str, Any] | None = None,
+        theme: str = "page",
     ) -> None:
-        super().__init__()
+        super().__init__(theme=theme)
         if (tree is None) == (subject is None):
             what = "neither a tree nor a subject" if tree is None else "both a tree and a subject"
             raise OptionError(f"AssessmentReport() has {what}; pass one: AssessmentReport(wb.assess(...)) or subject=.")
@@ -76,25 +97,24 @@ class AssessmentReport(MeasuringWidget):
         self._tree: xr.DataTree | None = None
         self._subject, self._plan, self._task, self._seed = subject, plan, task, seed
         self._model, self._replay = model, dict(replay or {})
-        self._progress: MeasuringProgress | None = None
-        self.page = ReportPage(lock=self.turn)
+        self.text = ReportPage(lock=self.turn)
         self.criteria = CriteriaView(self, self.show_row)
         self.side_by_side = SideBySide(self, self.show_row)
         can_run = model is not None and task is not None
         self.experiments = ExperimentsView(self, self.run_experiment, can_run=can_run)
-        self.save_bar = ExportBar(
-            self, lambda kind, path, overwrite: self.save(kind, path, overwrite=overwrite), kinds=KINDS
-        )
+        self.export_bar = ExportBar(self, self.kinds)
         self._make_parts()
         self._views = {
-            "report": self.page,
+            "report": self.text,
             "criteria": self.criteria.box,
             "side by side": self.side_by_side.box,
             "experiments": self.experiments.box,
         }
         self.watch(self._view, lambda _: self._show_view())
         self.on_click(self._button, lambda _: self.measure())
-        self.on_click(self._stop, lambda _: self.stop())
+        for part in (self.criteria.table, self.side_by_side.table, self.experiments.table):
+            self.watch(part, lambda _: self.settle(), names="rows")
+            self.watch(part, lambda _: self.settle())
         if tree is not None:
             self._show_tree(tree)
         else:
@@ -127,16 +147,12 @@ class AssessmentReport(MeasuringWidget):
             raise OptionError("There is nothing to measure: this report was made of a tree; pass subject= for another.")
         subject, task, plan, seed = self._subject, self._task, self._plan, self._seed
 
+        from workbench.assessment.assess import PARTS, assess
+
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
-            from workbench.assessment.assess import assess
+            return assess(subject, task, plan=plan, seed=seed, progress=tell)
 
-            def on_part(part: str) -> None:
-                check()
-                tell(part)
-
-            return assess(subject, task, plan=plan, seed=seed, progress=on_part)
-
-        self._begin("assessment", job)
+        self._start("assessment", job, PARTS)
 
     def run_experiment(self, experiment: int | str) -> None:
         """Run an experiment of the diagnosis in the background; the outcome appears in `tree` and on the page.
@@ -156,14 +172,12 @@ class AssessmentReport(MeasuringWidget):
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
             from workbench.diagnosis.experiment_runs import run_experiment
 
-            def watch(n_batches: int) -> None:
-                check()
-                if n_batches == 0:
-                    tell("the two replays")
+            def on_step(words: str) -> None:
+                tell(f"two replays: {words}")
 
-            return run_experiment(tree, experiment, model=model, task=WatchedTask(task, watch), **replay)
+            return run_experiment(tree, experiment, model=model, task=task, progress=on_step, **replay)
 
-        self._begin("experiment", job)
+        self._start("experiment", job, {"two replays": 1})
 
     def show_row(self, anchor: str) -> None:
         """Show the report, with a row of its V3 in view and marked.
@@ -172,27 +186,52 @@ class AssessmentReport(MeasuringWidget):
             anchor: Anchor of the row, as `workbench.reports.quantity.Quantity` has it.
         """
         self.view = "report"
-        self.page.lead_to(anchor)
+        self.text.lead_to(anchor)
 
-    def save(self, kind: str, path: str | os.PathLike[str] | None = None, *, overwrite: bool = False) -> Path:
-        """Write the report, or the tree that it is of.
+    @property
+    def summary(self) -> str:
+        """The verdict, in one sentence."""
+        if self.text.document is None:
+            return "Measuring …" if self._progress is not None else "Nothing has been measured yet."
+        return self.text.document.summary
 
-        Args:
-            kind: ``"html"``, ``"markdown"``, ``"notebook"`` or ``"netcdf"``.
-            path: Path of the file, the ending may be left out; None takes that of the text field. Its folder is made.
-            overwrite: Whether to replace an existing file.
-
-        Returns:
-            The path of the file.
+    def figure(self, backend: str = "bokeh") -> Any:
+        """The figure of the chosen criterion as a figure of its own.
 
         Raises:
-            OptionError: If there is no such kind, or nothing has been measured.
-            StoreError: If the file is there, or the disk is full.
+            OptionError: If none is shown.
         """
-        with self.turn:
-            if self._tree is None:
-                raise OptionError("Nothing has been measured yet; wait for it, or call measure().")
-            return save_tree(self._tree, kind, self.save_bar.path.value if path is None else path, overwrite=overwrite)
+        drawn = self.criteria.evidence.figure if self.view == "criteria" else None
+        return for_backend(known(drawn, "No figure is shown; choose a criterion in the view 'criteria'."), backend)
+
+    def picture(self) -> bytes:
+        """The answer and the chosen view, as PNG."""
+        if self.text.document is None:
+            return text_picture(self.summary)
+        document, part = self.text.document, self._parts().get(self.view)
+        if part is None:
+            actions = [f"{number}. {action.text}" for number, action in enumerate(document.actions, 1)]
+            facts = [[fact.label, _with_units(fact), fact.remark] for fact in document.facts]
+            return text_picture(
+                self.summary, ["What to do:", *actions], [["number", "value", ""], *facts] if facts else None
+            )
+        columns, *rows = part.table.texts()
+        more = len(rows) - _N_ROWS
+        rest = [f"{counted(more, 'more row')} below these."] if more > 0 else []
+        image = picture_of(self.figure()) if self.view == "criteria" and self.criteria.evidence.figure else None
+        return text_picture(self.summary, [*self._answer_lines(), *rest], [columns, *rows[:_N_ROWS]], image)
+
+    def page(self) -> str:
+        """The report as one HTML page, without a network."""
+        return html(known(self.text.document, "Nothing has been measured yet; wait for it."), known(self._tree))
+
+    @property
+    def refused_kinds(self) -> Mapping[str, str]:
+        """Endings of files that cannot be written yet, and why."""
+        if self._tree is not None:
+            return {}
+        words = "Nothing has been measured yet; wait for it, or call measure()."
+        return dict.fromkeys((ending for ending in self.kinds if ending != ".png"), words)
 
     def close(self) -> None:
         """Remove the widget and everything in it, visible or not; a running job is dropped."""
@@ -206,83 +245,110 @@ class AssessmentReport(MeasuringWidget):
             description="Measure", button_style="primary", layout={"width": "104px", "display": "none"},
             tooltip="Assess the subject",
         )  # fmt: skip
-        self._stop = ipywidgets.Button(
-            description="Stop", tooltip="End what goes on", layout={"width": "70px", "display": "none"}
-        )
-        self._status = ipywidgets.HTML(layout={"flex": "1 1 260px", "min_width": "0"})
         self._view = ipywidgets.ToggleButtons(
             options=["report"], style={"button_width": "106px"}, layout={"display": "none"}
         )
         self._body = ipywidgets.VBox(layout={"display": "none", "overflow": "hidden"})
-        self.save_bar.layout.display = "none"
+        self._words = ipywidgets.HTML()
+        look = ipywidgets.HTML(f"<style>{CSS}</style>", layout={"display": "none"})
         line = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
-        self._doing = ipywidgets.HBox([self._stop, self._button, self._status], layout=line | {"display": "none"})
-        self.fill([self._doing, self._view, self._body, self.save_bar])
+        self._line = ipywidgets.HBox([self._button, self._doing], layout=line | {"display": "none"})
+        self.fill([look, self._words, self._line, self._view, self._body, self.export_bar])
+        self._say_answer()
 
-    def _begin(self, title: str, job: Callable[[Callable[[], None], Callable[[str], None]], xr.DataTree]) -> None:
+    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
+        if ending == ".png":
+            content = self.picture()
+            with replacing(path) as partial:
+                partial.write_bytes(content)
+            return path
+        write = export_netcdf if ending == ".nc" else report
+        return write(known(self._tree), path, overwrite=overwrite)
+
+    def _start(
+        self,
+        title: str,
+        job: Callable[[Callable[[], None], Callable[[str], None]], xr.DataTree],
+        shares: Mapping[str, float],
+    ) -> None:
+        """Begin a job, and show how far it is."""
         with self.turn:
-            self._worker.drop()
-            progress = self._progress = MeasuringProgress(title, lambda words: self._say_progress(progress, words))
-            self._say_progress(progress, progress.html())
-            self._stop.layout.display, self._button.layout.display = None, "none"
+            self._begin(title, job, shares)
+            self._button.layout.display, self._line.layout.display = "none", None
             self.experiments.button.disabled = True
-            self._worker.submit(lambda check: job(check, progress.tell))
+            self._say_answer()
 
-    def _say_progress(self, progress: MeasuringProgress, words: str) -> None:
-        """Report the progress of a job; that of a dropped one is ignored."""
-        with self.turn:
-            if progress is self._progress:
-                self._status.value, self._doing.layout.display = words, None
+    def _take(self, found: xr.DataTree) -> None:
+        """Show what was measured."""
+        self._show_tree(found)
 
-    def _end(self, sentence: str) -> None:
-        """Called when no job is running any more."""
-        self._progress = None
-        self._status.value = said(sentence)
-        self._stop.layout.display = "none"
-        self._button.layout.display = None if self._subject is not None and self._tree is None else "none"
-        can_run = self._model is not None and self._task is not None
-        self.experiments.button.disabled = not can_run
-        is_empty = not sentence and self._button.layout.display == "none"
-        self._doing.layout.display = "none" if is_empty else None
+    def _show_end(self) -> None:
+        """A subject that was not measured can be measured again, and experiments can be run."""
+        can_measure = self._subject is not None and self._tree is None
+        self._button.layout.display = None if can_measure else "none"
+        self._line.layout.display = None if can_measure or self._status.value else "none"
+        self.experiments.button.disabled = self._model is None or self._task is None
+        self._say_answer()
 
-    def _take(self, found: xr.DataTree | None, error: Exception | None) -> None:
-        """Show what was measured, or raise why it was not."""
-        try:
-            if error is not None:
-                raise error
-            self._show_tree(known(found))
-        finally:
-            self._end("")
+    def _answer_lines(self) -> list[str]:
+        """At which rate it trains, and what to do first."""
+        document = known(self.text.document)
+        is_assessment = known(self._tree).attrs["kind"] == "assessment"
+        rates = [f"{capitalized(fact.label)}: {_with_units(fact)} ({fact.remark})." for fact in document.facts]
+        actions = [f"What to do: {one.text}" for one in document.actions if one.text not in self.summary]
+        return [*rates[: int(is_assessment)], *actions[:1]]
 
-    def _say_stopped(self) -> None:
-        """Show where it was stopped; the subject can be measured again."""
-        progress = self._progress
-        at = f" at {progress.current}" if progress is not None and progress.current else ""
-        self._end(f"Stopped{at}; nothing of it is kept.")
+    def _say_answer(self) -> None:
+        """Show the answer above everything, and which files can be written of it."""
+        document = self.text.document
+        if document is None:
+            self._words.value = headline(CriterionState.NOT_MEASURED, self.summary)
+        else:
+            self._words.value = headline(
+                document.state or CriterionState.NOT_MEASURED, self.summary, self._answer_lines()
+            )
+        self.export_bar.offer(self.refused_kinds)
+        self.settle()
 
     def _show_tree(self, tree: xr.DataTree) -> None:
         """Show another tree in all views."""
         tree = alone(tree)
-        self.page.tell(tree)  # first, as it refuses a tree of another kind
+        self.text.tell(tree)  # first, as it refuses a tree of another kind
         kind = str(tree.attrs["kind"])
         self._parts()[_SECOND_VIEW[kind]].tell(tree)
         self._tree = tree
         options = ("report", _SECOND_VIEW[kind])
         if tuple(self._view.options) != options:  # which would go back to the first
             self._view.options = options
-        self.save_bar.suggest(f"reports/{as_file_name(known(self.page.document).subject)}")
-        for part in (self._view, self._body, self.save_bar):
+        self.export_bar.suggest(f"reports/{_as_file_name(known(self.text.document).subject)}")
+        for part in (self._view, self._body):
             part.layout.display = None
         self._show_view()
+        self._say_answer()
 
     def _show_view(self) -> None:
-        """Put the chosen view on the page, and draw it if it was not."""
+        """Show the chosen view, and draw it if it was not; the others stay as they are, out of sight."""
         body = self._views[self._view.value]
-        if tuple(self._body.children) != (body,):
-            self._body.children = [body]
+        body.layout.display = None
+        if body not in self._body.children:
+            self._body.children = (*self._body.children, body)
+        for other in self._body.children:
+            if other is not body:
+                other.layout.display = "none"
         for name, part in self._parts().items():
             part.is_visible = name == self._view.value
             part.draw()
+        self.settle()
 
     def _parts(self) -> dict[str, Any]:
         return {"criteria": self.criteria, "side by side": self.side_by_side, "experiments": self.experiments}
+
+
+def _with_units(fact: Fact) -> str:
+    """The value of a fact, with its unit."""
+    return " ".join(filter(None, [fact.quantity.text, fact.quantity.units]))
+
+
+def _as_file_name(subject: str) -> str:
+    """A subject as the name of a file."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", subject).strip("._") or "report"

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from bokeh.models import Axis, ColorBar, ColumnDataSource
 
 from workbench.plots import eigenvalue_map
+from workbench.plots.complex_plane import density_image
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.mode_columns import band_outline, headline, key, mode_columns, silent_layers
-from workbench.plots.style import TITLE_SIZE, note_bokeh
+from workbench.plots.mode_columns import band_outline, depth_of, headline, key, mode_columns, silent_layers
+from workbench.plots.short_names import shortened
+from workbench.plots.style import note_bokeh
+from workbench.widgets.theme import THEMES, enlarge_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    import numpy as np
     import xarray as xr
     from bokeh.models import Title
     from bokeh.plotting import figure
-    from PIL.ImageFont import FreeTypeFont
 
-    from workbench.plots.mode_columns import View
+    from workbench.plots.plane_view import PlaneView
 
-#: Name of a view -> its centre and limit, as `workbench.plots.eigenvalue_map` takes them.
-VIEWS = {"unit circle": (0.0, None), "near 1": (1.0, None), "all modes": (0.0, "all")}
 #: Pixels; a narrower panel has its texts in two lines, and its name shortened.
 _NARROW = 240
 #: Pixels; a smaller panel has fewer ticks, and less room between its numbers.
 _SMALL = 180
-VIEW_TIPS = ["Zoom to the unit circle", "Zoom to where most modes are", "Zoom out until every mode is visible"]
+ZOOM_TIPS = [
+    "Every mode: true to scale around the unit circle, logarithmic beyond",
+    "The square around 1, true to scale",
+]
 
 
 class EigenvaluePanels:
@@ -38,7 +39,7 @@ class EigenvaluePanels:
 
     Args:
         spectra: Spectra by name; they decide the colours of depth, so give all layers.
-        limit: See `workbench.plots.eigenvalue_map`.
+        theme: A theme of widgets.
 
     Attributes:
         root: The bokeh layout of all panels.
@@ -47,24 +48,27 @@ class EigenvaluePanels:
         view: The view written last; None before the first.
     """
 
-    def __init__(self, spectra: Mapping[str, xr.Dataset], *, limit: float | str | None = None) -> None:
-        self._depths = {name: data.sizes["layer"] for name, data in spectra.items()}
-        plot = bokeh_plot(eigenvalue_map(spectra, limit=limit))
+    def __init__(self, spectra: Mapping[str, xr.Dataset], *, theme: str = "page") -> None:
+        self._theme = theme
+        self._depths = {name: depth_of(data) for name, data in spectra.items()}
+        plot = bokeh_plot(eigenvalue_map(spectra))
         panels = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
         self.root = plot.state
-        self.view: View | None = None
+        self.view: PlaneView | None = None
         self.figures: dict[str, figure] = {}
         self.sources: dict[str, ColumnDataSource] = {}
-        self._bands: dict[str, ColumnDataSource] = {}
+        self._ground: dict[str, dict[str, ColumnDataSource]] = {}
         self._notes: dict[tuple[str, str], Title] = {}
         for name, panel in zip(spectra, panels, strict=True):
-            band, _, modes = panel.subplots.values()
-            self.figures[name] = panel.state
-            self._bands[name], self.sources[name] = band.handles["source"], modes.handles["source"]
+            parts = {label: part.handles["source"] for (_, label), part in panel.subplots.items()}
+            self.figures[name], self.sources[name] = panel.state, parts["Modes"]
+            self._ground[name] = parts
             for place in ("above", "below"):  # where there is no text yet, there may be later
                 note_bokeh("", place=place)(panel, None)
                 self._notes[name, place] = panel.state.select_one({"name": f"note_{place}"})
         (self._depth_bar,) = self.root.select({"type": ColorBar})
+        enlarge_text(self.root, theme)
+        self.arrange(list(spectra))
 
     def columns(self, name: str, spectra: xr.Dataset, *, reliable_only: bool = False) -> dict[str, np.ndarray]:
         """The drawn columns of some or all layers of a model."""
@@ -75,10 +79,9 @@ class EigenvaluePanels:
         name: str,
         spectra: xr.Dataset,
         columns: dict[str, np.ndarray],
-        view: View,
+        view: PlaneView,
         *,
         remark: str = "",
-        has_key: bool = True,
     ) -> None:
         """Write the modes and texts of one panel.
 
@@ -86,42 +89,54 @@ class EigenvaluePanels:
             name: Name of the model, shortened where the panel is narrow.
             spectra: The layers shown; dims ``layer`` and ``mode``.
             columns: Result of `columns`.
-            view: The view that the panel will have, to count the modes outside.
+            view: The view that the panel will have.
             remark: Remark after the name.
-            has_key: Explain markers and shading below the panel.
         """
         self.sources[name].data = columns
-        ring = band_outline(spectra)
-        self._bands[name].data = {"xs": [[[ring["real"]]]], "ys": [[[ring["imag"]]]]}
-        width = self.figures[name].frame_width
+        ground, band = self._ground[name], band_outline(spectra)
+        ground["Near_hyphen_minus_unit_band"].data = {"xs": [[[band["x"]]]], "ys": [[[band["y"]]]]}
+        image = density_image(columns, view, max(self._depths.values()))
+        ground["Density"].data = {
+            "image": [np.ascontiguousarray(image).view(np.uint32)[..., 0]],
+            "x": [view.real[0]],
+            "y": [view.imag[0]],
+            "dw": [2 * view.half],
+            "dh": [2 * view.half],
+        }
+        width = self.figures[name].frame_width / THEMES[self._theme]
         is_narrow = width < _NARROW
-        title = shortened(name, width) if is_narrow else f"{name} · {remark}" if remark else name
-        self.figures[name].title.text = title
+        title = f"{name} · {remark}" if remark and not is_narrow else name
+        self.figures[name].title.text = shortened(title, width)
         if spectra.sizes["layer"] and not len(columns["real"]):
             above = "no modes"
         else:
-            words = {"template": "mean M {:.2f} max ρ {:.3g}"} if width < _SMALL else {}
+            words = {"template": "M {:.2f}   ρ {:.3g}"} if is_narrow else {}
             is_empty = remark and not spectra.sizes["layer"]
             above = "nothing to show yet" if is_empty else headline(spectra, columns, view, **words)
         if is_narrow:  # a second line, empty or not, keeps the panels where they are
             first, outside = above.rsplit("   ", 1) if above.endswith("outside") else (above, "")
             above = f"{first}\n{', '.join(filter(None, [remark, outside])) or ' '}"
         self._notes[name, "above"].text = above
-        lines = [key(spectra) if has_key else "", silent_layers(spectra)]
-        self._notes[name, "below"].text = "\n".join(filter(None, lines))
+        self._notes[name, "below"].text = silent_layers(spectra)
 
-    def set_view(self, view: View) -> None:
+    def set_view(self, view: PlaneView) -> None:
         """Move the common axes, if the view is another one than before; a zoom by hand stays until then."""
         if view == self.view:
             return
         self.view = view
+        rings, labels = view.rings(), view.labels()
+        for name, panel in self.figures.items():
+            self._ground[name]["Powers_of_ten"].data = {"xs": [r[:, 0] for r in rings], "ys": [r[:, 1] for r in rings]}
+            self._ground[name]["Names"].data = labels
+            for part in (*panel.axis, *panel.grid):
+                part.visible = view.is_near
         panel = next(iter(self.figures.values()))
         for axis, (start, end) in ((panel.x_range, view.real), (panel.y_range, view.imag)):
             axis.update(start=start, end=end, reset_start=start, reset_end=end)
 
     def arrange(self, names: Sequence[str]) -> None:
-        """Show these panels alone, in rows as even as possible; inner ones without the axes they share."""
-        n_columns, side = grid_of(len(names))
+        """Show these panels alone, in rows as even as possible."""
+        n_columns, side = grid_of(len(names), self._theme)
         for panel in self.figures.values():
             panel.right = [item for item in panel.right if item is not self._depth_bar]
         children = []
@@ -129,10 +144,8 @@ class EigenvaluePanels:
             panel, row, column = self.figures[name], index // n_columns, index % n_columns
             is_small = side < _SMALL
             panel.update(frame_width=side, frame_height=side)
-            panel.min_border_left = 70 if column == 0 else 14 if is_small else 26
+            panel.min_border_left = 14 if is_small else 26
             for axis in panel.select({"type": Axis}):
-                is_inner = column > 0 if axis in panel.left else index + n_columns < len(names)
-                axis.visible = not is_inner
                 axis.ticker.desired_num_ticks = 3 if is_small else 6
             children.append((panel, row, column))
         last = self.figures[names[min(n_columns, len(names)) - 1]]
@@ -140,29 +153,14 @@ class EigenvaluePanels:
         self.root.children = children
 
 
-@cache
-def shortened(name: str, width: float) -> str:
-    """A name shortened to a width in pixels; its ends are kept, because they distinguish runs."""
-    font, title = _title_font(), name
-    n_kept = len(name)
-    while font.getlength(title) > width and n_kept > 2:
-        n_kept -= 1
-        title = f"{name[: (n_kept + 1) // 2].rstrip()}…{name[-(n_kept // 2) :].lstrip()}"
-    return title
-
-
-@cache
-def _title_font() -> FreeTypeFont:
-    """A font as wide as any that a page takes for titles; it comes with matplotlib."""
-    from matplotlib import get_data_path
-    from PIL import ImageFont
-
-    pixels = TITLE_SIZE * 96 / 72
-    return ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", "DejaVuSans-Bold.ttf"), pixels)
-
-
-def grid_of(n_panels: int) -> tuple[int, int]:
-    """Panels in a row, and the side of one in pixels, so that a notebook of usual width holds them."""
-    if n_panels in (1, 2, 4):
-        return min(n_panels, 2), {1: 420, 2: 300, 4: 260}[n_panels]
+def grid_of(n_panels: int, theme: str = "page") -> tuple[int, int]:
+    """Panels in a row, and the side of one in pixels, before they are made as wide as the page."""
+    if n_panels in (1, 2, 4) or theme != "page":
+        return min(n_panels, 2), {1: 420, 2: 300}.get(n_panels, 260)
     return (3, 204) if n_panels <= 6 else (4, 150)
+
+
+def key_in_words(spectra: Iterable[xr.Dataset]) -> str:
+    """What markers, shading and numbers mean, in one line of HTML."""
+    keys = dict.fromkeys(key(data).replace("\n", " &ensp; ") for data in spectra)
+    return " &ensp; ".join([*keys, "M: mean over layers, ρ: largest"])

@@ -3,104 +3,123 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import tempfile
 import time
-from collections import deque
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ipywidgets
-
-from workbench.callbacks.train import train
-from workbench.errors import OptionError, StoreError, WorkbenchError
+from workbench.errors import OptionError, StoreError
 from workbench.io.store import open_run
+from workbench.plots.figure_files import save as save_figure
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
 from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.export import ExportBar
+from workbench.widgets.files import KINDS, export_runs
+from workbench.widgets.live import cells
 from workbench.widgets.live.alarm_list import AlarmList
-from workbench.widgets.live.branches import Branches, SavedStep
+from workbench.widgets.live.branches import Branches, SavedStep, best_step, remarks_on
+from workbench.widgets.live.buttons import Buttons
 from workbench.widgets.live.fault_panel import FaultPanel
-from workbench.widgets.live.history import RunHistory
 from workbench.widgets.live.kss_panel import KSSPanel
 from workbench.widgets.live.live_canvas import LiveCanvas
-from workbench.widgets.live.paired_runs import WITH_KSS, WITHOUT_KSS, PairedRuns
+from workbench.widgets.live.live_runs import OVER, PAUSED, TRAINING, LiveRuns
+from workbench.widgets.live.paired_runs import PairedRuns
 from workbench.widgets.live.setup import Setup
-from workbench.widgets.live.trainer import LiveTrainer
+from workbench.widgets.live.starts import Start, recorded_histories
+from workbench.widgets.live.static_figure import live_figure
+from workbench.widgets.live.switches import Switches
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import xarray as xr
     from torch import nn
 
-    from workbench.callbacks.actions import Action, Actions
+    from workbench.callbacks.actions import Actions
     from workbench.callbacks.alarms import Alarms
     from workbench.callbacks.faults import Fault
     from workbench.callbacks.kss import KSS
     from workbench.callbacks.recorder import Recorder
-    from workbench.training.step_record import StepRecord
+    from workbench.widgets.live.history import RunHistory
+    from workbench.widgets.live.step_news import StepNews
+    from workbench.widgets.live.switches import State
     from workbench.zoo import ArchitectureConfig
 
-WITH, WITHOUT = WITH_KSS, WITHOUT_KSS
 #: Settings of a run that are not on the page, unless the caller has set them.
 _SETTINGS = {"warmup": 20, "flush_every": 25, "profile_options": {"n_snapshots": 512}}
 #: Given by the controls.
 _TAKEN = ("n_steps", "learning_rate", "seed", "spectra_every", "store", "checkpoints")
+#: Seconds that a widget which is closed leaves to its runs for closing their stores.
+_SECONDS_AT_CLOSE = 60.0
 
 
 class LiveTraining(WorkbenchWidget):
-    """A model in training with switches for KSS and faults and, next to it, the same run without.
+    """A model in training with switches for KSS and faults and, next to it, the same run without; or another model.
 
-    Both runs have the same parameters, data and seed, and take turns in one thread, so that they differ only in what is
-    switched on; as long as nothing is, they are the same to the bit. The kernel stays free meanwhile: run other
-    cells, change ``kss`` or a fault from one of them, open ``runs``. In a script, or where a cell needs the end,
-    ``await live.finished()``.
+    Both runs have the same data and seed, and treatment and control the same parameters, so that these differ only in
+    what is switched on; as long as nothing is, they are the same to the bit. With ``versus=`` the second run is of
+    another architecture, and both are switched together.
 
-    Every start and restart records its runs, with checkpoints, in a new folder; a restart from a checkpoint continues
-    with copies, so nothing is ever overwritten.
+    The runs take turns in a process of their own, and the picture moves also while a cell runs in the kernel. ``kss``
+    and ``faults`` act from the next step on wherever they are changed, on the page or in a cell. The process gets
+    copies of all else: functions and objects of the notebook are sent there (by cloudpickle), and what they change
+    there stays there. In a script, or where a cell needs the end: ``live.wait()``, or ``await live.finished()``.
+
+    A slider shows the modes of any recorded step. Every start and restart records its runs, with checkpoints, in a new
+    folder; a restart goes on with copies from a checkpoint, by default the latest before the divergence, and the runs
+    that it leaves stay in sight as pale lines. Running the cell again ends the training of the widget that it made
+    before, and so does a widget that records into the same folder. The process ends with the kernel, too.
 
     Args:
         architecture: A configuration of ``wb.zoo``, which the controls then change; or any model, which is copied for
             each run and not changed. None: a small transformer without normalization, which soon diverges.
-        task: A task, or any data that ``wb.train`` takes; or the name of one of the choices. None: associative recall.
+        task: A task, or any data that ``wb.train`` takes and that can be read again; or the name of one of the choices.
+            None: associative recall.
+        versus: Another configuration or model, to train next to the first in place of the control.
         learning_rate: Peak rate.
         n_steps: Updates of a run.
         seed: Seed of fresh parameters, of training, and of the data of a task chosen by name.
-        kss: The KSS to switch; None: the recommended one, switched off where there are faults.
-        compare: Whether the same run with nothing switched on trains next to it.
+        kss: The KSS to switch; None: the recommended one, switched off where there are faults or two architectures.
+        compare: Whether a second run trains next to the first.
         spectra_every: Steps between two measurements of the eigenvalues.
         folder: Folder in which the runs are recorded; None: a temporary one, which is removed when the kernel ends.
-        faults: Faults from ``wb.faults``, each with a switch on the page; the runs are then called "with faults" and
-            "without faults".
-        recorder: Records mechanism monitors of the treatment; the control gets one with the same settings.
+        faults: Faults from ``wb.faults``, each with a switch on the page; treatment and control are then called "with
+            faults" and "without faults".
+        recorder: Records mechanism monitors; the second run gets one with the same settings.
         alarms: Alarms on the recorder's monitors, for both runs: the first one and its likely cause stay in sight, the
             strongest evidence is a trace, with a mark for each measurement of a probe, and the newest alarms are listed
             under the figure.
-        actions: Actions that alarms may trigger, in the treatment only.
+        actions: Actions that alarms may trigger; not in a control.
+        theme: ``"page"``, or ``"projector"`` for large type.
         **settings: Further settings of ``wb.train``, such as ``optimizer``, ``warmup`` or ``checkpoint_every``.
 
     Attributes:
-        kss: The `workbench.KSS` of the treatment; change it here or on the page, it acts from the next step
-            on.
-        faults: Those of the treatment; ``live.faults[0].enabled = True``, here or on the page.
+        kss: The `workbench.KSS` of the first run; change it here or on the page.
+        faults: Those of the first run; ``live.faults[0].enabled = True``, here or on the page.
         folder: Folder in which the runs are recorded.
         setup: The controls of what is trained, by name.
         canvas: The figure.
-        alarm_list: The list of the latest alarms.
+        alarm_list: The list of the alarms.
+        export_bar: Buttons that write the figure or the runs.
 
     Raises:
         OptionError: If a setting is unknown or impossible.
     """
+
+    kinds = KINDS
 
     def __init__(
         self,
         architecture: ArchitectureConfig | nn.Module | None = None,
         task: Any = None,
         *,
+        versus: ArchitectureConfig | nn.Module | None = None,
         learning_rate: float = 1e-2,
         n_steps: int = 300,
         seed: int = 0,
@@ -112,20 +131,23 @@ class LiveTraining(WorkbenchWidget):
         recorder: Recorder | None = None,
         alarms: Alarms | None = None,
         actions: Actions | None = None,
+        theme: str = "page",
         **settings: Any,
     ) -> None:
-        super().__init__()
+        self._runs: LiveRuns | None = None
+        self._sentences: list[str] = []
+        super().__init__(theme=theme)
         known = [f.name for cls in (TrainingPlan, Recording) for f in fields(cls) if f.name not in _TAKEN]
         known += ["loss", "penalties"]
         if unknown := [name for name in settings if name not in known]:
             raise OptionError(
                 f"LiveTraining knows no setting '{unknown[0]}'; besides its own it takes {', '.join(known)}."
             )
-        self._pair = PairedRuns(kss, faults, recorder, alarms, actions)
-        self.kss, self.faults, self._names = self._pair.kss, self._pair.faults, self._pair.names
+        self._pair = PairedRuns(kss, faults, recorder, alarms, actions, is_off=versus is not None)
+        self.kss, self.faults = self._pair.kss, self._pair.faults
         self.setup = Setup(
-            architecture, task, learning_rate=learning_rate, seed=seed, n_steps=n_steps, spectra_every=spectra_every,
-            compare=compare, control=self._names[1],
+            architecture, task, versus=versus, learning_rate=learning_rate, seed=seed, n_steps=n_steps,
+            spectra_every=spectra_every, compare=compare, control=self._pair.names[1],
         )  # fmt: skip
         self._settings = {**_SETTINGS, **settings}
         if folder is None:
@@ -133,50 +155,83 @@ class LiveTraining(WorkbenchWidget):
             folder = self._temporary.name
         self.folder = Path(folder)
         self._branches = Branches(self.folder)
-        self._trainer: LiveTrainer | None = None
         self._next: Callable[[], None] | None = None
-        self._place: Path | None = None
-        self._n_steps = n_steps
-        self._pace = _Pace()
-        self._sentences: list[str] = []
-        self._state = "ready"
-        self._alarms: dict[str, Alarms | None] = {}
-        self._n_acted = 0
-        self.canvas = LiveCanvas(lambda: self.status, self._pair.note)
+        self._start = 0
+        self._switched: list[str] = []
+        self.canvas = LiveCanvas(lambda: self.status, self._note, self.guarded, self.settle)
         self.alarm_list = AlarmList()
         self.at_close(self.alarm_list.close)
         self._panel = KSSPanel(self.kss, self.guarded)
-        panels = [self._panel, *([FaultPanel(self.faults, self.guarded)] if self.faults else [])]
-        switches: tuple[KSS | Fault, ...] = (self.kss, *self.faults)
-        for switched in switches:
-            self.at_close(switched.observe(lambda name, before, after: self.canvas.refresh()))
-        self._make_buttons()
+        self._panels = [self._panel, *([FaultPanel(self.faults, self.guarded)] if self.faults else [])]
+        self._thread: str | None = None
+        self._switches = Switches(self.kss, self.faults, self._tell_switched)
+        self.at_close(self._switches.close)
+        switched: tuple[KSS | Fault, ...] = (self.kss, *self.faults)
+        for each in switched:
+            self.at_close(each.observe(lambda name, before, after: self.canvas.refresh()))
+        self._buttons = Buttons(self)
+        self.export_bar = ExportBar(self, self.kinds)
+        self.export_bar.suggest("exports/live_training")
         told = [self.alarm_list] if alarms is not None else []
-        self.fill([self.setup.box, self._buttons, *panels, self.canvas, *told])
-        for control in (self.setup.family, self.setup.task):
+        self.fill([self.setup.box, self._buttons.box, *self._panels, self.canvas, *told, self.export_bar])
+        for control in (self.setup.first.family, self.setup.task, self.setup.second.family, self.setup.compare):
             self.watch(control, lambda _: self.setup.adapt())
         self._offer()
+        cells.succeed(self, self.folder)
+
+    @property
+    def state(self) -> str:
+        """``"ready"``, ``"starting"``, ``"training"``, ``"pausing"``, ``"paused"``, ``"stopping"`` or ``"over"``."""
+        if self._runs is not None:
+            return self._runs.state
+        return OVER if self.canvas.histories else "ready"
 
     @property
     def status(self) -> str:
         """The status in one line."""
-        histories = self.canvas.histories.values()
-        if self._state == "ready" or not histories:
+        histories, state = self.canvas.histories, self.state
+        if not histories:
             return "ready: press Start"
-        n_done = max(history.n_done for history in histories)
-        line = f"{self._state} · step {n_done} of {self._n_steps}"
-        return f"{line} · {self._pace.per_second:.0f} steps per second" if self._state == "training" else line
+        n_done = max(history.n_done for history in histories.values())
+        line = f"{state} · step {n_done} of {self.canvas.n_steps}"
+        if state == TRAINING and self._runs is not None:
+            return f"{line} · {self._runs.per_second:.0f} steps per second"
+        if state == OVER:
+            return " · ".join([line, *(f"{name}: {history.verdict}" for name, history in histories.items())])
+        return line
+
+    @property
+    def summary(self) -> str:
+        """The status, for readers that show no pictures."""
+        return f"LiveTraining, {self.status}"
 
     @property
     def is_running(self) -> bool:
         """Whether there are runs that have not ended, paused or not."""
-        return self._trainer is not None
+        return self._runs is not None
+
+    @property
+    def step(self) -> int | None:
+        """Step whose modes are shown; None: the latest. Set it to go there, to the latest recorded step up to it."""
+        return self.canvas.step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self.canvas.go_to(step)
 
     @property
     def runs(self) -> dict[str, xr.DataTree]:
         """The runs of the latest start by name, as recorded up to their last block; for any plot or widget."""
-        stores = sorted(self._place.glob("*.zarr")) if self._place is not None else []
-        return {store.stem: open_run(store) for store in stores}
+        return self.runs_of(self._start)
+
+    @property
+    def n_starts(self) -> int:
+        """Number of the latest start in the folder; 0: none yet."""
+        return self._branches.n_starts
+
+    def runs_of(self, start: int) -> dict[str, xr.DataTree]:
+        """The runs of an earlier start by name, from 1 to `n_starts`; none if it has recorded nothing."""
+        return {name: open_run(store) for name, store in self._branches.stores(start).items()}
 
     @property
     def checkpoints(self) -> list[SavedStep]:
@@ -184,50 +239,67 @@ class LiveTraining(WorkbenchWidget):
         return self._branches.saved_steps()
 
     def start(self) -> None:
-        """Train from the start with the values of the controls; an active run is stopped first.
+        """Train from the start with the values of the controls; active runs are stopped first.
+
+        What the controls alone cannot tell, the process says when it has begun; it is under the widget then.
 
         Raises:
-            WorkbenchError: If the controls ask for something impossible.
+            WorkbenchError: If the controls ask for something impossible, or the model or the task cannot be sent to the
+                process.
         """
         self._after_stop(self._begin)
 
     def restart(self, checkpoint: SavedStep | None = None) -> None:
-        """Continue from a checkpoint, in a new branch: the treatment with the present switches.
+        """Continue from a checkpoint, in a new branch, with the present switches.
+
+        A checkpoint of other settings than the controls have now is refused, under the widget.
 
         Args:
-            checkpoint: One of `checkpoints`; None: the latest.
+            checkpoint: One of `checkpoints`; None: the latest before the divergence if a run of the present start
+                diverged, else the latest.
 
         Raises:
-            StoreError: If there is none, or it was made with other settings than the controls have now.
+            StoreError: If there is none.
+            OptionError: If it is that of the last step already.
         """
-        if checkpoint is None and not (saved := self.checkpoints):
+        checkpoint = checkpoint or best_step(self.checkpoints, self._start, self.canvas.histories)
+        if checkpoint is None:
             raise StoreError("There is no checkpoint yet; train for some steps, or pass a smaller checkpoint_every.")
-        self._after_stop(partial(self._begin, checkpoint or saved[0]))
+        if checkpoint.step >= self.setup.n_steps.value:
+            raise OptionError(
+                f"The checkpoint is of step {checkpoint.step}, and the run has {self.setup.n_steps.value} steps; set "
+                "more steps, or choose an earlier checkpoint."
+            )
+        self._after_stop(partial(self._begin, checkpoint))
 
     def pause(self) -> None:
         """Pause after the present step."""
         with self.turn:
-            if self._trainer is not None:
-                self._trainer.pause()
-                self._show_state("paused")
+            if self._runs is not None:
+                self._runs.pause()
 
     def resume(self) -> None:
         """Continue after a pause."""
         with self.turn:
-            if self._trainer is not None:
-                self._pace.rest()
-                self._show_state("training")
-                self._trainer.resume()
+            if self._runs is not None:
+                self._runs.resume()
 
     def stop(self) -> None:
-        """End the runs after the present step; their status is "stopped", and a checkpoint is written."""
+        """End the runs after the present step and close their records; does not wait. A second time: end at once."""
         with self.turn:
-            if self._trainer is not None:
-                self._show_state("stopping")
-                self._trainer.stop()
+            if self._runs is not None:
+                self._runs.stop()
+
+    def retire(self, reason: str) -> None:
+        """End the training because another widget takes this one's place."""
+        with self.turn:
+            if self._runs is not None:
+                self._next = None
+                self._sentences.append(f"This training was ended: {reason}.")
+                self._runs.stop()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the runs have ended. The page is blocked meanwhile; in a notebook use `finished`.
+        """Wait until the runs have ended; the kernel runs no other cell meanwhile, but the picture moves.
 
         Args:
             timeout: Seconds to wait at most; None: as long as it takes.
@@ -236,8 +308,8 @@ class LiveTraining(WorkbenchWidget):
             TimeoutError: If they are not over by then.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
-        while (trainer := self._trainer) is not None:  # a restart makes another
-            if not trainer.join(min(end - time.monotonic(), 3600.0)) and time.monotonic() >= end:
+        while (runs := self._runs) is not None:  # a restart makes others
+            if not runs.join(max(0.0, min(end - time.monotonic(), 3600.0))) and time.monotonic() >= end:
                 raise TimeoutError(f"The runs were not over after {timeout:g} s.")
 
     async def finished(self) -> None:
@@ -245,202 +317,171 @@ class LiveTraining(WorkbenchWidget):
         while self.is_running:
             await asyncio.sleep(0.05)
 
+    def figure(self, backend: str = "bokeh") -> Any:
+        """What is shown as a figure of its own: the modes of each run at the shown step, and the traces below.
+
+        Raises:
+            OptionError: If there are no modes yet.
+        """
+        return live_figure(self.canvas.histories, step=self.canvas.step, backend=backend)
+
+    def page(self) -> str:
+        """The figure as one HTML page that stays interactive, without a kernel and without a network."""
+        with tempfile.TemporaryDirectory() as folder:
+            return save_figure(self.figure("bokeh"), Path(folder) / "page.html").read_text(encoding="utf-8")
+
+    @property
+    def refused_kinds(self) -> Mapping[str, str]:
+        """Endings of files that cannot be written now, and why."""
+        if any(history.modes is not None for history in self.canvas.histories.values()):
+            return {}
+        return dict.fromkeys(self.kinds, "There is nothing to write yet; press Start and wait for the first step.")
+
     def close(self) -> None:
         """Stop training, close the runs properly, and remove the widget; the recorded runs stay."""
-        if getattr(self, "_trainer", None) is not None:
+        if not hasattr(self, "_picture"):  # its settings were refused: nothing was made
+            return
+        cells.forget(self)
+        if self._runs is not None:
             self._next = None
             self.stop()
-            self.wait()
+            try:
+                self.wait(_SECONDS_AT_CLOSE)
+            except TimeoutError:  # a model that never returns
+                self.stop()
+                self.wait()
         super().close()
+
+    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
+        if ending == ".nc":
+            return export_runs(self.runs, path, overwrite=overwrite)
+        return super()._write(path, ending, overwrite=overwrite)
+
+    # What LiveRuns calls, in the thread that hears the process.
+
+    def run_in_page(self, function: Any, *arguments: Any) -> None:
+        """Call a function so that what it sends is answered also while a cell runs; its errors are shown."""
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except Exception as error:  # noqa: BLE001  (a bug of ours: the training goes on)
+                self._fail(f"{type(error).__name__}: {error}")
+
+        self.canvas.context.copy().run(run)
+
+    def take_step(self, name: str, news: StepNews) -> None:
+        """A run has made a step."""
+        if news.actions and name == next(iter(self.canvas.histories)) and self._pair.actions is not None:
+            self._pair.actions.done.extend(news.actions)
+        self.alarm_list.hear(name, news)
+        self.canvas.refresh()
+
+    def take_end(self, name: str) -> None:
+        """A run is over by itself."""
+        self.canvas.refresh()
+        with self.attempt():
+            self._offer()
+
+    def take_state(self) -> None:
+        """The state is another one."""
+        self._let_controls_be_heard()
+        self.canvas.is_active = self.is_running
+        self._offer()
+        self.canvas.refresh()
+        if self.state == PAUSED:
+            self.settle()
+
+    def take_refusal(self, sentence: str) -> None:
+        """The runs could not begin: what was shown before is shown again."""
+        self._sentences.append(sentence)
+        self._put_back()
+
+    def take_sign_of_life(self) -> None:
+        """Nothing has happened, but the process is there."""
+        self.canvas.say_alive()
+        self._let_controls_be_heard()
+
+    def take_exit(self) -> None:
+        """All runs are closed."""
+        with self.attempt():
+            if self._runs is not None:
+                self._sentences += self._runs.sentences
+            self._runs, action, self._next = None, self._next, None
+            if action is not None:
+                action()
+            self.take_state()
+        self.settle()
 
     def _begin(self, saved: SavedStep | None = None) -> None:
         """Start the runs, in a new folder, from the start or from a checkpoint."""
-        place, setup = self._branches.new(), self.setup
-        task = setup.build_task()
-        stores = {name: place / f"{name}.zarr" for name in self._names[: 1 + setup.compare.value]}
-        n_steps = setup.n_steps.value
-        settings = {
-            "checkpoint_every": max(20, n_steps // 20),
-            **self._settings,
-            "n_steps": n_steps,
-            "learning_rate": setup.learning_rate.value,
-            "seed": setup.seed.value,
-            "spectra_every": setup.spectra_every.value,
-        }
-        models = {name: setup.build_model(task) for name in stores}
-        if saved is not None:
-            self._branches.branch(saved, list(stores.values()))
-        try:
-            with self._pair.arguments(resume=saved is not None) as arguments:
-                runs = {
-                    name: train(
-                        models[name], task, store=store, resume=saved is not None, **arguments[name], **settings
-                    )
-                    for name, store in stores.items()
-                }
-        except BaseException:
+        start = Start.of(self.setup, self._pair, self._branches, self._settings, saved)
+        before = (self.canvas.histories, self.canvas.earlier, self.canvas.n_steps, self._start, self._switched)
+        earlier = {} if saved is None else self._left_by(saved)
+        histories = start.histories(self._branches)
+
+        def put_back() -> None:
             if saved is not None:
-                self._branches.drop(place)
-            raise
-        self._place, self._n_steps = place, n_steps
-        self._attach_alarms({name: arguments[name]["alarms"] for name in runs}, stores if saved is not None else {})
+                self._branches.drop(self._branches.place(start.number))
+            self.canvas.show(*before[:3])
+            self._start, self._switched = before[3:]
+
+        self._put_back = put_back
         self._sentences.clear()
         self._show("")
-        self._pace = _Pace()
-        self.canvas.n_steps = n_steps
-        self.canvas.histories = {
-            name: RunHistory(n_steps) if saved is None else RunHistory.of(open_run(store), n_steps)
-            for name, store in stores.items()
-        }
-        self._trainer = LiveTrainer(runs, on_record=self._take, on_end=self._end, on_stop=self._finish)
-        self._trainer.start()
-        self._show_state("training")
-
-    def _attach_alarms(self, alarms: dict[str, Alarms | None], recorded: dict[str, Path]) -> None:
-        """Clear the alarms of other runs, and load the recorded ones of runs that are resumed."""
-        self._alarms = alarms
-        self._n_acted = len(self._done)
+        self._start, self._switched = start.number, start.switched
+        self.canvas.show(histories, earlier, start.n_steps)
         self.alarm_list.clear()
-        for name, store in recorded.items():
+        for name, store in start.stores.items() if saved is not None else ():
             self.alarm_list.learn(name, open_run(store))
         self.alarm_list.refresh()
+        self._runs = LiveRuns(start.job, histories, self._switches, self)
+        self.take_state()
 
-    @property
-    def _done(self) -> list[Action]:
-        """Everything that alarms have triggered."""
-        return [] if self._pair.actions is None else self._pair.actions.done
+    def _left_by(self, saved: SavedStep) -> dict[tuple[str, int], RunHistory]:
+        """The runs that a restart from a checkpoint leaves, and those that they left."""
+        histories, earlier = self.canvas.histories, self.canvas.earlier
+        if saved.start != self._start:
+            histories, earlier = recorded_histories(self._branches.stores(saved.start)), {}
+        return earlier | {(name, saved.start): history for name, history in histories.items()}
+
+    def _let_controls_be_heard(self) -> None:
+        """Let clicks be heard while a cell runs: the kernel hears a control in the thread that sent to it last."""
+        if (thread := cells.page_thread()) is None or thread == self._thread:
+            return
+        self._thread = thread
+        for panel in self._panels:
+            panel.context = contextvars.copy_context()
+            panel.say_alive()
+        for control in self._buttons.controls:
+            control.send_state("disabled")
 
     def _after_stop(self, action: Callable[[], None]) -> None:
         """Run an action when no run is active: now, or when the present ones are closed."""
         with self.turn:
-            if self._trainer is None:
+            if self._runs is None:
                 action()
                 return
             self._next = action
-            self.stop()
+            if self.state != "stopping":
+                self._runs.stop()
 
-    def _take(self, name: str, record: StepRecord) -> None:
-        """Take the record of one step; called in the trainer's thread."""
-        history = self.canvas.histories[name]
-        history.add(record)
-        if record.diverged and not history.is_broken:
-            history.verdict, history.is_broken = f"diverged at step {record.step}", True
-            self._sentences.append(f"The run {name} diverged at step {record.step}: {_evidence(record)}.")
-        acted = self._done[self._n_acted :]
-        self._n_acted += len(acted)
-        alarms = self._alarms.get(name)
-        if alarms is not None:
-            history.hear(record, alarms)
-        self.alarm_list.hear(name, record, alarms, acted)
-        self._pace.count()
-        self.canvas.refresh()
-        if self._state == "paused":  # this was the last step before the pause: it may have written a checkpoint
-            with self.attempt():
-                self._offer()
+    def _note(self, name: str) -> str:
+        return self._pair.note if name in self._switched else ""
 
-    def _end(self, name: str, error: Exception | None) -> None:
-        """A run is over by itself; in the trainer's thread."""
-        history = self.canvas.histories[name]
-        if error is not None:
-            history.verdict, history.is_broken = "failed", True
-            said = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
-            self._sentences.append(f"The run {name} ended. {said.rstrip('.')}.")
-        history.verdict = history.verdict or "finished"
-        self.canvas.refresh()
-        with self.attempt():
-            self._offer()
-            self._say()
+    def _tell_switched(self, changed: State) -> None:
+        if self._runs is not None:
+            self._runs.switch(changed)
 
-    def _finish(self) -> None:
-        """All runs are closed; in the trainer's thread, its last act."""
-        with self.attempt():
-            self._trainer, action, self._next = None, self._next, None
-            for history in self.canvas.histories.values():
-                history.verdict = history.verdict or "stopped"
-            self._show_state("over")
-            if action is None:
-                self._say()
-            else:
-                action()
-
-    def _say(self) -> None:
-        """Why runs have ended badly, for the line under the widget."""
-        if self._sentences:
-            raise WorkbenchError(" ".join(self._sentences))
-
-    def _make_buttons(self) -> None:
-        def button(text: str, tip: str, act: Callable[[], None]) -> ipywidgets.Button:
-            made = ipywidgets.Button(description=text, tooltip=tip, layout={"width": "104px"})
-            self.on_click(made, lambda _: act())
-            return made
-
-        self._start = button("Start", "Train afresh with the settings above", self.start)
-        self._pause = button("Pause", "Hold after the present step, or go on", self._pause_or_resume)
-        self._stop = button("Stop", "End the runs and close their records", self.stop)
-        self._restart = button(
-            "Restart", "Go on from the checkpoint on the right, in a new branch",
-            lambda: self.restart(self._choice.value),
-        )  # fmt: skip
-        self._start.button_style = "primary"
-        self._choice = ipywidgets.Dropdown(
-            options=[], description="from", style={"description_width": "initial"}, layout={"width": "250px"}
-        )
-        self._buttons = ipywidgets.HBox(
-            [self._start, self._pause, self._stop, self._restart, self._choice],
-            layout={"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 6px", "margin": "4px 0"},
-        )
-
-    def _pause_or_resume(self) -> None:
-        if self._trainer is not None and self._trainer.is_paused:
-            self.resume()
-        else:
-            self.pause()
-
-    def _show_state(self, state: str) -> None:
-        self._state = state
-        self._offer()
-        self.canvas.refresh()
+    def _show(self, sentence: str) -> None:
+        """Show a sentence, or what has to be known of runs that ended badly until others begin."""
+        super()._show(sentence or " ".join([*self._sentences, *(self._runs.sentences if self._runs else [])]))
 
     def _offer(self) -> None:
         """Enable what makes sense now, and offer the checkpoints that there are."""
-        saved, chosen, newest = self.checkpoints, self._choice.value, next(iter(self._choice.options), None)
-        if list(self._choice.options) != saved:
-            keeps = chosen in saved and chosen != newest  # the newest stays the newest, another choice stays itself
-            self._choice.options = saved
-            self._choice.value = chosen if keeps else next(iter(saved), None)
-        self._choice.disabled = self._restart.disabled = not saved
-        is_running, is_stopping = self.is_running, self._state == "stopping"
+        saved, histories = self.checkpoints, self.canvas.histories
+        remarks = remarks_on(saved, self._start, histories)
+        best = best_step(saved, self._start, histories)
+        self._buttons.offer(self.state, saved, best, remarks)
         for control in self.setup.controls:
-            control.disabled = is_running
-        self._start.disabled = is_running
-        self._pause.disabled = self._stop.disabled = not is_running or is_stopping
-        self._pause.description = "Resume" if self._state == "paused" else "Pause"
-
-
-class _Pace:
-    """Steps per second, over the last few."""
-
-    def __init__(self) -> None:
-        self._moments: deque[float] = deque(maxlen=50)
-
-    def count(self) -> None:
-        """One more step is done."""
-        self._moments.append(time.monotonic())
-
-    def rest(self) -> None:
-        """Do not count the time that has passed."""
-        self._moments.clear()
-
-    @property
-    def per_second(self) -> float:
-        """The present rate; 0 while it is not known."""
-        moments = list(self._moments)
-        return (len(moments) - 1) / (moments[-1] - moments[0]) if len(moments) > 1 else 0.0
-
-
-def _evidence(record: StepRecord) -> str:
-    if record.cause == "loss":
-        return f"its loss rose to {record.loss:.3g}"
-    if record.cause == "grad_norm":
-        return f"its gradient norm rose to {record.grad_norm:.3g}"
-    return "its loss or gradients are not finite"
+            control.disabled = self.is_running

@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from workbench import plots
 from workbench.errors import OptionError
+from workbench.io.atomic import replacing
+from workbench.io.store import export_netcdf
+from workbench.plots.figure_files import picture_of
 from workbench.rates.find_rate import FoundRates
 from workbench.risk.risk import Risk, over_rates, predict
 from workbench.risk.shipped_model import shipped
-from workbench.widgets.figure import Figure, show
+from workbench.schema.statuses import CriterionState
+from workbench.widgets import headline
+from workbench.widgets.base import known
+from workbench.widgets.export import ExportBar
+from workbench.widgets.figure import Figure
+from workbench.widgets.risk import plan_controls, risk_words
 from workbench.widgets.risk.curve import KEY, CurvePanel
 from workbench.widgets.risk.measurement import Measured, measure, run_pilot
 from workbench.widgets.risk.model_choice import ModelChoice
 from workbench.widgets.risk.plan_controls import PlanControls
-from workbench.widgets.risk.risk_words import MUTED, cards, warning
+from workbench.widgets.risk.risk_page import page
+from workbench.widgets.stage import FigureStage
+from workbench.widgets.text_picture import text_picture
+from workbench.widgets.theme import enlarge_text
 from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     import xarray as xr
 
     from workbench.risk.edge_model import EdgeModel
+    from workbench.widgets.risk.risk_words import RiskAnswer
 
-_BANNER, _STALE = "workbench-risk-banner", "workbench-risk-stale"
+_STALE = "workbench-risk-stale"
 _CSS = f"""
-.{_BANNER} {{ border: 2px solid #d55e00; border-left-width: 10px; background: rgba(213, 94, 0, 0.13); }}
-.{_STALE} {{ opacity: 0.45; }}
+{headline.CSS}{risk_words.CSS}{plan_controls.CSS}
+.{_STALE} .workbench-figure {{ opacity: 0.4; }}
+.{_STALE} .workbench-risk > div {{ border-style: dashed; }}
+.{_STALE} .workbench-risk .figure {{ color: var(--jp-ui-font-color2, #616161); font-weight: 400; }}
 """
+_NOTHING = "Nothing has been measured yet;"
 _SMALLEST_BUDGET, _LARGEST_BUDGET = 200, 100_000
+_KINDS = {
+    ".png": ("PNG", "The answer, its figures and the curve as a picture"),
+    ".svg": ("SVG", "The curve as vectors, for print"),
+    ".html": ("HTML", "A page with the answer and a curve that stays interactive, without a kernel and a network"),
+    ".nc": ("netCDF", "What was measured, and the risk over the learning rate; a group for each"),
+}
 
 
 class RiskExplorer(MeasuringWidget):
@@ -41,8 +66,8 @@ class RiskExplorer(MeasuringWidget):
     or module when you press Measure. A pilot (`workbench.find_rate`) trains copies for a few hundred updates and
     narrows the risk; it holds until another setting than the learning rate changes.
 
-    Outside of what was measured a banner states the reason and no figure is given. The kernel stays free; where a
-    cell needs the result, ``await explorer.finished()``.
+    Outside of what was measured the reason is stated and no figure is given. The kernel stays free; where a cell needs
+    the result, ``await explorer.finished()``.
 
     Args:
         model: A configuration of ``wb.zoo``, which the controls then change; a path or hub name of a checkpoint; an
@@ -50,27 +75,35 @@ class RiskExplorer(MeasuringWidget):
         task: A task, or any data that ``wb.train`` takes; or the name of one of the choices. None: associative recall;
             random tokens for a model that is not of the zoo.
         risk: Model of the risk; None: the one that ships with the workbench.
+        theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
         setup: The controls of model and task, by name.
         plan: The controls of the plan, by name, such as ``explorer.plan.learning_rate.value = 0.03``.
         budget: The control of the updates of a pilot.
+        export_bar: The buttons and fields for files.
 
     Raises:
-        OptionError: If the model or the task is none of these.
+        OptionError: If the model or the task is none of these, or there is no such theme.
     """
 
-    def __init__(self, model: Any = None, task: Any = None, risk: EdgeModel | None = None) -> None:
-        super().__init__()
+    kinds = _KINDS
+
+    def __init__(
+        self, model: Any = None, task: Any = None, risk: EdgeModel | None = None, *, theme: str = "page"
+    ) -> None:
+        super().__init__(theme=theme)
         self.setup = ModelChoice(model, task)
         self.plan = PlanControls()
         self._model = shipped() if risk is None else risk
         self._measured: Measured | None = None
         self._risk: Risk | None = None
+        self._over: xr.Dataset | None = None
         self._pilot: tuple[dict[str, Any], FoundRates] | None = None
         self._losses_of: FoundRates | None = None
-        self._is_adapting = False
+        self._is_adapting = self._is_stale = False
         self._curve = CurvePanel()
+        enlarge_text(self._curve.figure, theme)
         self._canvas = Figure(self._curve.figure, lock=self.turn)
         self._make_parts()
         for control in self.setup.controls:
@@ -79,7 +112,6 @@ class RiskExplorer(MeasuringWidget):
             self.watch(control, lambda _: self._draw())
         self.on_click(self._button, lambda _: self.measure())
         self.on_click(self._start, lambda _: self.run_pilot())
-        self.on_click(self._stop, lambda _: self.stop())
         with self.attempt():
             self._change_model()
 
@@ -101,6 +133,11 @@ class RiskExplorer(MeasuringWidget):
         plan, found = self._pilot
         return found if all(self.plan.settings()[name] == value for name, value in plan.items()) else None
 
+    @property
+    def summary(self) -> str:
+        """Whether the planned training will learn well, in one sentence."""
+        return self._answer.sentence
+
     def measure(self) -> None:
         """Measure the model that the controls describe, in the background; what is under way is dropped.
 
@@ -109,11 +146,10 @@ class RiskExplorer(MeasuringWidget):
         """
         with self.turn:
             self._worker.drop()
-            self._mark_stale("")
+            self._mark_stale()
             choice, settings = self.setup.choice(), self.plan.settings()
-            self._worker.submit(lambda check: measure(choice, settings, self._model, check))
-            self._mark_stale(f'<progress aria-label="measuring"></progress> measuring {html.escape(choice.name)} …')
-            self._stop.layout.display = None
+            self._begin(f"measuring {choice.name}", lambda check, _: measure(choice, settings, self._model, check))
+            self._say_answer()
 
     def run_pilot(self) -> None:
         """Run a pilot of the measured model and the plan, in the background; what is under way is dropped.
@@ -125,25 +161,18 @@ class RiskExplorer(MeasuringWidget):
             if self._measured is None or self._worker.is_busy:
                 raise OptionError("The model has not been measured yet; wait for it, or press Measure.")
             choice, settings, budget = self._measured.choice, self.plan.settings(), self.budget.value
-            self._progress.max, self._progress.value = budget, 0
 
-            def job(check: Any) -> Any:
-                def tell(n_updates: int) -> None:
-                    check()
-                    if n_updates % 10 == 0:
-                        self._progress.value = n_updates
+            def job(check: Callable[[], None], tell: Callable[[str], None]) -> Any:
+                return run_pilot(choice, settings, budget, lambda words: tell(f"training copies: {words}"))
 
-                return run_pilot(choice, settings, budget, tell)
+            self._begin("pilot", job, {"training copies": 1})
 
-            self._worker.submit(job)
-            self._stop.layout.display = self._progress.layout.display = None
-
-    def figure(self, kind: str = "curve", backend: str = "bokeh") -> Any:
+    def figure(self, backend: str = "bokeh", *, kind: str = "curve") -> Any:
         """The present view as a separate figure, to keep or to write with ``workbench.plots.save()``.
 
         Args:
-            kind: ``"curve"`` or ``"pilot"``.
             backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+            kind: ``"curve"`` or ``"pilot"``.
 
         Raises:
             OptionError: If there is no such figure, or nothing has been measured.
@@ -155,15 +184,51 @@ class RiskExplorer(MeasuringWidget):
             if self.pilot is None:
                 raise OptionError("There is no pilot of this plan; call run_pilot().")
             return plots.pilot_losses(self.pilot.data, backend=backend)
-        if self.case is None or self._risk is None:
-            raise OptionError("Nothing has been measured yet; wait for it, or call measure().")
-        return plots.risk_curve(self._over_rates(self.case), learning_rate=self._risk.learning_rate, backend=backend)
+        if self._over is None or self._risk is None:
+            raise OptionError(f"{_NOTHING} wait for it, or call measure().")
+        return plots.risk_curve(self._over, learning_rate=self._risk.learning_rate, backend=backend)
+
+    def picture(self) -> bytes:
+        """The answer, the figures and the curve, as PNG."""
+        if self._risk is None:
+            return text_picture(self._answer.sentence)
+        cards = self._cards_of(self._risk)
+        table = [
+            [card.name for card in cards],
+            [card.figure for card in cards],
+            ["; ".join(card.lines) for card in cards],
+        ]
+        found = [] if self.pilot is None else [str(self.pilot)]
+        curve = None if self._risk.reason else picture_of(self.figure("matplotlib"))
+        return text_picture(self._answer.sentence, [self._title, self._answer.more, *found], table, curve)
+
+    def page(self) -> str:
+        """The answer, the figures and the curve, as one HTML page that stays interactive, without a network."""
+        risk = known(self._risk, f"{_NOTHING} wait for it.")
+        return page(self._title, self._answer, self._cards_of(risk), None if risk.reason else self.figure())
+
+    @property
+    def refused_kinds(self) -> Mapping[str, str]:
+        """Endings of files that cannot be written of what is shown, and why."""
+        if self._risk is None:
+            return dict.fromkeys((".svg", ".html", ".nc"), f"{_NOTHING} wait for it, or press Measure.")
+        return {".svg": f"There is no curve, as the risk is unknown. {self._risk.reason}"} if self._risk.reason else {}
 
     def close(self) -> None:
         """Remove the widget and everything that belongs to it; what is still being measured is dropped."""
         super().close()
         if hasattr(self, "_canvas"):
             self._canvas.document.clear()
+
+    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
+        if ending == ".nc":
+            return export_netcdf({"case": known(self.case), "risk": known(self._over)}, path, overwrite=overwrite)
+        if ending == ".png":
+            content = self.picture()
+            with replacing(path) as partial:
+                partial.write_bytes(content)
+            return path
+        return super()._write(path, ending, overwrite=overwrite)
 
     def _make_parts(self) -> None:
         self._button = ipywidgets.Button(
@@ -179,27 +244,25 @@ class RiskExplorer(MeasuringWidget):
             description="Run a pilot", button_style="primary", layout={"width": "120px"},
             tooltip="Train copies at several rates for a few updates each",
         )  # fmt: skip
-        self._progress = ipywidgets.IntProgress(layout={"width": "200px", "display": "none"})
-        self._stop = ipywidgets.Button(
-            description="Stop", tooltip="End what is under way", layout={"width": "70px", "display": "none"}
+        self._words, self._cards, self._found = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
+        self._cards.layout = {"flex": "1 1 430px", "min_width": "0", "width": "auto"}
+        key = ipywidgets.HTML(f'<div class="workbench-risk-key">{KEY}</div>')
+        curve = ipywidgets.VBox(
+            [self._canvas, key], layout={"flex": "3 1 700px", "min_width": "0", "overflow": "hidden"}
         )
-        self._status = ipywidgets.HTML()
-        self._cards, self._banner_words, self._found = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
-        self._banner = ipywidgets.VBox(
-            [self._banner_words],
-            layout={"padding": "8px 14px", "margin": "6px 2px", "display": "none", "overflow": "visible"},
-        )
-        self._banner.add_class(_BANNER)
-        self._losses = ipywidgets.VBox()
-        key = ipywidgets.HTML(f'<div style="{MUTED}">{KEY}</div>')
         row = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
-        setup = ipywidgets.HBox([*self.setup.shown, self._button, self._status], layout=row)
+        setup = ipywidgets.HBox([*self.setup.shown, self._button], layout=row)
         updates = ipywidgets.Label("updates")
-        pilot = ipywidgets.HBox([self.budget, updates, self._start, self._progress, self._stop], layout=row)
-        parts = [self._cards, self._banner, self._canvas, key, self._found, self._losses]
-        self._shown = ipywidgets.VBox(parts, layout={"display": "none"})
+        # As high as with a progress, so that nothing below moves when one comes and goes.
+        self._doing.layout.flex, self._doing.layout.min_height = "1 1 600px", "36px"
+        pilot = ipywidgets.HBox([self.budget, updates, self._start, self._doing], layout=row)
+        risk = ipywidgets.HBox([self._cards, curve], layout=row | {"align_items": "flex-start"})
+        self._losses = FigureStage(self.theme)
+        self._shown = ipywidgets.VBox([risk, self._found, self._losses], layout={"display": "none"})
+        self.export_bar = ExportBar(self, self.kinds)
+        self.export_bar.suggest("exports/risk")
         look = ipywidgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"})
-        self.fill([look, setup, self.plan.box, pilot, self._shown])
+        self.fill([look, self._words, setup, self.plan.box, pilot, self._shown, self.export_bar])
 
     def _change_model(self) -> None:
         """The controls describe another model or task."""
@@ -215,67 +278,86 @@ class RiskExplorer(MeasuringWidget):
             self.measure()
             return
         self._worker.drop()
-        self._mark_stale("press Measure to measure this model")
+        self._end("")
+        self._mark_stale()
+        self._say_answer()
 
-    def _take(self, found: Any, error: Exception | None) -> None:
-        """Show the risk of the model that was measured, or what the pilot found; or raise why there is nothing."""
-        self._stop.layout.display = self._progress.layout.display = "none"
-        if error is not None:
-            self._status.value = ""
-            raise error
+    def _take(self, found: Any) -> None:
+        """Show the risk of the model that was measured, or what the pilot found."""
         if isinstance(found, Measured):
             self._measured, self._pilot = found, None
         else:
             self._pilot = found
-        self._status.value = ""
+        self._is_stale = False
         self._shown.remove_class(_STALE)
         self._draw()
 
-    def _say_stopped(self) -> None:
-        """Show that what was under way was stopped."""
-        self._stop.layout.display = self._progress.layout.display = "none"
-        if self._status.value:
-            self._mark_stale("stopped; press Measure to measure this model")
-
-    def _over_rates(self, case: xr.Dataset) -> xr.Dataset:
-        return over_rates(case, self._curve.rates, pilot=self._answer, model=self._model)
+    def _show_end(self) -> None:
+        self._say_answer()
 
     @property
-    def _answer(self) -> FoundRates | None:
+    def _title(self) -> str:
+        """What is to be trained, in a few words."""
+        choice = known(self._measured).choice
+        task = choice.task if isinstance(choice.task, str) else choice.task.describe()["task"]
+        return f"{choice.name} on {task}, {self.plan.n_steps.value:,} updates with {self.plan.optimizer.value}"
+
+    @property
+    def _answer(self) -> RiskAnswer:
+        """Whether the planned training will learn well; while another model is measured, that of the model before."""
+        if self._risk is None or self._over is None:
+            words = (
+                "Measuring the model …"
+                if self._progress is not None
+                else "Press Measure to learn the risk of this model."
+            )
+            return risk_words.RiskAnswer(CriterionState.NOT_MEASURED, words, "")
+        return risk_words.answer(self._risk, self._over, self.pilot)
+
+    @property
+    def _answer_of_pilot(self) -> FoundRates | None:
         """The pilot, if it has an answer."""
         return None if self.pilot is None or self.pilot.reason else self.pilot
+
+    def _cards_of(self, risk: Risk) -> list[risk_words.Card]:
+        return risk_words.cards(risk, known(self.case), self._answer_of_pilot)
 
     def _draw(self) -> None:
         """Show the planned training."""
         if (case := self.case) is None:
             return
-        self._risk = predict(case, pilot=self._answer, model=self._model)
-        self._cards.value = "" if self._risk.reason else cards(self._risk, case, self._answer)
-        self._banner_words.value = warning(self._risk, self.pilot)
-        self._banner.layout.display = None if self._risk.reason else "none"
+        self._risk = predict(case, pilot=self._answer_of_pilot, model=self._model)
+        self._over = over_rates(case, self._curve.rates, pilot=self._answer_of_pilot, model=self._model)
+        self._cards.value = risk_words.as_html(self._cards_of(self._risk))
         words = "" if self.pilot is None else html.escape(str(self.pilot))
-        self._found.value = (
-            f'<div style="white-space:normal;line-height:1.5;margin:4px 2px">{words}</div>' if words else ""
-        )
+        self._found.value = f'<div class="workbench-risk-found">{words}</div>' if words else ""
         self._draw_losses()
         with self._canvas.batch():
-            self._curve.write(self._over_rates(case), self._risk)
+            self._curve.write(self._over, self._risk)
         self._shown.layout.display = None
+        self._say_answer()
+
+    def _say_answer(self) -> None:
+        """Show the answer above everything, and which files can be written of it."""
+        answer = self._answer
+        more = [answer.more]
+        if self._risk is not None and self._is_stale:
+            more = [
+                f"This is the answer for the model before. {'' if self._progress else 'Press Measure for this one.'}"
+            ]
+        self._words.value = headline.headline(answer.state, answer.sentence, more)
+        self.export_bar.offer(self.refused_kinds)
+        self.settle()
 
     def _draw_losses(self) -> None:
         """Show the losses of the pilot; nothing without one."""
-        pilot = self.pilot
-        if pilot is None or not pilot.rounds:
-            for child in self._losses.children:
-                child.close()
-            self._losses.children = ()
-            self._losses_of = None
-        elif self._losses_of is not pilot:
-            self._losses.children = (show(plots.pilot_losses(pilot.data)),)
-            self._losses_of = pilot
+        pilot = self.pilot if self.pilot is not None and self.pilot.rounds else None
+        if pilot is self._losses_of:
+            return
+        self._losses_of = pilot
+        self._losses.draw(None if pilot is None else plots.pilot_losses(pilot.data))
 
-    def _mark_stale(self, words: str) -> None:
-        """Say why what is shown is not what the controls describe."""
-        self._status.value = f'<div role="status" style="{MUTED}">{words}</div>' if words else ""
+    def _mark_stale(self) -> None:
+        """What is shown is not what the controls describe."""
+        self._is_stale = True
         self._shown.add_class(_STALE)
-        self._stop.layout.display = self._progress.layout.display = "none"

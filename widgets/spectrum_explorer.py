@@ -6,36 +6,45 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+import numpy as np
 
+from workbench.formatting import listed
+from workbench.io.store import as_run
 from workbench.koopman.measures import remeasure
 from workbench.plots import eigenvalue_map
-from workbench.plots.mode_columns import view_of
+from workbench.plots.plane_view import ZOOMS, view_of
 from workbench.plots.spectra_inputs import named_spectra, select_layers
-from workbench.widgets.base import WorkbenchWidget, known
-from workbench.widgets.eigenvalue_panels import VIEW_TIPS, VIEWS, EigenvaluePanels
+from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.eigenvalue_panels import ZOOM_TIPS, EigenvaluePanels, key_in_words
+from workbench.widgets.export import ExportBar
 from workbench.widgets.figure import Figure
-from workbench.widgets.tables import mass_table, mode_table
+from workbench.widgets.files import KINDS, export_runs
+from workbench.widgets.saved_page import SavedView, saved_page
+from workbench.widgets.tables import SCROLLING, mass_table, mode_table, muted
+from workbench.widgets.theme import THEMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     import xarray as xr
 
-    from workbench.plots.mode_columns import View
+    from workbench.plots.plane_view import PlaneView
 
 
 class SpectrumExplorer(WorkbenchWidget):
     """Eigenvalues of each model in a linked panel, with controls of layers, reliability and thresholds.
 
-    Moving a threshold updates the masses and redraws the band; selecting modes (box, lasso or click) lists them in
-    a table. Thresholds that contradict each other leave the last figure and show an error under the widget.
+    Moving a threshold updates the masses and redraws the band. Selecting modes (box, lasso or click) in one panel lists
+    them in a table, and highlights their layers in the other panels. Thresholds that contradict each other leave the
+    last figure and show an error under the widget.
 
     Args:
         spectra: One spectra dataset, or several by name; dims ``layer`` and ``mode``.
-        limit: Half the width of the first view, as in ``workbench.plots.eigenvalue_map``.
+        theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
-        layers, near_unit_lower, near_unit_upper, contractive_upper, reliable_residual, reliable_only, view: The
+        layers, near_unit_lower, near_unit_upper, contractive_upper, reliable_residual, reliable_only, zoom: The
             controls; set their ``value`` to drive the widget from code.
         sources: The points drawn, one ``ColumnDataSource`` for each model.
         measured: The spectra as they are shown, with the masses for the present thresholds.
@@ -44,22 +53,26 @@ class SpectrumExplorer(WorkbenchWidget):
         SchemaError: If a dataset is no spectra dataset, or runs over steps or runs.
     """
 
-    def __init__(self, spectra: xr.Dataset | Mapping[str, xr.Dataset], *, limit: float | str | None = None) -> None:
-        super().__init__()
+    kinds = KINDS
+
+    def __init__(self, spectra: xr.Dataset | Mapping[str, xr.Dataset], *, theme: str = "page") -> None:
+        super().__init__(theme=theme)
         self.spectra = named_spectra(spectra)
         self.measured = dict(self.spectra)
-        self._limit = limit
         self._picked: dict[str, set[tuple[int, int]]] = {name: set() for name in self.spectra}
+        self._highlighted = dict(self._picked)
         self._is_writing = False
         self._make_controls()
-        self._panels = EigenvaluePanels(self.spectra, limit=limit)
+        self._panels = EigenvaluePanels(self.spectra, theme=theme)
         self.sources = self._panels.sources
         self._axes = next(iter(self._panels.figures.values()))
         self.canvas = Figure(self._panels.root, lock=self.turn)
-        self.masses = ipywidgets.HTML()
-        self.selection = ipywidgets.HTML()
-        self.fill([self._controls, self.canvas, self.masses, self.selection])
-        for control in (*self._thresholds.values(), self.layers, self.reliable_only, self.view):
+        self.key = ipywidgets.HTML()
+        self.masses, self.selection = ipywidgets.HTML(layout=SCROLLING), ipywidgets.HTML(layout=SCROLLING)
+        self.export_bar = ExportBar(self, self.kinds)
+        self.export_bar.suggest("exports/spectra")
+        self.fill([self._controls, self.key, self.canvas, self.masses, self.selection, self.export_bar])
+        for control in (*self._thresholds.values(), self.layers, self.reliable_only, self.zoom):
             self.watch(control, lambda _: self.update())
         pick = self.guarded(lambda attr, old, new: self._read_selection())
         for source in self.sources.values():
@@ -72,6 +85,12 @@ class SpectrumExplorer(WorkbenchWidget):
     def thresholds(self) -> dict[str, float]:
         """The thresholds set by the sliders, by the names that ``workbench.remeasure()`` takes."""
         return {name: float(slider.value) for name, slider in self._thresholds.items()}
+
+    @property
+    def summary(self) -> str:
+        """Models and layers, in one sentence."""
+        first, last = self.layers.value
+        return f"Eigenvalues of {listed(self.spectra)}, layers {first} to {last}, {self.zoom.value}."
 
     def update(self) -> None:
         """Draw what the controls say.
@@ -88,8 +107,7 @@ class SpectrumExplorer(WorkbenchWidget):
             name: self._panels.columns(name, data, reliable_only=reliable_only) for name, data in measured.items()
         }
         self.measured = measured
-        center, limit = VIEWS[self.view.value]
-        view = view_of(columns, self._limit if center == 0 and limit is None else limit, center)
+        view = view_of(columns, self.zoom.value)
         with self.canvas.batch():
             self._is_writing = True
             try:
@@ -98,15 +116,18 @@ class SpectrumExplorer(WorkbenchWidget):
             finally:
                 self._is_writing = False
             self._panels.set_view(view)
+        self.key.value = muted(key_in_words(measured.values()))
         self.masses.value = mass_table(measured)
-        self._read_selection()
+        self._highlight()
+        self.selection.value = mode_table(self.selected())
+        self.settle()
 
     def selected(self) -> list[dict[str, Any]]:
         """The selected modes of the shown layers, one dict each: model, layer, mode, eigenvalue, residual, ..."""
         rows = []
         for name, picked in self._picked.items():
             data = self.measured[name]
-            for layer, mode in sorted(picked & self._drawn(name)):
+            for layer, mode in sorted(picked & set(self._drawn(name))):
                 here = data.sel(layer=layer).isel(mode=mode)
                 eigenvalue = complex(here["eigenvalue"])
                 rows.append(
@@ -124,7 +145,6 @@ class SpectrumExplorer(WorkbenchWidget):
 
     def figure(self, backend: str = "bokeh") -> Any:
         """The current view as a separate figure, to keep or to write with ``workbench.plots.save()``."""
-        view = known(self._panels.view, "Nothing is drawn yet; show the explorer first.")
         chosen: dict[str, Any] = self.thresholds
         reliable_only = bool(self.reliable_only.value)
         measured = {name: remeasure(data, **chosen) for name, data in self.spectra.items()}
@@ -132,8 +152,7 @@ class SpectrumExplorer(WorkbenchWidget):
             measured,
             layers=self._layer_range(),
             reliable_only=reliable_only,
-            limit=view.limit,
-            center=view.center,
+            zoom=self.zoom.value,
             backend=backend,
         )
 
@@ -142,6 +161,40 @@ class SpectrumExplorer(WorkbenchWidget):
         super().close()
         if hasattr(self, "canvas"):
             self.canvas.document.clear()
+
+    def page(self) -> str:
+        """The panels as one HTML page: zoom, hover, choose models and layers, without a kernel or a network."""
+        panels = EigenvaluePanels(self.spectra, theme=self.theme)  # the page has a document of its own
+        chosen: dict[str, Any] = self.thresholds
+        measured = {name: remeasure(data, **chosen) for name, data in self.spectra.items()}
+        columns = {
+            name: panels.columns(name, data, reliable_only=bool(self.reliable_only.value))
+            for name, data in measured.items()
+        }
+        view = view_of(columns)
+        for name, data in measured.items():
+            panels.write(name, data, columns[name], view)
+        panels.set_view(view)
+        saved = SavedView(
+            "eigenvalues",
+            panels.root,
+            models={name: [panel] for name, panel in panels.figures.items()},
+            planes=list(panels.figures.values()),
+            above=key_in_words(measured.values()),
+            below=mass_table(measured),
+        )
+        saved.record()
+        n_layers = self.layers.max + 1 if not self.layers.disabled else 1
+        return saved_page(
+            ", ".join(self.spectra), [saved], steps=[0], step=0, n_layers=n_layers, layers=self.layers.value
+        )
+
+    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
+        if ending == ".nc":
+            chosen: dict[str, Any] = self.thresholds
+            runs = {name: as_run(remeasure(data, **chosen)) for name, data in self.spectra.items()}
+            return export_runs(runs, path, overwrite=overwrite)
+        return super()._write(path, ending, overwrite=overwrite)
 
     def _make_controls(self) -> None:
         first = next(iter(self.spectra.values()))
@@ -164,9 +217,9 @@ class SpectrumExplorer(WorkbenchWidget):
         self.reliable_only = ipywidgets.Checkbox(
             value=False, description="only reliable modes", indent=False, layout={"width": "auto"}
         )
-        self.view = ipywidgets.ToggleButtons(
-            options=list(VIEWS),
-            tooltips=VIEW_TIPS,
+        self.zoom = ipywidgets.ToggleButtons(
+            options=list(ZOOMS),
+            tooltips=ZOOM_TIPS,
             style={"button_width": "96px"},
         )
         self._thresholds = {
@@ -174,40 +227,58 @@ class SpectrumExplorer(WorkbenchWidget):
             for name in ("near_unit_lower", "near_unit_upper", "contractive_upper", "reliable_residual")
         }
         switches = ipywidgets.HBox(
-            [self.view, self.reliable_only], layout={"align_items": "center", "grid_gap": "16px", "margin": "4px 0"}
+            [self.zoom, self.reliable_only], layout={"align_items": "center", "grid_gap": "16px", "margin": "4px 0"}
         )
         sliders = [self.layers, self.near_unit_lower, self.near_unit_upper]
         sliders += [self.contractive_upper, self.reliable_residual]
-        grid = ipywidgets.GridBox(
-            sliders, layout={"grid_template_columns": "repeat(auto-fit, minmax(290px, 1fr))", "max_width": "960px"}
-        )
+        widest, least = (f"{THEMES[self.theme] * pixels:g}px" for pixels in (960, 290))
+        columns = f"repeat(auto-fit, minmax(min({least}, 100%), 1fr))"
+        grid = ipywidgets.GridBox(sliders, layout={"grid_template_columns": columns, "max_width": widest})
         self._controls = ipywidgets.VBox([grid, switches])
 
     def _layer_range(self) -> range:
         first, last = self.layers.value
         return range(first, last + 1)
 
-    def _draw(self, name: str, data: xr.Dataset, columns: dict[str, Any], view: View) -> None:
-        source = self.sources[name]
-        place = {
-            pair: i for i, pair in enumerate(zip(columns["layer"].tolist(), columns["mode"].tolist(), strict=True))
-        }
-        is_first = name == next(iter(self.spectra))
-        self._panels.write(name, data, columns, view, has_key=is_first)
-        source.selected.indices = sorted(place[pair] for pair in self._picked[name] if pair in place)
+    def _draw(self, name: str, data: xr.Dataset, columns: dict[str, Any], view: PlaneView) -> None:
+        self._panels.write(name, data, columns, view)
 
-    def _drawn(self, name: str) -> set[tuple[int, int]]:
+    def _drawn(self, name: str) -> list[tuple[int, int]]:
+        """Layer and mode of each point, in their order."""
         data = self.sources[name].data
-        return set(zip(data["layer"].tolist(), data["mode"].tolist(), strict=True))
+        return list(zip(data["layer"].tolist(), data["mode"].tolist(), strict=True))
 
     def _read_selection(self) -> None:
+        """Take the modes that were selected in one panel; the others highlight the modes of the same layers."""
         if self._is_writing:
             return
         for name, source in self.sources.items():
-            layer, mode = source.data["layer"], source.data["mode"]
-            drawn = self._drawn(name)
-            now = {(int(layer[i]), int(mode[i])) for i in source.selected.indices}
+            points = self._drawn(name)
+            now = {points[i] for i in source.selected.indices}
             # Modes that a filter hides stay selected until something else is.
-            if now != self._picked[name] & drawn:
-                self._picked[name] = now
+            if now != self._highlighted[name] & set(points):
+                self._picked = {other: now if other == name else set() for other in self.sources}
+                break
+        self._highlight()
         self.selection.value = mode_table(self.selected())
+
+    def _highlight(self) -> None:
+        """Mark the selected modes in their panel, and those of their layers in the others."""
+        layers = {layer for picked in self._picked.values() for layer, _ in picked}
+        with self.canvas.batch():
+            self._is_writing = True
+            try:
+                for name, source in self.sources.items():
+                    linked = {point for point in self._all_points(name) if point[0] in layers}
+                    self._highlighted[name] = self._picked[name] or linked
+                    marked = [i for i, point in enumerate(self._drawn(name)) if point in self._highlighted[name]]
+                    if marked != source.selected.indices:
+                        source.selected.indices = marked
+            finally:
+                self._is_writing = False
+
+    def _all_points(self, name: str) -> set[tuple[int, int]]:
+        """Layer and mode of every mode of a model, hidden ones too."""
+        data = self.spectra[name]
+        rows, modes = np.nonzero(np.isfinite(data["eigenvalue"].transpose("layer", "mode").values))
+        return set(zip(data["layer"].values[rows].tolist(), modes.tolist(), strict=True))

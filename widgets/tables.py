@@ -27,6 +27,8 @@ _MASS_COLORS = {
 _N_ROWS = 40
 CELL = "padding:2px 12px 2px 0;text-align:right;white-space:nowrap"
 NAME = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
+#: Layout of a widget that holds a table: a narrow page scrolls it.
+SCROLLING = {"overflow": "auto hidden"}
 #: Style of a heading, and of what matters less.
 HEAD = "font-weight:700;font-size:15px;line-height:1.4;color:var(--jp-ui-font-color1,#222)"
 MUTED = "font-size:12px;line-height:1.4;white-space:normal;color:var(--jp-ui-font-color2,#616161)"
@@ -63,7 +65,7 @@ def mass_table(measured: Mapping[str, xr.Dataset]) -> str:
             f'<td style="{CELL}">{fixed(radius)}</td></tr>'
         )
     return (
-        f'<table style="{TABLE}"><tr><th style="{NAME}">mass, mean over layers</th><th></th>{head}'
+        f'<table style="{TABLE}"><tr><th style="{NAME}">mass, mean over layers</th><td></td>{head}'
         f'<th style="{CELL}">largest ρ</th></tr>{"".join(rows)}</table>'
     )
 
@@ -104,6 +106,11 @@ def mode_table(rows: list[dict[str, Any]]) -> str:
         else ""
     )
     return f'<table style="{TABLE}"><tr>{head}</tr>{body}</table>{more}'
+
+
+def muted(sentence: str) -> str:
+    """A line of explanation as HTML."""
+    return f'<div style="color:var(--jp-ui-font-color2);line-height:1.5;white-space:normal">{sentence}</div>'
 
 
 assert set(_MASS_COLORS) == set(MASSES)

@@ -12,16 +12,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
+from workbench.formatting import capitalized, counted, listed
 from workbench.io.run_access import named_runs
 from workbench.plots.timeline_events import TimelineEvent, signal_of
-from workbench.plots.timeline_figure import chosen_signals, healthy_runs, timeline
+from workbench.plots.timeline_figure import chosen_signals, healthy_runs, sentence_alone, timeline
+from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
 from workbench.studies.lines import checked_quantiles
 from workbench.widgets.base import WorkbenchWidget
-from workbench.widgets.timeline_parts.canvas import Detail, PanelSelection, TimelineCanvas, Wishes
+from workbench.widgets.export import ExportBar
+from workbench.widgets.files import KINDS, export_runs
+from workbench.widgets.timeline_parts.canvas import TimelineCanvas, Wishes
 from workbench.widgets.timeline_parts.followed_run import FollowedRun
+from workbench.widgets.timeline_parts.saved_page import saved_page
+from workbench.widgets.timeline_parts.selection import PanelSelection
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import xarray as xr
 
     Run = xr.DataTree | xr.Dataset | str | os.PathLike[str]
@@ -39,8 +47,10 @@ class Timeline(WorkbenchWidget):
     adds the evidence to a run that was recorded without it.
 
     Drag over the panels to zoom in, use the wheel after a click, double-click to see all; the cursor runs through all
-    panels. A click on an alarm, or on any step, shows where the signal is worst: a map of its layers and
-    heads for each run, and the eigenvalues recorded nearest to that step.
+    panels. A click on an alarm, or on any step, shows where the signal is worst: a map of its layers and heads for each
+    run, and the eigenvalues recorded nearest to that step. The alarm's layer, or one clicked in a map or a plane
+    or chosen from the list, is highlighted in all of them. ``save("x.html")`` writes all of this as one page that works
+    without a kernel and a network; only the reduction cannot be changed there.
 
     A run given as a path is followed while it trains, in this process or another: its store is read every
     ``poll_every`` seconds, and new rows appear automatically.
@@ -53,16 +63,20 @@ class Timeline(WorkbenchWidget):
         healthy: Healthy runs, or the number of steps of each run's own healthy start, for a shaded band.
         band: Lower and upper quantile of the band.
         poll_every: Seconds between two readings of the stores.
+        theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
         runs: Runs by name, as `workbench.widgets.timeline_parts.followed_run.FollowedRun`.
         canvas: The figure.
+        export_bar: The buttons that write files.
 
     Raises:
         SchemaError: If there is no run, or no run has one of the signals.
         StoreError: If there is no run at a path.
         OptionError: If an option is out of range.
     """
+
+    kinds = KINDS | {".nc": ("netCDF", "Everything recorded of the runs shown; a group for each")}
 
     def __init__(
         self,
@@ -73,8 +87,9 @@ class Timeline(WorkbenchWidget):
         healthy: xr.DataTree | Mapping[str, Run] | int | None = None,
         band: tuple[float, float] = (0.05, 0.95),
         poll_every: float = 1.0,
+        theme: str = "page",
     ) -> None:
-        super().__init__()
+        super().__init__(theme=theme)
         self._standing = ""
         self._thread: threading.Thread | None = None
         self._is_closed = threading.Event()
@@ -96,7 +111,9 @@ class Timeline(WorkbenchWidget):
         self._wishes = Wishes(chosen, list(self.runs))
         self.reduce = reduce
         self.canvas = TimelineCanvas(self.runs, self._wishes, references, quantiles, self.guarded(self._obey))
-        self.fill([self.canvas])
+        self.export_bar = ExportBar(self, self.kinds)
+        self.export_bar.suggest("exports/timeline")
+        self.fill([self.canvas, self.export_bar])
         self._followed = [run for run in [*self.runs.values(), *_listed(references)] if run.path is not None]
         self._say()
         if self._followed:
@@ -202,12 +219,8 @@ class Timeline(WorkbenchWidget):
         elif signal is not None and signal not in self.names:
             raise SchemaError(f"No run has a signal '{signal}'; choose from {', '.join(self.names)}.")
         mapped = self._mapped(int(step), signal, run)
-        details, dims = [], ("", "")
-        for each in self.runs.values():
-            detail, found = _detail(each, int(step), mapped)
-            details.append(detail)
-            dims = found or dims
-        self._wishes.selection = PanelSelection(int(step), mapped, run or "", event, dims, details)
+        chosen = PanelSelection.of(list(self.runs.values()), int(step), mapped, run=run or "", event=event)
+        self._wishes.selection = chosen
         self._refresh()
 
     def poll(self) -> bool:
@@ -218,11 +231,28 @@ class Timeline(WorkbenchWidget):
                 self._look_again()
             with self.turn:
                 self._say()
-            self._refresh()
+            self.canvas.refresh()
+            if RunState.RUNNING not in self.states.values():  # a picture of rows that still come would be drawn in vain
+                self.settle()
         return is_new
 
-    def figure(self, *, backend: str = "bokeh") -> Any:
-        """The same picture as a figure, for ``workbench.plots.save()``: signals, runs and reduction as shown here."""
+    @property
+    def summary(self) -> str:
+        """What is shown, in one sentence."""
+        if not self.shown:
+            return f"Timeline of {counted(len(self.runs), 'run')}, none of which is shown."
+        runs = _first([f"{name} ({self.runs[name].state_in_words})" for name in self.shown])
+        if not self.signals:
+            return f"Timeline of {runs}: {self._nothing_to_draw}"
+        first, last = self.canvas.extent if self.view is None else self.view
+        chosen = "" if self.selection is None else f", with step {self.selection.step:,} selected"
+        steps = f"from step {first:,.0f} to {last:,.0f}{chosen}"
+        return f"Timeline of {runs}, {steps}: {_first(self.signals)}."
+
+    def figure(self, backend: str = "bokeh") -> Any:
+        """What is shown as a figure of its own, to keep or to write with ``workbench.plots.save()``."""
+        if not self.shown or not self.signals:
+            return sentence_alone(capitalized(self._nothing_to_draw), backend=backend)
         runs = {name: self.runs[name].tree for name in self.shown}
         places = {name: run.place for name, run in self.runs.items()}
         healthy: Any = self._healthy
@@ -235,8 +265,39 @@ class Timeline(WorkbenchWidget):
             healthy=healthy,
             band=self._band,
             places=places,
+            view=self.view,
+            selected=None if self.selection is None else self.selection.step,
             backend=backend,
         )
+
+    def page(self) -> str:
+        """One HTML page that stays interactive without a kernel and a network, with all signals of all runs."""
+        mapped = self._mapped(int(self.canvas.extent[1]), None, None)
+        return saved_page(self.canvas, mapped, summary=self.summary, theme=self.theme)
+
+    @property
+    def refused_kinds(self) -> Mapping[str, str]:
+        """Endings of files that cannot be written of what is shown, and why."""
+        return {} if self.shown else {".nc": "No run is shown; show one first."}
+
+    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
+        if ending == ".nc":
+            return export_runs({name: self.runs[name].tree for name in self.shown}, path, overwrite=overwrite)
+        return super()._write(path, ending, overwrite=overwrite)
+
+    @property
+    def _nothing_to_draw(self) -> str:
+        """Why there is no signal."""
+        if not self.shown:
+            return "no run is shown."
+        return (
+            "no signal is chosen."
+            if self.names
+            else "no signal has been recorded yet; the figure appears with the first."
+        )
+
+    def _draw_picture(self) -> bytes:
+        return self.picture()  # of what was read and wished for so far: the user need not wait for it
 
     def close(self) -> None:
         """Stop following the runs and remove the widget; the stores stay as they are."""
@@ -253,8 +314,10 @@ class Timeline(WorkbenchWidget):
         return [run.story for run in self.runs.values()]
 
     def _refresh(self) -> None:
-        if hasattr(self, "canvas"):
+        if hasattr(self, "export_bar"):
             self.canvas.refresh()
+            self.export_bar.offer(self.refused_kinds)
+            self.settle()
 
     def _look_again(self) -> None:
         """Add alarming signals unless the user has chosen the signals; those already shown keep their place."""
@@ -287,6 +350,7 @@ class Timeline(WorkbenchWidget):
         if "signals" in ask:
             self._wishes.signals = [name for name in ask["signals"] if name in self.names]
             self._asks_for_signals = False
+            self._refresh()
         if "reduce" in ask:
             self.reduce = ask["reduce"]
         if "shown" in ask:
@@ -328,29 +392,14 @@ def _followed(runs: Run | Mapping[str, Run]) -> dict[str, FollowedRun]:
     return {str(name): FollowedRun(str(name), run, place) for place, (name, run) in enumerate(runs.items())}
 
 
+def _first(names: Sequence[str], n: int = 4) -> str:
+    """The first of several names, and how many more there are."""
+    more = [f"{len(names) - n} more"] if len(names) > n else []
+    return listed([*names[:n], *more])
+
+
 def _listed(references: Any) -> list[FollowedRun]:
     return references if isinstance(references, list) else []
-
-
-def _detail(run: FollowedRun, step: int, signal: str) -> tuple[Detail, tuple[str, str] | None]:
-    """The details of a run at a step, and the names of its map's rows and columns."""
-    heat = run.heat(signal, step) if signal else None
-    modes, n_layers = run.modes(step) or (None, 0)
-    if heat is None:
-        return Detail(run.name, None, [], [], step, modes, n_layers), None
-    values = np.asarray(heat.values, float)
-    rows, columns = heat.dims[0], heat.dims[1] if heat.ndim > 1 else ""
-    labels = _labels(heat, rows), _labels(heat, columns) if columns else [""]
-    detail = Detail(run.name, values.reshape(len(values), -1), *labels, int(heat["step"]), modes, n_layers)
-    return detail, (str(rows), str(columns))
-
-
-def _labels(heat: xr.DataArray, dim: Any) -> list[str]:
-    names = f"{dim}_name"
-    if dim == "module" and names in heat.coords:
-        return [str(name) for name in heat[names].values]
-    labels = heat[dim].values if dim in heat.coords else range(heat.sizes[dim])
-    return [str(label) for label in labels]
 
 
 def _watch(widget: weakref.ref[Timeline], is_closed: threading.Event, poll_every: float) -> None:

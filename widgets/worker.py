@@ -7,19 +7,21 @@ import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+import ipywidgets
 import torch
 
 from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.measuring import MeasuringProgress, said
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 
 class Dropped(Exception):  # noqa: N818  (no error: the result is not needed any more)
     """Ends a job that was dropped."""
 
 
-class Worker:
+class BackgroundWorker:
     """Does jobs one after the other; of those that wait only the newest, and an older one's result is dropped.
 
     Args:
@@ -100,11 +102,23 @@ class Worker:
 
 
 class MeasuringWidget(WorkbenchWidget):
-    """A widget that measures in the background: jobs are submitted to ``_worker``, and their results go to `_take`."""
+    """A widget that measures in the background: `_begin` starts a job, whose result goes to `_take`.
+
+    While it goes on, ``_doing`` shows how far it is, with a button that stops it; put it on the page.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._worker = Worker(self._hear)
+        self._worker = BackgroundWorker(self._hear)
+        self._progress: MeasuringProgress | None = None
+        self._stop = ipywidgets.Button(
+            description="Stop", tooltip="End what goes on", layout={"width": "70px", "display": "none"}
+        )
+        self._status = ipywidgets.HTML(layout={"flex": "1 1 260px", "min_width": "0"})
+        self._doing = ipywidgets.HBox(
+            [self._stop, self._status], layout={"flex": "1 1 420px", "align_items": "center", "grid_gap": "2px 12px"}
+        )
+        self.on_click(self._stop, lambda _: self.stop())
         self.at_close(self._worker.close)
 
     @property
@@ -115,9 +129,12 @@ class MeasuringWidget(WorkbenchWidget):
     def stop(self) -> None:
         """End what goes on, where it next looks whether it is still wanted; what is shown stays."""
         with self.turn:
-            if self.is_measuring:
-                self._worker.drop()
-                self._say_stopped()
+            if not self.is_measuring:
+                return
+            self._worker.drop()
+            at = f" at {self._progress.current}" if self._progress is not None and self._progress.current else ""
+            self._end(f"Stopped{at}; nothing of it is kept.")
+            self._show_end()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until nothing is being measured. The page stands still meanwhile; in a notebook use `finished`.
@@ -135,16 +152,63 @@ class MeasuringWidget(WorkbenchWidget):
         while self.is_measuring:
             await asyncio.sleep(0.05)
 
-    def _take(self, found: Any, error: Exception | None) -> None:
-        """Show what a job found, or raise why it found nothing; in the worker's thread, in turn with the callbacks."""
+    def _begin(
+        self,
+        title: str,
+        job: Callable[[Callable[[], None], Callable[[str], None]], Any],
+        shares: Mapping[str, float] | None = None,
+    ) -> None:
+        """Do a job in the background; what is under way is dropped.
+
+        Args:
+            title: Title of the job.
+            job: Gets two functions to call now and then, of which the second one tells how far it is, as
+                `MeasuringProgress.tell` takes it; both end the job by an exception once it was dropped.
+            shares: As in `MeasuringProgress`.
+        """
+        with self.turn:
+            self._worker.drop()
+            progress = self._progress = MeasuringProgress(title, lambda words: self._say(progress, words), shares)
+            self._say(progress, progress.html())
+            self._stop.layout.display = None
+
+            def run(check: Callable[[], None]) -> Any:
+                def tell(words: str) -> None:
+                    check()
+                    progress.tell(words)
+
+                return job(check, tell)
+
+            self._worker.submit(run)
+
+    def _say(self, progress: MeasuringProgress, words: str) -> None:
+        """Show the progress of a job; that of a dropped one is ignored."""
+        with self.turn:
+            if progress is self._progress:
+                self._status.value = words
+
+    def _end(self, sentence: str) -> None:
+        """Show a sentence in the place of the progress."""
+        self._progress = None
+        self._status.value = said(sentence)
+        self._stop.layout.display = "none"
+
+    def _take(self, found: Any) -> None:
+        """Show what a job found; in the worker's thread, in turn with the callbacks."""
         raise NotImplementedError
 
-    def _say_stopped(self) -> None:
-        """Show that what went on was stopped."""
-        raise NotImplementedError
+    def _show_end(self) -> None:
+        """Show that nothing goes on any more: a job has found something, has failed, or was stopped."""
 
     def _hear(self, number: int, found: Any, error: Exception | None) -> None:
         with self.turn:
-            if self._worker.is_latest(number):  # else it must not touch what the line for errors says
-                with self.attempt():
-                    self._take(found, error)
+            if not self._worker.is_latest(number):  # it must not touch what the line for errors says
+                return
+            with self.attempt():
+                self._end("")
+                try:
+                    if error is not None:
+                        raise error
+                    self._take(found)
+                finally:
+                    self._show_end()

@@ -120,7 +120,7 @@ def _write_settings(folder):
     (quiet / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
     widgets = folder / "@jupyter-widgets" / "jupyterlab-manager"
     widgets.mkdir(parents=True)
-    (widgets / "plugin.jupyterlab-settings").write_text('{"saveState": true}')
+    (widgets / "plugin.jupyterlab-settings").write_text('{"saveState": false}')
 
 
 def _wait_until_up(lab, server):

@@ -22,20 +22,20 @@ def write_notebook(path, sources):
     )
 
 
-def open_and_run(lab, page, notebook):
+def open_and_run(lab, page, notebook, *, seconds=120):
     """Open a notebook and run all its cells; returns the list of errors that the page goes on to fill."""
     complaints = []
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.goto(lab.address(notebook))
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    run_all(page)
+    run_all(page, seconds=seconds)
     return complaints
 
 
-def run_all(page):
+def run_all(page, *, seconds=120):
     start_all(page)
-    wait_until_done(page)
+    wait_until_done(page, seconds=seconds)
 
 
 def start_all(page):
@@ -96,10 +96,22 @@ def pixels(locator):
 
 def colored(locator):
     """Pixels close to a colour of the depth ramp; grey, black and white are far from all of them."""
+    return int(_is_colored(locator).sum())
+
+
+def place_of_color(locator):
+    """Where a mode is drawn: x and y of the pixel with the most coloured ones around it, left of the colour bar."""
+    found = _is_colored(locator)
+    found[:, int(0.8 * found.shape[1]) :] = False
+    near = sum(np.roll(found, (dy, dx), (0, 1)) for dy in range(-2, 3) for dx in range(-2, 3))
+    y, x = np.unravel_index(int(near.argmax()), near.shape)
+    return int(x), int(y)
+
+
+def _is_colored(locator):
     image = pixels(locator)
     anchors = [[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in DEPTH_RAMP]
-    distance = [np.abs(image - anchor).sum(-1) for anchor in anchors]
-    return int((np.min(distance, axis=0) < 60).sum())
+    return np.min([np.abs(image - anchor).sum(-1) for anchor in anchors], axis=0) < 60
 
 
 def text_contrast(page, figure):

@@ -33,7 +33,7 @@ def notebook(lab):
 def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, notebook):
     complaints = open_and_run(lab, page, notebook)
     widget = page.locator(".jp-OutputArea .workbench-widget")
-    panels = widget.locator(".bk-Figure")
+    panels = widget.locator(".bk-Figure:visible")
 
     def tag(name):
         return widget.locator(".workbench-tag", has_text=name)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.browser.driver import ask_kernel, open_and_run, pixels, wait, write_notebook
+from tests.browser.looks import check_accessible, check_widths
 from tests.reports import made_trees
 from workbench.io.store import export_netcdf
 
@@ -66,8 +67,10 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
         return outer["y"] <= inner["y"] and inner["y"] + inner["height"] <= outer["y"] + outer["height"]
 
     # The verdict is there before any picture is drawn.
-    wait(lambda: report.locator(".verdict .word").count() == 1, "the verdict")
-    assert report.locator(".verdict .word").inner_text() == "At risk"
+    answer = widget.locator(".workbench-answer")
+    wait(lambda: report.locator(".verdict").count() == 1, "the report")
+    assert "No-Norm, 3 blocks is at risk as planned" in answer.inner_text()
+    assert not report.locator(".verdict .word").is_visible()  # it stands above, in every view
     assert report.locator("h2 .key").all_inner_texts() == ["V1", "V2", "V3", "V4"]
     widget.evaluate("element => element.scrollIntoView()")
     page.screenshot(path=artifacts / "assessment_report.png")
@@ -78,7 +81,7 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
     link.scroll_into_view_if_needed()
     place, top = box.evaluate("box => box.scrollTop"), widget.bounding_box()["y"]
     link.click()
-    wait(lambda: kernel("report.page.marked") == anchor, "the kernel to know the row")
+    wait(lambda: kernel("report.text.marked") == anchor, "the kernel to know the row")
     wait(lambda: marked.count() == 1 and within(marked), "the row in view")
     assert marked.get_attribute("id") == anchor
     assert link.inner_text() in marked.inner_text()
@@ -98,6 +101,7 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
     assert table.locator("tbody tr .state").first.inner_text() == "failing"
     table.get_by_role("button", name="largest spectral radius").click()
     wait(lambda: figure.count() == 1 and (np.ptp(pixels(figure), axis=(0, 1)) > 60).any(), "a picture", seconds=60)
+    wait(lambda: figure.count() == 1 and "spectral radius" in widget.inner_text(), "another picture in its place")
     assert "block 1" in widget.locator("[aria-live=polite]:visible").inner_text()
     page.screenshot(path=artifacts / "assessment_report_criteria.png")
     widget.get_by_role("button", name="healthy 2").click()
@@ -129,7 +133,7 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
         page.screenshot(path=artifacts / "assessment_report_criteria_narrow.png")
         widget.get_by_role("button", name="report", exact=True).click()
         wait(lambda: box.count() == 1 and widget.evaluate(is_fitting) and box.evaluate(is_fitting), "a narrow report")
-        wait(lambda: report.locator(".verdict .word").count() == 1, "the verdict on a narrow page")
+        assert answer.is_visible()
         page.screenshot(path=artifacts / "assessment_report_narrow.png")
     finally:
         page.set_viewport_size({"width": 1280, "height": 1000})
@@ -138,4 +142,29 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
 
     ask_kernel(page, "report.close()")
     wait(lambda: box.count() == 0, "a page without the widget")
+    assert not complaints
+
+
+@pytest.mark.parametrize("theme", ["page", "projector"])
+@pytest.mark.parametrize(
+    ("kind", "view"), [("assessment", "criteria"), ("diagnosis", "experiments"), ("comparison", "side by side")]
+)
+def test_everybody_can_use_it_and_nothing_is_cut_off(lab, page, artifacts, kind, view, theme):
+    export_netcdf(getattr(made_trees, kind)(), lab.root / "notebooks" / f"{kind}.nc", overwrite=True)
+    name = f"notebooks/{kind}_{theme}.ipynb"
+    cell = f'report = AssessmentReport(wb.open_run("{kind}.nc"), theme="{theme}")\nreport'
+    write_notebook(lab.root / name, [CELLS[0], cell])
+    complaints = open_and_run(lab, page, name)
+    widget = page.locator(".jp-OutputArea .workbench-widget")
+    wait(lambda: widget.locator(".workbench-report .verdict").count() == 1, "the report")
+    try:
+        for one in ("report", view):
+            widget.get_by_role("button", name=one, exact=True).click()
+            page.wait_for_timeout(1500)
+            check_widths(page, widget)
+            widget.screenshot(path=artifacts / f"assessment_report_{kind}_{one.replace(' ', '_')}_{theme}.png")
+            check_accessible(page, ".jp-OutputArea .workbench-widget")
+    finally:
+        page.set_viewport_size({"width": 1280, "height": 1000})
+    ask_kernel(page, "report.close()")
     assert not complaints

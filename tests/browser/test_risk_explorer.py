@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.browser.driver import ask_kernel, open_and_run, pixels, wait, write_notebook
+from tests.browser.looks import check_accessible, check_widths
 from workbench.plots import style
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -26,7 +27,7 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     widget = page.locator(".jp-OutputArea .workbench-widget")
     curve = widget.locator(".bk-Figure")
     figures = widget.locator(".workbench-risk")
-    banner = widget.get_by_role("alert")
+    answer = widget.locator(".workbench-answer")
 
     def kernel(expression):
         return ast.literal_eval(ask_kernel(page, expression))
@@ -47,7 +48,8 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     wait(settled, "the first measurement", seconds=60)
     widget.evaluate("element => element.scrollIntoView()")
     wait(lambda: curve.count() == 1 and line_pixels(curve) > 100, "the curve")
-    assert not banner.is_visible()
+    assert "well at a rate of 0.003: " in answer.inner_text()
+    assert answer.bounding_box()["y"] < widget.get_by_label("family", exact=True).bounding_box()["y"]
     calm = risk()
     shows(in_words(calm))
     page.screenshot(path=artifacts / "risk_explorer.png")
@@ -72,24 +74,30 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     assert raised > calm
     shows(in_words(raised))
 
-    # More updates than were measured: the number goes, and a banner comes.
+    # More updates than were measured: the number goes, the reason comes, and nothing moves.
+    place = curve.bounding_box()["y"] - widget.bounding_box()["y"]
     knob = handle("steps")
     knob.focus()
     knob.press("End")
     wait(lambda: kernel("explorer.case['n_steps'].item() == 4000"), "a long training")
-    banner.wait_for(timeout=10_000)
-    assert "The risk is unknown." in banner.inner_text()
-    assert "Run a pilot" in banner.inner_text()
+    wait(lambda: "The risk is unknown." in answer.inner_text(), "the reason")
+    assert "Run a pilot" in answer.inner_text()
     wait(lambda: line_pixels(curve) == 0, "no line")
+    assert abs(curve.bounding_box()["y"] - widget.bounding_box()["y"] - place) < 2
     page.screenshot(path=artifacts / "risk_explorer_far.png")
     kernel("setattr(explorer.plan.n_steps, 'value', 240) or 0")
-    banner.wait_for(state="hidden", timeout=10_000)
+    wait(lambda: "unknown" not in answer.inner_text(), "an answer")
     wait(lambda: line_pixels(curve) > 100, "the line again")
 
     # A pilot narrows it.
     kernel("setattr(explorer.budget, 'value', 300) or 0")
     widget.get_by_role("button", name="Run a pilot").click()
+    stop = widget.get_by_role("button", name="Stop")
+    wait(lambda: "of 300 trial updates" in widget.inner_text() and stop.is_visible(), "its progress")
+    assert abs(curve.bounding_box()["y"] - widget.bounding_box()["y"] - place) < 2
     wait(lambda: kernel("explorer.pilot is not None"), "the pilot", seconds=120)
+    assert not stop.is_visible()
+    assert widget.locator("progress").count() == 0
     shows("after the pilot")
     wait(lambda: curve.count() == 2, "the losses of the pilot")
     wait(lambda: widget.get_by_text("the best learning rate is about").count() == 1, "what it found")
@@ -111,6 +119,30 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
 
     ask_kernel(page, "explorer.close()")
     wait(lambda: curve.count() == 0, "a page without the widget")
+    assert not complaints
+
+
+@pytest.mark.parametrize("theme", ["page", "projector"])
+def test_everybody_can_use_it_and_nothing_is_cut_off(lab, page, artifacts, theme):
+    name = f"notebooks/risk_{theme}.ipynb"
+    write_notebook(lab.root / name, [CELLS[0], f"explorer = RiskExplorer(theme={theme!r})\nexplorer"])
+    complaints = open_and_run(lab, page, name)
+    widget = page.locator(".jp-OutputArea .workbench-widget")
+    wait(lambda: widget.locator(".workbench-risk").count() == 1, "the first measurement", seconds=60)
+    try:
+        check_widths(page, widget)
+        widget.screenshot(path=artifacts / f"risk_explorer_{theme}.png")
+        check_accessible(page, ".jp-OutputArea .workbench-widget")
+    finally:
+        page.set_viewport_size({"width": 1280, "height": 1000})
+    # Every control is reached by the keyboard, in order, and shows that it has the focus.
+    controls = "button, input:not([type=hidden]), select, .noUi-handle"
+    names = widget.locator(controls).evaluate_all(
+        """all => all.filter((one) => one.checkVisibility() && !one.disabled)
+             .map((one) => [one.tabIndex, one.ariaLabel || one.labels?.[0]?.textContent || one.textContent])"""
+    )
+    assert all(place >= 0 and name.strip() for place, name in names), names
+    ask_kernel(page, "explorer.close()")
     assert not complaints
 
 

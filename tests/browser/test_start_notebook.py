@@ -52,7 +52,7 @@ def test_start_notebook_draws_answers_and_saves(lab, page, artifacts):
     wait(lambda: float(ask_kernel(page, "explorer._axes.x_range.start")) > 0, "another range")
     wait(lambda: colored(panels.nth(1)) != n_colored, "modes drawn apart")
     page.screenshot(path=artifacts / "explorer_near_one.png")
-    page.get_by_role("button", name="unit circle", exact=True).click()
+    page.get_by_role("button", name="all modes", exact=True).click()
 
     page.evaluate("() => jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")
     page.wait_for_function("() => document.body.dataset.jpThemeLight === 'false'", timeout=10_000)
@@ -62,7 +62,7 @@ def test_start_notebook_draws_answers_and_saves(lab, page, artifacts):
 
     page.evaluate("() => jupyterapp.commands.execute('docmanager:save')")
     saved = lab.root / NOTEBOOK
-    wait(lambda: _is_saved(saved), "the saved notebook with its outputs and widgets")
+    wait(lambda: _is_saved(saved), "the saved notebook with its outputs")
     (artifacts / "notebook_bytes.txt").write_text(f"{saved.stat().st_size}\n")
     assert saved.stat().st_size < 200_000, "strip large outputs, or show less in the notebook"
     assert not outside, f"the page asked for addresses outside the machine: {outside[:3]}"
@@ -74,12 +74,9 @@ def test_reloaded_page_shows_the_kernels_state(lab, page):
     panels = page.locator(".workbench-widget .bk-Figure")
     wait(lambda: panels.count() >= 2, "panels after a reload", seconds=60)
     wait(lambda: colored(panels.first) > 300, "modes after a reload")
-    assert "residual ≤ 0 " in page.evaluate(
-        "() => [...Bokeh.documents].map((d) => JSON.stringify(d.to_json())).join().replaceAll('\\\\n', ' ')"
-    )
+    assert page.get_by_text("residual ≤ 0", exact=False).locator("visible=true").count() == 1
 
 
 def _is_saved(path):
     notebook = json.loads(path.read_text())
-    has_outputs = any(cell.get("outputs") for cell in notebook["cells"])
-    return has_outputs and "widgets" in notebook["metadata"]
+    return any(cell.get("outputs") for cell in notebook["cells"])

@@ -98,3 +98,15 @@ def drawn(monkeypatch):
 
         monkeypatch.setattr(Primitives, kind, spy)
     return found
+
+
+@pytest.fixture(scope="session")
+def crowded(wild):
+    """More modes than can be drawn one by one: those of `wild`, again and again with a little noise."""
+    n_modes = wild.sizes["mode"]
+    spectra = (
+        wild.isel(mode=np.tile(np.arange(n_modes), 80)).assign_coords(mode=np.arange(80 * n_modes)).copy(deep=True)
+    )
+    noise = np.random.default_rng(0).normal(size=(2, *spectra["eigenvalue"].shape))
+    spectra["eigenvalue"] = spectra["eigenvalue"] * np.exp(0.1 * (noise[0] + 1j * noise[1]))
+    return spectra

@@ -10,7 +10,9 @@ import workbench as wb
 from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import eigenvalue_map
-from workbench.plots.mode_columns import headline, mode_columns, silent_layers, view_of
+from workbench.plots.figure_files import picture_of
+from workbench.plots.mode_columns import headline, key, mode_columns, silent_layers
+from workbench.plots.plane_view import DENSE, N_CELLS, PlaneView, density, view_of
 
 pytestmark = pytest.mark.render
 
@@ -61,28 +63,61 @@ def test_panels_share_their_ranges_and_are_square(calm, wild):
     assert first.frame_width == first.frame_height
 
 
-def test_a_view_around_one_holds_most_modes():
-    rng = np.random.default_rng(0)
-    columns = {"real": 1 + 0.1 * rng.normal(size=400), "imag": 0.1 * rng.normal(size=400)}
-    view = view_of({"a": columns}, center=1.0)
-    assert view.real[0] + view.real[1] == pytest.approx(2.0)
-    assert 0.05 < view.limit < 0.3
-    assert np.mean(view.reach(columns) <= view.limit) == pytest.approx(2 / 3, abs=0.01)
-    assert view_of({"a": columns}, 0.5, 1.0).real == (0.5, 1.5)
-    with pytest.raises(OptionError, match="The center is nan, expected a finite number"):
-        view_of({"a": columns}, center=float("nan"))
+def test_modes_are_drawn_where_the_view_maps_them(wild):
+    points = points_of(eigenvalue_map(wild))
+    eigenvalue = points["real"] + 1j * points["imag"]
+    drawn = points["x"] + 1j * points["y"]
+    np.testing.assert_allclose(np.angle(drawn), np.angle(eigenvalue), atol=1e-5)
+    inside = np.abs(eigenvalue) <= 1.25
+    np.testing.assert_allclose(drawn[inside], eigenvalue[inside], rtol=1e-6)
+    np.testing.assert_allclose(
+        np.abs(drawn[~inside]), 1.25 + 0.3 * np.log10(np.abs(eigenvalue[~inside]) / 1.25), rtol=1e-5
+    )
 
 
-def test_a_wild_model_does_not_shrink_the_unit_circle(calm, wild):
+def test_every_mode_of_a_wild_model_is_in_sight_and_the_circle_stays_large(calm, wild):
     modes = {"calm": mode_columns(calm), "wild": mode_columns(wild)}
-    assert view_of(modes).limit == 1.5
-    assert view_of(modes, "all").limit > float(wild["spectral_radius"].max())
-    assert view_of(modes, 2).limit == 2
-    n_outside = int((np.maximum(abs(modes["wild"]["real"]), abs(modes["wild"]["imag"])) > 1.5).sum())
-    assert f"   {n_outside} outside" in headline(wild, modes["wild"], view_of(modes))
-    for wrong in (0, np.nan, "wide"):
-        with pytest.raises(OptionError):
-            view_of(modes, wrong)
+    panels = bokeh_panels(eigenvalue_map({"calm": calm, "wild": wild}))
+    half = panels[0].x_range.end
+    assert 1 / half > 0.35
+    for columns in modes.values():
+        assert np.hypot(columns["x"], columns["y"]).max() < half
+    assert "outside" not in headline(wild, modes["wild"], view_of(modes))
+
+
+def test_the_view_near_one_counts_the_modes_outside(wild):
+    columns = mode_columns(wild)
+    view = view_of({"wild": columns}, "near 1")
+    assert (view.real, view.imag) == ((0.7, 1.3), (-0.3, 0.3))
+    n_outside = int((np.maximum(abs(columns["real"] - 1), abs(columns["imag"])) > 0.3).sum())
+    assert f"   {n_outside} outside" in headline(wild, columns, view)
+    axis = bokeh_panels(eigenvalue_map(wild, zoom="near 1"))[0].xaxis[0]
+    assert axis.visible
+    with pytest.raises(OptionError, match="The zoom is 'wide', expected one of 'all modes', 'near 1'"):
+        eigenvalue_map(wild, zoom="wide")
+
+
+def test_spectra_of_some_layers_have_the_depths_of_the_model(wild):
+    some = wild.isel(layer=[1, 5])
+    points = points_of(eigenvalue_map(some, backend="matplotlib"))
+    np.testing.assert_allclose(np.unique(mode_columns(some)["depth"]), [1 / 5, 1], rtol=1e-6)
+    assert len(points) <= some["eigenvalue"].size
+    picture_of(eigenvalue_map(some))
+
+
+def test_thousands_of_modes_are_drawn_as_their_density(crowded):
+    columns = mode_columns(crowded)
+    assert not columns["edge"].any()
+    image = density(columns, view_of({"a": columns}), crowded.sizes["layer"])
+    assert image.dtype == np.uint8
+    # Every mode lies in a cell that is drawn, and no other cell is.
+    edges = np.linspace(*view_of({"a": columns}).real, N_CELLS + 1)
+    counts = np.histogram2d(columns["y"], columns["x"], bins=(edges, edges))[0]
+    assert counts.sum() == len(columns["x"]) > DENSE
+    np.testing.assert_array_equal(image[..., 3] > 0, counts > 0)
+    drawn = next(iter(eigenvalue_map(crowded))).RGB.Density
+    assert (drawn.dimension_values("A", flat=False) > 0).sum() == (counts > 0).sum()
+    assert f"density of {len(columns['x']):,} modes" in key(crowded)
 
 
 @settings(max_examples=20, deadline=None)
@@ -97,21 +132,22 @@ def test_the_headline_says_what_summarize_does(rows):
         float(summary["near_unit_mass"].sel(statistic="mean")),
         float(summary["spectral_radius"].sel(statistic="max")),
     )
-    none = {"real": np.zeros(0), "imag": np.zeros(0)}
-    line = headline(spectra, none, view_of({}), template="{!r} {!r}")
+    none = {name: np.zeros(0) for name in ("x", "y", "modulus")}
+    line = headline(spectra, none, PlaneView(), template="{!r} {!r}")
     assert line == "{!r} {!r}".format(*expected)
 
 
 def test_the_band_is_the_dataset_s_own(calm):
     changed = calm.assign_attrs(near_unit_lower=0.5, near_unit_upper=1.2)
     ring = next(iter(eigenvalue_map(changed))).Polygons.values()[0]
-    radius = np.hypot(ring["real"], ring["imag"])
+    radius = np.hypot(ring["x"], ring["y"])
     assert radius.min() == pytest.approx(0.5)
     assert radius.max() == pytest.approx(1.2)
 
 
 def test_markers_follow_the_columns_even_if_all_values_are_the_same(calm):
-    renderer = bokeh_panels(eigenvalue_map(calm, reliable_only=True))[0].renderers[-1]
+    renderers = bokeh_panels(eigenvalue_map(calm, reliable_only=True))[0].renderers
+    (renderer,) = [one for one in renderers if type(one.glyph).__name__ == "Scatter"]
     assert renderer.glyph.fill_alpha == "fill"
     assert renderer.glyph.marker == "marker"
     assert renderer.glyph.fill_color.field == "depth"

@@ -9,6 +9,7 @@ from PIL import Image
 from tests.studies.test_outcomes import grid_of
 from workbench.errors import StoreError
 from workbench.plots import dose_response, eigenvalue_map, explosion_edge, layer_profile, save, step_grid
+from workbench.plots.figure_files import picture_of
 from workbench.plots.radar_figure import radar
 from workbench.plots.traces_figure import traces
 
@@ -99,10 +100,25 @@ def test_an_existing_file_stays_unless_told_otherwise(calm, tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["figure.svg"]
 
 
+def test_a_figure_of_either_backend_is_drawn_for_the_file(calm, tmp_path):
+    for backend in ("bokeh", "matplotlib"):
+        figure = layer_profile(calm, measures=["rank"], backend=backend)
+        assert save(figure, tmp_path / f"{backend}.png").read_bytes().startswith(b"\x89PNG")
+        assert "embed_item" in save(figure, tmp_path / f"{backend}.html").read_text()
+
+
+def test_a_picture_is_small_and_as_wide_as_a_page(calm, wild):
+    image = Image.open(io.BytesIO(picture_of(eigenvalue_map({"calm": calm, "wild": wild}))))
+    assert image.mode == "P"
+    assert 600 < image.width < 1600
+    assert len(picture_of(eigenvalue_map(calm))) < 100_000
+
+
 def test_ending_and_folder_are_checked_first(calm, tmp_path):
     figure = eigenvalue_map(calm)
+    composed = figure.clone()  # which knows no more how it was drawn
     with pytest.raises(StoreError, match="backend='matplotlib'"):
-        save(figure, tmp_path / "figure.png")
+        save(composed, tmp_path / "figure.png")
     with pytest.raises(StoreError, match="expected one of .png"):
         save(figure, tmp_path / "figure.gif")
     with pytest.raises(StoreError, match="does not exist"):

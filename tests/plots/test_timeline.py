@@ -1,19 +1,21 @@
 """The timeline without pixels: what is marked where, the lead, the band, and runs that lack almost everything."""
 
 import io
+from itertools import combinations
 
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 from PIL import Image
 
 from tests.monitored_runs import HEAD, LAYER, events_dataset, monitored_run, watched_run
 from tests.plots.conftest import run_of
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import save
-from workbench.plots.figure_files import bokeh_plot
+from workbench.plots.figure_files import bokeh_plot, picture_of
 from workbench.plots.timeline_account import account_of
-from workbench.plots.timeline_drawing import lead_in_words
 from workbench.plots.timeline_events import (
     ESTABLISHED,
     FaultSpan,
@@ -25,8 +27,9 @@ from workbench.plots.timeline_events import (
     signal_of,
 )
 from workbench.plots.timeline_evidence import EvidencePanel
-from workbench.plots.timeline_figure import timeline
+from workbench.plots.timeline_figure import sentence_alone, timeline
 from workbench.plots.timeline_panels import PanelAxis, Story
+from workbench.plots.timeline_words import lead_in_words
 
 pytestmark = pytest.mark.render
 
@@ -93,7 +96,15 @@ def test_the_lead_goes_from_the_mechanism_to_what_anyone_would_have_seen():
     fault = TimelineEvent(30, "fault", "a", message="a on.")
     assert lead_time([rank, fault, alarm(35, "update_ratio"), norm]).n_steps == 5
     assert lead_time([rank, fault, norm]) is None
-    assert lead_in_words(lead_time([rank, norm])) == "effective_rank D2, 30 steps before grad_norm"
+    lead = lead_time([rank, norm])
+    assert [lead.meets(*steps) for steps in ((0, 10), (0, 11), (20, 30), (39, 50), (40, 50))] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert lead_in_words(lead) == "effective_rank D2, 30 steps before grad_norm"
     assert lead_in_words(lead_time([norm, alarm(41, "kurtosis")])) == "kurtosis, 1 step after grad_norm"
     assert (
         lead_in_words(lead_time([rank, TimelineEvent(10, "divergence", "loss")]))
@@ -338,6 +349,73 @@ def test_evidence_and_probes_are_in_the_figure():
         "bad: First alarm: step 109, 9 steps after the fault: arithmetic of attention, layer 1, head 0 (probe).",
     ]
     assert "■ probe, broken" in notes[-1]
+
+
+def test_no_text_of_the_picture_meets_another_or_is_cut(pair):
+    from workbench.plots import style
+
+    long = {
+        f"run {i} with a name that is much too long for its row": watched_run(400, fault_at=60 + 50 * i, seed=i)
+        for i in range(5)
+    }
+    crowded = timeline(
+        pair | long,
+        signals=[
+            "loss",
+            "grad_norm",
+            "effective_rank D2",
+            "routing_entropy",
+            "update_ratio",
+            "accuracy",
+            "expert_load",
+        ],
+        healthy=50,
+        selected=120,
+        backend="matplotlib",
+    )
+    for figure in (crowded, timeline(pair, signals="loss", view=(100, 200), backend="matplotlib")):
+        with style.drawing("matplotlib") as hv:
+            sheet = hv.renderer("matplotlib").get_plot(figure).state
+            FigureCanvasAgg(sheet).draw()
+        texts = [text for text in sheet.findobj(Text) if text.get_text().strip() and _is_shown(text)]
+        texts += [number for axes in sheet.axes for number in _numbers(axes)]
+        boxes = [(text.get_text(), text.get_window_extent()) for text in texts]
+        assert len(boxes) > 12
+        met = [(a, b) for (a, one), (b, other) in combinations(boxes, 2) if _overlap(one, other)]
+        assert met == []
+
+
+def _is_shown(text):
+    """Whether it is drawn: no number out of view, none of an axis without numbers, and no axes that are not shown."""
+    axes = text.axes
+    if axes is None:
+        return False  # of a tick, which matplotlib draws by itself
+    return axes.get_visible() and (axes.axison or text not in (axes.xaxis.label, axes.yaxis.label))
+
+
+def _numbers(axes):
+    """The numbers along the axes that are drawn."""
+    if not (axes.get_visible() and axes.axison):
+        return []
+    found = []
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        found += [tick.label1 for tick in ticks if tick.label1.get_visible() and tick.label1.get_text()]
+    return found
+
+
+def _overlap(one, other):
+    wide = min(one.x1, other.x1) - max(one.x0, other.x0)
+    high = min(one.y1, other.y1) - max(one.y0, other.y0)
+    return wide > 1 and high > 1
+
+
+def test_where_there_is_nothing_to_draw_a_small_figure_says_so():
+    for backend in ("bokeh", "matplotlib"):
+        figure = sentence_alone("Nothing yet.", backend=backend)
+        assert figure["text"].tolist() == ["Nothing yet."]
+    assert Image.open(io.BytesIO(picture_of(figure))).size[1] < 120
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of, spectra_over
 from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.plots.radar_axes import axes_of, outline
+from workbench.plots.short_names import shortened
 from workbench.plots.style import model_style
 from workbench.widgets import ArchitectureComparison
 from workbench.widgets.comparison.recorded_run import RecordedRun
-from workbench.widgets.eigenvalue_panels import shortened
 
 pytestmark = pytest.mark.render
 
@@ -182,14 +182,36 @@ def test_the_panels_of_many_models_have_short_titles_and_the_tags_whole_names(op
 def test_zoom_holds_all_modes_and_does_not_tremble(open_comparison, runs):
     comparison = open_comparison({"wild": runs["wild"]}, view="eigenvalues")
     view = comparison.views["eigenvalues"]
-    view.zoom.value = "all modes"
-    axis = view.panels.figures["wild"].x_range
+    axis, ends = view.panels.figures["wild"].x_range, set()
     for step in (0, 10, 20):
         comparison.step = step
-        assert axis.end >= float(runs["wild"].spectra["spectral_radius"].sel(step=step).max())
-        assert axis.end in (1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
+        data = view.panels.sources["wild"].data
+        assert np.hypot(data["x"], data["y"]).max() < axis.end
+        ends.add(axis.end)
+    assert len(ends) == 1  # a power of ten holds all of these steps
     view.zoom.value = "near 1"
-    assert (axis.start + axis.end) / 2 == pytest.approx(1.0)
+    assert (axis.start, axis.end) == (0.7, 1.3)
+
+
+def test_a_layer_chosen_in_one_view_is_highlighted_in_all(open_comparison, runs):
+    comparison = open_comparison({name: runs[name] for name in ("Pre-LN", "slow")}, view="eigenvalues")
+    comparison.measures = ["spectral_radius"]
+    maps = comparison.views["eigenvalues"].panels.sources
+    place = int(np.flatnonzero(np.asarray(maps["Pre-LN"].data["layer"]) == 2)[0])
+    maps["Pre-LN"].selected.indices = [place]  # a click on a mode
+    assert comparison.highlight == 2
+    for source in maps.values():
+        np.testing.assert_array_equal(source.selected.indices, np.flatnonzero(np.asarray(source.data["layer"]) == 2))
+    comparison.view = "layers"
+    markers = comparison.views["layers"].panels.panels["spectral_radius"].sources
+    assert {name: source.selected.indices for name, source in markers.items()} == {"Pre-LN": [2], "slow": [2]}
+    markers["slow"].selected.indices = [0]
+    assert comparison.highlight == 0
+    assert markers["Pre-LN"].selected.indices == [0]
+    comparison.highlight = None
+    assert markers["slow"].selected.indices == []
+    with pytest.raises(OptionError, match="There is no layer 9; choose one from 0 to 3, or None"):
+        comparison.highlight = 9
 
 
 def test_profiles_are_built_when_needed_and_written_in_place(open_comparison, runs):
@@ -322,11 +344,11 @@ def test_radar_charts_are_written_in_place(open_comparison, runs):
     assert view.charts is charts
     expected = wb.compare(shown, at=20)
     axes = axes_of(expected, charts.measures)
-    for name, chart in charts._charts.items():
+    for name, chart in charts.charts.items():
         values = [float(expected[axis.measure].sel(architecture=name, source="ours")) for axis in axes]
         np.testing.assert_allclose(chart.lines["ours"].data["x"], outline(axes, values)["x"])
         assert f"{values[0]:.2f}" in chart.labels[0].data["text"][0]
-    assert charts._charts["wild"]._note.text == "step 20, nothing published"
+    assert charts.charts["wild"]._note.text == "step 20, nothing published"
     view.measures.choose(["spectral_radius", "near_unit_mass"])
     assert comparison.error == "A radar chart needs at least 3 measures; switch on another."
 

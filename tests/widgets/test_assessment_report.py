@@ -1,23 +1,24 @@
 """AssessmentReport without a browser: what it shows of each kind of tree, measuring beside the page, and its files."""
 
+import io
+import itertools
 import re
 import threading
 
 import pytest
 import xarray as xr
+from PIL import Image
 
 import workbench as wb
 import workbench.assessment.assess
 import workbench.diagnosis
+import workbench.widgets.assessment_report
 import workbench.widgets.report.page
-import workbench.widgets.report.saving
 from tests.reports import made_trees
 from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.reports.quantity import Numbers
-from workbench.tasks import as_task
 from workbench.widgets.assessment_report import AssessmentReport
-from workbench.widgets.report.experiment_list import WatchedTask
-from workbench.widgets.report.measuring import MeasuringProgress
+from workbench.widgets.measuring import MeasuringProgress
 
 pytestmark = pytest.mark.render
 
@@ -77,16 +78,16 @@ def test_the_page_gets_its_text_at_once_and_each_picture_when_it_asks(make, asse
         lambda picture, tree: (drawn.append(picture.title), ("image/png", b"png"))[1],
     )
     report = make(assessment)
-    report.page._receive(None, {"question": "text", "id": "1"}, [])
+    report.text._receive(None, {"question": "text", "id": "1"}, [])
     content, _ = answers[-1]
-    titles = [picture.title for picture in report.page.document.pictures]
+    titles = [picture.title for picture in report.text.document.pictures]
     assert drawn == []
     assert len(titles) >= 4
     assert [frame["title"] for frame in content["frames"]] == titles
     for frame in content["frames"]:
         assert content["text"].count(f'<p class="lead">{frame["line"]}</p>') == 1
     assert "data:image" not in content["text"].replace('href="data:,"', "")
-    report.page._receive(None, {"question": "picture", "number": 2, "id": "2"}, [])
+    report.text._receive(None, {"question": "picture", "number": 2, "id": "2"}, [])
     assert answers[-1] == ({"answer": "2", "mime": "image/png"}, [b"png"])
     assert drawn == [titles[2]]
 
@@ -97,13 +98,13 @@ def test_a_picture_that_cannot_be_drawn_says_so_in_its_place(make, assessment, a
 
     monkeypatch.setattr(workbench.widgets.report.page, "image", refuse)
     report = make(assessment)
-    report.page._receive(None, {"question": "picture", "number": 0, "id": "7"}, [])
+    report.text._receive(None, {"question": "picture", "number": 0, "id": "7"}, [])
     assert answers[-1][0] == {"answer": "7", "failure": "The part lacks its depth."}
     assert report.error == ""
 
 
 def test_the_style_of_the_file_has_what_the_page_replaces(make, assessment):
-    style = re.search("<style>(.*?)</style>", make(assessment).page._text, re.DOTALL)[1]
+    style = re.search("<style>(.*?)</style>", make(assessment).text._text, re.DOTALL)[1]
     for words in (":root", ":target", "@media (prefers-color-scheme: dark)", "@media (max-width", "body {", "rem"):
         assert words in style
 
@@ -146,15 +147,15 @@ def test_a_chosen_criterion_shows_what_it_rests_on_and_nothing_is_drawn_unseen(m
     assert evidence.key == ("criteria", "routing_oscillation")
     report.criteria.table.choose("rate_over_edge")
     assert evidence.key[0] == "pilot"
-    (picture,) = evidence._place.children
+    picture = evidence._place.canvas
     report.criteria.states.value = ["failing", "at risk"]  # the same row stays chosen, and its picture stays
-    assert evidence._place.children == (picture,)
+    assert evidence._place.canvas is picture
     assert report.error == ""
 
 
 def test_what_the_risk_model_does_not_know_is_shown_without_a_number_or_a_confidence(make):
     report = make(made_trees.without_rates(is_stand_in=True))
-    assert report.page.document.verdict == "cannot say"
+    assert report.text.document.verdict == "cannot say"
     report.view = "criteria"
     assert rows(report.criteria.table)[-1] in ("rate_over_edge", "routing")
     report.criteria.table.choose("rate_over_edge")
@@ -171,8 +172,8 @@ def test_a_criterion_leads_to_its_row_in_the_report(make, assessment):
     report.criteria.table.choose("entropy")
     report.criteria.evidence.button.click()
     assert report.view == "report"
-    assert report.page.marked == Numbers(assessment).criterion("entropy").anchor
-    assert f'id="{report.page.marked}"' in report.page._text
+    assert report.text.marked == Numbers(assessment).criterion("entropy").anchor
+    assert f'id="{report.text.marked}"' in report.text._text
 
 
 # Measuring
@@ -208,14 +209,16 @@ def test_a_subject_is_measured_beside_the_page_part_by_part(make, assess, assess
     assert report.tree is None
     assert "✓ spectra" in report._status.value
     assert "risk …" in report._status.value
-    with pytest.raises(OptionError, match="Nothing has been measured yet"):
-        report.save("html", "x")
+    assert report.summary == "Measuring …"
+    with pytest.raises(StoreError, match="Nothing has been measured yet"):
+        report.save("x.html")
+    assert [ending for ending, button in report.export_bar.buttons.items() if not button.disabled] == [".png"]
     assess.goes_on.set()
     report.wait(60)
     assert report.tree is assessment
     assert (assess.calls[0]["plan"], assess.calls[0]["seed"]) == ({"training": {}}, 3)
     assert report.view == "report"
-    assert report._doing.layout.display == "none"
+    assert report._line.layout.display == "none"
 
 
 def test_stop_ends_it_and_measure_begins_again(make, assess, assessment):
@@ -239,11 +242,26 @@ def test_steps_of_a_part_are_one_part():
         progress.tell(words)
     assert progress.current == "devices: order"
     assert [part for part, _ in progress.done] == ["risk"]
-    assert "devices: rounding …" in heard[-2]
     assert heard[-1].count("✓") == 1
+    assert "devices: order …" in progress.html()
+    assert "left" not in progress.html()  # not known
     progress.tell("verdict")
     assert progress.current == "verdict"
     assert [part for part, _ in progress.done] == ["risk", "devices"]
+
+
+def test_counts_say_how_much_is_done_and_how_long_the_rest_takes():
+    progress = MeasuringProgress("assessment", lambda _: None, {"spectra": 1, "skipped": 1, "pilot": 2})
+    progress.tell("spectra")
+    assert progress.share == 0
+    progress.tell("pilot")
+    assert progress.share == 0.5
+    progress.tell("pilot: 500 of 1,000 updates")
+    assert progress.share == 0.75
+    assert 'value="0.750"' in progress.html()
+    assert "about 1 s left" in progress.html()
+    progress.tell("a part more")
+    assert progress.share is None
 
 
 def test_what_cannot_be_measured_is_a_sentence_under_the_widget(make, assess):
@@ -259,14 +277,13 @@ def test_what_cannot_be_measured_is_a_sentence_under_the_widget(make, assess):
 
 @pytest.fixture
 def run_experiment(monkeypatch):
-    """In the place of the replays: reads batches until it has enough or is stopped, and fills in the row."""
-    read = []
+    """In the place of the replays: makes some steps, or goes on until it is stopped, and fills in the row."""
+    said = []
 
-    def fake(tree, experiment=0, *, model, task, n_batches=3):
-        for number, batch in enumerate(task.stream()):
-            read.append(batch)
-            if number + 1 == n_batches:
-                break
+    def fake(tree, experiment=0, *, model, task, progress, n_steps=3):
+        for step in itertools.count(1) if n_steps is None else range(1, n_steps + 1):
+            said.append(f"{step} of 1,000 steps")
+            progress(said[-1])
         done = tree.copy()
         table = tree["experiments"].to_dataset()
         columns = {
@@ -280,7 +297,7 @@ def run_experiment(monkeypatch):
         )
         return done
 
-    fake.read = read
+    fake.said = said
     monkeypatch.setattr("workbench.diagnosis.experiment_runs.run_experiment", fake)
     return fake
 
@@ -293,7 +310,7 @@ def test_an_experiment_runs_and_its_outcome_is_in_the_tree_the_table_and_the_pag
     report = make(tree, model="the model", task=TASK)
     report.view = "experiments"
     assert texts(report.experiments.table, "0")[-1] == ""
-    assert "it survived" not in report.page._text
+    assert "it survived" not in report.text._text
     report.experiments.button.click()
     report.wait(60)
     assert report.error == ""
@@ -301,20 +318,20 @@ def test_an_experiment_runs_and_its_outcome_is_in_the_tree_the_table_and_the_pag
     assert "outcome" not in tree["experiments"]
     assert texts(report.experiments.table, "0")[-1] == "for the cause"
     assert "Done: it survived. That speaks for the cause." in report.experiments.words.value
-    assert "it survived" in report.page._text
+    assert "it survived" in report.text._text
     assert report.view == "experiments"
     assert not report.experiments.button.disabled
 
 
-def test_an_experiment_ends_at_the_next_batch_when_it_is_stopped(make, run_experiment):
-    report = make(made_trees.diagnosis(), model="the model", task=TASK, replay={"n_batches": None})
+def test_an_experiment_ends_at_the_next_step_when_it_is_stopped(make, run_experiment):
+    report = make(made_trees.diagnosis(), model="the model", task=TASK, replay={"n_steps": None})
     report.run_experiment(0)
     future = report._worker._future
-    while len(run_experiment.read) < 3:
+    while len(run_experiment.said) < 3:
         assert not future.done()
     report.stop()
     future.result(20)  # the thread is free again
-    assert "Stopped at the two replays" in report._status.value
+    assert "Stopped at two replays: " in report._status.value
     assert report.error == ""
 
 
@@ -324,16 +341,6 @@ def test_without_model_and_task_experiments_are_shown_but_not_run(make):
     assert "model=..., task=..." in report.experiments.words.value
     with pytest.raises(OptionError, match="pass model= and task="):
         report.run_experiment(0)
-
-
-def test_a_watched_task_is_the_same_task():
-    counts = []
-    task = WatchedTask(TASK, counts.append)
-    for _, ours, theirs in zip(range(3), task.stream(2), TASK.stream(2), strict=False):
-        assert (ours[0] == theirs[0]).all()
-    assert counts == [0, 1, 2]
-    assert (task.describe(), task.vocab_size) == (TASK.describe(), 8)
-    assert as_task(task) is task
 
 
 # Designs beside each other
@@ -352,8 +359,8 @@ def test_two_designs_stand_side_by_side(make, comparison):
     assert ["0.649" in one.words.value for one in view.evidence] == [True, False]
     view.evidence[1].button.click()
     assert report.view == "report"
-    assert f'id="{report.page.marked}"' in report.page._text
-    assert "deep" in report.page.marked
+    assert f'id="{report.text.marked}"' in report.text._text
+    assert "deep" in report.text.marked
     view.first.value = "deep"
     assert rows(view.table) == []
     assert report.error == ""
@@ -364,41 +371,99 @@ def test_two_designs_stand_side_by_side(make, comparison):
 
 def test_the_tree_is_written_and_nothing_is_replaced_unasked(make, assessment, tmp_path):
     report = make(assessment)
-    assert report.save_bar.path.value == "reports/No-Norm_3_blocks"
-    report.save_bar.path.value = str(tmp_path / "new" / "mine")
-    report.save_bar.buttons["netcdf"].click()
+    bar = report.export_bar
+    assert bar.path.value == "reports/No-Norm_3_blocks"
+    bar.path.value = str(tmp_path / "new" / "mine")
+    bar.buttons[".nc"].click()
     written = tmp_path / "new" / "mine.nc"
-    assert str(written) in report.save_bar.note.value
+    assert str(written) in bar.note.value
     again = wb.open_run(written)
     assert again.attrs["verdict"] == "at risk"
     xr.testing.assert_equal(again["criteria"].to_dataset(), assessment["criteria"].to_dataset())
     before = written.read_bytes()
-    report.save_bar.buttons["netcdf"].click()
+    bar.buttons[".nc"].click()
     assert "exists already" in report.error
     assert written.read_bytes() == before
-    report.save_bar.overwrite.value = True
-    report.save_bar.buttons["netcdf"].click()
+    bar.overwrite.value = True
+    bar.buttons[".nc"].click()
     assert report.error == ""
 
 
 @pytest.mark.slow
 def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
     report = make(made_trees.diagnosis())
-    written = report.save("notebook", tmp_path / "run")  # whose pictures are drawn when it runs
+    written = report.save(tmp_path / "run.ipynb")  # whose pictures are drawn when it runs
     assert written == tmp_path / "run.ipynb"
     assert "the learning rate was too high" in written.read_text()
     assert (tmp_path / "run.nc").exists()
     asked = []
     monkeypatch.setattr(
-        workbench.widgets.report.saving, "report", lambda tree, path, overwrite: asked.append((path, overwrite))
+        workbench.widgets.assessment_report, "report", lambda tree, path, overwrite: asked.append((path, overwrite))
     )
-    report.save("html", tmp_path / "run")
-    report.save("markdown", tmp_path / "run.md", overwrite=True)
+    report.save(tmp_path / "run.html")
+    report.save(tmp_path / "run.md", overwrite=True)
     assert asked == [(tmp_path / "run.html", False), (tmp_path / "run.md", True)]
-    with pytest.raises(StoreError, match="There is no file name"):
-        report.save("html", " ")
-    with pytest.raises(OptionError, match="The kind of file is 'pdf'"):
-        report.save("pdf", tmp_path / "run")
+    with pytest.raises(StoreError, match="ends in '.pdf', expected one of .html, .md, .ipynb, .nc, .png"):
+        report.save(tmp_path / "run.pdf")
+
+
+# The picture
+
+
+def size_of(png):
+    return Image.open(io.BytesIO(png)).size
+
+
+@pytest.mark.medium
+def test_the_picture_shows_the_chosen_view(make, assessment, tmp_path):
+    report = make(assessment)
+    of_report = report.picture()
+    report.view = "criteria"
+    of_criteria = report.picture()
+    report.criteria.table.choose("spectral_radius")
+    of_another = report.picture()
+    assert len({of_report, of_criteria, of_another}) == 3
+    assert {size_of(png)[0] for png in (of_report, of_criteria, of_another)} == {1000}
+    assert size_of(of_criteria)[1] > size_of(of_report)[1] + 100  # the table, and the figure below
+    assert len(of_another) < 200_000
+    assert report.save(tmp_path / "seen.png").read_bytes() == of_another
+    assert len(report.figure("matplotlib")) == 1
+    report.view = "report"
+    with pytest.raises(OptionError, match="No figure is shown"):
+        report.figure()
+
+
+@pytest.mark.medium
+def test_pictures_of_the_other_kinds_and_before_the_end(make, comparison, assess):
+    report = make(comparison)
+    report.view = "side by side"
+    other = make(made_trees.diagnosis())
+    other.view = "experiments"
+    waiting = make(subject="gpt2")
+    pictures = [one.picture() for one in (report, other, waiting)]
+    assert size_of(pictures[2])[1] < 80 < size_of(pictures[1])[1]
+    assert {size_of(png)[0] for png in pictures} == {1000}
+
+
+def test_the_answer_stands_above_every_view(make, assessment, comparison):
+    words = make(assessment)._words.value
+    for part in (
+        "No-Norm, 3 blocks is at risk as planned",
+        "Largest useful rate: 0.0021",
+        "What to do: Lower the peak",
+    ):
+        assert part in words
+    assert 'class="workbench-answer at-risk"' in words
+    assert make(assessment).summary.startswith("No-Norm, 3 blocks is at risk as planned: the gradient grows")
+    assert "Take deep: verdict proceed" in make(comparison).summary
+    assert "most likely failed because the learning rate was too high" in make(made_trees.diagnosis()).summary
+
+
+@pytest.mark.parametrize("kind", ["assessment", "diagnosis", "comparison"])
+def test_no_sentinel_is_on_the_screen(make, kind):
+    report = make(getattr(made_trees, kind)())
+    text = re.sub("<[^>]*>", " ", report.text._text[report.text._text.index("<body>") :])
+    assert not re.findall(r"np\.\w+|(?:layer|block|step) -1\b|\bnan\b", text)
 
 
 # Refusals
@@ -428,8 +493,8 @@ def test_only_a_diagnosis_has_experiments_and_only_a_subject_is_measured(make, a
 def test_close_leaves_nothing(assessment):
     report = AssessmentReport(assessment)
     report.view = "criteria"
-    parts = [report.page, report.criteria.table, report.side_by_side.table, report.experiments.table, report.save_bar]
-    parts += report.criteria.evidence._place.children
+    parts = [report.text, report.criteria.table, report.side_by_side.table, report.experiments.table, report.export_bar]
+    parts.append(report.criteria.evidence._place.canvas)
     report.close()
     assert len(parts) == 6
     assert [part.comm for part in parts] == [None] * 6

@@ -62,7 +62,7 @@ def test_a_selection_on_the_page_arrives_and_is_not_sent_back(figure):
 def test_show_takes_both_backends(spectra):
     assert isinstance(show(plots.layer_profile(spectra)), Figure)
     image = show(plots.layer_profile(spectra, measures=["rank"], backend="matplotlib"))
-    assert bytes(image.value).startswith(b"\x89PNG")
+    assert image.data.startswith(b"\x89PNG")
 
 
 def test_a_closed_figure_follows_nothing(figure):

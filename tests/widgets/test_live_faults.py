@@ -1,7 +1,6 @@
-"""Faults in the live room: switched by a click, by code and by schedule; alarms told in words; nothing left behind."""
+"""Faults in live training: switched by a click, by code and by schedule; alarms told in words; nothing left behind."""
 
 import gc
-import time
 import weakref
 
 import numpy as np
@@ -9,6 +8,7 @@ import pytest
 
 import workbench as wb
 from tests.callbacks.certain_alarms import certain_alarms
+from tests.waiting import wait_for
 from workbench.callbacks.actions import Action
 from workbench.callbacks.alarms import Alarm
 from workbench.errors import OptionError
@@ -19,8 +19,9 @@ from workbench.widgets.live.alarm_list import AlarmList
 from workbench.widgets.live.fault_panel import FaultPanel
 from workbench.widgets.live.history import RunHistory
 from workbench.widgets.live.paired_runs import WITH_FAULTS, WITHOUT_FAULTS
+from workbench.widgets.live.step_news import StepNews
 
-pytestmark = pytest.mark.render
+pytestmark = [pytest.mark.render, pytest.mark.subprocess]
 
 SMALL = wb.zoo.ArchitectureConfig(
     family="transformer", norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12
@@ -31,7 +32,7 @@ N_STEPS = 24
 
 @pytest.fixture
 def make(tmp_path):
-    """Rooms over a small transformer, closed after the test."""
+    """Widgets over a small transformer, closed after the test."""
     made = []
 
     def live_training(*faults, **options):
@@ -56,16 +57,12 @@ def panel_of(live):
     return next(child for child in live.children if isinstance(child, FaultPanel))
 
 
-def turn_at(live, step, action):
-    """Do something right after a step of the run with faults, in the thread that trains; call it before the start."""
-    take = live._take
-
-    def take_and_act(name, record):
-        take(name, record)
-        if (name, record.step) == (WITH_FAULTS, step):
-            action()
-
-    live._take = take_and_act
+def pause_after(live, step):
+    """Pause after some step from this one on; returns the steps that the run with faults has done."""
+    wait_for(lambda: live.canvas.histories[WITH_FAULTS].n_done > step or not live.is_running)
+    live.pause()
+    wait_for(lambda: live.state == "paused")
+    return live.canvas.histories[WITH_FAULTS].n_done
 
 
 def losses(live, name):
@@ -93,23 +90,44 @@ def test_with_every_fault_off_both_runs_are_the_same_to_the_bit_and_kss_is_off(m
 
 def test_a_click_switches_the_fault_from_the_next_step_on_in_one_run_alone(make):
     fault = wb.faults.large_rate(factor=3)
-    live = make(fault)
+    live = make(fault, n_steps=400)
     panel = panel_of(live)
-    turn_at(live, 7, lambda: panel._receive(panel, {"turn": {"large_rate": True}}, []))
-    turn_at(live, 15, lambda: setattr(live.faults[0], "enabled", False))
     live.start()
+    first = pause_after(live, 5)
+    panel._receive(panel, {"turn": {"large_rate": True}}, [])
+    live.resume()
+    second = pause_after(live, first + 4)
+    live.faults[0].enabled = False
+    live.resume()
+    last = pause_after(live, second + 4)
+    live.stop()
     live.wait(300)
     assert live.error == ""
-    assert fault_events(live, WITH_FAULTS) == [(8, "large_rate"), (16, "large_rate")]
+    assert fault_events(live, WITH_FAULTS) == [(first, "large_rate"), (second, "large_rate")]
     assert fault_events(live, WITHOUT_FAULTS) == []
-    rates = [live.runs[name]["monitors"]["learning_rate"].values for name in live.runs]
-    is_on = (np.arange(N_STEPS) >= 8) & (np.arange(N_STEPS) < 16)
+    n = last - 1  # of which the other run is sure to have as many
+    rates = [live.runs[name]["monitors"]["learning_rate"].values[:n] for name in live.runs]
+    is_on = (np.arange(n) >= first) & (np.arange(n) < second)
     np.testing.assert_allclose(rates[0] / rates[1], np.where(is_on, 3, 1), rtol=1e-12)
     one, other = losses(live, WITH_FAULTS), losses(live, WITHOUT_FAULTS)
-    assert (one[:9] == other[:9]).all()
-    assert (one[9:] != other[9:]).all()
-    run, twin = live.canvas.state()[0]["runs"]
-    assert (run["fault_spans"], twin["fault_spans"]) == ([(8, 16)], [])
+    assert (one[: first + 1] == other[: first + 1]).all()
+    assert (one[first + 1 : n] != other[first + 1 : n]).all()
+    run, control = live.canvas.state()[0]["runs"]
+    assert (run["fault_spans"], control["fault_spans"]) == ([(first, second)], [])
+
+
+def test_a_schedule_that_acts_in_the_process_is_seen_on_the_page(make):
+    fault = wb.faults.large_rate(factor=3, start=4, stop=400)
+    live = make(fault, n_steps=500)
+    live.start()
+    pause_after(live, 6)
+    assert fault.enabled
+    assert panel_of(live).state()[0]["faults"][0]["enabled"]
+    assert live._pair.note == "large rate on"
+    live.stop()
+    live.wait(300)
+    assert fault_events(live, WITH_FAULTS) == [(4, "large_rate")]
+    assert fault.state_dict() == {"by_hand": None}  # another start follows the schedule again
 
 
 def test_the_panel_says_what_each_fault_does_and_follows_code_and_schedule():
@@ -144,11 +162,10 @@ def test_the_panel_says_what_each_fault_does_and_follows_code_and_schedule():
 
 def test_notes_beside_the_picture_name_what_is_on(make):
     live = make(wb.faults.low_precision_attention(), wb.faults.large_rate(factor=3))
-    notes = [live._pair.note(name) for name in (WITH_FAULTS, WITHOUT_FAULTS)]
-    assert notes == ["no fault on", ""]
+    assert live._pair.note == "no fault on"
     live.faults[1].enabled = live.kss.enabled = True
-    assert live._pair.note(WITH_FAULTS) == "KSS on · large rate on"
-    assert live.setup.compare.description == "compare: without faults"
+    assert live._pair.note == "KSS on · large rate on"
+    assert live.setup.compare.options[0] == ("itself, without faults", "without faults")
 
 
 @pytest.mark.slow
@@ -169,7 +186,10 @@ def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make
     (acted, *_) = [line for line in live.alarm_list.lines if line["kind"] == "action"]
     assert acted["text"] == "The learning rate is 0.1 of the plan from here on."
     assert all(line["run"] == WITH_FAULTS for line in live.alarm_list.lines if line["kind"] == "action")
-    assert live.alarm_list.state()[0]["lines"] == live.alarm_list.lines
+    assert {line["run"] for line in live.alarm_list.first} == {WITH_FAULTS}
+    assert [action.message for action in live._pair.actions.done] == [
+        "The learning rate is 0.1 of the plan from here on."
+    ]
     for name in live.runs:
         kinds = set(live.runs[name]["events"]["kind"].values.tolist())
         assert ({"alarm", "action"} <= kinds) == (name == WITH_FAULTS)
@@ -181,18 +201,25 @@ def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make
     assert control.account == f"No alarm up to step {N_STEPS - 1}."
 
 
-def test_lines_are_the_newest_numbered_on_and_a_cause_is_told_once():
+def test_the_first_alarm_and_its_cause_stay_and_the_other_lines_are_the_newest():
     said, alarms = AlarmList(), certain_alarms()
     for step in range(9):
         alarm = Alarm(step, "loss", -1, -1, 2.0, 1.0, True, f"loss {step}.")
         values = {"loss": 1.0, "auxiliary_loss": np.nan, "accuracy": 0.1, "grad_norm": 1.0, "learning_rate": 1e-3}
         record = StepRecord(step=step, outcomes={"guard": (alarm,)}, **values)
-        said.hear("a", record, alarms, [Action("stop", step, "Stopped.")] if step == 8 else [])
+        said.hear("a", StepNews.of(record, alarms, [Action("stop", step, "Stopped.")] if step == 8 else []))
     assert [line["kind"] for line in said.lines] == ["action", *["alarm"] * 5]
     assert [line["number"] for line in said.lines] == [11, 10, 9, 8, 7, 6]
+    assert [(line["step"], line["kind"]) for line in said.first] == [(0, "alarm"), (0, "attribution")]
+    content = said.state()[0]
+    assert (content["first"], content["lines"]) == (said.first, said.lines)
+    said.hear("b", StepNews.of(record, alarms))
+    assert [(line["run"], line["kind"]) for line in said.first[2:]] == [("b", "alarm"), ("b", "attribution")]
+    assert len(said.state()[0]["lines"]) == 4  # a first one is not said twice
     said.clear()
-    said.hear("a", StepRecord(step=9, outcomes={"guard": (alarm,)}, **values), alarms, [])
-    assert [(line["number"], line["kind"]) for line in said.lines] == [(13, "attribution"), (12, "alarm")]
+    assert said.first == []
+    said.hear("a", StepNews.of(StepRecord(step=9, outcomes={"guard": (alarm,)}, **values), alarms))
+    assert [(line["number"], line["kind"]) for line in said.lines] == [(15, "attribution"), (14, "alarm")]
     said.close()
 
 
@@ -233,12 +260,12 @@ def test_what_does_not_go_together_is_refused_at_once():
             LiveTraining(SMALL, TASK, **options)
 
 
-def test_a_fault_that_cannot_act_is_said_and_the_room_stays_usable(make):
+def test_a_fault_that_cannot_act_is_said_and_the_widget_stays_usable(make):
     live = make(wb.faults.no_auxiliary_loss())
     live.start()
     live.wait(300)
     assert "no_auxiliary_loss needs a model with an auxiliary loss" in live.error
-    assert not live._start.disabled
+    assert not live._buttons.start.disabled
 
 
 def test_close_lets_go_of_faults_alarms_and_page(tmp_path):
@@ -251,9 +278,7 @@ def test_close_lets_go_of_faults_alarms_and_page(tmp_path):
         )  # fmt: skip
         panel = panel_of(live)
         live.start()
-        end = time.monotonic() + 300
-        while live.canvas.histories[WITH_FAULTS].n_done < 2 and time.monotonic() < end:
-            time.sleep(0.005)
+        wait_for(lambda: live.canvas.histories[WITH_FAULTS].n_done > 1)
         live.close()
         assert {run.attrs["state"] for run in live.runs.values()} == {"stopped"}
         assert (panel.comm, live.alarm_list.comm, fault._observers._functions) == (None, None, [])

@@ -1,25 +1,29 @@
 """The parts of LiveTraining: one state in flight, traces that lose no extreme, runs that take turns."""
 
 import asyncio
+import contextvars
 import threading
 import time
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
 from tests.monitored_runs import watched_run
 from tests.plots.conftest import spectra_of
+from tests.waiting import wait_for
 from workbench.callbacks.kss import Shaping
 from workbench.plots.style import BROKEN
 from workbench.training.step_record import StepRecord
+from workbench.widgets.live.branches import SavedStep, best_step, remarks_on
 from workbench.widgets.live.history import TRACES, LiveModes, RunHistory, pack
 from workbench.widgets.live.kss_panel import KSSPanel
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.live_canvas import LiveCanvas
+from workbench.widgets.live.step_news import StepNews
+from workbench.widgets.live.switches import Switches
 from workbench.widgets.live.trainer import LiveTrainer
 
 
@@ -74,20 +78,66 @@ def test_one_state_is_in_flight_and_the_last_one_arrives(acts):
     assert number.sent[-1]["value"] == number.value
 
 
-def test_a_page_that_went_away_is_asked_less_and_less_and_gets_the_latest_when_it_is_back(monkeypatch):
+def test_a_kernel_that_cannot_read_answers_sends_once_a_second_and_a_page_that_is_gone_is_only_asked(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("workbench.widgets.live.latest_state.time.monotonic", lambda: now[0])
     number = Number()
     number.answer(painted=0)
-    for second in range(600):
-        now[0] = float(second)
-        number.value = second
+    for tenth in range(12_000):
+        now[0] = tenth / 10
+        number.value = tenth
         number.refresh()
-    questions = number.sent[1:]
+    blind = [content for content in number.sent if "number" in content]
+    questions = [content for content in number.sent if "number" not in content]
+    assert 595 <= len(blind) <= 602
+    assert [content["value"] for content in blind[:3]] == [0, 10, 20]
     assert 5 < len(questions) < 20
     assert all(question == {"are_you_there": True} for question in questions)
     number.answer(painted=0, again=True)
-    assert number.sent[-1] == {"value": 599, "number": 2}
+    assert number.sent[-1]["value"] == 11_999
+
+
+def test_answers_to_earlier_states_do_not_let_another_leave_while_a_later_one_is_on_its_way(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("workbench.widgets.live.latest_state.time.monotonic", lambda: now[0])
+    number = Number()
+    number.answer(painted=0)
+    for second in (1.5, 3.0):
+        now[0] = second
+        number.refresh()
+    assert [content["number"] for content in number.sent] == [1, 2, 3]
+    number.answer(painted=1)
+    number.answer(painted=2)
+    assert len(number.sent) == 3
+    number.answer(painted=3)
+    assert [content["number"] for content in number.sent] == [1, 2, 3, 4]  # the latest once more, as it was stale
+
+
+def test_what_is_sent_leaves_in_the_context_of_the_page():
+    place = contextvars.ContextVar("place", default="kernel")
+    seen = []
+
+    class Placed(Number):
+        def send(self, content, buffers=None):
+            seen.append(place.get())
+
+    placed = Placed()
+
+    def page():
+        place.set("page")
+        placed.answer(painted=0)
+
+    contextvars.copy_context().run(page)
+    contextvars.copy_context().run(lambda: (place.set("page"), placed.answer(painted=1)))
+    thread = threading.Thread(target=placed.refresh)
+    thread.start()
+    thread.join()
+    assert set(seen) == {"page"}
+    assert len(seen) == 2
+
+
+def news_of(step, **values):
+    return StepNews.of(record_of(step, **values))
 
 
 def record_of(step, **values):
@@ -99,7 +149,7 @@ def test_long_traces_keep_their_extremes_their_order_and_their_end():
     loss = np.random.default_rng(0).lognormal(size=5000).astype(np.float32)
     history = RunHistory(5000)
     for step, value in enumerate(loss):
-        history.add(record_of(step, loss=float(value)))
+        history.add(news_of(step, loss=float(value)))
     step, value = history.trace("loss")
     assert len(step) < 700
     assert value.min() == loss.min()
@@ -112,7 +162,7 @@ def test_long_traces_keep_their_extremes_their_order_and_their_end():
 def test_what_is_not_finite_is_left_out_of_a_trace():
     history = RunHistory(4)
     for step, loss in enumerate([1.0, np.nan, np.inf, 2.0]):
-        history.add(record_of(step, loss=loss))
+        history.add(news_of(step, loss=loss))
     step, value = history.trace("loss")
     assert (step.tolist(), value.tolist()) == ([0, 3], [1, 2])
 
@@ -122,7 +172,7 @@ def test_what_is_not_finite_is_left_out_of_a_trace():
 def test_stretches_with_kss_are_found_again_from_their_ends(switched):
     history = RunHistory(60)
     for step, is_on in enumerate(switched):
-        history.add(record_of(step, outcomes={"kss": Shaping(step, wb.KSS(enabled=is_on).control)}))
+        history.add(news_of(step, outcomes={"kss": Shaping(step, wb.KSS(enabled=is_on).control)}))
     found = [any(start <= step < end for start, end in history.kss_spans()) for step in range(len(switched))]
     assert found == switched
 
@@ -146,8 +196,8 @@ def test_modes_are_those_of_the_spectra_and_packed_in_order():
         known = eigenvalue[layer][np.isfinite(eigenvalue[layer])]
         np.testing.assert_allclose(found[:, 0] + 1j * found[:, 1], known, rtol=1e-6)
     history = RunHistory(10)
-    history.add(record_of(7, spectra=spectra))
-    (run,), buffers = pack({"a": history})
+    history.add(news_of(7, spectra=spectra))
+    (run,), buffers = pack({"a": history}, {"a": history.modes})
     assert (run["modes_step"], run["n_layers"], len(buffers)) == (7, 3, 3 + 2 * len(TRACES))
     np.testing.assert_array_equal(np.frombuffer(buffers[0], np.float32).reshape(-1, 2), modes.points)
     mass = float(spectra["near_unit_mass"].mean())
@@ -168,8 +218,7 @@ def test_a_history_hears_the_first_alarm_its_cause_the_probes_and_the_evidence(t
     assert history.account == ""
     recorder = wb.Recorder(every=every)
     for record in wb.train(model, task, n_steps=14, faults=[fault], recorder=recorder, alarms=alarms, store=store):
-        history.add(record)
-        history.hear(record, alarms)
+        history.add(StepNews.of(record, alarms))
         if record.step == 5:
             assert history.account == "No alarm up to step 5."
             assert not history.has_alarm
@@ -180,7 +229,7 @@ def test_a_history_hears_the_first_alarm_its_cause_the_probes_and_the_evidence(t
     again = RunHistory.of(wb.open_run(store), 14)
     assert again.account == history.account
     assert (again.checked(is_sound=True), again.checked(is_sound=False)) == ([3], [7, 8, 11])
-    (run,), buffers = pack({"a": again})
+    (run,), buffers = pack({"a": again}, {"a": again.modes})
     assert (run["account"], run["has_alarm"], run["is_watched"]) == (history.account, True, True)
     assert (run["sound"], run["broken"], len(buffers)) == ([3], [7, 8, 11], 3 + 2 * len(TRACES))
 
@@ -200,21 +249,155 @@ def test_the_strongest_evidence_is_a_trace_and_its_signal_has_a_name():
 def test_a_changed_setting_is_told_as_one():
     history, alarms = RunHistory(9), wb.Alarms()
     alarm = wb.alarms.Alarm(4, "learning_rate", -1, -1, np.inf, 3.0, is_outcome=False, message="It rose.")
-    history.add(record_of(4, outcomes={"guard": (alarm,)}))
-    history.hear(record_of(4, outcomes={"guard": (alarm,)}), alarms)
+    history.add(StepNews.of(record_of(4, outcomes={"guard": (alarm,)}), alarms))
     assert history.account.startswith("First alarm: step 4: learning_rate (setting). Likely cause: ")
+    assert history.first_alarm == 4
     batches = wb.alarms.Alarm(6, "data", -1, -1, np.inf, 1.0, is_outcome=False, message="They repeat themselves.")
-    history.hear(record_of(6, outcomes={"guard": (batches,)}), alarms)
+    history.add(StepNews.of(record_of(6, outcomes={"guard": (batches,)}), alarms))
     assert history.checked(is_sound=False) == [6]
 
 
+def spectra_with(mark, step):
+    """Spectra that can be told apart by their first eigenvalue."""
+    spectra = spectra_of(0.9, n_layers=2).expand_dims(step=[step]).copy(deep=True)
+    spectra["eigenvalue"][0, 0, 0] = mark
+    return spectra
+
+
+def test_modes_of_an_earlier_step_are_those_of_the_latest_recorded_one_up_to_it_and_come_from_the_store_when_old(
+    tmp_path,
+):
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+    task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+    store = tmp_path / "a.zarr"
+    history, eigenvalues = RunHistory(20, store, n_kept=2), {}
+    assert history.modes_at(3) is None
+    options = {"spectra_every": 3, "profile_options": {"n_snapshots": 96}, "store": store, "flush_every": 4}
+    for record in wb.train(model, task, n_steps=20, learning_rate=1e-2, **options):
+        history.add(StepNews.of(record))
+        if record.spectra is not None:
+            eigenvalues[record.step] = record.spectra["eigenvalue"].values[0]
+    assert history.recorded_steps.tolist() == [0, 3, 6, 9, 12, 15, 18, 19] == sorted(eigenvalues)
+    for step, at in ((0, 0), (2, 0), (3, 3), (11, 9), (18, 18), (19, 19), (500, 19)):
+        modes = history.modes_at(step)
+        known = eigenvalues[at][np.isfinite(eigenvalues[at])]
+        assert modes.step == at
+        np.testing.assert_allclose(modes.points[:, 0] + 1j * modes.points[:, 1], known.astype(np.complex64))
+    assert RunHistory(20, tmp_path / "none.zarr").spectra_at(3) is None
+    again = RunHistory.of(wb.open_run(store), 20, store)
+    assert again.recorded_steps.tolist() == history.recorded_steps.tolist()
+    assert again.modes_at(7).step == 6
+    assert again.values_at(7)["loss"] == pytest.approx(history.values_at(7)["loss"])
+
+
+def test_spectra_that_were_never_written_are_missing_and_nothing_else_fails(tmp_path):
+    history = RunHistory(9, tmp_path / "gone.zarr", n_kept=2)
+    for step in range(4):
+        history.add(news_of(step, spectra=spectra_with(step, step)))
+    assert history.spectra_at(0) is None
+    assert history.modes_at(1) is None
+    assert [history.modes_at(step).points[0, 0] for step in (2, 3)] == [2, 3]
+
+
+def canvas_over(histories, **options):
+    moved = []
+    canvas = LiveCanvas(lambda: "ready", lambda name: "", lambda callback: callback, lambda: moved.append(1), **options)
+    canvas.show(histories, {}, 9)
+    canvas.sent = []
+    canvas.send = lambda content, buffers=None: canvas.sent.append((content, buffers))
+    canvas.moved = moved
+    return canvas
+
+
 def test_a_canvas_without_runs_and_without_modes_can_be_sent():
-    canvas = LiveCanvas(lambda: "ready", lambda name: "")
-    assert canvas.state() == ({"status": "ready", "n_steps": 1, "broken": BROKEN, "runs": []}, [])
-    canvas.histories = {"a": RunHistory(5)}
+    canvas = canvas_over({})
+    content, buffers = canvas.state()
+    assert (content["runs"], content["broken"], content["n_recorded"], buffers) == ([], BROKEN, 0, [])
+    canvas.show({"a": RunHistory(5)}, {}, 5)
     content, buffers = canvas.state()
     assert content["runs"][0]["modes_step"] is None
     assert set(buffers) == {b""}
+
+
+def test_the_page_goes_to_a_recorded_step_and_back_to_the_latest():
+    histories = {"a": RunHistory(9), "b": RunHistory(9)}
+    for step in range(7):
+        histories["a"].add(news_of(step, spectra=spectra_with(step, step) if step % 2 == 0 else None))
+        if step < 3:  # it diverged
+            histories["b"].add(news_of(step, spectra=spectra_with(10 + step, step) if step % 2 == 0 else None))
+    canvas = canvas_over(histories)
+
+    def seen():
+        content, buffers = canvas.state()
+        points = [np.frombuffer(buffers[i], np.float32)[0] for i in (0, 3 + 2 * len(TRACES))]
+        return content["step"], content["place"], [run["modes_step"] for run in content["runs"]], points
+
+    assert seen() == (None, None, [6, 2], [6, 12])
+    canvas._receive(canvas, {"go": {"place": 1}}, [])
+    assert seen() == (2, 1, [2, 2], [2, 12])
+    canvas._receive(canvas, {"go": {"step": 5}}, [])
+    assert seen() == (4, 2, [4, 2], [4, 12])
+    assert canvas.state()[0]["values"]["b"]["loss"] is None
+    histories["a"].add(news_of(7))
+    histories["a"].add(news_of(8, spectra=spectra_with(8, 8)))
+    assert seen() == (4, 2, [4, 2], [4, 12])  # what is shown stays while it trains
+    canvas._receive(canvas, {"go": {"place": 99}}, [])
+    assert seen()[0] == 8
+    canvas._receive(canvas, {"go": None}, [])
+    assert seen() == (None, None, [8, 2], [8, 12])
+    assert len(canvas.moved) == 4
+
+
+def test_traces_are_left_out_while_they_hardly_change_and_never_at_the_end():
+    canvas = canvas_over({"a": RunHistory(9)})
+    canvas.histories["a"].add(news_of(0))
+    canvas.is_active = True
+    canvas._receive(canvas, {"painted": 0}, [])
+    canvas._receive(canvas, {"painted": 1}, [])
+    for number in (2, 3):
+        canvas.refresh()
+        canvas._receive(canvas, {"painted": number}, [])
+    canvas.is_active = False
+    canvas.refresh()
+    found = [(content["has_traces"], len(buffers)) for content, buffers in canvas.sent]
+    assert found == [(True, 13), (False, 3), (False, 3), (True, 13)]
+
+
+def test_earlier_runs_are_drawn_in_the_colour_of_the_run_of_their_name():
+    old = RunHistory(9)
+    old.add(news_of(0, loss=7.0))
+    old._end_at(0)
+    canvas = canvas_over({"with KSS": RunHistory(9), "without KSS": RunHistory(9)})
+    canvas.show(canvas.histories, {("without KSS", 2): old}, 9)
+    content, buffers = canvas.state()
+    (earlier,) = content["earlier"]
+    assert earlier["name"] == "without KSS (start 2)"
+    assert earlier["verdict"] == "diverged at step 0"
+    assert earlier["color"] == content["runs"][1]["color"]
+    assert np.frombuffer(buffers[-2 * len(TRACES) + 1], np.float32).tolist() == [7.0]
+
+
+def test_a_restart_goes_back_to_before_the_divergence_and_says_which_checkpoint_is_before_what():
+    def saved_at(step, run="a", start=2):
+        return SavedStep(start, run, step, None)
+
+    saved = [saved_at(60, "b"), saved_at(40), saved_at(40, "b"), saved_at(30), saved_at(20), saved_at(90, "a", 1)]
+    sound, broken = RunHistory(99), RunHistory(99)
+    assert best_step(saved, 2, {"a": sound, "b": sound}) == saved[0]
+    assert remarks_on(saved, 2, {"a": sound, "b": sound}) == {}
+    broken._end_at(40)  # at 40 the next update is the one that diverged
+    assert best_step(saved, 2, {"a": broken, "b": sound}) == saved_at(30)
+    assert remarks_on(saved, 2, {"a": broken}) == {saved_at(30): "the last before the divergence at step 40"}
+    alarm = wb.alarms.Alarm(25, "loss", -1, -1, 2.0, 1.0, is_outcome=True, message="It rose.")
+    broken.add(StepNews.of(record_of(25, outcomes={"guard": (alarm,)}), wb.Alarms()))
+    assert list(remarks_on(saved, 2, {"a": broken}).items()) == [
+        (saved_at(30), "the last before the divergence at step 40"),
+        (saved_at(20), "the last before the first alarm at step 25"),
+    ]
+    early = RunHistory(99)
+    early._end_at(5)
+    assert best_step(saved, 2, {"a": early}) == saved[0]  # it has none before
+    assert best_step([], 1, {}) is None
 
 
 def guarded(complaints):
@@ -252,17 +435,22 @@ def test_the_panel_sets_what_a_hand_did_shows_what_the_kernel_says_and_refuses_n
 
 
 class Turns:
-    """A trainer over counters, and what it says."""
+    """A trainer over counters in a thread, and what it says."""
 
     def __init__(self, **runs):
-        self.seen, self.ends = [], []
-        self.closed = threading.Event()
+        self.seen, self.ends, self.holds = [], [], []
         self.trainer = LiveTrainer(
             runs,
             on_record=lambda name, record: self.seen.append((name, record)),
             on_end=lambda name, error: self.ends.append((name, error and str(error))),
-            on_stop=self.closed.set,
+            on_hold=self.holds.append,
         )
+        self.thread = threading.Thread(target=self.trainer.work, daemon=True)
+        self.thread.start()
+
+    def join(self):
+        self.thread.join(120)
+        return not self.thread.is_alive()
 
 
 def counting(n, closings=(), fails_at=None):
@@ -277,36 +465,50 @@ def counting(n, closings=(), fails_at=None):
             closings.append(n)
 
 
-def test_runs_take_turns_and_a_failing_one_leaves_the_other_alone(caplog):
-    n_threads = torch.get_num_threads()
+def test_runs_take_turns_and_a_failing_one_leaves_the_other_alone():
     turns = Turns(a=counting(4), b=counting(9, fails_at=2))
-    turns.trainer.start()
-    assert turns.trainer.join(120)
+    assert turns.join()
     assert turns.seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3)]
     assert turns.ends == [("b", "No space."), ("a", None)]
-    assert turns.closed.is_set()
-    assert torch.get_num_threads() == n_threads
 
 
-def test_a_paused_trainer_holds_and_a_stopped_one_closes_its_runs():
+def test_a_paused_trainer_holds_says_so_and_a_stopped_one_closes_its_runs():
     closings = []
     turns = Turns(a=counting(10**6, closings), b=counting(10**6, closings))
-    turns.trainer.start()
-    while len(turns.seen) < 5:
-        time.sleep(0.001)
+    wait_for(lambda: len(turns.seen) > 5)
     turns.trainer.pause()
+    wait_for(lambda: turns.holds == [True])
     n_seen = len(turns.seen)
     time.sleep(0.1)
-    assert len(turns.seen) <= n_seen + 1  # however slow the machine: the turn that was under way, and no other
+    assert len(turns.seen) == n_seen
     turns.trainer.resume()
-    while len(turns.seen) < n_seen + 5:
-        time.sleep(0.001)
+    wait_for(lambda: len(turns.seen) > n_seen + 5)
+    assert turns.holds == [True, False]
     assert [name for name, _ in turns.seen] == ["a", "b"] * (len(turns.seen) // 2) + ["a"] * (len(turns.seen) % 2)
     turns.trainer.pause()
     turns.trainer.stop()  # also out of a pause
-    assert turns.trainer.join(120)
+    assert turns.join()
     assert closings == [10**6, 10**6]
     assert turns.ends == []
+
+
+def test_switches_tell_what_changed_once_and_not_what_they_were_told():
+    kss, fault = wb.KSS(strength=1.0, interval=2), wb.faults.large_rate(start=3, stop=5)
+    told = []
+    switches = Switches(kss, [fault], told.append)
+    kss.set(enabled=False, strength=5)
+    fault.enabled = True
+    assert told == [{"kss": {"enabled": False, "strength": 5.0}}, {"large_rate": {"by_hand": True}}]
+    switches.load({"kss": {"strength": 7.0}, "large_rate": {"by_hand": None}})
+    assert (kss.strength, fault.enabled, len(told)) == (7.0, False, 2)
+    for step in (2, 3, 4, 5):
+        switches.follow_schedule(step)
+        assert fault.enabled == (3 <= step < 5)
+    kss.strength = 8
+    assert told[2:] == [{"kss": {"strength": 8.0}}]
+    switches.close()
+    kss.strength = 9
+    assert len(told) == 3
 
 
 def test_states_leave_from_any_thread_one_at_a_time():

@@ -1,16 +1,20 @@
 """RiskExplorer without a browser: measured beside the page, moved by sliders, and honest about what it never saw."""
 
+import io
+import re
 import threading
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import workbench as wb
 import workbench.widgets.risk.measurement
-from workbench.errors import OptionError
+from workbench.errors import OptionError, StoreError
 from workbench.sweeps import measure_case, replan
 from workbench.widgets import RiskExplorer
+from workbench.widgets.figure import Figure
 from workbench.widgets.risk.model_choice import title
 
 pytestmark = pytest.mark.render
@@ -70,7 +74,9 @@ def test_a_small_model_is_measured_unasked_and_its_risk_shown(make):
     assert explorer.risk == wb.risk.predict(expected)
     assert "risk of not learning well" in explorer._cards.value
     assert f">{float(expected['near_unit_mass'].mean()):.2f}<" in explorer._cards.value
-    assert explorer._banner.layout.display == "none"
+    assert 'class="workbench-answer healthy"' in explorer._words.value
+    assert explorer.summary.replace(" %", "&nbsp;%") in explorer._words.value
+    assert explorer.summary.startswith("Likely to learn well at a rate of 0.003: ")
     assert explorer._curve.now.data["rate"] == [0.003]
     assert len(explorer._curve.curve.data["failure"]) == 81
 
@@ -104,15 +110,20 @@ def test_sliders_move_the_figures_and_measure_nothing(make, n_measured):
 def test_outside_of_what_was_measured_a_banner_and_no_figure(make):
     explorer = make()
     explorer.plan.n_steps.value = 4000
-    assert "The risk is unknown." in explorer._banner_words.value
-    assert "over 4,000 updates" in explorer._banner_words.value
-    assert "Run a pilot to find out." in explorer._banner_words.value
-    assert explorer._banner.layout.display is None
-    assert explorer._cards.value == ""
+    assert explorer.summary == "The risk is unknown."
+    for words in (
+        "The risk is unknown.",
+        "over 4,000 updates",
+        "Run a pilot to find out.",
+        "workbench-answer not-measured",
+    ):
+        assert words in explorer._words.value
+    assert re.findall('class="figure">(.*?)<', explorer._cards.value)[:3] == ["–"] * 3
+    assert "nan" not in explorer._cards.value
     assert explorer._curve.curve.data["failure"] == []
     assert not explorer._curve.band.visible
     explorer.plan.n_steps.value = 400
-    assert explorer._banner.layout.display == "none"
+    assert "unknown" not in explorer._words.value
     assert len(explorer._curve.curve.data["failure"]) == 81
 
 
@@ -131,8 +142,9 @@ def test_a_pilot_narrows_the_risk_until_the_plan_changes(make):
     assert explorer.risk != before
     assert "after the pilot" in explorer._cards.value
     assert "Pilot: " in explorer._found.value
-    assert len(explorer._losses.children) == 1
-    assert len(explorer.figure("pilot")) == 1
+    assert isinstance(explorer._losses.canvas, Figure)
+    assert "learn well, by the pilot" in explorer._words.value
+    assert len(explorer.figure(kind="pilot")) == 1
     explorer.plan.learning_rate.value = 0.1
     assert explorer.pilot is not None
     assert explorer.risk.failure.value == pytest.approx(
@@ -140,7 +152,7 @@ def test_a_pilot_narrows_the_risk_until_the_plan_changes(make):
     )
     explorer.plan.clip_norm.value = 0.0
     assert explorer.pilot is None
-    assert explorer._losses.children == ()
+    assert not isinstance(explorer._losses.canvas, Figure)
     assert explorer._found.value == ""
     explorer.plan.clip_norm.value = 1.0
     assert explorer.pilot is not None  # the plan is the one of the pilot again
@@ -152,14 +164,18 @@ def test_a_pilot_can_be_stopped(make, monkeypatch):
 
     def slow(choice, settings, budget, tell):
         begun.set()
+        tell("10 of 1,000 trial updates")
         may_end.wait(30)
-        tell(10)
+        tell("20 of 1,000 trial updates")
 
     monkeypatch.setattr(workbench.widgets.risk_explorer, "run_pilot", slow)
     explorer.run_pilot()
     assert begun.wait(30)
     assert explorer._stop.layout.display is None
+    assert explorer._progress.share == 0.01
     explorer.stop()
+    assert "Stopped at training copies: 10 of 1,000 trial updates" in explorer._status.value
+    assert "<progress" not in explorer._status.value
     may_end.set()
     explorer.wait(30)
     assert explorer.pilot is None
@@ -208,6 +224,7 @@ def test_while_measuring_the_figures_are_pale_and_an_old_measurement_is_dropped(
     explorer.setup.d_model.value = 64
     assert is_pale(explorer)
     assert "measuring" in explorer._status.value
+    assert "This is the answer for the model before." in explorer._words.value
     explorer.setup.d_model.value = 96
     may_end.set()
     explorer.wait(60)
@@ -221,7 +238,7 @@ def test_a_module_waits_for_the_button(make, n_measured):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     explorer = make(model, waits=False)
     assert explorer.case is None
-    assert "press Measure" in explorer._status.value
+    assert explorer.summary == "Press Measure to learn the risk of this model."
     assert n_measured == []
     with pytest.raises(OptionError, match="Nothing has been measured yet"):
         explorer.figure()
@@ -263,11 +280,76 @@ def test_impossible_arguments_are_refused(model, task, message):
 
 def test_figures_for_print_and_names_that_do_not_exist(make):
     explorer = make()
-    assert len(explorer.figure("curve", backend="matplotlib")) == 1
+    assert len(explorer.figure("matplotlib")) == 1
     with pytest.raises(OptionError, match="There is no figure 'drivers'"):
-        explorer.figure("drivers")
+        explorer.figure(kind="drivers")
     with pytest.raises(OptionError, match="There is no pilot of this plan"):
-        explorer.figure("pilot")
+        explorer.figure(kind="pilot")
+
+
+def test_the_answer_says_what_is_wrong_and_what_to_do(make):
+    explorer = make()
+    edge, slow = explorer.risk.useful_edge.value, explorer.risk.slow_edge.value
+    explorer.plan.learning_rate.value = 8 * edge
+    assert explorer.summary.startswith("Unlikely to learn well")
+    assert "The rate is probably too large: lower it to about" in explorer._words.value
+    assert "A pilot makes this surer." in explorer._words.value
+    explorer.plan.learning_rate.value = slow
+    assert "May not learn well" in explorer._words.value
+    assert "The rate is probably too small: raise it to about" in explorer._words.value
+    assert 'class="workbench-answer at-risk"' in explorer._words.value
+
+
+@pytest.mark.medium
+def test_the_picture_follows_the_plan_and_says_what_is_unknown(make):
+    explorer = make()
+    pictures = [explorer.picture()]
+    explorer.plan.learning_rate.value = 0.3
+    pictures.append(explorer.picture())
+    explorer.plan.n_steps.value = 4000
+    pictures.append(explorer.picture())
+    assert len(set(pictures)) == 3
+    sizes = [Image.open(io.BytesIO(png)).size for png in pictures]
+    assert {width for width, _ in sizes} == {1000}
+    assert sizes[0][1] > 400 > sizes[2][1]  # no curve of what is unknown
+    assert max(map(len, pictures)) < 120_000
+
+
+def test_a_picture_before_the_first_result_is_one_line(make):
+    model = wb.zoo.transformer(d_model=48, n_layers=2, n_heads=2, vocab_size=32, max_length=8)
+    explorer = make(model, waits=False)
+    assert Image.open(io.BytesIO(explorer.picture())).size[1] < 80
+    with pytest.raises(StoreError, match="Nothing has been measured yet"):
+        explorer.save("risk.html")
+
+
+@pytest.mark.medium
+def test_files_of_every_kind(make, tmp_path):
+    explorer = make()
+    paths = {ending: explorer.save(tmp_path / "new" / f"risk{ending}") for ending in explorer.kinds}
+    assert paths[".png"].read_bytes()[:4] == b"\x89PNG"
+    assert b"<svg" in paths[".svg"].read_bytes()
+    page = paths[".html"].read_text()
+    for words in (
+        explorer.summary.replace(" %", "&nbsp;%"),
+        "risk of not learning well",
+        "Pre-LN on associative recall, 480 updates",
+        "embed_item",
+    ):
+        assert words in page
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.https?:", page)
+    run = wb.open_run(paths[".nc"])
+    assert run["risk"]["failure"].sizes == {"learning_rate": 81}
+    np.testing.assert_array_equal(run["case"]["near_unit_mass"], explorer.case["near_unit_mass"])
+    with pytest.raises(StoreError, match="exists already"):
+        explorer.save(paths[".nc"])
+    with pytest.raises(StoreError, match="ends in '.pdf', expected one of .png, .svg, .html, .nc"):
+        explorer.save(tmp_path / "risk.pdf")
+    explorer.plan.n_steps.value = 4000
+    assert explorer.export_bar.buttons[".svg"].disabled
+    with pytest.raises(StoreError, match="There is no curve"):
+        explorer.save(tmp_path / "far.svg")
+    assert "The risk is unknown." in explorer.save(tmp_path / "far.html").read_text()
 
 
 @pytest.mark.parametrize(

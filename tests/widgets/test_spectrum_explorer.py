@@ -83,16 +83,35 @@ def test_selected_modes_are_listed_and_survive_a_filter(explorer, spectra):
     assert explorer.selected() == []
 
 
-def test_the_view_shows_the_circle_or_everything(explorer, spectra):
-    explorer.view.value = "all modes"
-    assert explorer._axes.x_range.end > float(spectra["wild"]["spectral_radius"].max())
-    assert explorer._axes.x_range.end == explorer._axes.y_range.end
-    explorer.view.value = "near 1"
+def test_modes_selected_in_one_panel_highlight_their_layers_in_the_others(explorer):
+    explorer.sources["wild"].selected.indices = [3, 5]
+    layers = {row["layer"] for row in explorer.selected()}
+    calm = explorer.sources["calm"]
+    marked = {int(calm.data["layer"][i]) for i in calm.selected.indices}
+    assert marked == layers & set(calm.data["layer"].tolist())
+    assert len(calm.selected.indices) == sum(int(layer) in layers for layer in calm.data["layer"])
+    explorer.reliable_only.value = True
+    assert {int(calm.data["layer"][i]) for i in calm.selected.indices} <= layers
+    explorer.reliable_only.value = False
+    # Another selection, in the other panel, takes its place.
+    calm.selected.indices = [0]
+    assert [row["model"] for row in explorer.selected()] == ["calm"]
+    calm.selected.indices = []
+    assert explorer.selected() == []
+    assert explorer.sources["wild"].selected.indices == []
+
+
+def test_the_zoom_shows_every_mode_or_the_square_around_one(explorer):
     axis = explorer._axes.x_range
-    assert (axis.start + axis.end) / 2 == pytest.approx(1.0)
-    assert explorer.figure() is not None
-    explorer.view.value = "unit circle"
-    assert explorer._axes.x_range.end == 1.5
+    assert axis.end == explorer._axes.y_range.end
+    for source in explorer.sources.values():
+        assert np.hypot(source.data["x"], source.data["y"]).max() < axis.end
+    assert not explorer._axes.xaxis[0].visible
+    explorer.zoom.value = "near 1"
+    assert (axis.start, axis.end) == (0.7, 1.3)
+    assert explorer._axes.xaxis[0].visible
+    explorer.zoom.value = "all modes"
+    assert axis.start == -axis.end
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from bokeh.models import LogScale, Range1d
+from bokeh.models import LogScale, Range1d, TapTool
 
 from workbench.errors import OptionError
 from workbench.plots import layer_profile
@@ -14,16 +14,19 @@ from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, LOGARITHMIC, 
 from workbench.plots.spectra_inputs import select_layers
 from workbench.plots.style import log_ticks_bokeh
 from workbench.schema.runs import SPECTRA
+from workbench.widgets.base import known
 from workbench.widgets.comparison.scene import ComparisonView, Scene
 from workbench.widgets.panel_grid import fit, grid, own_panel
+from workbench.widgets.saved_page import SavedView
 from workbench.widgets.tags import Tags
+from workbench.widgets.theme import THEMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import xarray as xr
-    from bokeh.models import ColumnDataSource, GridPlot
+    from bokeh.models import ColumnDataSource, GlyphRenderer, GridPlot
 
 #: Every number of a layer.
 LAYER_MEASURES = [name for name, rule in SPECTRA.items() if rule.dims == ("layer",) and rule.kind != "b"]
@@ -35,8 +38,8 @@ class LayerView(ComparisonView):
 
     tip = "Measures of each layer against depth, all models in one panel"
 
-    def __init__(self, lock: AbstractContextManager) -> None:
-        super().__init__(lock)
+    def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
+        super().__init__(lock, theme)
         options = [
             {"name": name, "text": SPECTRA[name].long_name, "tip": SPECTRA[name].meaning.capitalize()}
             for name in LAYER_MEASURES
@@ -50,12 +53,26 @@ class LayerView(ComparisonView):
         if not self.measures.value:
             raise OptionError("No measure is chosen; switch on at least one.")
         if self.panels is None or self.panels.names != list(scene.runs):
-            self.panels = LayerPanels(list(scene.runs))
+            self.panels = LayerPanels(list(scene.runs), self.theme)
         everything = {name: run.near(scene.step) for name, run in scene.runs.items()}
         if self.panels.arrange(self.measures.value, everything):
             self.put(self.measures, root=self.panels.root)
         with self.batch():
             self.panels.write(scene.spectra(), list(scene.layer_range), depth=_kind_of_depth(scene))
+
+    def saved(self) -> SavedView:
+        """A panel for each measure, of which those chosen are visible at first."""
+        panels = known(self.panels)
+        models = {
+            name: [part for panel in panels.panels.values() for part in panel.parts(name)] for name in panels.names
+        }
+        signals = {SPECTRA[measure].long_name: [panel.figure] for measure, panel in panels.panels.items()}
+        return SavedView("layers", panels.root, models, signals, shown=list(signals))
+
+    def layered(self) -> list[ColumnDataSource]:
+        """The markers of each panel."""
+        panels = [] if self.panels is None else self.panels.panels.values()
+        return [source for panel in panels for source in panel.sources.values()]
 
     def figure(self, scene: Scene, backend: str) -> Any:
         """The same panels as a figure of `workbench.plots.layer_profile`."""
@@ -71,10 +88,11 @@ class LayerPanels:
 
     Args:
         names: Names of all runs, in the order that sets their styles.
+        theme: A theme of widgets.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = list(names)
+    def __init__(self, names: Sequence[str], theme: str) -> None:
+        self.names, self._theme = list(names), theme
         self.panels: dict[str, MeasurePanel] = {}
         self.x_range = Range1d(0, 1)
         self.root: GridPlot | None = None
@@ -89,7 +107,7 @@ class LayerPanels:
         """
         for measure in measures:
             if measure not in self.panels or not self.panels[measure].suits(spectra):
-                self.panels[measure] = MeasurePanel(measure, spectra, self.x_range)
+                self.panels[measure] = MeasurePanel(measure, spectra, self.x_range, theme=self._theme)
         panels = tuple(self.panels[measure] for measure in measures)
         if panels == self._arranged:
             return False
@@ -112,6 +130,7 @@ class MeasurePanel:
         measure: Name of a per-layer variable of the schema.
         spectra: Spectra of all runs, in the order that sets their styles.
         x_range: The range of depth, shared with the other panels.
+        theme: A theme of widgets.
 
     Attributes:
         figure: The bokeh panel.
@@ -119,8 +138,9 @@ class MeasurePanel:
         is_logarithmic: Whether the measure has a logarithmic axis.
     """
 
-    def __init__(self, measure: str, spectra: Mapping[str, xr.Dataset], x_range: Range1d) -> None:
+    def __init__(self, measure: str, spectra: Mapping[str, xr.Dataset], x_range: Range1d, *, theme: str) -> None:
         self.measure = measure
+        self._n_letters = round(52 / THEMES[theme])
         drawing = layer_profile(spectra, measures=[measure], depth="index")
         self._plot, self.figure, self._note = own_panel(drawing, x_range, frame_width=330)
         self.is_logarithmic = isinstance(self.figure.y_scale, LogScale)
@@ -129,8 +149,13 @@ class MeasurePanel:
         self._lines = dict(zip(spectra, parts[0::2], strict=True))
         self._markers = dict(zip(spectra, parts[1::2], strict=True))
         self.sources: dict[str, ColumnDataSource] = {name: part["source"] for name, part in self._markers.items()}
+        self.figure.add_tools(TapTool())
         for part in self._markers.values():  # holoviews writes a constant where all values are the same
             part["glyph_renderer"].glyph.fill_alpha = "fill"
+
+    def parts(self, name: str) -> list[GlyphRenderer]:
+        """What is drawn of a run."""
+        return [part["glyph_renderer"] for part in (self._lines[name], self._markers[name])]
 
     def suits(self, spectra: Mapping[str, xr.Dataset]) -> bool:
         """Whether the kind of axis is the right one for these spectra."""
@@ -150,8 +175,8 @@ class MeasurePanel:
         """
         values = [np.array([REFERENCE[self.measure]])] if self.measure in REFERENCE else [np.zeros(0)]
         for name, source in self.sources.items():
-            for part in (self._lines[name], self._markers[name]):
-                part["glyph_renderer"].visible = name in spectra
+            for part in self.parts(name):
+                part.visible = name in spectra
             if name in spectra:
                 columns = measure_columns(spectra[name], self.measure, depth=depth)
                 chosen = np.isin(columns["layer"], layers)
@@ -165,7 +190,7 @@ class MeasurePanel:
                 self._is_wide = is_wide
                 log_ticks_bokeh(self._plot, None)
         selected = {name: select_layers(data, layers) for name, data in spectra.items()}
-        lines = textwrap.wrap(remark(selected, self.measure), 56, max_lines=2, placeholder=" …")
+        lines = textwrap.wrap(remark(selected, self.measure), self._n_letters, max_lines=2, placeholder=" …")
         self._note.text = "\n".join(lines)
         (axis,) = self.figure.xaxis
         axis.axis_label = _AXIS_LABELS[depth]

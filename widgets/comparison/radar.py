@@ -12,9 +12,13 @@ from workbench.errors import OptionError
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.radar_axes import DEFAULT_MEASURES, RadarChart, Texts, axes_of, labelled_points, outline
 from workbench.plots.radar_figure import radar
-from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
+from workbench.plots.short_names import shortened
+from workbench.widgets.base import known
+from workbench.widgets.comparison.scene import ComparisonView, Scene
 from workbench.widgets.comparison.table import comparison_of
 from workbench.widgets.panel_grid import grid
+from workbench.widgets.saved_page import SavedView
+from workbench.widgets.tables import muted
 from workbench.widgets.tags import Tags
 
 if TYPE_CHECKING:
@@ -35,8 +39,8 @@ class RadarView(ComparisonView):
 
     tip = "Means over the layers on one axis each, with what is published dashed"
 
-    def __init__(self, lock: AbstractContextManager) -> None:
-        super().__init__(lock)
+    def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
+        super().__init__(lock, theme)
         self.measures = Tags(label="measures", value=list(DEFAULT_MEASURES))
         self.key = ipywidgets.HTML()
         self.controls = [self.measures]
@@ -52,12 +56,18 @@ class RadarView(ComparisonView):
         notes = {name: scene.runs[name].remark(scene.step) or f"step {scene.step}" for name in scene.shown}
         charts = self.charts
         if charts is None or (charts.names, charts.measures) != (names, measures):
-            charts = self.charts = RadarCharts(names, measures, comparison)
+            charts = self.charts = RadarCharts(names, measures, comparison, theme=self.theme)
         if charts.arrange(comparison["architecture"].values.tolist()):
             self.put(self.measures, self.key, root=charts.root)
         with self.batch():
             charts.write(comparison, notes)
         self.key.value = muted(html.escape(charts.key).replace("\n", " &ensp; "))
+
+    def saved(self) -> SavedView:
+        """A chart for each model."""
+        charts = known(self.charts)
+        models = {name: [chart.figure] for name, chart in charts.charts.items()}
+        return SavedView("radar", charts.root, models, above=self.key.value)
 
     def figure(self, scene: Scene, backend: str) -> Any:
         """The same charts as a figure of `workbench.plots.radar`."""
@@ -67,8 +77,8 @@ class RadarView(ComparisonView):
 
     def _offer(self, comparison: xr.Dataset) -> None:
         if not self.measures.options:
-            known = [name for name, data in comparison.data_vars.items() if "source" in data.dims]
-            about = {name: comparison[name].attrs for name in dict.fromkeys([*DEFAULT_MEASURES, *known])}
+            compared = [name for name, data in comparison.data_vars.items() if "source" in data.dims]
+            about = {name: comparison[name].attrs for name in dict.fromkeys([*DEFAULT_MEASURES, *compared])}
             self.measures.options = [
                 {"name": name, "text": attrs["long_name"], "tip": attrs["meaning"].capitalize()}
                 for name, attrs in about.items()
@@ -82,13 +92,16 @@ class RadarCharts:
         names: Names of the runs, in the order that sets their styles.
         measures: The axes.
         comparison: Comparison of some of the runs, from `workbench.compare`.
+        theme: A theme of widgets.
 
     Attributes:
         root: The bokeh layout of the charts shown.
+        charts: The charts by name of the run.
         key: Meaning of the axes and the lines.
     """
 
-    def __init__(self, names: Sequence[str], measures: Sequence[str], comparison: xr.Dataset) -> None:
+    def __init__(self, names: Sequence[str], measures: Sequence[str], comparison: xr.Dataset, *, theme: str) -> None:
+        self._n_columns = _N_COLUMNS if theme == "page" else 1
         self.names, self.measures = list(names), list(measures)
         # Charts of numbers that are all there have every part; what is missing is taken out when they are written.
         like = comparison.isel(architecture=np.zeros(len(names), int)).assign_coords(architecture=list(names))
@@ -98,7 +111,9 @@ class RadarCharts:
         plot.state.document.clear()  # the charts move into a grid of ours
         self.root: GridPlot | None = None
         self.key = ""
-        self._charts = {name: _Chart(panel) for name, panel in zip(names, panels, strict=True)}
+        self.charts = {name: Chart(panel) for name, panel in zip(names, panels, strict=True)}
+        for name, chart in self.charts.items():
+            chart.figure.title.text = shortened(name, chart.figure.frame_width)
         self._arranged: list[str] = []
 
     def arrange(self, names: Sequence[str]) -> bool:
@@ -106,7 +121,7 @@ class RadarCharts:
         if list(names) == self._arranged:
             return False
         self._arranged = list(names)
-        self.root = grid([self._charts[name].figure for name in names], n_columns=_N_COLUMNS)
+        self.root = grid([self.charts[name].figure for name in names], n_columns=self._n_columns)
         self.root.toolbar_location = None
         return True
 
@@ -117,11 +132,11 @@ class RadarCharts:
             chart = RadarChart.of(comparison, axes, name, place)
             texts = Texts.of_one(axes, chart, has_key=place == 0)
             note = notes[name] if chart.has_published else f"{notes[name]}, nothing published"
-            self._charts[name].write(axes, chart, texts.at_axes, note)
+            self.charts[name].write(axes, chart, texts.at_axes, note)
             self.key = texts.key or self.key
 
 
-class _Chart:
+class Chart:
     """The parts of one chart that change."""
 
     def __init__(self, panel: Any) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
 from workbench.io.store import open_run
+from workbench.plots.mode_columns import depth_of
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -49,7 +50,7 @@ class RecordedRun:
         if self.spectra.nbytes <= _BYTES_IN_MEMORY:
             self.spectra.load()
         self.steps = _steps(name, self.spectra)
-        self.n_layers = self.spectra.sizes["layer"]
+        self.n_layers = depth_of(self.spectra)
         self.extent = _extent(self)
         self._recent: dict[int, xr.Dataset] = {}
         self.diverged_at = divergence_step(self.tree)

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+import numpy as np
 
-from workbench import plots
 from workbench.errors import OptionError
+from workbench.plots.figure_files import picture_of
 from workbench.plots.spectra_inputs import select_layers
 from workbench.widgets.base import close_tree
-from workbench.widgets.export import make_folder
 from workbench.widgets.figure import Figure
+from workbench.widgets.stage import Stage
+from workbench.widgets.theme import enlarge_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import xarray as xr
-    from bokeh.models import LayoutDOM
+    from bokeh.models import ColumnDataSource, LayoutDOM
 
     from workbench.widgets.comparison.recorded_run import RecordedRun
+    from workbench.widgets.saved_page import SavedView
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Scene:
         step: Step of the slider.
         layers: First and last layer shown.
         published: Names of runs as in `workbench.compare`.
+        highlight: Layer that is highlighted; None: none is.
     """
 
     runs: Mapping[str, RecordedRun]
@@ -43,6 +47,7 @@ class Scene:
     step: int
     layers: tuple[int, int]
     published: Mapping[str, str] | bool = True
+    highlight: int | None = None
 
     @property
     def layer_range(self) -> range:
@@ -93,21 +98,27 @@ class ComparisonView:
 
     Args:
         lock: Held while the figure changes.
+        theme: A theme of widgets.
 
     Attributes:
         box: Widget to show.
         controls: Whose changes ask for a new drawing.
+        choose_layer: Called with the layer of a point that was selected on the page, or with None.
         refused_kinds: Kinds of files that this view has none of, and why.
     """
 
     tip = ""
     refused_kinds: Mapping[str, str] = {}
 
-    def __init__(self, lock: AbstractContextManager) -> None:
-        self.lock = lock
-        self.box = ipywidgets.VBox([ipywidgets.HTML(muted("Drawing …"))])
+    def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
+        self.lock, self.theme = lock, theme
+        self.stage = Stage()
+        self.box = ipywidgets.VBox([self.stage])
         self.controls: list[ipywidgets.Widget] = []
         self.canvas: Figure | None = None
+        self.choose_layer: Callable[[int | None], None] = lambda layer: None
+        self._followed: list[ColumnDataSource] = []
+        self._is_marking = False
 
     def draw(self, scene: Scene) -> None:
         """Draw the scene."""
@@ -117,39 +128,67 @@ class ComparisonView:
         """The same as a figure of its own."""
         raise NotImplementedError
 
-    def save(self, scene: Scene, kind: str, path: Path, *, overwrite: bool) -> Path:
-        """Write the same into a file; see `workbench.widgets.export.KINDS`."""
-        figure = self.figure(scene, "bokeh" if kind == "html" else "matplotlib")
-        make_folder(path)
-        return plots.save(figure, path, overwrite=overwrite)
+    def picture(self, scene: Scene) -> bytes:
+        """The same as PNG, for the saved notebook."""
+        return picture_of(self.figure(scene, "matplotlib"))
+
+    def saved(self) -> SavedView:
+        """What is drawn, for a page without a kernel: which parts belong to which model and signal."""
+        raise NotImplementedError
+
+    def layered(self) -> list[ColumnDataSource]:
+        """The columns that are drawn, where each point belongs to a layer."""
+        return []
+
+    def highlight(self, layer: int | None) -> None:
+        """Mark what belongs to a layer, and dim the rest; None marks nothing."""
+        self._is_marking = True
+        try:
+            with self.batch():
+                for source in self.layered():
+                    if source not in self._followed:
+                        self._followed.append(source)
+                        source.selected.on_change("indices", partial(self._read_selection, source))
+                    chosen = [] if layer is None else np.flatnonzero(np.asarray(source.data["layer"]) == layer).tolist()
+                    if chosen != source.selected.indices:
+                        source.selected.indices = chosen
+        finally:
+            self._is_marking = False
+
+    def _read_selection(self, source: ColumnDataSource, attr: str, old: list[int], new: list[int]) -> None:
+        """Points were selected on the page: their layer is highlighted in all views."""
+        if not self._is_marking:
+            added = [i for i in new if i not in old] or new
+            self.choose_layer(int(source.data["layer"][added[0]]) if added else None)
 
     def close(self) -> None:
         """Remove the view from the page and the kernel."""
         close_tree(self.box)
         for control in self.controls:
             control.close()
-        self.withdraw()
+        if self.canvas is not None:
+            self.canvas.close()
+            self.canvas.document.clear()
 
     def put(self, *above: ipywidgets.Widget, root: LayoutDOM) -> None:
-        """Show a new figure below these controls."""
-        self.withdraw()
+        """Show a new figure below these controls, once it is drawn; until then the old one stays."""
+        old = self.canvas
+        if old is not None:
+            old.withdraw()
         self.canvas = Figure(root, lock=self.lock)
-        self.box.children = [*above, self.canvas]
+        enlarge_text(root, self.theme)
+        self.stage.put(self.canvas, self.canvas, replaces=old)
+        if tuple(self.box.children) != (*above, self.stage):
+            self.box.children = [*above, self.stage]
 
     def batch(self) -> AbstractContextManager:
         """Changes that the page gets together; nothing to gather before there is a figure."""
         return nullcontext() if self.canvas is None else self.canvas.batch()
 
     def withdraw(self) -> None:
-        """Remove the figure from the page, so that its parts can be rearranged, which the page cannot follow."""
+        """Leave the figure on the page as it is, so that its parts can be rearranged, which the page cannot follow."""
         if self.canvas is not None:
-            self.canvas.close()
-            self.canvas.document.clear()
-
-
-def muted(sentence: str) -> str:
-    """A line of explanation as HTML."""
-    return f'<div style="color:var(--jp-ui-font-color2);line-height:1.5">{sentence}</div>'
+            self.canvas.withdraw()
 
 
 def labelled(label: str, *controls: ipywidgets.Widget) -> ipywidgets.HBox:

@@ -10,15 +10,14 @@ import numpy as np
 
 from workbench.errors import OptionError
 from workbench.formatting import compact
-from workbench.io.atomic import check_free, replacing
 from workbench.studies.comparison import compare_checked
 from workbench.widgets.comparison.scene import ComparisonView, Scene
-from workbench.widgets.export import make_folder
-from workbench.widgets.tables import NAME, TABLE
+from workbench.widgets.saved_page import SavedView
+from workbench.widgets.tables import NAME, SCROLLING, TABLE
+from workbench.widgets.text_picture import text_picture
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     import xarray as xr
 
@@ -26,11 +25,8 @@ _HEAD = "padding:2px 0 2px 9px;text-align:right;vertical-align:bottom;line-heigh
 _CELL = "padding:1px 0 1px 9px;text-align:right;white-space:nowrap"
 _MUTED = "color:var(--jp-ui-font-color2,GrayText)"
 _LINE = "border-top:1px solid var(--jp-border-color2,#8884)"
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>Stability Workbench</title>
-<style>:root {{ color-scheme: light dark; font: 14px system-ui, sans-serif; }} body {{ margin: 24px; }}</style></head>
-<body>{}</body></html>
-"""
+#: Name of the row below a run.
+_PUBLISHED = "published"
 #: Columns of the table, in order; those without any value are left out.
 _MEASURES = (
     "near_unit_mass",
@@ -52,25 +48,25 @@ class TableView(ComparisonView):
     """Numbers of every run, the published ones below ours."""
 
     tip = "Means over the layers, with what is published below"
-    refused_kinds = dict.fromkeys(("png", "svg"), "The table is text; choose HTML or netCDF, or another view.")
+    refused_kinds = dict.fromkeys((".png", ".svg"), "The table is text; choose HTML or netCDF, or another view.")
 
-    def __init__(self, lock: AbstractContextManager) -> None:
-        super().__init__(lock)
-        self.table = ipywidgets.HTML()
+    def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
+        super().__init__(lock, theme)
+        self.table = ipywidgets.HTML(layout=SCROLLING)
         self.box.children = [self.table]
 
     def draw(self, scene: Scene) -> None:
         """Write the table of this step."""
         self.table.value = comparison_table(scene)
 
-    def save(self, scene: Scene, kind: str, path: Path, *, overwrite: bool) -> Path:
-        """Write the table as a page of its own."""
-        page = _PAGE.format(comparison_table(scene))
-        make_folder(path)
-        check_free(path, overwrite=overwrite)
-        with replacing(path) as partial:
-            partial.write_text(page, encoding="utf-8")
-        return path
+    def picture(self, scene: Scene) -> bytes:
+        """The table as PNG."""
+        rows, note = comparison_rows(scene)
+        return text_picture("Comparison of architectures", [note], rows)
+
+    def saved(self) -> SavedView:
+        """Text alone."""
+        return SavedView("table", None, below=self.table.value)
 
 
 def comparison_of(scene: Scene) -> xr.Dataset:
@@ -88,31 +84,34 @@ def comparison_of(scene: Scene) -> xr.Dataset:
     return compare_checked(runs, spectra, published=scene.published_of(spectra))
 
 
-def comparison_table(scene: Scene) -> str:
-    """The comparison as HTML: a row a run, a second one for what is published about it, a column a measure."""
+def comparison_rows(scene: Scene) -> tuple[list[list[str]], str]:
+    """The comparison as text: heads, a row a run, one for what is published about it below; and a note."""
     comparison = comparison_of(scene)
     ours = {name: _of(comparison[name], "ours") for name in _MEASURES}
     published = {name: _of(comparison[name], "published") for name in _MEASURES}
     measures = [name for name in _MEASURES if not (np.isnan(ours[name]).all() and np.isnan(published[name]).all())]
     # What is the same for every run is said in the note.
     measures = [name for name in measures if name not in ("rank", "kreiss_constant") or len(set(ours[name])) > 1]
-    heads = "".join(
-        f'<th style="{_HEAD}" title="{html.escape(comparison[name].attrs["meaning"])}">'
-        f"{html.escape(comparison[name].attrs['long_name']).replace('-', '&#8209;')}</th>"
-        for name in measures
-    )
-    rows = ""
+    rows = [["", *(comparison[name].attrs["long_name"] for name in measures)]]
     for index, model in enumerate(comparison["architecture"].values.tolist()):
-        rows += _row(html.escape(model), [compact(ours[name][index]) for name in measures], f"{_LINE};font-weight:500")
+        rows.append([model, *(compact(ours[name][index]) for name in measures)])
         theirs = [published[name][index] for name in measures]
         if not np.isnan(theirs).all():
-            rows += _row("published", ["" if np.isnan(value) else f"{value:g}" for value in theirs], _MUTED)
-    note = html.escape(_note(scene, comparison))
-    table = f'<table style="{TABLE};font-size:12px"><tr><td></td>{heads}</tr>{rows}</table>'
-    return (
-        f'<div style="overflow-x:auto">{table}</div>'
-        f'<div style="{_MUTED};line-height:1.5;margin-top:4px;max-width:780px;white-space:normal">{note}</div>'
+            rows.append([_PUBLISHED, *("" if np.isnan(value) else f"{value:g}" for value in theirs)])
+    return rows, _note(scene, comparison)
+
+
+def comparison_table(scene: Scene) -> str:
+    """The same as HTML."""
+    (heads, *rows), note = comparison_rows(scene)
+    head = "".join(f'<th style="{_HEAD}">{html.escape(name).replace("-", "&#8209;")}</th>' for name in heads[1:])
+    body = "".join(
+        _row(html.escape(name), cells, _MUTED if name == _PUBLISHED else f"{_LINE};font-weight:500")
+        for name, *cells in rows
     )
+    table = f'<table style="{TABLE};font-size:12px"><tr><td></td>{head}</tr>{body}</table>'
+    look = f"{_MUTED};line-height:1.5;margin-top:4px;max-width:780px;white-space:normal"
+    return f'{table}<div style="{look}">{html.escape(note)}</div>'
 
 
 def _of(values: xr.DataArray, source: str) -> np.ndarray:

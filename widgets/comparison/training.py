@@ -14,15 +14,18 @@ from workbench.plots.style import NEUTRAL, log_ticks_bokeh
 from workbench.plots.traces_figure import Trace, TracesPanel, trace_of, traces
 from workbench.schema.runs import MONITORS, SPECTRA
 from workbench.studies.comparison import ENERGETIC, SPECTRAL
-from workbench.widgets.comparison.scene import ComparisonView, Scene, muted
+from workbench.widgets.comparison.scene import ComparisonView, Scene
 from workbench.widgets.panel_grid import fit, grid, own_panel, set_range
+from workbench.widgets.saved_page import SavedView
+from workbench.widgets.tables import muted
 from workbench.widgets.tags import Tags
+from workbench.widgets.theme import THEMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from bokeh.models import ColumnDataSource, GridPlot
+    from bokeh.models import ColumnDataSource, GlyphRenderer, GridPlot
 
     from workbench.widgets.comparison.recorded_run import RecordedRun
 
@@ -32,11 +35,11 @@ class TrainingView(ComparisonView):
 
     tip = "Loss, gradient norm and other traces over all steps, one line a model"
 
-    def __init__(self, lock: AbstractContextManager) -> None:
-        super().__init__(lock)
+    def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
+        super().__init__(lock, theme)
         self.variables = Tags(label="traces")
         self.controls = [self.variables]
-        self.panels = TracePanels()
+        self.panels = TracePanels(theme)
         self._offered_for: Mapping[str, RecordedRun] | None = None
 
     def draw(self, scene: Scene) -> None:
@@ -51,6 +54,15 @@ class TrainingView(ComparisonView):
             self.put(self.variables, root=self.panels.root)
         with self.batch():
             self.panels.write(scene.runs, scene.shown, scene.step)
+
+    def saved(self) -> SavedView:
+        """A panel for each trace, of which those chosen are visible at first."""
+        panels = self.panels.panels
+        names = dict.fromkeys(name for panel in panels.values() for name in panel.sources)
+        models = {name: [part for panel in panels.values() for part in panel.parts(name)] for name in names}
+        texts = {option["name"]: option["text"] for option in self.variables.options}
+        signals = {texts[variable]: [panel.figure] for variable, panel in panels.items()}
+        return SavedView("training", self.panels.root, models, signals, shown=list(signals))
 
     def figure(self, scene: Scene, backend: str) -> Any:
         """The same panels as a figure of `workbench.plots.traces`."""
@@ -84,7 +96,8 @@ class TrainingView(ComparisonView):
 class TracePanels:
     """Panels of several variables below each other, with one range of steps; each is built when it is first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, theme: str) -> None:
+        self._theme = theme
         self.panels: dict[str, TracePanel] = {}
         self.x_range = Range1d(0, 1)
         self.root: GridPlot | None = None
@@ -94,7 +107,7 @@ class TracePanels:
         """Make the column of these variables; whether it is a new one."""
         for variable in variables:
             if variable not in self.panels or not self.panels[variable].suits(runs, shown):
-                self.panels[variable] = TracePanel(variable, runs, shown, self.x_range)
+                self.panels[variable] = TracePanel(variable, runs, shown, self.x_range, theme=self._theme)
         panels = tuple(self.panels[variable] for variable in variables)
         if panels == self._arranged:
             return False
@@ -121,6 +134,7 @@ class TracePanel:
         runs: All runs, in the order that sets their styles.
         shown: The names of those that are shown.
         x_range: The range of steps, shared with the other panels.
+        theme: A theme of widgets.
 
     Attributes:
         figure: The bokeh panel.
@@ -128,8 +142,11 @@ class TracePanel:
         sources: The columns of each run's line.
     """
 
-    def __init__(self, variable: str, runs: Mapping[str, RecordedRun], shown: Sequence[str], x_range: Range1d) -> None:
+    def __init__(
+        self, variable: str, runs: Mapping[str, RecordedRun], shown: Sequence[str], x_range: Range1d, *, theme: str
+    ) -> None:
         self.variable = variable
+        self._n_letters = round(90 / THEMES[theme])
         self._lines: dict[str, Trace] = {}
         self._runs: dict[str, RecordedRun] = {}
         self._lines, self._runs = self._read(runs), dict(runs)
@@ -149,6 +166,10 @@ class TracePanel:
         self.sources: dict[str, ColumnDataSource] = {name: parts[0]["source"] for name, parts in self._parts.items()}
         self._is_logarithmic = isinstance(self.figure.y_scale, LogScale)
         self._shown: tuple[str, ...] = ()
+
+    def parts(self, name: str) -> list[GlyphRenderer]:
+        """What is drawn of a run; nothing if it is not there."""
+        return [part["glyph_renderer"] for part in self._parts.get(name, [])]
 
     def suits(self, runs: Mapping[str, RecordedRun], shown: Sequence[str]) -> bool:
         """Whether the panel can be written with these runs, as they are now."""
@@ -187,7 +208,7 @@ class TracePanel:
             if self._lines[name].cross is not None
         ]
         note = "; ".join(filter(None, [*crosses, panel.note]))
-        self._note.text = "\n".join(textwrap.wrap(note, 110, max_lines=2, placeholder=" …"))
+        self._note.text = "\n".join(textwrap.wrap(note, self._n_letters, max_lines=2, placeholder=" …"))
 
     def _read(self, runs: Mapping[str, RecordedRun]) -> dict[str, Trace]:
         """The lines of the runs; those of runs that are the same as before are kept."""

@@ -6,16 +6,22 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workbench.models.run_checkpoints import list_checkpoints
 from workbench.training.checkpoints import branch_run
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from workbench.widgets.live.history import RunHistory
 
 _NAME = re.compile(r"start-(\d+)")
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A checkpoint that a run of the room has written.
+    """A checkpoint that a run has written.
 
     Attributes:
         start: Number of the start, from 1.
@@ -50,7 +56,15 @@ class Branches:
 
     def new(self) -> Path:
         """The folder of the next start; created by the caller."""
-        return self.folder / f"start-{self.n_starts + 1:03d}"
+        return self.place(self.n_starts + 1)
+
+    def place(self, start: int) -> Path:
+        """The folder of a start."""
+        return self.folder / f"start-{start:03d}"
+
+    def stores(self, start: int) -> dict[str, Path]:
+        """The stores of a start by the name of the run; none if there is no such start."""
+        return {store.stem: store for store in sorted(self.place(start).glob("*.zarr"))}
 
     def saved_steps(self) -> list[SavedStep]:
         """Every checkpoint; those of the latest start first, and of each the latest step first."""
@@ -62,18 +76,22 @@ class Branches:
         ]
         return sorted(found, key=lambda saved: (-saved.start, -saved.step, saved.run))
 
-    def branch(self, saved: SavedStep, stores: list[Path]) -> None:
-        """Copy a run as it was at a checkpoint to each of these places, or to none of them.
+    def branch(self, origins: Mapping[str, SavedStep], stores: Mapping[str, Path]) -> None:
+        """Copy runs as they were at checkpoints to new places, all or none of them.
+
+        Args:
+            origins: Checkpoint by the name of the new run.
+            stores: Its store.
 
         Raises:
             CheckpointError: If the checkpoint is gone.
             StoreError: If the disk is full, or a place is taken.
         """
         try:
-            for store in stores:
-                branch_run(saved.store, store, step=saved.step)
+            for name, store in stores.items():
+                branch_run(origins[name].store, store, step=origins[name].step)
         except BaseException:
-            self.drop(stores[0].parent)
+            self.drop(next(iter(stores.values())).parent)
             raise
 
     @staticmethod
@@ -84,3 +102,41 @@ class Branches:
     def _starts(self) -> dict[int, Path]:
         places = self.folder.iterdir() if self.folder.is_dir() else ()
         return {int(match.group(1)): place for place in places if (match := _NAME.fullmatch(place.name))}
+
+
+def remarks_on(saved: Sequence[SavedStep], start: int, histories: Mapping[str, RunHistory]) -> dict[SavedStep, str]:
+    """Why a checkpoint of the present start is a good one to go back to, for those that are.
+
+    A checkpoint of the step that diverged would diverge again whatever is switched, and so does not count as before it.
+
+    Args:
+        saved: Checkpoints, the latest step first.
+        start: Number of the present start.
+        histories: Its runs by name, the first one first.
+
+    Returns:
+        A remark for each chosen checkpoint; that before the divergence of the first run that diverged comes first.
+    """
+    remarks: dict[SavedStep, str] = {}
+    for name, history in histories.items():
+        own = [each for each in saved if each.start == start and each.run == name]
+        for what, step in (("divergence", history.diverged_at), ("first alarm", history.first_alarm)):
+            before = next((each for each in own if step is not None and each.step < step), None)
+            if before is not None:
+                also = f"{remarks[before]} and " if before in remarks else "the last before "
+                remarks[before] = f"{also}the {what} at step {step}"
+    return remarks
+
+
+def best_step(saved: Sequence[SavedStep], start: int, histories: Mapping[str, RunHistory]) -> SavedStep | None:
+    """The checkpoint to go back to unless another one is chosen.
+
+    Returns:
+        The latest before the divergence where a run diverged and has one, else the latest of all; None: there is none.
+    """
+    for name, history in histories.items():
+        if history.diverged_at is not None:
+            for each in saved:
+                if (each.start, each.run) == (start, name) and each.step < history.diverged_at:
+                    return each
+    return next(iter(saved), None)

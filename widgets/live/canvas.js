@@ -1,59 +1,27 @@
 const TRACES_EVERY_MS = 300;
+// Without a word from the kernel, which says every 5 seconds that it is there while runs go on.
+const SILENT_MS = 20_000;
 
-const arrayOf = (Kind, view) => new Kind(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
-
-// The message of the kernel, as runs with their modes and traces.
-function unpacked(content, buffers) {
-  const perRun = 3 + 2 * TRACES.length;
-  return content.runs.map((run, index) => {
-    const own = buffers.slice(index * perRun, (index + 1) * perRun);
-    const traces = TRACES.map((trace, i) => [
-      trace.name,
-      { step: arrayOf(Float32Array, own[3 + 2 * i]), value: arrayOf(Float32Array, own[4 + 2 * i]) },
-    ]);
-    const modes = { points: arrayOf(Float32Array, own[0]), layer: arrayOf(Uint8Array, own[1]), isReliable: arrayOf(Uint8Array, own[2]) };
-    return { ...run, modes, traces: Object.fromEntries(traces) };
-  });
+// A trace with the lines that mark the step that is shown and the one under the pointer.
+function makeTraceBox(trace) {
+  const box = made("div", "workbench-live-trace"), canvas = made("canvas");
+  const shown = made("i", "workbench-live-shown"), under = made("i", "workbench-live-under");
+  canvas.setAttribute("role", "img");
+  shown.hidden = under.hidden = true;
+  box.append(canvas, shown, under);
+  return { trace, box, canvas, shown, under, axis: null };
 }
 
-function themeOf(element) {
-  const style = getComputedStyle(element);
-  const read = (name, otherwise) => style.getPropertyValue(name).trim() || otherwise;
-  return {
-    ink: read("--jp-content-font-color1", "#7a7a7a"),
-    ground: read("--jp-layout-color0", "transparent"),
-    font: style.fontFamily,
-    faint: "rgba(122, 122, 122, 0.32)",
-    band: "rgba(122, 122, 122, 0.24)",
-    kss: "rgba(31, 119, 212, 0.16)",
-    fault: "rgba(211, 47, 47, 0.1)",
-    faultEdge: "rgba(211, 47, 47, 0.8)",
-  };
-}
-
-const threeDigits = (value) => (value === null ? "–" : value < 1e4 ? String(Number(value.toPrecision(3))) : short(Number(value.toPrecision(2))));
-
-function legendOf(runs, broken) {
-  const swatch = (run) => `<span class="workbench-live-key"><svg width="26" height="8" aria-hidden="true"><path d="M0 4H26"
-    stroke="${run.color}" stroke-width="2.2" stroke-dasharray="${run.dash.join(" ")}"/></svg>${run.name}</span>`;
-  const shade = '<span class="workbench-live-key"><i class="workbench-live-shade"></i>KSS on</span>';
-  const hasFault = runs.some((run) => run.fault_spans.length);
-  const fault = hasFault ? '<span class="workbench-live-key"><i class="workbench-live-fault"></i>fault on</span>' : "";
-  const probes = runs.some((run) => run.sound.length || run.broken.length)
-    ? `<span class="workbench-live-key">probe: ▏sound <b style="color:${broken}">■</b> broken</span>` : "";
-  const end = runs.some((run) => run.is_broken) ? '<span class="workbench-live-key"><b>×</b> diverged or failed</span>' : "";
-  return runs.map(swatch).join("") + shade + fault + probes + end;
-}
-
-function depthKeyOf(run, isNear) {
-  const n = run.depth_colors.length;
-  if (!run.n_layers) return "";
-  const cells = run.depth_colors.map((color) => `<i style="background:${color};width:${Math.max(4, 72 / n)}px"></i>`).join("");
-  const layers = n === 1 ? `layer 0 ${cells}` : `layer 0 ${cells} ${n - 1}`;
-  const [lower, upper] = run.near_unit;
-  return `<span>${layers}</span><span>● reliable ○ not</span>
-    <span><i class="workbench-live-band"></i> near unit, ${lower}–${upper}</span>
-    <span>${isNear ? "true to scale" : `┄ |λ| beyond ${KNEE} on a log scale`}</span>`;
+function makePanel(run, tip, signal) {
+  const box = made("figure", "workbench-live-map"), title = made("b", "", run.name), note = made("span", "workbench-live-note");
+  const line = made("div", "workbench-live-numbers"), canvas = made("canvas"), head = made("figcaption");
+  canvas.setAttribute("role", "img");
+  title.style.borderColor = run.color;
+  head.append(title, note);
+  box.append(head, line, canvas);
+  const panel = { name: run.name, box, note, line, canvas, drawn: null, now: null };
+  hoverPlane(canvas, tip, signal, () => panel.now);
+  return panel;
 }
 
 function render({ model, el, signal }) {
@@ -67,50 +35,40 @@ function render({ model, el, signal }) {
   zoom.setAttribute("aria-pressed", "false");
   key.append(words, zoom);
   const plots = made("div", "workbench-live-plots"), legend = made("div", "workbench-live-keys");
-  const left = made("div"), side = made("div"), body = made("div", "workbench-live-body");
+  const left = made("div", "workbench-live-left"), side = made("div", "workbench-live-side"), body = made("div", "workbench-live-body");
+  const scrubber = makeScrubber(model, signal), tip = makeTip(el);
   left.append(maps, key);
   side.append(legend, plots);
-  const traces = TRACES.map((trace) => {
-    const canvas = made("canvas");
-    canvas.setAttribute("role", "img");
-    plots.append(canvas);
-    return canvas;
-  });
+  const traces = TRACES.map(makeTraceBox);
+  plots.append(...traces.map((each) => each.box));
   body.append(left, side);
   accounts.setAttribute("role", "note");
   accounts.setAttribute("aria-label", "First alarms");
-  el.replaceChildren(accounts, status, body);
+  el.replaceChildren(accounts, status, scrubber.box, body, tip.box);
 
   // Painting costs most: a map is redrawn when its modes are new, the traces a few times a second.
-  let panels = [], recent = [], isStale = true, tracesAt = 0, later = null;
-  const drawTraces = (runs, theme, nSteps) => {
-    tracesAt = performance.now();
-    TRACES.forEach((trace, i) => {
-      if (traces[i].style.display === "none") return;
-      drawTrace(traces[i], theme, trace, runs, nSteps);
-      const ends = runs.map((run) => `${run.name} ${threeDigits(run.traces[trace.name].value.at(-1) ?? null)}`);
-      traces[i].setAttribute("aria-label", `${trace.title} over the steps; now ${ends.join(", ")}`);
-    });
-  };
-  const makePanels = (runs) => {
-    panels = runs.map((run) => {
-      const box = made("figure", "workbench-live-map"), title = made("b", "", run.name), note = made("span", "workbench-live-note");
-      const line = made("div", "workbench-live-numbers"), canvas = made("canvas"), head = made("figcaption");
-      canvas.setAttribute("role", "img");
-      title.style.borderColor = run.color;
-      head.append(title, note);
-      box.append(head, line, canvas);
-      return { name: run.name, box, note, line, canvas, drawn: null };
-    });
-    recent = [];
-    isStale = true;
-    maps.replaceChildren(...panels.map((panel) => panel.box));
-  };
+  let panels = [], recent = [], isStale = true, tracesAt = 0, later = null, latest = null, told = null;
   const setText = (element, text) => {
     if (element.textContent !== text) element.textContent = text;
   };
   const setHtml = (element, html) => {
     if (element.madeOf !== html) element.innerHTML = element.madeOf = html;
+  };
+  const mark = (line, axis, step) => {
+    line.hidden = step === null || !axis || step > axis.last;
+    if (!line.hidden) line.style.left = `${axis.left + (step / axis.last) * (axis.right - axis.left)}px`;
+  };
+
+  const drawTraces = (theme) => {
+    const { runs, earlier, content } = latest;
+    tracesAt = performance.now();
+    for (const each of traces) {
+      if (each.box.hidden) continue;
+      each.axis = drawTrace(each.canvas, theme, each.trace, runs, earlier, content.n_steps);
+      mark(each.shown, each.axis, content.step);
+      const ends = runs.map((run) => `${run.name} ${threeDigits(run.traces[each.trace.name].value.at(-1) ?? null)}`);
+      each.canvas.setAttribute("aria-label", `${each.trace.title} over the steps; now ${ends.join(", ")}`);
+    }
   };
 
   // The first alarm of each run and its likely cause, which stay in sight.
@@ -126,15 +84,7 @@ function render({ model, el, signal }) {
     }));
   };
 
-  const draw = (content, buffers) => {
-    const runs = unpacked(content, buffers), theme = { ...themeOf(el), broken: content.broken };
-    showAccounts(runs);
-    TRACES.forEach((trace, i) => (traces[i].style.display = trace.limit && !runs.some((run) => run.is_watched) ? "none" : ""));
-    if (runs.map((run) => run.name).join() !== panels.map((panel) => panel.name).join()) makePanels(runs);
-    setText(status, content.status);
-    body.classList.toggle("workbench-live-empty", !runs.length);
-    if (!runs.length) return;
-    setHtml(legend, legendOf(runs, content.broken));
+  const drawMaps = (theme, runs) => {
     const isNear = zoom.getAttribute("aria-pressed") === "true";
     setHtml(words, depthKeyOf(runs.find((run) => run.n_layers) ?? runs[0], isNear));
     const decades = Math.max(...runs.map((run, i) => decadesFor(run.modes.points, (recent[i] ??= []))));
@@ -145,17 +95,80 @@ function render({ model, el, signal }) {
       const numbers = run.modes_step === null ? "no modes yet" : `step ${run.modes_step}   M ${mass}   ρ ${threeDigits(run.spectral_radius)}`;
       setText(panel.line, numbers);
       panel.box.classList.toggle("workbench-live-over", run.is_broken);
-      const { points } = run.modes, shown = [decades, run.is_broken, points.length, ...points.slice(0, 16)].join();
-      if (isStale || panel.drawn !== shown) drawPlane(panel.canvas, theme, run, run.modes, decades, isNear);
-      panel.drawn = shown;
+      const { points } = run.modes, drawn = [decades, isNear, run.modes_step, points.length, ...points.slice(0, 16)].join();
+      if (isStale || panel.drawn !== drawn) drawPlane(panel.canvas, theme, run, run.modes, decades, isNear);
+      panel.drawn = drawn;
+      panel.now = { modes: run.modes, decades, isNear };
       panel.canvas.setAttribute("aria-label", `Eigenvalues of the run ${run.name} ${run.note}: ${numbers}`);
     });
+  };
+
+  const draw = (content, buffers) => {
+    if (!content.has_traces && !latest) return;
+    latest = { ...unpacked(content, buffers, latest), content };
+    const { runs, earlier } = latest, theme = { ...themeOf(el), broken: content.broken };
+    showAccounts(runs);
+    for (const each of traces) each.box.hidden = Boolean(each.trace.limit) && !runs.some((run) => run.is_watched);
+    if (runs.map((run) => run.name).join("|") !== panels.map((panel) => panel.name).join("|")) {
+      panels = runs.map((run) => makePanel(run, tip, signal));
+      recent = [];
+      isStale = true;
+      maps.replaceChildren(...panels.map((panel) => panel.box));
+    }
+    showStatus();
+    body.classList.toggle("workbench-live-empty", !runs.length);
+    scrubber.show(content, TRACES.slice(0, 4).map((trace) => [trace.name, trace.title.split(",")[0]]));
+    if (!runs.length) return;
+    const said = JSON.stringify([runs.map((run) => [run.name, run.is_broken, run.fault_spans.length > 0, run.sound.length + run.broken.length > 0]), earlier.map((run) => [run.name, run.verdict])]);
+    if (legend.madeOf !== said) legend.replaceChildren(...legendOf(runs, earlier, content.broken));
+    legend.madeOf = said;
+    drawMaps(theme, runs);
     clearTimeout(later);
     const wait = tracesAt + TRACES_EVERY_MS - performance.now();
-    if (isStale || wait <= 0) drawTraces(runs, theme, content.n_steps);
-    else later = setTimeout(() => drawTraces(runs, theme, content.n_steps), wait);
+    if (isStale || wait <= 0 || told !== content.step) drawTraces(theme);
+    else later = setTimeout(() => drawTraces(theme), wait);
+    told = content.step;
     isStale = false;
   };
+
+  // A kernel that is gone says nothing more, and the page must not go on to say "training".
+  const showStatus = () => {
+    if (!latest && silenceOf(model) > SILENT_MS / 2) setText(status, "The kernel does not answer. If the cell has run, load the page again; else run it again.");
+    if (!latest) return;
+    const isCut = el.closest(".jupyter-widgets-disconnected") !== null, silence = silenceOf(model);
+    const isGone = isCut || (latest.content.is_active && silence > SILENT_MS);
+    el.classList.toggle("workbench-live-gone", isGone);
+    const what = isCut ? "The kernel is gone" : `Nothing has been heard from the kernel for ${Math.round(silence / 1000)} s: it is gone, or its machine stands still`;
+    setText(status, isGone ? `${what}. The picture is the last that came; run the cell again.` : latest.content.status);
+  };
+  const watch = setInterval(() => {
+    showStatus();
+  }, 2000);
+
+  for (const each of traces) {
+    const stepAt = (event) => {
+      if (!each.axis) return null;
+      const share = (event.offsetX - each.axis.left) / (each.axis.right - each.axis.left);
+      return share < -0.02 || share > 1.02 ? null : Math.min(Math.max(Math.round(share * each.axis.last), 0), each.axis.last);
+    };
+    const leave = () => {
+      tip.hide();
+      for (const other of traces) other.under.hidden = true;
+    };
+    each.canvas.addEventListener("pointermove", (event) => {
+      const step = stepAt(event);
+      if (step === null || !latest) return leave();
+      for (const other of traces) mark(other.under, other.axis, step);
+      const of = [...latest.runs, ...latest.earlier].map((run) => [run.name, run.traces[each.trace.name]]).filter(([, line]) => line.step.length && line.step[0] <= step && step <= line.step.at(-1));
+      return tip.show(event, [`step ${step}`, ...of.map(([name, line]) => `${name}: ${threeDigits(valueAt(line, step))}`)]);
+    }, { signal });
+    each.canvas.addEventListener("pointerleave", leave, { signal });
+    each.canvas.addEventListener("click", (event) => {
+      const step = stepAt(event);
+      if (step !== null && latest?.content.n_recorded) scrubber.go({ step });
+    }, { signal });
+  }
+
   const replay = follow(model, signal, draw);
   const again = () => {
     isStale = true;
@@ -171,6 +184,7 @@ function render({ model, el, signal }) {
   signal.addEventListener("abort", () => {
     size.disconnect();
     clearTimeout(later);
+    clearInterval(watch);
   });
 }
 export default { render };

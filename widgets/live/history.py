@@ -8,27 +8,35 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.callbacks.alarms import WATCHED
+from workbench.errors import SchemaError, StoreError
+from workbench.io.run_access import spectra_of
+from workbench.io.store import open_run
 from workbench.plots.timeline_account import account_of
-from workbench.plots.timeline_events import TimelineEvent, events_of, fault_spans
+from workbench.plots.timeline_events import TimelineEvent, divergence_of, events_of, fault_spans
 from workbench.plots.timeline_evidence import FARTHEST, LOWEST
 from workbench.studies.checks import checks_of
-from workbench.widgets.base import known
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     import xarray as xr
 
-    from workbench.callbacks.alarms import Alarms
     from workbench.callbacks.alarms.probe_alarms import Check
-    from workbench.training.step_record import StepRecord
+    from workbench.widgets.live.step_news import StepNews
 
 #: The traces, top to bottom, by the names that they have in a run.
 TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius", "evidence")
+_TITLES = {
+    "near_unit_mass": {"long_name": "near-unit mass, mean of the layers"},
+    "spectral_radius": {"long_name": "spectral radius, largest of the layers"},
+}
 #: Parts that a longer trace is cut into; of each, the lowest and the highest value are drawn.
 _N_PARTS = 300
 #: Marks of probes of one kind that are shown at most.
 _N_MARKS = 400
-_SIGNALS = [watched.name for watched in WATCHED]
+#: Spectra that are kept until they are certainly in the store; those before are read from there.
+_N_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class RunHistory:
 
     Args:
         n_steps: Steps that the run can have.
+        store: Store of the run, from which modes of earlier steps are read; None: only the latest are known.
+        n_kept: Spectra to keep until they are in the store.
 
     Attributes:
         n_done: Steps done.
@@ -82,26 +92,32 @@ class RunHistory:
         modes: The latest; None until there are any.
         verdict: Outcome of the run, such as ``"diverged at step 42"``; empty while it goes on.
         is_broken: Whether it ended in a divergence or an error.
+        diverged_at: Step at which it diverged; None: it has not.
         is_watched: Whether alarms listen to it.
         events: Faults, alarms and what they were put down to.
         nearest: Signal with the strongest evidence in the latest row; empty: none is known.
     """
 
-    def __init__(self, n_steps: int) -> None:
+    def __init__(self, n_steps: int, store: Path | None = None, *, n_kept: int = _N_KEPT) -> None:
         self.n_done = 0
         self.n_layers = 0
         self.modes: LiveModes | None = None
         self.verdict, self.is_broken = "", False
+        self.diverged_at: int | None = None
         self.is_watched, self.events, self.nearest = False, list[TimelineEvent](), ""
+        self.store = store
+        self._kept: dict[int, xr.Dataset] = {}
+        self._n_kept = n_kept
         self._active: frozenset[str] = frozenset()
         self._checks: list[Check] = []
         self._values = np.full((len(TRACES), n_steps), np.nan, np.float32)
         self._has_kss, self._has_fault = np.zeros(n_steps, bool), np.zeros(n_steps, bool)
+        self._has_spectra = np.zeros(n_steps, bool)
 
     @classmethod
-    def of(cls, run: xr.DataTree, n_steps: int) -> RunHistory:
-        """Make it from a run's record so far, for a run that continues from there."""
-        history = cls(n_steps)
+    def of(cls, run: xr.DataTree, n_steps: int, store: Path | None = None, *, n_kept: int = _N_KEPT) -> RunHistory:
+        """Make it from a run's record so far, for a run that continues from there, or has ended."""
+        history = cls(n_steps, store, n_kept=n_kept)
         if "monitors" not in run.children:
             return history
         monitors = run["monitors"].to_dataset().isel(step=slice(n_steps))
@@ -113,6 +129,8 @@ class RunHistory:
         history.n_done = int(step[-1]) + 1 if len(step) else 0
         history.events = [event for event in events_of(run) if event.step < history.n_done]
         history._checks = checks_of(run)
+        if (diverged := divergence_of(history.events)) is not None:
+            history._end_at(diverged.step)
         spans = fault_spans(history.events)
         history._active = frozenset(span.name for span in spans if span.stop is None)
         for span in spans:
@@ -123,48 +141,96 @@ class RunHistory:
             for at, row in zip(evidence["step"].values, evidence.transpose("step", "signal").values, strict=True):
                 history._take_evidence(int(at), row, evidence["signal"].values)
         if "spectra" in run.children:
-            spectra = run["spectra"].to_dataset()
+            spectra = spectra_of(run)
             history._values[2, spectra["step"]] = spectra["near_unit_mass"].mean("layer").values
             history._values[3, spectra["step"]] = spectra["spectral_radius"].max("layer").values
-            history._take(spectra.isel(step=[-1]))
+            history._has_spectra[spectra["step"]] = True
+            history._take(spectra.isel(step=[-1]).load())
         return history
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, news: StepNews) -> None:
         """Take in one step."""
-        self._values[:2, record.step] = record.loss, record.grad_norm
-        self._has_kss[record.step] = record.kss_enabled
-        self._has_fault[record.step] = bool(record.active_faults)
-        if record.spectra is not None:
-            self._take(record.spectra)
-            modes = known(self.modes)
-            self._values[2:4, record.step] = modes.near_unit_mass, modes.spectral_radius
-        self.n_done = record.step + 1
+        self._values[:2, news.step] = news.loss, news.grad_norm
+        self._has_kss[news.step] = news.kss_enabled
+        self._has_fault[news.step] = bool(news.active_faults)
+        if news.spectra is not None:
+            modes = self._take(news.spectra)
+            self._values[2:4, news.step] = modes.near_unit_mass, modes.spectral_radius
+            self._has_spectra[news.step] = True
+        if news.is_watched:
+            self.is_watched = True
+            on = frozenset(news.active_faults)
+            self.events += [TimelineEvent(news.step, "fault", name) for name in sorted(on ^ self._active)]
+            self._active = on
+        self.events += news.events
+        self._checks += news.checks
+        if news.evidence is not None:
+            names, values = news.evidence
+            self._take_evidence(news.step, values, names)
+        if news.cause and self.diverged_at is None:
+            self._end_at(news.step)
+        self.n_done = news.step + 1
 
-    def hear(self, record: StepRecord, alarms: Alarms) -> None:
-        """Take in what the alarms know after a step.
+    @property
+    def recorded_steps(self) -> np.ndarray:
+        """Steps at which spectra were recorded, rising."""
+        return np.flatnonzero(self._has_spectra[: self.n_done])
+
+    def spectra_at(self, step: int | None = None) -> xr.Dataset | None:
+        """The spectra of the latest recorded step up to this one, with a ``step`` dimension of one.
 
         Args:
-            record: Record of the step.
-            alarms: Alarms of the run.
+            step: None: the latest of all.
+
+        Returns:
+            None if there are none, or their step could not be written.
         """
-        self.is_watched = True
-        on = frozenset(record.active_faults)
-        self.events += [TimelineEvent(record.step, "fault", name) for name in sorted(on ^ self._active)]
-        self._active = on
-        for alarm in record.alarms:
-            place = (at if at >= 0 else None for at in (alarm.layer, alarm.head))
-            event = TimelineEvent(alarm.step, "alarm", alarm.signal, alarm.score, alarm.message, *place)
-            if alarm.signal not in (*_SIGNALS, *alarms.checks, "data"):
-                self.events.append(TimelineEvent(alarm.step, "setting", alarm.signal))
-            self.events.append(event)
-        if record.alarms:
-            found = alarms.attribute()
-            score = found.probability[found.cause]
-            self.events.append(TimelineEvent(record.step, "attribution", found.cause, score, found.message))
-        self._checks += [check for check in alarms.checks.values() if check.step == record.step]
-        row = alarms.latest_evidence
-        if row is not None and row.step == record.step:
-            self._take_evidence(row.step, row.values["evidence"], row.coords["signal"])
+        recorded = self.recorded_steps
+        last = len(recorded) if step is None else int(np.searchsorted(recorded, step, side="right"))
+        if not last:
+            return None
+        at = int(recorded[last - 1])
+        kept = self._kept.get(at)
+        if kept is not None or self.store is None:
+            return kept
+        try:
+            spectra = spectra_of(open_run(self.store))
+            return spectra.sel(step=[at]).load()
+        except (StoreError, SchemaError, OSError, KeyError):  # not written, as the disk was full, or removed
+            return None
+
+    def modes_at(self, step: int | None = None) -> LiveModes | None:
+        """The modes of the latest recorded step up to this one; of all, if None."""
+        if step is None or (self.modes is not None and self.modes.step <= step):
+            return self.modes
+        spectra = self.spectra_at(step)
+        return None if spectra is None else LiveModes.of(spectra)
+
+    def values_at(self, step: int) -> dict[str, float]:
+        """The values of all traces at a step; NaN where there is none."""
+        inside = 0 <= step < self.n_done
+        return {name: float(self._values[row, step]) if inside else math.nan for row, name in enumerate(TRACES)}
+
+    @property
+    def first_alarm(self) -> int | None:
+        """Step of the first alarm; None: there was none."""
+        return next((event.step for event in list(self.events) if event.kind == "alarm"), None)
+
+    def as_run(self) -> xr.DataTree:
+        """The traces as a run, for figures of `workbench.plots`: they are monitors, one of each name in ``TRACES``."""
+        import xarray as xr
+
+        step = np.arange(self.n_done)
+        names = [name for name in TRACES if name != "evidence"]
+        monitors = {
+            name: ("step", self._values[TRACES.index(name), : self.n_done].astype(float), _TITLES.get(name, {}))
+            for name in names
+        }
+        parts = {"/monitors": xr.Dataset(monitors, {"step": step})}
+        if self.diverged_at is not None:
+            end = {"step": self.diverged_at, "kind": "divergence", "source": "", "score": math.nan, "message": ""}
+            parts["/events"] = xr.Dataset({name: ("event", np.array([value])) for name, value in end.items()})
+        return xr.DataTree.from_dict(parts)
 
     @property
     def account(self) -> str:
@@ -208,13 +274,27 @@ class RunHistory:
         self.nearest = str(names[strongest])
         self._values[TRACES.index("evidence"), step] = np.clip(values[strongest], LOWEST, FARTHEST)
 
-    def _take(self, spectra: xr.Dataset) -> None:
+    def _take(self, spectra: xr.Dataset) -> LiveModes:
         self.n_layers = spectra.sizes["layer"]
-        self.modes = LiveModes.of(spectra)
+        modes = LiveModes.of(spectra)
+        kept = {**self._kept, modes.step: spectra}  # another dict: a page may be reading this one
+        self._kept = dict(list(kept.items())[-self._n_kept :])
+        self.modes = modes
+        return modes
+
+    def _end_at(self, step: int) -> None:
+        self.diverged_at, self.verdict, self.is_broken = step, f"diverged at step {step}", True
 
 
-def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[bytes]]:
+def pack(
+    histories: Mapping[str, RunHistory], modes: Mapping[str, LiveModes | None], *, has_traces: bool = True
+) -> tuple[list[dict[str, Any]], list[bytes]]:
     """All of it for the page: a small description of each run, and its buffers.
+
+    Args:
+        histories: By the name of the run.
+        modes: The modes to show of each run.
+        has_traces: Whether the traces are among the buffers.
 
     Returns:
         runs: Dicts, one per run.
@@ -222,7 +302,7 @@ def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[b
     """
     runs, buffers = [], []
     for name, history in histories.items():
-        n_done, modes = history.n_done, history.modes
+        n_done, shown = history.n_done, modes[name]
         runs.append(
             {
                 "name": name,
@@ -238,17 +318,21 @@ def pack(histories: dict[str, RunHistory]) -> tuple[list[dict[str, Any]], list[b
                 "nearest": history.nearest,
                 "sound": history.checked(is_sound=True),
                 "broken": history.checked(is_sound=False),
-                "modes_step": None if modes is None else modes.step,
-                "near_unit_mass": None if modes is None else _plain(modes.near_unit_mass),
-                "spectral_radius": None if modes is None else _plain(modes.spectral_radius),
-                "near_unit": None if modes is None else modes.near_unit,
+                "modes_step": None if shown is None else shown.step,
+                "near_unit_mass": None if shown is None else _plain(shown.near_unit_mass),
+                "spectral_radius": None if shown is None else _plain(shown.spectral_radius),
+                "near_unit": None if shown is None else shown.near_unit,
             }
         )
-        arrays = [] if modes is None else [modes.points, modes.layer, modes.is_reliable]
+        arrays = [] if shown is None else [shown.points, shown.layer, shown.is_reliable]
         buffers += [array.tobytes() for array in arrays] or [b"", b"", b""]
-        for trace in TRACES:
-            buffers += [array.tobytes() for array in history.trace(trace)]
+        buffers += pack_traces(history) if has_traces else []
     return runs, buffers
+
+
+def pack_traces(history: RunHistory) -> list[bytes]:
+    """Steps and values of each trace, as float32."""
+    return [array.tobytes() for trace in TRACES for array in history.trace(trace)]
 
 
 def _spans(is_on: np.ndarray) -> list[tuple[int, int]]:

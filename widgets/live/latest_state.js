@@ -1,11 +1,11 @@
 // The page's end of LatestState. Every view of a model draws the same state; it is painted in an animation frame, and the
 // kernel is notified after it, at most once in MILLISECONDS, which leaves time for training.
-const MILLISECONDS = 60;
+const MILLISECONDS = 90;
 const links = new WeakMap();
 
 function linkTo(model) {
   if (links.has(model)) return links.get(model);
-  const link = { views: new Set(), content: null, buffers: [], painted: 0, toldAt: 0, isDue: false };
+  const link = { views: new Set(), content: null, buffers: [], painted: 0, toldAt: 0, isDue: false, heardAt: performance.now() };
   const tell = () => {
     link.toldAt = performance.now();
     model.send({ painted: link.painted });
@@ -25,6 +25,7 @@ function linkTo(model) {
     requestAnimationFrame(paint);
   };
   model.on("msg:custom", (content, buffers) => {
+    link.heardAt = performance.now(); // {is_alive: true} says no more
     if (content.are_you_there) model.send({ painted: link.painted, again: true });
     if (content.number === undefined) return;
     link.content = content;
@@ -41,10 +42,23 @@ function follow(model, signal, draw) {
   const link = linkTo(model);
   link.views.add(draw);
   signal.addEventListener("abort", () => link.views.delete(draw));
-  if (link.content === null) model.send({ painted: 0 });
+  // Asked again until there is an answer: a notebook that is opened again shows its widgets before they are connected.
+  const ask = (wait) => {
+    if (signal.aborted || link.content !== null) return;
+    try {
+      model.send({ painted: 0 });
+    } catch {
+      // not connected yet
+    }
+    setTimeout(ask, wait, Math.min(2 * wait, 10_000));
+  };
+  if (link.content === null) ask(1000);
   else link.schedule();
   return link.schedule;
 }
+
+// Milliseconds since the kernel was last heard.
+const silenceOf = (model) => performance.now() - linkTo(model).heardAt;
 
 // Call when JupyterLab's theme changes, and once its colours are loaded.
 function onTheme(signal, act) {

@@ -1,17 +1,25 @@
-"""The live figure: an eigenvalue map for each run, and the traces of all."""
+"""The live figure: an eigenvalue map for each run, the traces of all, and the step that is shown."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from workbench.plots.style import BROKEN, depth_colors, model_style
-from workbench.widgets.live.history import pack
+from workbench.widgets.live.history import pack, pack_traces
 from workbench.widgets.live.latest_state import LatestState, script
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from workbench.widgets.live.history import RunHistory
+    from workbench.widgets.live.history import LiveModes, RunHistory
+
+#: Seconds between two states with the traces, while only the newest step is new in them.
+_TRACES_EVERY = 0.3
+#: Earlier runs that are drawn at most, pale.
+_N_EARLIER = 6
 
 
 class LiveCanvas(LatestState):
@@ -23,28 +31,126 @@ class LiveCanvas(LatestState):
     Args:
         status: Gives one line that says what is going on.
         note: Gives a few words on a run that is not over, by its name.
+        guarded: Wraps the requests of the page, so that an error is shown to the user.
+        moved: Called when another step is shown.
 
     Attributes:
         n_steps: Steps that the runs can have.
-        histories: Histories that are drawn, by the name of the run; replace it to draw others.
+        histories: Histories that are drawn, by the name of the run; use `show` to draw others.
+        earlier: Histories of earlier runs, by name and number of the start; drawn as pale lines.
+        is_active: Whether runs go on, so that a page that hears nothing knows that the kernel is gone.
+        step: Step whose modes are shown; None: the latest.
     """
 
-    _esm = script("latest_state.js", "plane.js", "traces.js", "canvas.js")
+    _esm = script("latest_state.js", "plane.js", "traces.js", "legend.js", "hover.js", "scrubber.js", "canvas.js")
     _css = script("canvas.css")
 
-    def __init__(self, status: Callable[[], str], note: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        status: Callable[[], str],
+        note: Callable[[str], str],
+        guarded: Callable[[Callable[..., None]], Callable[..., None]],
+        moved: Callable[[], None],
+    ) -> None:
         self.histories: dict[str, RunHistory] = {}
+        self.earlier: dict[tuple[str, int], RunHistory] = {}
         self.n_steps = 1
-        self._status, self._note = status, note
+        self.is_active = False
+        self.step: int | None = None
+        self._shown: dict[str, LiveModes | None] = {}
+        self._status, self._note, self._moved = status, note, moved
+        self._go = guarded(self._go_as_asked)
+        self._traces_at = -_TRACES_EVERY
         super().__init__()
+
+    def show(self, histories: dict[str, RunHistory], earlier: dict[tuple[str, int], RunHistory], n_steps: int) -> None:
+        """Draw other runs, at their latest step."""
+        self.step, self._shown, self.n_steps = None, {}, n_steps
+        self.earlier = dict(list(earlier.items())[-_N_EARLIER:])
+        self.histories = histories
+        self._traces_at = -_TRACES_EVERY
+
+    @property
+    def recorded_steps(self) -> np.ndarray:
+        """Steps at which spectra of any run were recorded, rising."""
+        steps = [history.recorded_steps for history in list(self.histories.values())]
+        return np.unique(np.concatenate(steps)) if steps else np.zeros(0, int)
+
+    def go_to(self, step: int | None) -> None:
+        """Show the modes of a step: the latest one up to it at which spectra were recorded; None: follow the latest."""
+        recorded = self.recorded_steps
+        if step is None or not len(recorded):
+            self.step, self._shown = None, {}
+        else:
+            place = int(np.searchsorted(recorded, step, side="right")) - 1
+            at = int(recorded[max(place, 0)])
+            self._shown = {name: history.modes_at(at) for name, history in list(self.histories.items())}
+            self.step = at
+        self._moved()
+        self.refresh()
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
         """Everything that is drawn, as it is now."""
-        histories = dict(self.histories)
-        runs, buffers = pack(histories)
+        histories, step, shown = dict(self.histories), self.step, self._shown
+        now = time.monotonic()
+        has_traces = self._is_new_page or not self.is_active or now - self._traces_at >= _TRACES_EVERY
+        if has_traces:
+            self._traces_at = now
+        modes = {name: history.modes if step is None else shown.get(name) for name, history in histories.items()}
+        runs, buffers = pack(histories, modes, has_traces=has_traces)
         for index, run in enumerate(runs):
-            run["color"] = model_style(index)["color"]
-            run["dash"] = [[], [5, 3]][index % 2]
+            run |= {**_look(index), "depth_colors": depth_colors(run["n_layers"])}
             run["note"] = run["verdict"] or self._note(run["name"])
-            run["depth_colors"] = depth_colors(run["n_layers"])
-        return {"status": self._status(), "n_steps": self.n_steps, "broken": BROKEN, "runs": runs}, buffers
+        recorded = self.recorded_steps
+        content: dict[str, Any] = {
+            "status": self._status(),
+            "is_active": self.is_active,
+            "n_steps": self.n_steps,
+            "broken": BROKEN,
+            "runs": runs,
+            "has_traces": has_traces,
+            "step": step,
+            "place": None if step is None else int(np.searchsorted(recorded, step)),
+            "n_recorded": len(recorded),
+            "newest": int(recorded[-1]) if len(recorded) else None,
+        }
+        if step is not None:
+            content["values"] = {name: _plain(history.values_at(step)) for name, history in histories.items()}
+        if has_traces:
+            content["earlier"] = [
+                {**_look(_place(name, list(histories))), "name": f"{name} (start {start})", "verdict": history.verdict}
+                for (name, start), history in self.earlier.items()
+            ]
+            for history in self.earlier.values():
+                buffers += pack_traces(history)
+        return content, buffers
+
+    def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
+        super()._receive(_, content, buffers)
+        if "go" in content:
+            self._go(content["go"])
+
+    def _go_as_asked(self, where: dict[str, int] | None) -> None:
+        """Go to a place among the recorded steps, to a step, or to the latest."""
+        recorded = self.recorded_steps
+        if where is None or not len(recorded):
+            self.go_to(None)
+        elif "place" in where:
+            self.go_to(int(recorded[min(max(where["place"], 0), len(recorded) - 1)]))
+        else:
+            self.go_to(where["step"])
+
+
+def _look(index: int) -> dict[str, Any]:
+    """Colour and dash of a run."""
+    return {"color": model_style(index)["color"], "dash": [[], [5, 3]][index % 2]}
+
+
+def _place(name: str, names: list[str]) -> int:
+    """The place of an earlier run's name among those of now, so that it has the same colour."""
+    return names.index(name) if name in names else len(names)
+
+
+def _plain(values: dict[str, float]) -> dict[str, float | None]:
+    """Convert numbers for JSON."""
+    return {name: value if np.isfinite(value) else None for name, value in values.items()}

@@ -1,9 +1,8 @@
-"""Treatment and control of a live training: KSS and faults switched on, or never; both are monitored alike."""
+"""The two runs of a live training: treatment and control, or two architectures; both are monitored alike."""
 
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from workbench.callbacks.kss import KSS
 from workbench.callbacks.recorder import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from workbench.callbacks.actions import Actions
     from workbench.callbacks.alarms import Alarms
@@ -24,17 +23,19 @@ WITH_FAULTS, WITHOUT_FAULTS = "with faults", "without faults"
 
 
 class PairedRuns:
-    """The two runs of a room, but for model and data.
+    """The two runs of a live training, but for model and data.
 
-    The control has the same faults and the same KSS, never switched on, so that both compute alike to the bit until a
-    button or a schedule switches something; it has a recorder and alarms of the same kind, and no actions.
+    A control has the same faults and the same KSS, never switched on, so that both compute alike to the bit until a
+    button or a schedule switches something; it has a recorder and alarms of the same kind, and no actions. A second
+    architecture has all of them, and is switched together with the first.
 
     Args:
-        kss: KSS of the treatment; None: the recommended one, switched off where there are faults.
-        faults: Faults of the treatment.
-        recorder: Recorder of the treatment; None: none.
-        alarms: Alarms of the treatment; None: none.
-        actions: Actions of the treatment; None: none.
+        kss: KSS of the first run; None: the recommended one.
+        faults: Faults of the first run.
+        recorder: Recorder of the first run; None: none.
+        alarms: Alarms of the first run; None: none.
+        actions: Actions of the first run; None: none.
+        is_off: Whether that one is switched off at first; with faults it always is.
 
     Attributes:
         names: Names of the treatment and of its control.
@@ -50,6 +51,8 @@ class PairedRuns:
         recorder: Recorder | None,
         alarms: Alarms | None,
         actions: Actions | None,
+        *,
+        is_off: bool = False,
     ) -> None:
         Injection(faults)
         Guard(recorder, alarms, actions)
@@ -57,56 +60,56 @@ class PairedRuns:
         self.recorder, self.alarms, self.actions = recorder, alarms, actions
         if kss is None:
             kss = KSS.recommended()
-            kss.enabled = not self.faults
+            kss.enabled = not self.faults and not is_off
         self.kss = kss
         self.names = (WITH_FAULTS, WITHOUT_FAULTS) if self.faults else (WITH_KSS, WITHOUT_KSS)
 
-    def note(self, name: str) -> str:
-        """A few words on a run that is not over."""
-        if name != self.names[0]:
-            return ""
+    @property
+    def note(self) -> str:
+        """A few words on what is switched on, for a run that is not over."""
         if not self.faults:
-            return "switched on" if self.kss.enabled else "switched off"
+            return "KSS on" if self.kss.enabled else "KSS off"
         on = [fault.name.replace("_", " ") for fault in self.faults if fault.enabled]
         words = ["KSS on"] if self.kss.enabled else []
         return " · ".join([*words, f"{' and '.join(on)} on" if on else "no fault on"])
 
-    @contextmanager
-    def arguments(self, *, resume: bool) -> Iterator[dict[str, dict[str, Any]]]:
-        """Further arguments of `workbench.train` for each run, by name.
-
-        Args:
-            resume: Whether the runs go on from a checkpoint. It has switches of its own; when the context ends, they
-                are where they had been put.
-        """
-        control, switches = self.kss.state_dict(), [fault.state_dict() for fault in self.faults]
-        idle = KSS(enabled=False, options=self.kss.options, controller=self.kss.controller)
-        never = tuple(replace(fault) for fault in self.faults)
-        for fault in never:
-            fault.enabled = False
-        own = {
+    def of_first(self) -> dict[str, Any]:
+        """Further arguments of `workbench.train` for the first run."""
+        return {
             "kss": self.kss,
             "faults": self.faults,
             "recorder": self.recorder,
             "alarms": _from_the_start(self.alarms),
             "actions": self.actions,
         }
-        others = {
-            "kss": idle,
+
+    def of_control(self) -> dict[str, Any]:
+        """The same for a run in which nothing is ever switched on."""
+        never = tuple(replace(fault) for fault in self.faults)
+        for fault in never:
+            fault.enabled = False
+        return {
+            "kss": KSS(enabled=False, options=self.kss.options, controller=self.kss.controller),
             "faults": never,
             "recorder": _alike(self.recorder),
             "alarms": _from_the_start(copy.copy(self.alarms)),
         }
-        try:
-            yield dict(zip(self.names, (own, others), strict=True))
-        finally:
-            if resume:
-                self.kss.load_state_dict(control)
-                for fault, switch in zip(self.faults, switches, strict=True):
-                    fault.load_state_dict(switch)
-                idle.enabled = False
-                for fault in never:
-                    fault.enabled = False
+
+    def of_second(self) -> dict[str, Any]:
+        """The same for a run of another architecture, which is switched like the first."""
+        kss = KSS(options=self.kss.options, controller=self.kss.controller)
+        kss.load_state_dict(self.kss.state_dict())
+        faults = tuple(replace(fault) for fault in self.faults)
+        for own, fault in zip(faults, self.faults, strict=True):
+            own.load_state_dict(fault.state_dict())
+        actions = self.actions
+        return {
+            "kss": kss,
+            "faults": faults,
+            "recorder": _alike(self.recorder),
+            "alarms": _from_the_start(copy.copy(self.alarms)),
+            "actions": None if actions is None else replace(actions, kss=None if actions.kss is None else kss),
+        }
 
 
 def _from_the_start(alarms: Alarms | None) -> Alarms | None:

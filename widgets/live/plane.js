@@ -5,6 +5,10 @@ const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 const FARTHEST = 9;
 const powerOfTen = (k) => (k <= 2 ? String(10 ** k) : "10" + SUPERSCRIPTS[k]);
 
+// Text on canvases follows the page: a theme without a size has that of a notebook.
+const sizeOf = (theme) => theme.size ?? 11;
+const fontOf = (theme) => `${sizeOf(theme)}px ${theme.font}`;
+
 // A canvas as sharp as the screen, in CSS pixels, on which `paint(context, width, height)` has drawn what rarely changes:
 // it is redrawn when the size, the theme or the key changes, and copied otherwise.
 const backdrops = new WeakMap();
@@ -17,19 +21,19 @@ function sheet(canvas, theme, key, paint) {
   const context = canvas.getContext("2d");
   context.setTransform(1, 0, 0, 1, 0, 0);
   context.clearRect(0, 0, wide, high);
-  const whole = [wide, high, theme.ink, theme.ground, theme.font, key].join();
+  const whole = [wide, high, theme.ink, theme.ground, fontOf(theme), key].join();
   let kept = backdrops.get(canvas);
   if (kept?.whole !== whole) {
     kept = { whole, layer: Object.assign(made("canvas"), { width: wide, height: high }) };
     const below = kept.layer.getContext("2d");
     below.setTransform(ratio, 0, 0, ratio, 0, 0);
-    below.font = `11px ${theme.font}`;
+    below.font = fontOf(theme);
     paint(below, width, height);
     backdrops.set(canvas, kept);
   }
   if (wide && high) context.drawImage(kept.layer, 0, 0);
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
-  context.font = `11px ${theme.font}`;
+  context.font = fontOf(theme);
   return { context, width, height };
 }
 
@@ -120,11 +124,11 @@ function paintPlane(context, theme, width, height, decades, isNear, nearUnit) {
   context.textAlign = "center";
   context.textBaseline = "middle";
   if (isNear) {
-    for (const re of [0.8, 1, 1.2]) writtenOn(context, theme, String(re), x0 + re * scale, height - 9);
+    for (const re of [0.8, 1, 1.2]) writtenOn(context, theme, String(re), x0 + re * scale, height - 0.8 * sizeOf(theme));
   } else {
-    // Along a diagonal, where few modes are.
-    const powers = Array.from({ length: decades + 1 }, (_, k) => k);
-    for (const k of powers) {
+    // Along a diagonal, where few modes are; as many as have room.
+    const room = (PER_DECADE * scale) * Math.SQRT1_2, every = Math.max(1, Math.ceil((1.15 * sizeOf(theme)) / room));
+    for (let k = 0; k <= decades; k += every) {
       const far = radius(10 ** k) * scale * Math.SQRT1_2;
       writtenOn(context, theme, powerOfTen(k), x0 - far, y0 - far);
     }
@@ -137,25 +141,59 @@ function paintPlane(context, theme, width, height, decades, isNear, nearUnit) {
   writtenOn(context, theme, "Re λ", width - 3, y0 - 6);
 }
 
+// Of so many modes their density is drawn: one over the other, they would show no more than where one is.
+const MANY = 5000, CELL = 3;
+
+function drawDensity(context, run, modes, place, width, height) {
+  const wide = Math.ceil(width / CELL), high = Math.ceil(height / CELL), last = run.depth_colors.length - 1;
+  const count = new Uint32Array(wide * high), layers = new Float32Array(wide * high);
+  for (let i = 0; i < modes.layer.length; i++) {
+    const [x, y] = place(i), column = Math.floor(x / CELL), row = Math.floor(y / CELL);
+    if (column < 0 || row < 0 || column >= wide || row >= high) continue;
+    count[row * wide + column] += 1;
+    layers[row * wide + column] += Math.min(modes.layer[i], last);
+  }
+  const most = Math.log1p(count.reduce((a, b) => Math.max(a, b), 1));
+  for (let cell = 0; cell < count.length; cell++) {
+    if (!count[cell]) continue;
+    context.globalAlpha = 0.25 + (0.75 * Math.log1p(count[cell])) / most;
+    context.fillStyle = run.depth_colors[Math.round(layers[cell] / count[cell])];
+    context.fillRect((cell % wide) * CELL, Math.floor(cell / wide) * CELL, CELL, CELL);
+  }
+  context.globalAlpha = 1;
+}
+
+// Where each mode of a run is drawn on a plane, in CSS pixels.
+function placesOn(width, height, modes, decades, isNear) {
+  const { scale, x0, y0, radius } = viewOf(width, height, decades, isNear), rim = radius(10 ** decades);
+  return (i) => {
+    const re = modes.points[2 * i], im = modes.points[2 * i + 1], r = Math.hypot(re, im);
+    const shown = (Math.min(radius(r), rim) / (r || 1)) * scale;
+    return [x0 + re * shown, y0 - im * shown, r];
+  };
+}
+
 function drawPlane(canvas, theme, run, modes, decades, isNear) {
   const nearUnit = run.near_unit ?? [0.9, 1.05], key = [decades, isNear, ...nearUnit].join();
   const { context, width, height } = sheet(canvas, theme, key, (below, wide, high) =>
     paintPlane(below, theme, wide, high, decades, isNear, nearUnit));
-  const { scale, x0, y0, radius } = viewOf(width, height, decades, isNear);
-  const size = modes.layer.length > 800 ? 2.1 : 3.1, rim = radius(10 ** decades);
-  const last = run.depth_colors.length - 1;
+  const place = placesOn(width, height, modes, decades, isNear), n = modes.layer.length;
+  const size = n > 800 ? 2.1 : 3.1, last = run.depth_colors.length - 1;
   const marks = [false, true].map((isFilled) => run.depth_colors.map((color) => dot(color, isFilled, size)));
   let nOutside = 0;
-  for (let i = 0; i < modes.layer.length; i++) {
-    const re = modes.points[2 * i], im = modes.points[2 * i + 1], r = Math.hypot(re, im);
-    const shown = (Math.min(radius(r), rim) / (r || 1)) * scale, x = x0 + re * shown, y = y0 - im * shown;
+  if (n > MANY) drawDensity(context, run, modes, place, width, height);
+  for (let i = 0; i < n; i++) {
+    const [x, y, r] = place(i);
     nOutside += isNear ? x < 0 || y < 0 || x > width || y > height : r > 10 ** decades;
+    if (n > MANY) continue;
     const mark = marks[modes.isReliable[i]][Math.min(modes.layer[i], last)];
     context.drawImage(mark.canvas, x - mark.side / 2, y - mark.side / 2, mark.side, mark.side);
   }
-  if (nOutside) {
-    const what = isNear ? `${nOutside} outside` : `${nOutside} beyond ${powerOfTen(decades)}, drawn on its ring`;
+  const words = [];
+  if (n > MANY) words.push(`density of ${n.toLocaleString("en")} modes`);
+  if (nOutside) words.push(isNear ? `${nOutside} outside` : `${nOutside} beyond ${powerOfTen(decades)}, drawn on its ring`);
+  if (words.length) {
     context.textAlign = "center";
-    writtenOn(context, theme, what, width / 2, isNear ? 14 : height - 5);
+    writtenOn(context, theme, words.join("; "), width / 2, isNear ? 1.3 * sizeOf(theme) : height - 5);
   }
 }

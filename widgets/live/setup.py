@@ -1,20 +1,21 @@
-"""The controls that say what is trained: architecture, task, learning rate, seed, length."""
+"""The controls that say what is trained: architectures, task, learning rate, seed, length."""
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
-from torch import nn
 
 from workbench import tasks, zoo
 from workbench.errors import OptionError
 from workbench.tasks.user_data import OneShotTask
+from workbench.widgets.live.architecture_controls import LABEL, NATURAL, ROW, ArchitectureControls, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
 
     from workbench.tasks import Task
 
@@ -31,28 +32,35 @@ _TASKS: dict[str, Callable[[int], Task]] = {
 }
 _IMAGE_TASKS = ("digits",)
 _DEFAULT = zoo.ArchitectureConfig(family="transformer", norm="none", d_model=64, n_layers=4)
+#: What a run may be compared with, besides its control.
+NOTHING, ARCHITECTURE = "nothing", "another architecture"
 
 
 class Setup:
-    """Controls for a run, and the model and task that they stand for.
+    """Controls for a start, and the models and the task that they stand for.
 
     Args:
         architecture: A configuration of the zoo, which the controls then change; a model, which is copied for each run
             and never touched; or None: a small transformer without normalization.
         task: Name of one of the choices, a task, or any data that `wb.train` takes; None: associative recall.
+        versus: Another architecture, to train next to the first; None: none, but one may be chosen on the page.
         learning_rate: Peak rate.
         seed: Seed of fresh parameters, of the data of a task chosen by name, and of training.
         n_steps: Updates of a run.
         spectra_every: Steps between two spectra.
         compare: Whether a second run trains in parallel to the first.
-        control: Name of the second run.
+        control: Name of the control.
 
     Attributes:
+        first: Controls of the architecture.
+        second: Controls of the other architecture.
+        compare: What the run is compared with: the name of the control, ``NOTHING`` or ``ARCHITECTURE``.
         controls: Every control, to be watched or disabled.
         box: All of them.
 
     Raises:
-        OptionError: If there is no such task, or a number is out of range.
+        OptionError: If there is no such task, or a number is out of range, or the two architectures cannot learn the
+            same task.
     """
 
     def __init__(
@@ -60,17 +68,15 @@ class Setup:
         architecture: zoo.ArchitectureConfig | nn.Module | None,
         task: Any,
         *,
+        versus: zoo.ArchitectureConfig | nn.Module | None = None,
         learning_rate: float,
         seed: int,
         n_steps: int,
         spectra_every: int,
-        compare: bool,
+        compare: bool = True,
         control: str = "without KSS",
     ) -> None:
-        if architecture is not None and not isinstance(architecture, zoo.ArchitectureConfig | nn.Module):
-            raise OptionError(
-                f"The architecture is a {type(architecture).__name__}, expected a wb.zoo.ArchitectureConfig or a model."
-            )
+        self.first = ArchitectureControls(_DEFAULT if architecture is None else architecture)
         if isinstance(task, str) and task not in _TASKS:
             raise OptionError(f"There is no task '{task}'; choose from {', '.join(_TASKS)}, or pass a task.")
         if not learning_rate > 0:
@@ -78,98 +84,124 @@ class Setup:
         for name, value, lowest in (("n_steps", n_steps, 1), ("spectra_every", spectra_every, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or value < lowest:
                 raise OptionError(f"{name} is {value!r}, expected a whole number of at least {lowest}.")
-        self._config = architecture if isinstance(architecture, zoo.ArchitectureConfig) else _DEFAULT
-        self._model = architecture if isinstance(architecture, nn.Module) else None
+        if versus is not None and not compare:
+            raise OptionError("versus= names a second architecture, but compare=False asks for one run; leave out one.")
+        self.second = ArchitectureControls(
+            _alternative(architecture) if versus is None else versus, title="second architecture"
+        )
+        visions = {self.first.is_vision, self.second.is_vision} - {None}
+        if len(visions) > 1:
+            raise OptionError("Both architectures learn the same task, but only one of them reads images; choose two.")
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
-        is_vit = self._config.family == "vit"
-        self._make_controls(task if isinstance(task, str) else "digits" if is_vit else next(iter(_TASKS)), control)
+        name = task if isinstance(task, str) else "digits" if self.first.is_vision else next(iter(_TASKS))
+        self._control = control
+        self._make_controls(name)
         self.learning_rate.value = learning_rate
         self.seed.value, self.n_steps.value = seed, n_steps
-        self.spectra_every.value, self.compare.value = spectra_every, compare
+        self.spectra_every.value = spectra_every
+        self.compare.value = ARCHITECTURE if versus is not None else control if compare else NOTHING
+        self.adapt()
+
+    @property
+    def has_control(self) -> bool:
+        """Whether the second run is the first one with nothing switched on."""
+        return self.compare.value == self._control
+
+    @property
+    def has_second(self) -> bool:
+        """Whether the second run is of another architecture."""
+        return self.compare.value == ARCHITECTURE
+
+    @property
+    def architecture_names(self) -> tuple[str, str]:
+        """Names of the two architectures, as names of their runs."""
+        return names_of(self.first, self.second)
 
     def adapt(self) -> None:
-        """Make the controls consistent: norms of the family, images for a vision transformer, text for the others."""
-        norms = ("rms_norm",) if self.family.value == "mamba" else zoo.NORMS
-        if self.norm.options != norms:
-            norm = self.norm.value
-            self.norm.options = norms
-            self.norm.value = norm if norm in norms else norms[0]
-        if (self.family.value == "vit") != (self.task.value in _IMAGE_TASKS):
-            self.task.value = "digits" if self.family.value == "vit" else next(iter(_TASKS))
+        """Make the controls consistent: norms of the family, images for vision transformers, text for the others."""
+        for controls in (self.first, self.second):
+            controls.adapt()
+        if self.first.is_vision is not None:
+            if self.first.is_vision != (self.task.value in _IMAGE_TASKS):
+                self.task.value = "digits" if self.first.is_vision else next(iter(_TASKS))
+            families = tuple(family for family in zoo.FAMILIES if (family == "vit") == self.first.is_vision)
+            if self.second.model is None and self.second.family.options != families:
+                family = self.second.family.value
+                self.second.family.options = families
+                self.second.family.value = family if family in families else families[0]
+                self.second.adapt()
+        self.second.box.layout.display = "" if self.has_second else "none"
 
     def build_task(self) -> Task:
         """The task that the controls stand for.
 
         Raises:
-            OptionError: If its data can be read only once, and two runs need them.
+            OptionError: If its data can be read only once: they cannot be sent to the process that trains.
         """
         if self._task is None:
             return _TASKS[self.task.value](self.seed.value)
-        if self.compare.value and isinstance(self._task, OneShotTask):
+        if isinstance(self._task, OneShotTask):
             raise OptionError(
-                "The data can be read only once, but two runs need them; pass a DataLoader or a list, or compare=False."
+                "The data can be read only once, and cannot be sent to the process that trains; pass a DataLoader, a "
+                "dataset or a list of batches."
             )
         return self._task
 
-    def build_model(self, task: Task) -> nn.Module:
-        """A fresh model for a task, the same each time.
+    def build_models(self, task: Task, names: list[str]) -> dict[str, nn.Module]:
+        """A fresh model for each run, the same each time.
+
+        Args:
+            task: What they learn.
+            names: Names of the runs, the first one first.
 
         Raises:
-            OptionError: If the architecture is impossible.
+            OptionError: If an architecture is impossible.
         """
-        if self._model is not None:
-            return copy.deepcopy(self._model)
-        kind: Any = task  # of images or of tokens, which have fields of their own
-        options = {"seed": self.seed.value, "d_model": self.d_model.value, "n_layers": self.n_layers.value}
-        options["norm"] = self.norm.value
-        if self.family.value == "vit":
-            options |= {"image_size": kind.image_size, "n_channels": 1, "n_classes": kind.n_classes, "patch_size": 2}
-        elif hasattr(task, "vocab_size"):
-            options |= {"vocab_size": kind.vocab_size, "max_length": kind.length}
-        if self.family.value == self._config.family:
-            return zoo.build(replace(self._config, **options))
-        return zoo.build(zoo.ArchitectureConfig(family=self.family.value, **options))
+        of_second = self.second if self.has_second else self.first
+        return {
+            name: controls.build(task, self.seed.value)
+            for name, controls in zip(names, (self.first, of_second), strict=False)
+        }
 
-    def _make_controls(self, task: str, control: str) -> None:
-        config, label = self._config, {"description_width": "initial"}
-        narrow, wide = {"width": "98px"}, {"width": "208px"}
-        self.family = ipywidgets.Dropdown(
-            options=zoo.FAMILIES, value=config.family, description="architecture", style=label, layout=wide
-        )
-        norms = ("rms_norm",) if config.family == "mamba" else zoo.NORMS
-        self.norm = ipywidgets.Dropdown(
-            options=norms, value=config.norm, description="norm", style=label, layout={"width": "150px"}
-        )
-        whole = {"style": label, "layout": narrow}
-        self.d_model = ipywidgets.BoundedIntText(config.d_model, min=1, max=1 << 14, description="width", **whole)
-        self.n_layers = ipywidgets.BoundedIntText(config.n_layers, min=1, max=256, description="layers", **whole)
+    def _make_controls(self, task: str) -> None:
+        whole = {"style": LABEL, "layout": NATURAL}
         self.task = ipywidgets.Dropdown(
-            options=list(_TASKS), value=task, description="task", style=label, layout={"width": "205px"}
+            options=list(_TASKS), value=task, description="task", style=LABEL, layout=NATURAL
         )
         self.learning_rate = ipywidgets.FloatLogSlider(
-            1e-2, min=-5, max=1, step=0.05, description="learning rate", readout_format=".2g", style=label,
-            layout={"width": "290px"},
+            1e-2, min=-5, max=1, step=0.05, description="learning rate", readout_format=".2g", style=LABEL,
+            layout={"width": "22em"},
         )  # fmt: skip
         self.seed = ipywidgets.BoundedIntText(0, min=0, max=2**31, description="seed", **whole)
-        self.n_steps = ipywidgets.BoundedIntText(1, min=1, max=10**6, description="steps", **whole)
+        self.n_steps = ipywidgets.BoundedIntText(1, min=1, max=10**6, description="steps", style=LABEL, layout=NATURAL)
         self.spectra_every = ipywidgets.BoundedIntText(
-            1, min=1, max=10**6, description="spectra every", style=label, layout={"width": "134px"},
+            1, min=1, max=10**6, description="spectra every", style=LABEL, layout=NATURAL,
             tooltip="Steps between two pictures of the eigenvalues; each costs time, about two steps' for small models",
         )  # fmt: skip
-        self.compare = ipywidgets.Checkbox(
-            True,
-            description=f"compare: {control}",
-            indent=False,
-            layout={"width": "auto"},
-            tooltip=f"Also train the same run {control}: same parameters, data and seed",
+        self.compare = ipywidgets.Dropdown(
+            options=[(f"itself, {self._control}", self._control), (ARCHITECTURE, ARCHITECTURE), (NOTHING, NOTHING)],
+            description="compare with",
+            style=LABEL,
+            layout=NATURAL,
+            tooltip="Also train a second run, with the same data and seed",
         )
-        row = ipywidgets.Layout(flex_flow="row wrap", align_items="center", grid_gap="2px 10px")
-        model = [self.family, self.norm, self.d_model, self.n_layers]
-        if self._model is not None:
-            model = [ipywidgets.Label(f"model: {type(self._model).__name__}")]
-        task_part = [self.task] if self._task is None else [ipywidgets.Label(f"task: {self._task.describe()['task']}")]
-        numbers = [self.learning_rate, self.seed, self.n_steps, self.spectra_every, self.compare]
-        self.controls = [c for c in (*model, *task_part, *numbers) if not isinstance(c, ipywidgets.Label)]
+        task_part = [self.task] if self._task is None else []
+        label = [] if self._task is None else [ipywidgets.Label(f"task: {self._task.describe()['task']}")]
+        numbers = [self.learning_rate, self.seed, self.n_steps, self.spectra_every]
+        self.controls = [*self.first.controls, *task_part, *numbers, self.compare, *self.second.controls]
         self.box = ipywidgets.VBox(
-            [ipywidgets.HBox([*model, *task_part], layout=row), ipywidgets.HBox(numbers, layout=row)]
+            [
+                ipywidgets.HBox([self.first.box, *task_part, *label], layout=ROW),
+                ipywidgets.HBox([*numbers, self.compare], layout=ROW),
+                self.second.box,
+            ]
         )
+        self.box.add_class("workbench-live-setup")
+
+
+def _alternative(architecture: Any) -> zoo.ArchitectureConfig:
+    """What the second architecture is at first: the first one with another norm."""
+    config = architecture if isinstance(architecture, zoo.ArchitectureConfig) else _DEFAULT
+    if config.family == "mamba":
+        return _DEFAULT
+    return replace(config, norm="none" if config.norm == "pre_ln" else "pre_ln")

@@ -6,7 +6,12 @@ const TRACES = [
   { name: "spectral_radius", title: "spectral radius ρ, largest of the layers", isLog: true },
   { name: "evidence", title: "strongest evidence of a change", isLog: true, limit: 1 },
 ];
-const LEFT = 44, RIGHT = 10, TOP = 17, BOTTOM = 16;
+
+// The space around the lines, for text of the theme's size.
+function frameOf(theme, width, height) {
+  const size = sizeOf(theme);
+  return { left: 4 * size, right: width - 0.9 * size, top: 1.8 * size, bottom: height - 1.5 * size };
+}
 
 const short = (value) => {
   if (value === 0) return "0";
@@ -54,102 +59,115 @@ function valueAxis(trace, runs) {
 
 // The steps' axis doubles until it holds the full run.
 function lastStep(runs, nSteps) {
-  const done = Math.max(1, ...runs.map((run) => run.n_done));
+  const done = Math.max(1, ...runs.map((run) => run.n_done ?? (run.traces.loss.step.at(-1) ?? 0) + 1));
   let last = 25;
   while (last < done) last *= 2;
   return Math.min(last, Math.max(nSteps, done));
 }
 
-function paintAxes(context, theme, trace, axis, last, right, bottom) {
+function paintAxes(context, theme, trace, axis, last, frame) {
+  const { left, right, top, bottom } = frame, size = sizeOf(theme);
   context.textAlign = "right";
   context.textBaseline = "middle";
   context.lineWidth = 1;
   context.strokeStyle = theme.faint;
   context.fillStyle = theme.ink;
   for (const tick of axis.ticks) {
-    const y = bottom - axis.place(tick) * (bottom - TOP);
+    const y = bottom - axis.place(tick) * (bottom - top);
     context.beginPath();
-    context.moveTo(LEFT, y);
+    context.moveTo(left, y);
     context.lineTo(right, y);
     context.stroke();
-    context.fillText(short(tick), LEFT - 6, Math.max(y, TOP + 3));
+    context.fillText(short(tick), left - 0.5 * size, Math.max(y, top + 0.3 * size));
   }
   context.textAlign = "left";
   context.textBaseline = "alphabetic";
-  context.fillText(trace.title, LEFT, 11);
+  context.fillText(trace.title, left, size, right - left);
   context.textBaseline = "top";
   for (const share of [0, 0.5, 1]) {
     context.textAlign = share === 0 ? "left" : share === 1 ? "right" : "center";
-    context.fillText((share === 0 ? "step " : "") + Math.round(share * last), LEFT + share * (right - LEFT), bottom + 4);
+    context.fillText((share === 0 ? "step " : "") + Math.round(share * last), left + share * (right - left), bottom + 0.35 * size);
   }
 }
 
-function drawTrace(canvas, theme, trace, runs, nSteps) {
-  const axis = valueAxis(trace, runs), last = lastStep(runs, nSteps);
+function drawLine(context, { step, value }, x, y, lowest) {
+  context.beginPath();
+  for (let i = 0; i < step.length; i++) context.lineTo(x(step[i]), y(Math.max(value[i], lowest)));
+  context.stroke();
+}
+
+// Earlier runs, from which the present ones branched, are pale and thin.
+function drawTrace(canvas, theme, trace, runs, earlier, nSteps) {
+  const axis = valueAxis(trace, [...runs, ...earlier]), last = lastStep([...runs, ...earlier], nSteps);
   const { context, width, height } = sheet(canvas, theme, [axis.low, axis.high, last].join(), (below, wide, high) =>
-    paintAxes(below, theme, trace, axis, last, wide - RIGHT, high - BOTTOM));
-  const right = width - RIGHT, bottom = height - BOTTOM;
-  const x = (step) => LEFT + (step / last) * (right - LEFT);
-  const y = (value) => bottom - axis.place(value) * (bottom - TOP);
+    paintAxes(below, theme, trace, axis, last, frameOf(theme, wide, high)));
+  const frame = frameOf(theme, width, height), { left, right, top, bottom } = frame;
+  const x = (step) => left + (step / last) * (right - left);
+  const y = (value) => bottom - axis.place(value) * (bottom - top);
 
   context.fillStyle = theme.kss;
-  for (const [from, to] of runs[0]?.kss_spans ?? []) context.fillRect(x(from), TOP, Math.max(x(to) - x(from), 1), bottom - TOP);
+  for (const [from, to] of runs[0]?.kss_spans ?? []) context.fillRect(x(from), top, Math.max(x(to) - x(from), 1), bottom - top);
   // A fault: paler than KSS, with a solid edge, so that the two can be distinguished where both are on.
   for (const [from, to] of runs[0]?.fault_spans ?? []) {
     const wide = Math.max(x(to) - x(from), 1);
     context.fillStyle = theme.fault;
-    context.fillRect(x(from), TOP, wide, bottom - TOP);
+    context.fillRect(x(from), top, wide, bottom - top);
     context.fillStyle = theme.faultEdge;
-    context.fillRect(x(from), TOP, wide, 3);
+    context.fillRect(x(from), top, wide, 3);
   }
 
   context.save();
   context.beginPath();
-  context.rect(LEFT - 1, TOP - 2, right - LEFT + 2, bottom - TOP + 4);
+  context.rect(left - 1, top - 2, right - left + 2, bottom - top + 4);
   context.clip();
-  for (const run of runs) {
-    const { step, value } = run.traces[trace.name];
-    context.strokeStyle = run.color;
-    context.lineWidth = 1.7;
-    context.lineJoin = "round";
-    context.setLineDash(run.dash);
-    context.beginPath();
-    for (let i = 0; i < step.length; i++) context.lineTo(x(step[i]), y(Math.max(value[i], axis.low * 1e-3 || -1)));
-    context.stroke();
+  context.lineJoin = "round";
+  const lowest = axis.low * 1e-3 || -1;
+  for (const [lines, wide, alpha] of [[earlier, 1.2, 0.45], [runs, 1.7, 1]]) {
+    for (const run of lines) {
+      context.strokeStyle = run.color;
+      context.lineWidth = wide;
+      context.globalAlpha = alpha;
+      context.setLineDash(run.dash);
+      drawLine(context, run.traces[trace.name], x, y, lowest);
+    }
   }
   context.restore();
   context.setLineDash([]);
-  if (trace.limit) drawEvidenceMarks(context, theme, runs, x, y(trace.limit), right);
-  for (const run of runs) {
+  if (trace.limit) drawEvidenceMarks(context, theme, runs, x, y(trace.limit), frame);
+  for (const run of [...earlier, ...runs]) {
     const { step, value } = run.traces[trace.name];
     if (!step.length) continue;
-    const end = [x(step[step.length - 1]), y(value[value.length - 1])];
+    const end = [x(step[step.length - 1]), y(value[value.length - 1])], isEarlier = earlier.includes(run);
     context.fillStyle = context.strokeStyle = run.color;
-    if (run.is_broken) drawCross(context, theme, ...end);
-    else if (!run.verdict) {
+    context.globalAlpha = isEarlier ? 0.55 : 1;
+    if (isEarlier ? run.verdict.startsWith("diverged") : run.is_broken) drawCross(context, theme, ...end);
+    else if (!isEarlier && !run.verdict) {
       ring(context, ...end, 2.6);
       context.fill();
     }
+    context.globalAlpha = 1;
   }
+  return { left, right, last };
 }
 
 // The evidence of an alarm, the signal with the strongest evidence in the first run, and a row of each run's probes.
-function drawEvidenceMarks(context, theme, runs, x, limit, right) {
+function drawEvidenceMarks(context, theme, runs, x, limit, { left, right, top }) {
+  const below = limit + 1.1 * sizeOf(theme);
   context.strokeStyle = theme.ink;
   context.lineWidth = 1;
   context.setLineDash([6, 4]);
   context.beginPath();
-  context.moveTo(LEFT, Math.round(limit) + 0.5);
+  context.moveTo(left, Math.round(limit) + 0.5);
   context.lineTo(right, Math.round(limit) + 0.5);
   context.stroke();
   context.setLineDash([]);
   context.textBaseline = "alphabetic";
   context.textAlign = "left";
-  writtenOn(context, theme, "alarm", LEFT + 4, limit + 12);
+  writtenOn(context, theme, "alarm", left + 4, below);
   context.textAlign = "right";
-  if (runs[0]?.nearest) writtenOn(context, theme, `now of ${runs[0].nearest}`, right - 4, limit + 12);
+  if (runs[0]?.nearest) writtenOn(context, theme, `now of ${runs[0].nearest}`, right - 4, below);
   runs.forEach((run, i) => {
-    const y = TOP + 5.5 + 5.5 * i;
+    const y = top + 5.5 + 5.5 * i;
     context.fillStyle = run.color;
     for (const step of run.sound) context.fillRect(x(step) - 1, y - 1.5, 2, 3);
     context.fillStyle = theme.broken;

@@ -41,6 +41,10 @@ class ChoiceTable(anywidget.AnyWidget):
             if self.value not in names:
                 self.value = names[0] if names else ""
 
+    def texts(self) -> list[list[str]]:
+        """The heads and the rows as texts."""
+        return [list(self.columns), *([cell["text"] for cell in row["cells"]] for row in self.rows)]
+
     def choose(self, name: str) -> None:
         """Choose a row.
 

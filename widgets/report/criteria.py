@@ -43,7 +43,7 @@ class CriteriaView:
         self.states = Tags(label="states")
         self.table = ChoiceTable(label="criteria", empty="No criterion is of this failure mode and state.")
         self.table.columns = ["criterion", "state", "value", "healthy band"]
-        self.evidence = Evidence()
+        self.evidence = Evidence(theme=owner.theme)
         table = ipywidgets.VBox([self.table], layout={"flex": "1 1 430px", "min_width": "0", "max_width": "100%"})
         row_layout = {"flex_flow": "row wrap", "grid_gap": "8px 18px", "align_items": "flex-start"}
         self.box = ipywidgets.VBox([self.mode, self.states, ipywidgets.HBox([table, self.evidence], layout=row_layout)])
@@ -57,7 +57,7 @@ class CriteriaView:
         """Show another assessment; nothing is drawn before `draw`."""
         numbers = Numbers(tree)
         found = numbers.texts("criteria", "state")
-        self.evidence.clear()
+        self.evidence.key = None  # what is shown stays until the same of this assessment is drawn
         self._numbers = numbers
         titles = dict(
             zip(numbers.names("failure_modes", "failure_mode"), numbers.texts("failure_modes", "title"), strict=True)

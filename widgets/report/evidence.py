@@ -16,8 +16,7 @@ from workbench.reports.assessment_document import stand_in_of
 from workbench.reports.document import Picture
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import CriterionState
-from workbench.widgets.base import close_tree
-from workbench.widgets.figure import show
+from workbench.widgets.stage import FigureStage
 from workbench.widgets.tables import HEAD, MUTED
 
 if TYPE_CHECKING:
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Parts of numbers only -> the part that has the picture of what they sum up.
 _PICTURED_BY = {"structure": "flow", "trials": "pilot"}
+#: Parts whose picture has sentences beside its frame, and how wide it is at least.
+_OF_BANDS, _WIDTH_OF_BANDS = ("criteria", "hardware"), 860
 
 
 class Evidence(ipywidgets.VBox):
@@ -33,26 +34,34 @@ class Evidence(ipywidgets.VBox):
     Attributes:
         words: Text on the measurement, the healthy band and the reason.
         button: Leads to the criterion's row in the report.
-        key: Identifies the figure; None before one was drawn.
+        key: Identifies the figure; None: it is to be drawn anew.
     """
 
-    def __init__(self, head: str = "") -> None:
-        self.head, self.key = head, None
+    def __init__(self, head: str = "", *, theme: str = "page") -> None:
+        self.head = head
+        self.key: tuple[str, str] | None = None
         self.words = ipywidgets.HTML()
         self.button = ipywidgets.Button(
             description="Show in the report", tooltip="The row of this number, among all that was measured",
             layout={"width": "auto", "align_self": "flex-start", "display": "none"},
         )  # fmt: skip
-        self._place = ipywidgets.VBox(layout={"overflow": "auto hidden"})
+        self._place = FigureStage(theme)
         super().__init__(
             [self.words, self.button, self._place],
-            layout={"flex": "1 1 560px", "min_width": "0", "max_width": "100%", "overflow": "hidden"},
+            layout={"flex": "1 1 760px", "min_width": "0", "max_width": "100%", "overflow": "hidden"},
         )
+
+    @property
+    def figure(self) -> Any:
+        """The figure that is shown; None: none."""
+        return self._place.figure
 
     def clear(self) -> None:
         """Show nothing."""
         self.words.value, self.button.layout.display = "", "none"
-        self._put(None, ())
+        self.key = None
+        if self.figure is not None:
+            self._place.draw(None)
 
     def tell(self, numbers: Numbers, name: str) -> None:
         """Show a criterion.
@@ -67,13 +76,8 @@ class Evidence(ipywidgets.VBox):
         self.button.layout.display = None
         key, draw = picture_of(numbers, name)
         if key != self.key:
-            self._put(None, ())  # no figure is better than an outdated one, while this one is drawn
-            self._put(key, [show(draw())])
-
-    def _put(self, key: Any, children: Any) -> None:
-        old, self._place.children, self.key = self._place.children, tuple(children), key
-        for child in old:
-            close_tree(child)
+            self.key = key
+            self._place.draw(draw(), min_width=_WIDTH_OF_BANDS if key[0] in _OF_BANDS else 0)
 
 
 def picture_of(numbers: Numbers, name: str) -> tuple[tuple[str, str], Callable[[], Any]]:

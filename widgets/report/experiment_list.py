@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -11,7 +11,6 @@ import ipywidgets
 from workbench.errors import OptionError
 from workbench.formatting import clause, percent
 from workbench.reports.quantity import Numbers
-from workbench.tasks import as_task
 from workbench.widgets.base import known
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.tables import HEAD
@@ -19,7 +18,6 @@ from workbench.widgets.tables import HEAD
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.tasks import Task
     from workbench.widgets.base import WorkbenchWidget
 
 _MISSING = "To run an experiment here, open the diagnosis as AssessmentReport(tree, model=..., task=...)."
@@ -127,35 +125,3 @@ class ExperimentsView:
         self.words.value = (
             f'<div aria-live="polite" style="{style}"><div style="{HEAD}">{html.escape(title)}</div>{body}</div>'
         )
-
-
-class WatchedTask:
-    """A task that says before each batch that it is asked for one.
-
-    Args:
-        task: Any that `workbench.tasks.as_task` takes.
-        watch: Called with the batches given so far, over all streams; what it raises ends the stream.
-    """
-
-    def __init__(self, task: Any, watch: Callable[[int], None]) -> None:
-        self._task: Task = as_task(task)
-        self._watch = watch
-        self._n_given = 0
-        for name in ("vocab_size", "n_classes"):
-            if hasattr(self._task, name):
-                setattr(self, name, getattr(self._task, name))
-
-    def stream(self, start: int = 0) -> Iterator[Any]:
-        """The task's batches."""
-        for batch in self._task.stream(start):
-            self._watch(self._n_given)
-            self._n_given += 1
-            yield batch
-
-    def probe(self, n_tokens: int) -> Any:
-        """The task's inputs to look at."""
-        return self._task.probe(n_tokens)
-
-    def describe(self) -> dict[str, Any]:
-        """The task's description."""
-        return self._task.describe()

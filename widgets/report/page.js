@@ -1,5 +1,5 @@
 // The report is a separate page in a shadow root, so that its style and anchors do not affect the notebook.
-const REM = 14; // pixels: the size of JupyterLab's text
+const REM = 14, REM_OF_PROJECTOR = 20; // pixels: the size of JupyterLab's text
 const WAITING = "is drawn when it comes into view …";
 
 const ask = (model, question, signal) => new Promise((resolve) => {
@@ -14,8 +14,9 @@ const ask = (model, question, signal) => new Promise((resolve) => {
   model.send({ ...question, id });
 });
 
-// The page's style, for a part of a page, in the notebook's theme.
-function fitted(css) {
+// The page's style, for a part of a page, in the notebook's theme and the widget's size of text.
+function fitted(css, el) {
+  const rem = el.closest(".workbench-projector") ? REM_OF_PROJECTOR : REM;
   const isLight = document.body.dataset.jpThemeLight;
   const dark = "@media (prefers-color-scheme: dark)";
   return css
@@ -25,14 +26,19 @@ function fitted(css) {
     .replaceAll("@media (max-width", "@container report (max-width")
     .replace(/\bbody\b/g, ".page")
     .replace(/([\d.])vw\b/g, "$1cqw")
-    .replace(/(\d*\.?\d+)rem\b/g, (_, size) => `${size * REM}px`);
+    .replace(/(\d*\.?\d+)rem\b/g, (_, size) => `${size * rem}px`);
 }
 
 const OWN = `
 :host { --page: var(--jp-layout-color0, #fff); }
-.box { container: report / inline-size; max-height: 720px; overflow-y: auto; overscroll-behavior: contain; color: var(--ink); }
-.page { background: none; max-width: 64rem; margin: 0; padding: 0 1.2rem 1rem; }
-.top { padding-top: 1rem; }
+.box { position: relative; container: report / inline-size; max-height: 720px; overflow-y: auto; overscroll-behavior: contain; color: var(--ink); }
+.page { background: none; max-width: none; margin: 0; padding: 0 1.2rem 1rem; }
+p, li, dd, figcaption, .items > li { max-width: 60rem; }
+table { width: 100%; }
+td { max-width: none; }
+.top, .verdict .word, .verdict .summary { display: none; } /* they stand above the report */
+.verdict { margin-top: 1rem; }
+.facts { margin-top: .3rem; }
 h2 { margin-top: 2rem; }
 nav { position: sticky; top: 0; z-index: 1; background: var(--page); border-bottom: 1px solid var(--line); margin-top: 1rem; }
 nav ol { margin: 0; padding: .35rem 0; }
@@ -54,9 +60,10 @@ const made = (tag, name, text) => {
   return element;
 };
 
-function frame({ title, caption, alternative }) {
+// The picture of the report before stays until the new one is drawn.
+function frame({ title, caption, alternative }, before) {
   const figure = made("figure"), scroll = made("div", "scroll"), words = made("figcaption");
-  scroll.append(made("p", "waiting", `${title} ${WAITING}`));
+  scroll.append(before ?? made("p", "waiting", `${title} ${WAITING}`));
   words.append(made("b", "", `${title}.`), ` ${caption}`);
   figure.append(scroll, words);
   figure.dataset.alternative = alternative;
@@ -147,12 +154,15 @@ function render({ model, el, signal }) {
     forget();
     const page = new DOMParser().parseFromString(text, "text/html");
     css = page.querySelector("style").textContent;
-    style.textContent = fitted(css) + fitted(OWN);
+    style.textContent = fitted(css, el) + fitted(OWN, el);
     const article = made("article", "page");
     article.setAttribute("aria-label", page.title);
     article.append(...page.body.childNodes);
     article.querySelector(".skip")?.remove();
-    article.querySelector("main")?.setAttribute("role", "presentation"); // the notebook is the main part of this page
+    const main = article.querySelector("main"); // the notebook is the main part of this page
+    main?.replaceWith(...main.childNodes);
+    const before = new Map([...root.querySelectorAll("figure")].map((old) => [old.dataset.title, old.querySelector("img")]));
+    const place = box.scrollTop;
     const places = new Map([...article.querySelectorAll("p.lead")].map((line) => [line.textContent, line]));
     seen = new IntersectionObserver((entries) => {
       for (const { isIntersecting, target } of entries) {
@@ -162,20 +172,21 @@ function render({ model, el, signal }) {
       }
     }, { root: box, rootMargin: "300px" });
     frames.forEach((one, number) => {
-      const figure = frame(one);
+      const figure = frame(one, before.get(one.title));
       figure.dataset.number = number;
       places.get(one.line).replaceWith(figure);
       seen.observe(figure);
     });
     back.hidden = true;
     box.replaceChildren(article, back);
+    box.scrollTop = place;
     mark();
   };
 
   model.on("change:marked", mark);
   const hear = (content) => { if (content.is_new) show(); };
   model.on("msg:custom", hear);
-  const theme = new MutationObserver(() => { style.textContent = fitted(css) + fitted(OWN); });
+  const theme = new MutationObserver(() => { style.textContent = fitted(css, el) + fitted(OWN, el); });
   theme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
   signal.addEventListener("abort", () => {
     theme.disconnect();

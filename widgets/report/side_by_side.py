@@ -46,7 +46,7 @@ class SideBySide:
         self.table = ChoiceTable(
             label="criteria of both designs", empty="No criterion has another state in one of them."
         )
-        self.evidence = (Evidence(), Evidence())
+        self.evidence = (Evidence(theme=owner.theme), Evidence(theme=owner.theme))
         line = {"flex_flow": "row wrap", "grid_gap": "4px 12px", "align_items": "center"}
         self.box = ipywidgets.VBox(
             [
@@ -105,7 +105,7 @@ class SideBySide:
             return
         both = self._both
         for evidence in self.evidence:
-            evidence.clear()
+            evidence.key = None  # what is shown stays until the same of these designs is drawn
         self._figures.value = _figures(Numbers(known(self._tree)), self._names)
         ranks = [ranking(numbers) for numbers in both]
         found = [{name: n.criterion(name) for name in n.names("criteria", "criterion")} for n in both]

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from workbench.risk.risk import Risk
 
-_HEIGHT = 300
+#: Of the frame, before it is made as wide as the page.
+_SIZE = (640, 240)
 _FAILURE, _USEFUL = style.MODEL_COLORS[0], style.MODEL_COLORS[2]
 _CURVES = ("failure", "failure_low", "failure_high", "explosion")
 #: What the colours mean, under the figure.
@@ -31,12 +32,11 @@ class CurvePanel:
 
     def __init__(self) -> None:
         self.figure = plot = figure(
-            height=_HEIGHT, min_width=300, active_drag=None, active_scroll=None, toolbar_location="above",
+            frame_width=_SIZE[0], frame_height=_SIZE[1], active_drag=None, active_scroll=None, toolbar_location="above",
             tools="pan,xwheel_zoom,box_zoom,reset,save", x_axis_type="log", x_range=Range1d(1e-5, 10.0),
             y_range=Range1d(0.0, 1.0), x_axis_label="learning rate", y_axis_label="probability",
         )  # fmt: skip
         style.dress_bokeh(SimpleNamespace(state=plot), None)
-        plot.sizing_mode = "stretch_width"
         self.curve = ColumnDataSource({name: [] for name in ("rate", *_CURVES)})
         self.now = ColumnDataSource({"rate": [], "failure": []})
         self.interval = ColumnDataSource({"low": [], "high": [], "height": []})

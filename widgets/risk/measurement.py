@@ -66,7 +66,7 @@ def measure(choice: Choice, settings: dict[str, Any], model: EdgeModel, check: C
 
 
 def run_pilot(
-    choice: Choice, settings: dict[str, Any], budget: int, tell: Callable[[int], None]
+    choice: Choice, settings: dict[str, Any], budget: int, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], FoundRates]:
     """The pilot of a plan, and the settings it is for.
 
@@ -74,7 +74,7 @@ def run_pilot(
         choice: Model and task.
         settings: Settings of the plan, whose rate does not matter.
         budget: Updates at most.
-        tell: Called with the number of updates made; what it raises ends the pilot.
+        tell: Called with a text after each update; what it raises ends the pilot.
     """
     model, task, _ = choice.make()
     plan = {name: value for name, value in settings.items() if name != "learning_rate"}

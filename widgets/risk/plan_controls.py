@@ -19,6 +19,13 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 #: A slider needs a number where there is no clipping.
 _CLIPPING = (("none", 0.0), *((f"{norm:g}", norm) for norm in (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)))
 
+#: The columns leave room for the longest name of an optimizer.
+CSS = """
+.workbench-plan { align-items: center; overflow: visible; grid-auto-rows: max-content;
+  grid-template-columns: repeat(auto-fit, minmax(min(320px, 100%), 1fr)); }
+.workbench-projector .workbench-plan { grid-template-columns: repeat(auto-fit, minmax(min(450px, 100%), 1fr)); }
+"""
+
 
 class PlanControls:
     """Controls for the settings of a planned run.
@@ -40,10 +47,8 @@ class PlanControls:
         self.clip_norm = ipywidgets.SelectionSlider(options=_CLIPPING, value=1.0, description="clip norm", **wide)
         self.optimizer = ipywidgets.Dropdown(options=tuple(OPTIMIZERS), description="optimizer", **wide)
         self.controls = [self.learning_rate, self.warmup, self.n_steps, self.clip_norm, self.schedule, self.optimizer]
-        self.box = ipywidgets.GridBox(
-            self.controls,
-            layout={"grid_template_columns": "repeat(auto-fit, minmax(290px, 1fr))", "max_width": "980px"},
-        )
+        self.box = ipywidgets.GridBox(self.controls)
+        self.box.add_class("workbench-plan")
 
     def settings(self) -> dict[str, Any]:
         """The values of the controls, as fields of `workbench.training.training_plan.TrainingPlan`."""

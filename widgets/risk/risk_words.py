@@ -1,12 +1,14 @@
-"""The risk of a planned training in large figures and sentences; HTML in JupyterLab's colours."""
+"""The risk of a planned training in sentences and large figures; HTML in JupyterLab's colours."""
 
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
-from workbench.formatting import fixed, percent, rounded
+from workbench.formatting import DASH, fixed, percent, rounded
 from workbench.koopman.measures import summarize
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -14,57 +16,138 @@ if TYPE_CHECKING:
     from workbench.rates.find_rate import FoundRates
     from workbench.risk.risk import Risk
 
-#: Styles of explanations and of a card.
-MUTED = "font-size:12px;line-height:1.4;white-space:normal;color:var(--jp-ui-font-color2,#616161)"
-_CARD = (
-    "box-sizing:border-box;padding:10px 14px;border-radius:6px;border:1px solid var(--jp-border-color2,#bdbdbd);"
-    "line-height:1.4;color:var(--jp-ui-font-color1,#222)"
-)
-_BIG = "font-size:28px;line-height:1.25;font-weight:600;font-variant-numeric:tabular-nums"
+#: Probabilities of not learning well from which on a training may fail, and is unlikely to learn well.
+_MAY_FAIL, _LIKELY_FAILS = 0.4, 0.75
+#: Probability of an explosion from which on the answer says so.
+_MAY_EXPLODE = 0.5
+#: Rates are as safe as the safest one where their probability is no larger than by this.
+_AS_SAFE = 0.01
+#: Rates are the same where the logarithm of their ratio is smaller.
+_SAME = 0.2
+CSS = """
+.workbench-risk { display: grid; gap: 10px; grid-template-columns: repeat(2, minmax(0, 1fr));
+  margin: 6px 2px; font-size: 12px; line-height: 1.4; white-space: normal; color: var(--jp-ui-font-color1, #222); }
+.workbench-risk > div { box-sizing: border-box; padding: 8px 14px; border-radius: 6px;
+  border: 1px solid var(--jp-border-color2, #bdbdbd); overflow-wrap: anywhere; }
+/* as high as with all their lines, so that nothing moves when the risk becomes unknown */
+.workbench-risk > div:nth-child(-n + 2) { min-height: 12.6em; }
+.workbench-risk .figure { font-size: 2.2em; line-height: 1.25; font-weight: 600; font-variant-numeric: tabular-nums; }
+.workbench-risk .line, .workbench-risk-key { color: var(--jp-ui-font-color2, #616161); }
+.workbench-risk-key { font-size: 12px; line-height: 1.4; white-space: normal; }
+.workbench-risk-found { margin: 4px 2px; line-height: 1.5; white-space: normal; }
+"""
 
 
-def cards(risk: Risk, case: xr.Dataset, pilot: FoundRates | None) -> str:
-    """The figures of one planned training, side by side."""
+class RiskAnswer(NamedTuple):
+    """Whether it will learn well, and what to do."""
+
+    state: CriterionState
+    sentence: str
+    more: str
+
+
+class Card(NamedTuple):
+    """One figure with its name and what belongs to it."""
+
+    name: str
+    figure: str
+    lines: list[str]
+
+
+def answer(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> RiskAnswer:
+    """Whether a planned training will learn well, why not, and what to do.
+
+    Args:
+        risk: Its risk.
+        curve: The same over the rates, from `workbench.risk.over_rates`.
+        pilot: A pilot of the same plan; None: there is none.
+    """
+    if risk.reason:
+        reason = f"{risk.reason}{'' if pilot else ' Run a pilot to find out.'}"
+        return RiskAnswer(CriterionState.NOT_MEASURED, "The risk is unknown.", reason)
+    failure = risk.failure.value
+    if failure < _MAY_FAIL:
+        state, words = CriterionState.HEALTHY, "Likely to learn well"
+    elif failure < _LIKELY_FAILS:
+        state, words = CriterionState.AT_RISK, "May not learn well"
+    else:
+        state, words = CriterionState.FAILING, "Unlikely to learn well"
+    sentence = f"{words} at a rate of {rounded(risk.learning_rate)}: {percent(failure)} risk of not learning well."
+    more = [_useful(risk, pilot)]
+    if state is not CriterionState.HEALTHY:
+        more.insert(0, _change(risk, curve, pilot))
+    if risk.explosion.value >= _MAY_EXPLODE:
+        more.insert(0, f"The risk of an explosion is {percent(risk.explosion.value)}.")
+    if pilot is None:
+        more.append("A pilot makes this surer.")
+    return RiskAnswer(state, sentence, " ".join(more))
+
+
+def cards(risk: Risk, case: xr.Dataset, pilot: FoundRates | None) -> list[Card]:
+    """The figures of one planned training; a dash where nothing is known."""
+    mass = float(summarize(case[["near_unit_mass"]].isel(run=0))["near_unit_mass"].sel(statistic="mean"))
+    score = Card("RKSP's score M", fixed(mass, 2), ["of the fresh weights: the same at every learning rate"])
+    names = "risk of not learning well", "largest useful rate", "risk of an explosion"
+    limits = "loss above 50 or gradient norm above 500"
+    if risk.reason:
+        explosion = Card(names[2], percent(risk.explosion.value), [limits])
+        return [*(Card(name, DASH, ["not known of such a training"]) for name in names[:2]), explosion, score]
     source = "after the pilot" if pilot is not None else "before any training, from the settings and a forward pass"
-    within = f"within {risk.n_steps:,} updates at width {risk.d_model}"
-    failure = [f"{within}; {source}", _parts(risk)]
-    if risk.failure.low == risk.failure.low:  # it has an interval
-        failure.insert(0, f"80 % interval {percent(risk.failure.low)} to {percent(risk.failure.high)}")
-    edge = risk.useful_edge
+    failure = [
+        f"within {risk.n_steps:,} updates at width {risk.d_model}; {source}",
+        f"rate too small {percent(risk.too_small.value)}, too large {percent(risk.too_large.value)}",
+    ]
+    ends = [percent(end) for end in (risk.failure.low, risk.failure.high)]
+    if ends[0] != ends[1]:
+        failure.insert(0, f"80 % interval {ends[0]} to {ends[1]}")
+    edge, slow = risk.useful_edge, risk.slow_edge
     rates = [
         f"80 % interval {rounded(edge.low)} to {rounded(edge.high)}",
-        f"smallest useful rate {rounded(risk.slow_edge.value)} ({rounded(risk.slow_edge.low)} to "
-        f"{rounded(risk.slow_edge.high)})",
+        f"smallest useful rate {rounded(slow.value)} ({rounded(slow.low)} to {rounded(slow.high)})",
     ]
     if pilot is not None:
         rates.append(f"best rate {rounded(pilot.best_rate.value)}")
-    mass = float(summarize(case[["near_unit_mass"]].isel(run=0))["near_unit_mass"].sel(statistic="mean"))
-    boxes = [
-        _card("risk of not learning well", percent(risk.failure.value), failure),
-        _card("largest useful rate", rounded(edge.value), rates),
-        _card("risk of an explosion", percent(risk.explosion.value), ["loss above 50 or gradient norm above 500"]),
-        _card("RKSP's score M", fixed(mass, 2), ["of the fresh weights: the same at every learning rate"]),
+    return [
+        Card(names[0], percent(risk.failure.value), failure),
+        Card(names[1], rounded(edge.value), rates),
+        Card(names[2], percent(risk.explosion.value), [limits]),
+        score,
     ]
-    grid = "display:grid;gap:10px;grid-template-columns:repeat(auto-fit,minmax(170px,1fr));margin:6px 2px"
-    return f'<div class="workbench-risk" aria-live="polite" style="{grid}">{"".join(boxes)}</div>'
 
 
-def warning(risk: Risk, pilot: FoundRates | None) -> str:
-    """The banner over a plan whose risk is not known, perhaps not even after a pilot; empty if it is."""
-    if not risk.reason:
-        return ""
-    return (
-        '<div role="alert" style="white-space:normal;line-height:1.45;color:var(--jp-ui-font-color1,#222)">'
-        '<div style="font-size:16px;font-weight:700"><span aria-hidden="true">⚠</span> The risk is unknown.</div>'
-        f"{html.escape(risk.reason)}{'' if pilot else ' Run a pilot to find out.'}</div>"
-    )
+def as_html(boxes: list[Card]) -> str:
+    """The figures side by side."""
+    return f'<div class="workbench-risk">{"".join(map(_box, boxes))}</div>'
 
 
-def _parts(risk: Risk) -> str:
-    return f"rate too small {percent(risk.too_small.value)}, too large {percent(risk.too_large.value)}"
+def _box(card: Card) -> str:
+    rest = "".join(f'<div class="line">{html.escape(line)}</div>' for line in card.lines)
+    return f'<div>{html.escape(card.name)}<div class="figure">{html.escape(card.figure)}</div>{rest}</div>'
 
 
-def _card(head: str, figure: str, lines: list[str]) -> str:
-    rest = "".join(f'<div style="{MUTED}">{html.escape(line)}</div>' for line in lines)
-    figure = f'<div style="{_BIG}">{html.escape(figure)}</div>'
-    return f'<div style="{_CARD}"><div style="font-size:12px">{html.escape(head)}</div>{figure}{rest}</div>'
+def _useful(risk: Risk, pilot: FoundRates | None) -> str:
+    """Which rates learn well."""
+    if risk.slow_edge.value >= risk.useful_edge.value:
+        return "No rate is predicted to learn well within so few updates."
+    ends = f"Rates from {rounded(risk.slow_edge.value)} up to {rounded(risk.useful_edge.value)}"
+    return f"{ends} {'are predicted to learn well' if pilot is None else 'learn well, by the pilot'}."
+
+
+def _change(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> str:
+    """What is wrong with the rate, and which one to take."""
+    best, least = _safest(curve)
+    if pilot is not None:
+        best, least = pilot.best_rate.value, math.nan
+    if abs(math.log(best / risk.learning_rate)) < _SAME:
+        return "No other rate has a smaller risk: plan more updates, or change the model."
+    is_large = best < risk.learning_rate
+    known = "" if math.isnan(least) else f", where the risk is smallest ({percent(least)})"
+    change = f"{'lower' if is_large else 'raise'} it to about {rounded(best)}{known}"
+    return f"The rate is probably too {'large' if is_large else 'small'}: {change}."
+
+
+def _safest(curve: xr.Dataset) -> tuple[float, float]:
+    """The rate in the middle of those with the smallest probability of not learning well, and that probability."""
+    failure, rates = curve["failure"].values, curve["learning_rate"].values
+    safest = rates[failure <= failure.min() + _AS_SAFE]
+    return math.sqrt(float(safest[0] * safest[-1])), float(failure.min())

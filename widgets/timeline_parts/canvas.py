@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.formatting import counted, percent_range
-from workbench.plots.style import BROKEN, depth_colors, model_style
-from workbench.plots.timeline_drawing import lead_in_words
-from workbench.plots.timeline_events import TimelineEvent, signal_of
+from workbench.plots.style import BROKEN
+from workbench.plots.timeline_events import signal_of
 from workbench.plots.timeline_evidence import ALARM, FARTHEST
 from workbench.plots.timeline_figure import own_band
 from workbench.plots.timeline_panels import PanelAxis
 from workbench.studies import signals as sig
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.latest_state import script as live_script
+from workbench.widgets.timeline_parts.packing import DASHES, Buffers, described, marked, selected
 
 if TYPE_CHECKING:
-    from workbench.plots.timeline_panels import Story
-    from workbench.widgets.live.history import LiveModes
     from workbench.widgets.timeline_parts.followed_run import FollowedRun, SignalLine
+    from workbench.widgets.timeline_parts.selection import PanelSelection
 
-#: As lists of dash lengths, by the names of `model_style`.
-_DASHES = {"solid": [], "dashed": [6, 3], "dotted": [2, 3], "dashdot": [7, 3, 2, 3]}
-#: Number of alarms in the list next to the figure, and of stretches of broken probe measurements.
-_N_LISTED, _N_STRETCHES = 60, 200
+#: Number of alarms in the list next to the figure.
+N_LISTED = 60
 #: Beyond the view, on either side, so much of it is sent too: panning shows lines at once.
 _MARGIN = 0.25
-_FLOAT32 = 3e38
 
 
 @dataclass
@@ -59,47 +55,26 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Detail:
-    """The details of one run at a step.
+class CanvasPart:
+    """What is sent of the record.
 
     Attributes:
-        run: Its name.
-        heat: The signal with its layers and heads, shape (row, column); None: there is none.
-        rows: Labels of its rows.
-        columns: Labels of its columns; one empty label where there are only rows.
-        step: Step of the heat map.
-        modes: The nearest recorded ones; None: no spectra.
-        n_layers: Number of layers of the modes.
+        runs: Runs, as they are now.
+        signals: Names of signals.
+        steps: First and last step.
+        n_points: Points of a line that are enough.
+        seen: Names of panels, the only ones to send lines of; None: all.
     """
 
-    run: str
-    heat: np.ndarray | None
-    rows: list[str]
-    columns: list[str]
-    step: int
-    modes: LiveModes | None
-    n_layers: int
+    runs: Sequence[FollowedRun]
+    signals: Sequence[str]
+    steps: tuple[float, float]
+    n_points: int
+    seen: frozenset[str] | None = None
 
-
-@dataclass(frozen=True)
-class PanelSelection:
-    """A step that was chosen, by an alarm or by hand.
-
-    Attributes:
-        step: The step.
-        signal: Signal of the heat maps; empty: no signal has layers.
-        run: Whose alarm it is; empty: none's.
-        event: The alarm; None: a step chosen by hand.
-        dims: Names of the heat maps' rows and columns.
-        details: Details, one per run.
-    """
-
-    step: int
-    signal: str
-    run: str = ""
-    event: TimelineEvent | None = None
-    dims: tuple[str, str] = ("", "")
-    details: list[Detail] = field(default_factory=list)
+    def has(self, panel: str) -> bool:
+        """Whether the lines of a panel are sent."""
+        return self.seen is None or panel in self.seen
 
 
 def _files(*names: str) -> str:
@@ -118,7 +93,9 @@ class TimelineCanvas(LatestState):
 
     """
 
-    _esm = live_script("latest_state.js", "plane.js", "traces.js") + _files("panels.js", "details.js", "timeline.js")
+    _esm = live_script("latest_state.js", "plane.js", "traces.js", "hover.js") + _files(
+        "state.js", "panels.js", "details.js", "lists.js", "timeline.js"
+    )
     _css = _files("timeline.css")
 
     def __init__(
@@ -145,49 +122,62 @@ class TimelineCanvas(LatestState):
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
         """Everything that is drawn, as it is now."""
-        wishes, buffers = self.wishes, _Buffers()
-        shown = [self.runs[name] for name in list(wishes.shown)]
+        wishes = self.wishes
         token = self._token  # before the view is read: a later view gets a later state
+        shown = [self.runs[name] for name in list(wishes.shown)]
+        view = self.view
+        # Beyond the view too, so that panning shows lines at once; lines are thicker than a pixel.
+        margin = _MARGIN * (view[1] - view[0])
+        n = max(50, int(0.75 * wishes.width * (1 + 2 * _MARGIN)))
+        part = CanvasPart(shown, list(wishes.signals), (view[0] - margin, view[1] + margin), n, wishes.seen)
+        content, buffers = self.content(part)
+        content |= {"token": token, "selection": selected(wishes.selection, shown, buffers)}
+        return content, buffers.done
+
+    @property
+    def view(self) -> tuple[float, float]:
+        """First and last step in view."""
         extent = self.extent
         space = 0.015 * (extent[1] - extent[0])
-        view = wishes.view or (extent[0] - space, extent[1] + space)
-        reduce = wishes.reduce
+        return self.wishes.view or (extent[0] - space, extent[1] + space)
+
+    def content(self, part: CanvasPart) -> tuple[dict[str, Any], Buffers]:
+        """Everything but the selection, of a part of the record."""
+        buffers, shown = Buffers(), part.runs
         content = {
-            "token": token,
-            "view": list(view),
-            "is_whole": wishes.view is None,
-            "extent": list(extent),
-            "runs": [_described(run, run in shown, buffers) for run in self.runs.values()],
+            "view": list(self.view),
+            "is_whole": self.wishes.view is None,
+            "extent": list(self.extent),
+            "runs": [described(run, run.name in self.wishes.shown, buffers) for run in self.runs.values()],
             "broken": BROKEN,
             "signals": self._offered(),
-            "chosen": list(wishes.signals),
-            "reduce": reduce or "worst",
+            "chosen": list(self.wishes.signals),
+            "reduce": self.wishes.reduce or "worst",
             "panels": [
-                *(self._evidence(run, view, buffers) for run in shown if run.story.evidence is not None),
-                *(self._panel(name, shown, view, reduce, buffers) for name in list(wishes.signals)),
+                *(self._evidence(run, part, buffers) for run in shown if run.story.evidence is not None),
+                *(self._panel(name, part, buffers) for name in part.signals),
             ],
             "alarms": self._listed(shown),
             "band": self._band_in_words(),
-            "selection": _selected(wishes.selection, shown, buffers),
         }
-        return content, buffers.done
+        return content, buffers
 
-    def _evidence(self, run: FollowedRun, view: tuple[float, float], buffers: _Buffers) -> dict[str, Any]:
+    def _evidence(self, run: FollowedRun, part: CanvasPart, buffers: Buffers) -> dict[str, Any]:
         """The evidence of a run, as far as it can be seen."""
         name, story = f"evidence of {run.name}", run.story
-        if story.evidence is None or (self.wishes.seen is not None and name not in self.wishes.seen):
+        if story.evidence is None or not part.has(name):
             return {"name": name, "is_seen": False}
-        margin, n = self._reach(view)
         lines, marks = [], []
-        for line in story.evidence.lines:
-            step, value = sig.decimate(line.step, line.value, n, view[0] - margin, view[1] + margin)
+        for line, dash in zip(story.evidence.lines, cycle(DASHES.values())):
+            step, value = sig.decimate(line.step, line.value, part.n_points, *part.steps)
             lines.append(
-                {"run": run.name, "signal": line.signal, "color": line.color, **buffers.put(step=step, value=value)}
+                {"run": run.name, "signal": line.signal, "color": line.color, "dash": dash}
+                | buffers.put(step=step, value=value)
             )
             for event in story.onsets:
                 row = int(np.searchsorted(line.step, event.step, side="right")) - 1
                 if event.source == line.signal and row >= 0:
-                    marks.append(_marked(run.name, event, "alarm") | {"value": float(line.value[row])})
+                    marks.append(marked(run.name, event, "alarm") | {"value": float(line.value[row])})
         low, high = story.evidence.view
         of_run = f": {run.name}" if len(self.runs) > 1 else ""
         return {
@@ -196,6 +186,7 @@ class TimelineCanvas(LatestState):
             "is_seen": True,
             "title": f"evidence of a change{of_run}",
             "note": story.evidence.note,
+            "remarks": [],
             "is_log": True,
             "low": low,
             "high": high,
@@ -206,39 +197,28 @@ class TimelineCanvas(LatestState):
             "marks": marks,
         }
 
-    def _reach(self, view: tuple[float, float]) -> tuple[float, int]:
-        """Steps beyond the view that are sent too, and the number of points that are enough."""
-        n = max(50, int(0.75 * self.wishes.width * (1 + 2 * _MARGIN)))  # lines are thicker than a pixel
-        return _MARGIN * (view[1] - view[0]), n
-
-    def _panel(
-        self,
-        name: str,
-        shown: Sequence[FollowedRun],
-        view: tuple[float, float],
-        reduce: str | None,
-        buffers: _Buffers,
-    ) -> dict[str, Any]:
+    def _panel(self, name: str, part: CanvasPart, buffers: Buffers) -> dict[str, Any]:
         """One signal of all runs shown, as far as it can be seen."""
-        if self.wishes.seen is not None and name not in self.wishes.seen:
+        if not part.has(name):
             return {"name": name, "is_seen": False}
-        margin, n = self._reach(view)
-        found = [(run, line) for run in shown if (line := run.line(name, reduce)) is not None]
+        reduce = self.wishes.reduce
+        found = [(run, line) for run in part.runs if (line := run.line(name, reduce)) is not None]
         lines, values, remarks = [], [np.zeros(0)], []
         for run, line in found:
-            step, value = sig.decimate(line.step, line.value, n, view[0] - margin, view[1] + margin)
-            values.append(value[slice(*np.searchsorted(step, view))])
+            step, value = sig.decimate(line.step, line.value, part.n_points, *part.steps)
+            values.append(value[slice(*np.searchsorted(step, self.view))])
             lines.append({"run": run.name, **buffers.put(step=step, value=value)})
             if line.remark:
-                remarks.append(f"{run.name} {line.remark}" if len(shown) > 1 else line.remark)
-        remarks += [f"{run.name} not recorded" for run in shown if name not in run.entries]
+                remarks.append([run.name, line.remark])
+        remarks += [[run.name, "not recorded"] for run in part.runs if name not in run.entries]
         variable = found[0][1].variable if found else name
         axis = PanelAxis.of(variable, np.concatenate(values), shows_all=True)
         return {
             "name": name,
             "is_seen": True,
             "title": found[0][1].title if found else name,
-            "note": "; ".join(remarks),
+            "note": "",
+            "remarks": remarks,
             "is_log": self._is_log(name, reduce, found) and axis.low > 0,
             "low": axis.low,
             "high": axis.high,
@@ -288,7 +268,7 @@ class TimelineCanvas(LatestState):
             for event, kind in places:
                 row = int(np.searchsorted(line.step, event.step, side="right")) - 1
                 if row >= 0:
-                    marks.append(_marked(run.name, event, kind) | {"value": float(line.value[row])})
+                    marks.append(marked(run.name, event, kind) | {"value": float(line.value[row])})
         return marks
 
     def _offered(self) -> list[dict[str, str]]:
@@ -299,8 +279,8 @@ class TimelineCanvas(LatestState):
 
     def _listed(self, shown: Sequence[FollowedRun]) -> list[dict[str, Any]]:
         """The first alarms of all runs shown, by step."""
-        found = [_marked(run.name, event, "alarm") for run in shown for event in run.story.onsets]
-        return sorted(found, key=lambda mark: mark["step"])[:_N_LISTED]
+        found = [marked(run.name, event, "alarm") for run in shown for event in run.story.onsets]
+        return sorted(found, key=lambda mark: mark["step"])[:N_LISTED]
 
     def _band_in_words(self) -> str:
         if self._healthy is None:
@@ -326,134 +306,3 @@ class TimelineCanvas(LatestState):
         """As `LatestState.refresh`; while a wish of the page is carried out, once at its end."""
         if not self._is_held:
             super().refresh()
-
-
-class _Buffers:
-    """Binary arrays that travel beside a state, named by their place."""
-
-    def __init__(self) -> None:
-        self.done: list[bytes] = []
-
-    def put(self, **arrays: np.ndarray) -> dict[str, int]:
-        """Add arrays as float32; by the same names, where they are."""
-        places = {}
-        for name, array in arrays.items():
-            places[name] = len(self.done)
-            self.done.append(np.clip(array, -_FLOAT32, _FLOAT32).astype(np.float32).tobytes())
-        return places
-
-
-def _described(run: FollowedRun, is_shown: bool, buffers: _Buffers) -> dict[str, Any]:
-    """A run and what happened in it."""
-    look, story = model_style(run.place), run.story
-    onsets = story.onsets
-    first = {id(event) for event in onsets}
-    lead = story.lead
-    return {
-        "name": run.name,
-        "color": look["color"],
-        "dash": _DASHES[look["dash"]],
-        "is_shown": is_shown,
-        "state": run.state,
-        "words": run.state_in_words,
-        "account": story.account,
-        "has_alarm": bool(onsets),
-        "first": story.first_step,
-        "last": story.last_step,
-        "faults": [{"name": span.name, "start": span.start, "stop": span.stop} for span in story.faults],
-        "onsets": [_marked(run.name, event, "alarm") for event in onsets],
-        "later": [e.step for e in story.events if e.kind == "alarm" and id(e) not in first][:2000],
-        "actions": [_marked(run.name, event, "action") for event in story.events if event.kind == "action"],
-        "checks": buffers.put(
-            sound=np.unique([check.step for check in story.checks if check.is_sound]),
-            broken=np.unique([event.step for event in story.findings]),
-        ),
-        "findings": _stretches(run.name, story)[:_N_STRETCHES],
-        "diverged": None if story.diverged is None else _marked(run.name, story.diverged, "cross"),
-        "lead": None if lead is None else [lead.first.step, lead.then.step, lead_in_words(lead)],
-    }
-
-
-def _stretches(run: str, story: Story) -> list[dict[str, Any]]:
-    """Broken measurements of one probe in a row, by the first of them, and the step of the last."""
-    found: list[dict[str, Any]] = []
-    latest: dict[str, dict[str, Any] | None] = {}
-    for check in story.checks:
-        if check.is_sound:
-            latest[check.signal] = None
-            continue
-        stretch = latest.get(check.signal)
-        if stretch is None:
-            event = TimelineEvent(check.step, "probe", check.signal, message=check.message)
-            stretch = latest[check.signal] = _marked(run, event, "probe")
-            found.append(stretch)
-        stretch["last"] = check.step
-    data = [event for event in story.findings if event.kind == "alarm"]
-    return found + [_marked(run, event, "probe") | {"last": event.step} for event in data]
-
-
-def _marked(run: str, event: TimelineEvent, kind: str) -> dict[str, Any]:
-    return {
-        "run": run,
-        "kind": kind,
-        "step": event.step,
-        "source": event.source,
-        "place": event.place,
-        "score": event.score if math.isfinite(event.score) else None,
-        "message": event.message,
-        "is_established": event.is_established,
-    }
-
-
-def _selected(
-    selection: PanelSelection | None, shown: Sequence[FollowedRun], buffers: _Buffers
-) -> dict[str, Any] | None:
-    """The details shown next to the panels."""
-    if selection is None:
-        return None
-    names = {run.name for run in shown}
-    details, heats = [], [np.zeros(0)]
-    for detail in selection.details:
-        if detail.run not in names:
-            continue
-        packed: dict[str, Any] = {
-            "run": detail.run,
-            "step": detail.step,
-            "rows": detail.rows,
-            "columns": detail.columns,
-        }
-        packed["heat"] = packed["modes"] = None
-        if detail.heat is not None:
-            packed["heat"] = buffers.put(value=detail.heat.ravel())["value"]
-            heats.append(detail.heat[np.isfinite(detail.heat)])
-        if detail.modes is not None:
-            modes = detail.modes
-            packed["modes"] = len(buffers.done)
-            buffers.done += [modes.points.tobytes(), modes.layer.tobytes(), modes.is_reliable.tobytes()]
-            packed |= {
-                "modes_step": modes.step,
-                "near_unit": modes.near_unit,
-                "depth_colors": depth_colors(detail.n_layers),
-            }
-            packed |= {"near_unit_mass": _plain(modes.near_unit_mass), "spectral_radius": _plain(modes.spectral_radius)}
-        details.append(packed)
-    axis = PanelAxis.of(selection.signal.split(" ")[0], np.concatenate(heats), shows_all=True)
-    event = selection.event
-    return {
-        "step": selection.step,
-        "signal": selection.signal,
-        "run": selection.run,
-        "event": None if event is None else _marked(selection.run, event, "alarm"),
-        "layer": None if event is None else event.layer,
-        "head": None if event is None else event.head,
-        "dims": list(selection.dims),
-        "low": axis.low,
-        "high": axis.high,
-        "is_log": axis.is_logarithmic,
-        "is_low_bad": bool(selection.signal) and sig.bad_direction(selection.signal) == "low",
-        "details": details,
-    }
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None

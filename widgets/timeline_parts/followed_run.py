@@ -117,7 +117,8 @@ class FollowedRun:
         if self.story.diverged is not None:
             ending = f"diverged at step {self.story.diverged.step}"
             return ending if words in (RunState.DIVERGED, "") else f"{words}, {ending}"
-        return f"{words}, to step {self.story.last_step}" if words else f"to step {self.story.last_step}"
+        reached = f"to step {self.story.last_step}" if self.entries else "nothing recorded yet"
+        return f"{words}, {reached}" if words else reached
 
     def poll(self) -> bool:
         """Look whether the store has something new, and read it; only the rows that are new, and only of lines in use.
@@ -172,8 +173,8 @@ class FollowedRun:
         except (SchemaError, StoreError, OSError):
             return None
 
-    def modes(self, step: int) -> tuple[LiveModes, int] | None:
-        """The modes of the nearest recorded spectra and how many layers they have; None if there are no spectra."""
+    def modes(self, step: int) -> tuple[LiveModes, list[int]] | None:
+        """The modes of the nearest recorded spectra and the numbers of their layers; None if there are no spectra."""
         tree = self._now.tree
         if "spectra" not in tree.children or "step" not in tree["spectra"].dims or not tree["spectra"].sizes["step"]:
             return None
@@ -183,7 +184,20 @@ class FollowedRun:
             chosen = spectra.isel(step=[nearest]).load()
         except (StoreError, OSError):
             return None
-        return LiveModes.of(chosen), chosen.sizes["layer"]
+        layers = chosen["layer"].values if "layer" in chosen.coords else range(chosen.sizes["layer"])
+        return LiveModes.of(chosen), [int(layer) for layer in layers]
+
+    @property
+    def recorded_steps(self) -> np.ndarray:
+        """Steps with spectra; if there are none, those of signals with layers."""
+        tree = self._now.tree
+        of_layers = {entry.part for entry in self.entries.values() if entry.places}
+        for parts in ({"spectra"}, of_layers):
+            found = [tree[part].to_dataset() for part in parts & set(tree.children) if "step" in tree[part].dims]
+            steps = np.concatenate([np.zeros(0, int), *(data["step"].values for data in found)])
+            if len(steps):
+                return np.unique(steps)
+        return np.zeros(0, int)
 
     def _snapshot_of(self, tree: xr.DataTree) -> _Snapshot:
         return _Snapshot(tree, Story.of(self.name, tree, self.place), sig.catalogue(tree))

@@ -1,6 +1,11 @@
 // The panels over the common axis of steps: the events, and one signal each.
-const INSET = { left: 58, right: 14, top: 5, bottom: 5 };
-const ROW = 42; // of a run in the lane
+const CROWDED = 3; // from so many runs on, their shades would add up to a colour that means nothing
+
+// Sizes follow the text: `unit` is 1 on a page.
+function insetOf(theme) {
+  const unit = sizeOf(theme) / 11;
+  return { unit, left: 58 * unit, right: 14 * unit, top: 5 * unit, bottom: 5 * unit, row: 44 * unit };
+}
 
 // A canvas as sharp as the screen, cleared; drawing is in CSS pixels.
 function cleared(canvas, theme) {
@@ -10,14 +15,14 @@ function cleared(canvas, theme) {
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
-  context.font = `11px ${theme.font}`;
+  context.font = fontOf(theme);
   context.lineJoin = "round";
   return { context, width, height };
 }
 
-const stepAxis = (view, width) => {
-  const scale = (width - INSET.left - INSET.right) / (view[1] - view[0]);
-  return { x: (step) => INSET.left + (step - view[0]) * scale, step: (x) => view[0] + (x - INSET.left) / scale };
+const stepAxis = (theme, view, width) => {
+  const { left, right } = insetOf(theme), scale = (width - left - right) / (view[1] - view[0]);
+  return { x: (step) => left + (step - view[0]) * scale, step: (x) => view[0] + (x - left) / scale };
 };
 
 // At most n round numbers from low to high, 1, 2 or 5 times a power of ten apart.
@@ -30,15 +35,9 @@ function roundTicks(low, high, n) {
 // Plain numbers, with as many digits as distinguish neighbours.
 function tickText(value, ticks) {
   const largest = Math.max(...ticks.map(Math.abs)), gap = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : largest;
-  if (largest && (largest >= 1e5 || largest < 1e-3)) return value === 0 ? "0" : value.toExponential(Math.max(0, Math.min(3, Math.round(Math.log10(largest / gap)))));
+  if (largest && (largest >= 1e5 || largest < 1e-3)) return value === 0 ? "0" : value.toExponential(Math.max(0, Math.min(2, Math.round(Math.log10(largest / gap)))));
   return String(Number(value.toFixed(Math.min(8, Math.max(0, Math.ceil(-Math.log10(gap) + 0.01) + 1)))));
 }
-
-const numberText = (value) => {
-  if (value === undefined || !Number.isFinite(value)) return "–";
-  const size = Math.abs(value);
-  return size && (size >= 1e5 || size < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
-};
 
 function verticalAxis(panel, top, bottom) {
   let { low, high } = panel;
@@ -61,6 +60,13 @@ function verticalAxis(panel, top, bottom) {
   high += room;
   const ticks = roundTicks(low, high, 3);
   return { y: (value) => bottom - ((value - low) / (high - low)) * (bottom - top), ticks, texts: ticks.map((tick) => tickText(tick, ticks)) };
+}
+
+// Those of rising places that leave a gap to the one before.
+function spread(places, gap) {
+  const kept = [];
+  for (const place of places) if (!kept.length || Math.abs(place.at - kept.at(-1).at) >= gap) kept.push(place);
+  return kept;
 }
 
 const faded = (color, alpha) => color + Math.round(alpha * 255).toString(16).padStart(2, "0");
@@ -91,7 +97,7 @@ function drawLandmarks(context, run, x, top, bottom) {
 
 // First alarms: filled for a mechanism, hollow for loss, gradient norm and spikes.
 function drawAlarm(context, theme, mark, color, x, y, isChosen) {
-  const side = isChosen ? 7.5 : 6, shape = new Path2D(`M${x - side} ${y - side * 0.8}h${2 * side}l${-side} ${1.7 * side}z`);
+  const { unit } = insetOf(theme), side = (isChosen ? 7.5 : 6) * unit, shape = new Path2D(`M${x - side} ${y - side * 0.8}h${2 * side}l${-side} ${1.7 * side}z`);
   context.lineWidth = 4;
   context.strokeStyle = theme.ground;
   context.stroke(shape);
@@ -103,13 +109,13 @@ function drawAlarm(context, theme, mark, color, x, y, isChosen) {
   if (isChosen) {
     context.strokeStyle = theme.ink;
     context.lineWidth = 1.4;
-    ring(context, x, y, 12);
+    ring(context, x, y, 12 * unit);
     context.stroke();
   }
 }
 
 function drawDiamond(context, theme, color, x, y) {
-  const shape = new Path2D(`M${x} ${y - 6.5}l6 6.5l-6 6.5l-6 -6.5z`);
+  const side = 6 * insetOf(theme).unit, shape = new Path2D(`M${x} ${y - side}l${side} ${side}l${-side} ${side}l${-side} ${-side}z`);
   context.lineWidth = 4;
   context.strokeStyle = theme.ground;
   context.stroke(shape);
@@ -117,73 +123,52 @@ function drawDiamond(context, theme, color, x, y) {
   context.fill(shape);
 }
 
-const isSame = (one, other) => Boolean(one && other && one.run === other.run && one.step === other.step && one.source === other.source);
-
-// The first row of rising steps that is not before a step.
-function rowAt(steps, step) {
-  let low = 0, high = steps.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] < step) low = middle + 1;
-    else high = middle;
-  }
-  return low;
-}
-
-// The rows in view, and one more on either side.
-const inView = (steps, view) => [Math.max(0, rowAt(steps, view[0]) - 1), Math.min(steps.length, rowAt(steps, view[1]) + 2)];
-
-function clipToFrame(context, width, height) {
+function clipToFrame(context, inset, width, height) {
   context.save();
   context.beginPath();
-  context.rect(INSET.left, 0, width - INSET.left - INSET.right, height);
+  context.rect(inset.left, 0, width - inset.left - inset.right, height);
   context.clip();
 }
 
 // One signal of all runs; returns the positions of its marks.
 function drawPanel(canvas, theme, panel, runs, view, chosen) {
-  const { context, width, height } = cleared(canvas, theme);
-  const { x } = stepAxis(view, width), top = INSET.top, bottom = height - INSET.bottom, right = width - INSET.right;
+  const { context, width, height } = cleared(canvas, theme), inset = insetOf(theme), size = sizeOf(theme);
+  const { x } = stepAxis(theme, view, width), { top } = inset, bottom = height - inset.bottom, right = width - inset.right;
   const axis = verticalAxis(panel, top, bottom), named = Object.fromEntries(runs.map((run) => [run.name, run]));
   context.textAlign = "right";
   context.textBaseline = "middle";
   context.lineWidth = 1;
   context.strokeStyle = theme.faint;
   context.fillStyle = theme.ink;
-  axis.ticks.forEach((tick, i) => {
-    const y = Math.round(axis.y(tick)) + 0.5;
+  const ticks = axis.ticks.map((tick, i) => ({ y: Math.round(axis.y(tick)) + 0.5, text: axis.texts[i] }));
+  for (const tick of ticks) {
     context.beginPath();
-    context.moveTo(INSET.left, y);
-    context.lineTo(right, y);
+    context.moveTo(inset.left, tick.y);
+    context.lineTo(right, tick.y);
     context.stroke();
-    context.fillText(axis.texts[i], INSET.left - 6, Math.min(Math.max(y, 6), height - 6));
-  });
-  clipToFrame(context, width, height);
-  const ofPanel = panel.run === undefined ? runs : runs.filter((run) => run.name === panel.run);
-  for (const run of ofPanel) drawSpans(context, run, x, 0, height, 0.1);
-  for (const band of panel.bands) {
-    if (!band.step.length) continue;
-    context.fillStyle = band.run === null ? "rgba(122, 122, 122, 0.3)" : faded(named[band.run]?.color ?? "#7a7a7a", 0.17);
-    context.beginPath();
-    for (let i = 0; i < band.step.length; i++) context.lineTo(x(band.step[i]), axis.y(band.upper[i]));
-    for (let i = band.step.length - 1; i >= 0; i--) context.lineTo(x(band.step[i]), axis.y(band.lower[i]));
-    context.fill();
+    tick.at = Math.min(Math.max(tick.y, 0.6 * size), height - 0.6 * size);
   }
+  for (const { at, text } of spread(ticks, 1.2 * size)) context.fillText(text, inset.left - 0.55 * size, at);
+  clipToFrame(context, inset, width, height);
+  const ofPanel = panel.run === undefined ? runs : runs.filter((run) => run.name === panel.run);
+  // The lane shows faults too, each in the row of its run.
+  if (ofPanel.filter((run) => run.faults.length).length < CROWDED) for (const run of ofPanel) drawSpans(context, run, x, 0, height, 0.1);
+  for (const band of panel.bands) if (band.step.length) drawBand(context, band, named[band.run], x, axis.y, panel.bands.length >= CROWDED);
   for (const run of ofPanel) drawLandmarks(context, run, x, 0, height);
-  if (panel.limit !== undefined) drawLimit(context, theme, axis.y(panel.limit), right);
-  for (const { run, step, value, color } of panel.lines) {
+  if (panel.limit !== undefined) drawLimit(context, theme, axis.y(panel.limit), inset.left, right);
+  for (const { run, step, value, color, dash } of panel.lines) {
     if (!named[run]) continue;
     const [first, last] = inView(step, view), isDense = last - first > width;
     context.strokeStyle = context.fillStyle = color ?? named[run].color;
     // Joints and dashes, which cost most, are not visible on a dense line.
     context.lineWidth = isDense ? 1.2 : 1.5;
     context.lineJoin = isDense ? "bevel" : "round";
-    context.setLineDash(isDense || color ? [] : named[run].dash);
+    context.setLineDash(isDense ? [] : dash ?? named[run].dash);
     context.beginPath();
     for (let i = first; i < last; i++) context.lineTo(x(step[i]), axis.y(value[i]));
     context.stroke();
     context.setLineDash([]);
-    if (last - first < width / 40) {
+    if (!color && last - first < width / 40) {
       for (let i = first; i < last; i++) {
         ring(context, x(step[i]), axis.y(value[i]), 2.4);
         context.fill();
@@ -204,19 +189,39 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
   return places;
 }
 
+// The range of healthy values: filled, or its edges alone.
+function drawBand(context, band, run, x, y, isEdge) {
+  const color = run?.color ?? "#7a7a7a", n = band.step.length, way = Array.from({ length: n }, (_, i) => i);
+  const upper = new Path2D(), lower = new Path2D(), whole = new Path2D();
+  for (const i of way) {
+    upper.lineTo(x(band.step[i]), y(band.upper[i]));
+    lower.lineTo(x(band.step[i]), y(band.lower[i]));
+    whole.lineTo(x(band.step[i]), y(band.upper[i]));
+  }
+  for (const i of way.reverse()) whole.lineTo(x(band.step[i]), y(band.lower[i]));
+  context.fillStyle = faded(color, run ? 0.17 : 0.3);
+  if (!isEdge) return context.fill(whole);
+  context.strokeStyle = faded(color, 0.8);
+  context.lineWidth = 0.8;
+  context.setLineDash(run?.dash ?? []);
+  context.stroke(upper);
+  context.stroke(lower);
+  return context.setLineDash([]);
+}
+
 // The evidence at which an alarm is raised.
-function drawLimit(context, theme, y, right) {
+function drawLimit(context, theme, y, left, right) {
   context.strokeStyle = theme.ink;
   context.lineWidth = 1;
   context.setLineDash([6, 4]);
   context.beginPath();
-  context.moveTo(INSET.left, Math.round(y) + 0.5);
+  context.moveTo(left, Math.round(y) + 0.5);
   context.lineTo(right, Math.round(y) + 0.5);
   context.stroke();
   context.setLineDash([]);
   context.textAlign = "left";
   context.textBaseline = "alphabetic";
-  writtenOn(context, theme, "alarm", INSET.left + 4, y - 4);
+  writtenOn(context, theme, "alarm", left + 4, y - 4);
 }
 
 // Measurements of probes: small where sound, strong where they found a fault.
@@ -237,24 +242,39 @@ function drawChosen(context, theme, chosen, x, view, height) {
   if (chosen && chosen.step >= view[0] && chosen.step <= view[1]) upright(context, x(chosen.step), 0, height, theme.ink, [2, 2]);
 }
 
-// The events, one row per run; returns the positions of its marks.
-function drawLane(canvas, theme, runs, view, chosen, broken) {
-  const { context, width, height } = cleared(canvas, theme);
-  const { x } = stepAxis(view, width), places = [], bottom = height - 18;
-  context.textAlign = "center";
+// The height of the lane, and of the row of a run in it.
+const laneHeight = (theme, runs) => insetOf(theme).row * runs.length + insetOf(theme).unit * 20;
+const rowOf = (theme, i) => insetOf(theme).row * i + 27 * insetOf(theme).unit;
+
+// Numbers of steps below the rows, each centred below its line where there is room.
+function drawSteps(context, theme, x, view, width, bottom) {
+  const inset = insetOf(theme), { unit } = inset, most = Math.max(2, Math.floor(width / (110 * unit)));
+  const ticks = roundTicks(view[0], view[1], most).filter((tick) => Number.isInteger(tick) || view[1] - view[0] < 4);
+  context.textAlign = "right";
   context.textBaseline = "top";
   context.fillStyle = theme.ink;
-  const ticks = roundTicks(view[0], view[1], Math.max(2, Math.floor(width / 110))).filter((tick) => Number.isInteger(tick) || view[1] - view[0] < 4);
+  context.fillText("step", inset.left - 12 * unit, bottom + 4 * unit);
+  context.textAlign = "center";
+  let taken = inset.left - 6 * unit;
   for (const tick of ticks) {
     upright(context, Math.round(x(tick)) + 0.5, 0, bottom, theme.faint, []);
-    context.fillText(tick.toLocaleString("en"), Math.min(Math.max(x(tick), INSET.left), width - 24), bottom + 4);
+    const text = tick.toLocaleString("en"), half = context.measureText(text).width / 2;
+    const at = Math.min(Math.max(x(tick), taken + half), width - half - 1);
+    if (at - half < taken) continue;
+    context.fillText(text, at, bottom + 4 * unit);
+    taken = at + half + 6 * unit;
   }
-  context.textAlign = "right";
-  context.fillText("step", INSET.left - 12, bottom + 4);
-  clipToFrame(context, width, height);
+}
+
+// The events, one row per run; returns the positions of its marks.
+function drawLane(canvas, theme, runs, view, chosen, broken) {
+  const { context, width, height } = cleared(canvas, theme), inset = insetOf(theme), { unit } = inset;
+  const { x } = stepAxis(theme, view, width), places = [], bottom = height - 18 * unit;
+  drawSteps(context, theme, x, view, width, bottom);
+  clipToFrame(context, inset, width, height);
   runs.forEach((run, i) => {
-    const y = ROW * i + (runs.some((one) => one.lead) ? 26 : 17);
-    drawSpans(context, run, x, y - 7, y + 7, 0.24);
+    const y = rowOf(theme, i);
+    drawSpans(context, run, x, y - 6 * unit, y + 6 * unit, 0.24);
     context.strokeStyle = run.color;
     context.lineWidth = 2;
     context.setLineDash(run.dash);
@@ -263,11 +283,11 @@ function drawLane(canvas, theme, runs, view, chosen, broken) {
     context.lineTo(x(run.diverged?.step ?? run.last), y);
     context.stroke();
     context.setLineDash([]);
-    drawChecks(context, theme, run, x, y + 11.5, view, broken, places);
+    drawChecks(context, theme, run, x, y + 9.5 * unit, view, broken, places);
     for (const step of run.later) if (step >= view[0] && step <= view[1]) upright(context, x(step), y - 5, y + 5, run.color, []);
   });
   runs.forEach((run, i) => {
-    const y = ROW * i + (runs.some((one) => one.lead) ? 26 : 17);
+    const y = rowOf(theme, i);
     const put = (mark, draw) => {
       if (mark.step < view[0] || mark.step > view[1]) return;
       draw(x(mark.step));
@@ -281,7 +301,7 @@ function drawLane(canvas, theme, runs, view, chosen, broken) {
         drawCross(context, theme, at, y);
       });
     }
-    if (run.lead) drawLead(context, theme, run.lead, x, y - 11, width);
+    if (run.lead) drawLead(context, theme, run.lead, x, y - 11 * unit, width);
   });
   context.restore();
   drawChosen(context, theme, chosen, x, view, bottom);
@@ -290,14 +310,16 @@ function drawLane(canvas, theme, runs, view, chosen, broken) {
 
 // An arrow from the first mechanism's alarm to the first established signal, with its length.
 function drawLead(context, theme, [start, stop, words], x, y, width) {
-  const [from, to] = [x(start), x(stop)], way = Math.sign(to - from) || 1;
+  const [from, to] = [x(start), x(stop)], way = Math.sign(to - from) || 1, inset = insetOf(theme), { unit } = inset;
   context.strokeStyle = context.fillStyle = theme.ink;
   context.lineWidth = 1.4;
   context.stroke(new Path2D(`M${from} ${y - 3.5}v7M${from} ${y}H${to}`));
   context.fill(new Path2D(`M${to} ${y}l${-6 * way} -3.5v7z`));
-  const half = context.measureText(words).width / 2, middle = (Math.max(from, INSET.left) + Math.min(to, width)) / 2;
-  if (Math.max(from, to) < INSET.left || Math.min(from, to) > width) return;
+  if (Math.max(from, to) < inset.left || Math.min(from, to) > width - inset.right) return;
+  const half = context.measureText(words).width / 2, middle = (Math.max(from, inset.left) + Math.min(to, width)) / 2;
+  const ends = [inset.left + half + 4, width - inset.right - half - 4];
+  if (ends[0] > ends[1]) return; // the label of the lane says it too
   context.textAlign = "center";
   context.textBaseline = "alphabetic";
-  writtenOn(context, theme, words, Math.min(Math.max(middle, INSET.left + half + 4), width - INSET.right - half - 4), y - 6);
+  writtenOn(context, theme, words, Math.min(Math.max(middle, ends[0]), ends[1]), y - 4 * unit);
 }

@@ -1,4 +1,7 @@
-"""One panel of the complex plane: unit circle, near-unit band and modes coloured by depth, for both backends."""
+"""One panel of the complex plane: unit circle, near-unit band and modes coloured by depth, for both backends.
+
+Figures, the live canvas and the timeline have the same plane: see `workbench.plots.plane_view`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ import numpy as np
 
 from workbench.plots import style
 from workbench.plots.mode_columns import band_outline
+from workbench.plots.plane_view import DENSE, density, ring
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.plots.mode_columns import View
+    from workbench.plots.plane_view import PlaneView
 
 _TOOLS = ("box_select", "lasso_select", "pan", "box_zoom", "wheel_zoom", "tap", "reset", "save", "hover")
 _TOOLTIPS = """<div style="font-size:12px;line-height:1.45">layer @layer, mode @mode<br>
@@ -34,14 +38,14 @@ class PlaneStyle:
         side: Width and height of the frame in pixels (bokeh).
         inches: Width and height of the panel (matplotlib).
         row: Name of the row of panels that begins with this one, on its left.
-        has_axis: Whether the real and the imaginary axis have a name and numbers.
+        has_axis: Whether the real and the imaginary axis have a name and numbers, where all is true to scale.
         word: Text in the middle, for a panel without modes.
     """
 
     title: str
     note: str
     key: str
-    view: View
+    view: PlaneView
     scale: Scale
     has_scale: bool
     side: int = 240
@@ -83,33 +87,84 @@ class Scale:
         return np.array(self.colors, dtype=object)[step]
 
 
-def _ground(hv: Any, spectra: xr.Dataset) -> tuple[list[Any], Any, Any]:
-    """Axes, near-unit band and unit circle."""
-    axes = [hv.Dimension("real", label="Re λ"), hv.Dimension("imag", label="Im λ")]
-    angle = np.linspace(0, 2 * np.pi, 181)
-    band = hv.Polygons([band_outline(spectra)], axes, label="near-unit band")
-    circle = hv.Curve((np.cos(angle), np.sin(angle)), *axes, label="unit circle")
-    return axes, band, circle
+#: Lines of the ground: the axes and the circle of radius 0.5.
+_FAINT = [np.array([[-9.0, 0.0], [9.0, 0.0]]), np.array([[0.0, -9.0], [0.0, 9.0]]), ring(0.5)]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What lies below the modes, as holoviews elements without options.
+
+    Attributes:
+        axes: The two dimensions of the plane, as drawn.
+        band: The near-unit band.
+        faint: Axes, and the circle of radius 0.5.
+        rings: Circles at the powers of ten.
+        circle: The unit circle.
+        density: Image of the modes where there are too many to draw each.
+        labels: Names of rings and axes.
+    """
+
+    axes: list[Any]
+    band: Any
+    faint: Any
+    rings: Any
+    circle: Any
+    density: Any
+    labels: Any
+
+    @classmethod
+    def of(cls, hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: PlaneStyle) -> Ground:
+        """Make it for a panel."""
+        axes = [hv.Dimension("x", label="Re λ"), hv.Dimension("y", label="Im λ")]
+        labels, view = look.view.labels(), look.view
+        return cls(
+            axes=axes,
+            band=hv.Polygons([band_outline(spectra)], axes, label="near-unit band"),
+            faint=hv.Path(_FAINT, axes, label="axes"),
+            rings=hv.Path(view.rings(), axes, label="powers of ten"),
+            circle=hv.Curve(ring(1.0), *axes, label="unit circle"),
+            density=hv.RGB(
+                density_image(columns, view, look.scale.n_layers)[::-1],  # the first row of an RGB is the highest
+                bounds=(view.real[0], view.imag[0], view.real[1], view.imag[1]),
+                kdims=axes,
+                vdims=[hv.Dimension(channel, range=(0, 255)) for channel in "RGBA"],
+                label="density",
+            ),
+            labels=hv.Labels((labels["x"], labels["y"], labels["text"]), axes, "text", label="names"),
+        )
+
+
+def density_image(columns: dict[str, np.ndarray], view: PlaneView, n_layers: int) -> np.ndarray:
+    """The image of the density, or one that is transparent where each mode is drawn; shape (row, column, 4)."""
+    if len(columns["x"]) <= DENSE:
+        return np.zeros((2, 2, 4), np.uint8)
+    return density(columns, view, n_layers)
 
 
 def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: PlaneStyle) -> Any:
     """One panel for bokeh; ``columns`` as `modes.mode_columns` gives them."""
-    axes, band, circle = _ground(hv, spectra)
-    n_modes = len(columns["real"])
-    modes = hv.Points(columns, axes, [name for name in columns if name not in ("real", "imag")], label="modes")
+    ground = Ground.of(hv, spectra, columns, look)
+    n_modes = len(columns["x"])
+    modes = hv.Points(columns, ground.axes, [name for name in columns if name not in ("x", "y")], label="modes")
     options = {"default_tools": [], "backend": "bokeh"}
     hooks = [style.dress_bokeh, style.note_bokeh(look.note)]
     if look.key:
         hooks.append(style.note_bokeh(look.key, place="below"))
     hooks.append(style.bare_bokeh(look.has_axis))
+    hooks.append(_axes_bokeh(look.view))
     if look.row:
         hooks.append(style.note_bokeh(look.row, place="left"))
     if look.has_scale:
         hooks.append(_scale_bokeh(look.scale))
+    line = {"color": style.NEUTRAL, **options}
     panel = hv.Overlay(
         [
-            band.opts(color=style.NEUTRAL, fill_alpha=0.2, line_alpha=0, **options),
-            circle.opts(color=style.NEUTRAL, line_width=1.2, **options),
+            ground.band.opts(color=style.NEUTRAL, fill_alpha=0.2, line_alpha=0, **options),
+            ground.faint.opts(line_alpha=0.3, **line),
+            ground.rings.opts(line_alpha=0.45, line_dash="3 4", **line),
+            ground.circle.opts(line_width=1.4, **line),
+            ground.density.opts(**options),
             modes.opts(
                 size=(7 if n_modes < 300 else 5.5 if n_modes < 2000 else 4) * min(1, look.side / 240),
                 tools=list(_TOOLS),
@@ -117,15 +172,27 @@ def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], lo
                 hooks=[_markers_bokeh(look.scale)],
                 **options,
             ),
+            ground.labels.opts(text_color=style.NEUTRAL, text_font_size=f"{style.TICK_SIZE}pt", **options),
         ]
     )
     if look.word:
-        panel = panel * hv.Text(look.view.center, 0, look.word, fontsize=style.TICK_SIZE).opts(
+        panel = panel * hv.Text(look.view.real[0] + look.view.half, 0, look.word, fontsize=style.TICK_SIZE).opts(
             text_color=style.NEUTRAL, **options
         )
     view = {"xlim": look.view.real, "ylim": look.view.imag, "show_legend": False}
     frame = {"frame_width": look.side, "frame_height": look.side, "show_grid": True}
     return panel.opts(**view, **frame, title=look.title, hooks=hooks, backend="bokeh")
+
+
+def _axes_bokeh(view: PlaneView) -> Any:
+    """A holoviews hook: numbers along the axes only where they are true to scale; the panel keeps its proportions."""
+
+    def hook(plot: Any, element: Any) -> None:
+        plot.state.tags = [*plot.state.tags, "fixed aspect"]
+        for part in (*plot.state.axis, *plot.state.grid):
+            part.visible = view.is_near
+
+    return hook
 
 
 def _markers_bokeh(scale: Scale) -> Any:
@@ -144,6 +211,8 @@ def _markers_bokeh(scale: Scale) -> Any:
         painted = transform("depth", LinearColorMapper(palette=scale.colors, low=lowest, high=highest))
         for glyph in (renderer.glyph, renderer.selection_glyph, renderer.nonselection_glyph):
             glyph.update(fill_color=painted, line_color=painted, line_width=1.1, marker="marker", fill_alpha="fill")
+            glyph.line_alpha = "edge"
+        renderer.selection_glyph.line_alpha = 1.0
         renderer.nonselection_glyph.update(line_alpha=0.15, fill_alpha=0.1)
         renderer.muted_glyph = renderer.hover_glyph = None
 
@@ -152,35 +221,60 @@ def _markers_bokeh(scale: Scale) -> Any:
 
 def panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: PlaneStyle) -> Any:
     """One panel for matplotlib; ``columns`` as `modes.mode_columns` gives them."""
-    axes, band, circle = _ground(hv, spectra)
+    ground = Ground.of(hv, spectra, columns, look)
     table = columns | {"paint": look.scale.paint(columns["depth"])}
-    others = [name for name in table if name not in ("real", "imag")]
-    crossed, hollow = columns["marker"] != "circle", columns["fill"] == 0
+    others = [name for name in table if name not in ("x", "y")]
+    crossed, hollow, drawn = columns["marker"] != "circle", columns["fill"] == 0, columns["edge"] > 0
     paint = hv.dim("paint")
     kinds = {
-        "unreliable": (hollow & ~crossed, {"marker": "o", "color": "none", "edgecolors": paint}),
-        "reliable": (~hollow & ~crossed, {"marker": "o", "color": paint, "edgecolors": "none"}),
-        "uninformative": (crossed, {"marker": "X", "color": paint, "edgecolors": "none"}),
+        "unreliable": (hollow & ~crossed & drawn, {"marker": "o", "color": "none", "edgecolors": paint}),
+        "reliable": (~hollow & ~crossed & drawn, {"marker": "o", "color": paint, "edgecolors": "none"}),
+        "uninformative": (crossed & drawn, {"marker": "X", "color": paint, "edgecolors": "none"}),
     }
+    options = {"backend": "matplotlib"}
+    line = {"color": style.NEUTRAL, **options}
     elements = [
-        band.opts(facecolor=style.NEUTRAL, alpha=0.2, edgecolor="none", backend="matplotlib"),
-        circle.opts(color=style.NEUTRAL, linewidth=1.0, backend="matplotlib"),
+        ground.band.opts(facecolor=style.NEUTRAL, alpha=0.2, edgecolor="none", **options),
+        ground.faint.opts(linewidth=0.8, alpha=0.35, **line),
+        ground.rings.opts(linewidth=0.8, alpha=0.5, linestyle=(0, (3, 4)), **line),
+        ground.circle.opts(linewidth=1.2, **line),
+        ground.density.opts(interpolation="nearest", **options),
     ]
     for label, (chosen, marker) in kinds.items():
-        points = hv.Points({name: column[chosen] for name, column in table.items()}, axes, others, label=label)
-        elements.append(points.opts(s=16 if look.inches > 3 else 11, linewidth=0.9, **marker, backend="matplotlib"))
+        points = hv.Points({name: column[chosen] for name, column in table.items()}, ground.axes, others, label=label)
+        elements.append(points.opts(s=16 if look.inches > 3 else 11, linewidth=0.9, **marker, **options))
+    elements.append(ground.labels.opts(size=style.TICK_SIZE - 1, **(line | {"color": style.INK})))
     if look.word:
-        word = hv.Text(look.view.center, 0, look.word, fontsize=style.TICK_SIZE)
+        word = hv.Text(look.view.real[0] + look.view.half, 0, look.word, fontsize=style.TICK_SIZE)
         elements.append(word.opts(color=style.INK, backend="matplotlib"))
-    hooks = [style.dress_matplotlib, style.title_matplotlib(look.title, note=look.note, key=look.key)]
+    hooks = [
+        style.dress_matplotlib,
+        _frame_matplotlib(look.view),
+        style.title_matplotlib(look.title, note=look.note, key=look.key, key_at=-0.17 if look.view.is_near else -0.02),
+    ]
     if look.row:
         hooks.append(style.row_matplotlib(look.row))
     if look.has_scale:
         hooks.append(_scale_matplotlib(look.scale))
     view = {"xlim": look.view.real, "ylim": look.view.imag, "show_legend": False}
-    view |= {name: "bare" for name, has in zip(("xaxis", "yaxis"), look.has_axis, strict=True) if not has}
+    if look.view.is_near:
+        view |= {name: "bare" for name, has in zip(("xaxis", "yaxis"), look.has_axis, strict=True) if not has}
+    else:
+        view |= {"xaxis": None, "yaxis": None}
     frame = {"aspect": 1, "fig_inches": look.inches}
     return hv.Overlay(elements).opts(**view, **frame, title="", hooks=hooks, backend="matplotlib")
+
+
+def _frame_matplotlib(view: PlaneView) -> Any:
+    """A holoviews hook: grid and frame only where the numbers along the axes are true to scale."""
+
+    def hook(plot: Any, element: Any) -> None:
+        axis = plot.handles["axis"]
+        axis.grid(visible=view.is_near)
+        if not view.is_near:
+            axis.spines[:].set_visible(False)
+
+    return hook
 
 
 def _scale_bokeh(scale: Scale) -> Any:

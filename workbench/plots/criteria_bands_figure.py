@@ -10,6 +10,7 @@ import numpy as np
 from workbench.formatting import NOT_MEASURED, band_in_signs, clipped, short
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives
 from workbench.plots.word_columns import column_of_words
 from workbench.schema.statuses import CriterionState
@@ -31,6 +32,7 @@ STATE_LOOKS: dict[str, tuple[str, str]] = {
 _LONGEST_TITLE = 46
 
 
+@redrawable
 def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw criteria against their healthy bands: one row per criterion, all bands scaled to one shaded column.
 

@@ -11,6 +11,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
+from workbench.plots.figure_files import redrawable
 from workbench.plots.label_places import LETTER, LINE, Box, place_labels
 from workbench.plots.primitives import Primitives, decades
 from workbench.studies import published
@@ -33,6 +34,7 @@ _ZONE_ALPHAS = (0.16, 0.10, 0.18)
 _OUTCOMES = ("diverged", "some runs diverged", "survived", "outcome not known")
 
 
+@redrawable
 def decision_chart(points: xr.Dataset, *, limits: xr.Dataset | None = None, backend: str = "bokeh") -> Any:
     """Draw fresh models in the zones of the paper's decision chart (RKSP, Fig. 7), with the outcomes of their runs.
 

@@ -10,6 +10,7 @@ from workbench.errors import OptionError, SchemaError
 from workbench.formatting import clipped, percent, title_of
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.word_columns import column_of_words
 
@@ -23,6 +24,7 @@ _TABLE = {"what": "table of evidence", "source": _SOURCE, "dim": "evidence"}
 _LONGEST_NAME = 40
 
 
+@redrawable
 def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw the probability of each cause as a bar, the most probable one above; those in the set are colored.
 
@@ -77,6 +79,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         return style.laid_out(hv, [panel], backend)
 
 
+@redrawable
 def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -> Any:
     """Draw the evidence of each symptom for a cause (to the right) or against it (to the left), grouped by cause.
 
@@ -137,6 +140,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
         return style.laid_out(hv, [panel], backend)
 
 
+@redrawable
 def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw at which step each symptom was seen, one row for each, the earliest above; the size is its weight.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.studies import published as papers
 from workbench.studies.outcomes import RATES, divergence_rates
 
@@ -21,6 +22,7 @@ MEASURES = ("divergence_rate", "accuracy", "near_unit_mass")
 OURS, PUBLISHED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
 
 
+@redrawable
 def dose_response(
     outcomes: xr.Dataset,
     *,

@@ -8,7 +8,9 @@ from workbench.errors import OptionError
 from workbench.koopman.measures import remeasure
 from workbench.plots import style
 from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
-from workbench.plots.mode_columns import headline, key, mode_columns, silent_layers, view_of
+from workbench.plots.figure_files import redrawable
+from workbench.plots.mode_columns import depth_of, headline, key, mode_columns, silent_layers
+from workbench.plots.plane_view import view_of
 from workbench.plots.spectra_inputs import named_spectra, select_layers
 
 if TYPE_CHECKING:
@@ -19,21 +21,22 @@ if TYPE_CHECKING:
 # What a widget that redraws these panels needs besides the figure.
 
 
+@redrawable
 def eigenvalue_map(
     spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree],
     *,
     step: int | str | None = None,
     layers: Iterable[int] | None = None,
     reliable_only: bool = False,
-    limit: float | str | None = None,
-    center: float = 0.0,
+    zoom: str = "all modes",
     columns: int = 3,
     backend: str = "bokeh",
 ) -> Any:
     """Draw the eigenvalues of each layer in the complex plane, one panel per model, all on the same linked axes.
 
     The unit circle is drawn and the near-unit band shaded. Colour is depth. Modes whose residual is too large are
-    hollow; modes of a layer whose update is too small to say anything are crosses.
+    hollow; modes of a layer whose update is too small to say anything are crosses. A panel of more than 5,000 modes
+    shows their density instead.
 
     Args:
         spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if you name one.
@@ -41,10 +44,9 @@ def eigenvalue_map(
             titles name the step.
         layers: Layer numbers to show, for example ``range(4)``; None shows all.
         reliable_only: Leave out modes whose residual is too large, from the figure and from the masses.
-        limit: Half the width of the view, unit 1. None fits all modes but shows at most 1.5, so that the unit circle
-            stays large; ``"all"`` shows every mode. Each panel states how many modes lie outside.
-        center: Middle of the view on the real axis. Modes of deep models crowd around 1: with 1.0 and no limit, the
-            view holds two thirds of them.
+        zoom: ``"all modes"``, true to scale up to a modulus of 1.25 and logarithmic beyond; or ``"near 1"``:
+            the square from 0.7 to 1.3, true to scale, where most modes of deep models are. Each panel states how many
+            lie outside.
         columns: Panels per row.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
@@ -54,7 +56,7 @@ def eigenvalue_map(
 
     Raises:
         SchemaError: If a dataset is no spectra dataset, or runs over runs, or over steps and none is named.
-        OptionError: If the backend, the limit, the step or all layers do not exist.
+        OptionError: If the backend, the zoom, the step or all layers do not exist.
 
     Example:
         >>> import workbench as wb
@@ -69,13 +71,13 @@ def eigenvalue_map(
     for name, data in named_spectra(spectra, step=step).items():
         measured = remeasure(data, reliable_only=True) if reliable_only else data
         models[name] = select_layers(measured, layers)
-        depths[name] = data.sizes["layer"]
+        depths[name] = depth_of(data)
     if not any(data.sizes["layer"] for data in models.values()):
         raise OptionError(f"None of the layers {layers} exists; choose from 0 to {max(depths.values()) - 1}.")
     modes = {
         name: mode_columns(data, n_layers=depths[name], reliable_only=reliable_only) for name, data in models.items()
     }
-    view = view_of(modes, limit, center)
+    view = view_of(modes, zoom)
     scale = Scale(max(depths.values()), is_shared=len(set(depths.values())) == 1)
     first_key = key(next(iter(models.values())))
     with style.drawing(backend) as hv:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.studies.outcomes import divergence_rates, largest_rate_without_explosion
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _DODGE = 0.13
 _RATIO = 2.3
 
 
+@redrawable
 def explosion_edge(
     outcomes: xr.Dataset,
     *,

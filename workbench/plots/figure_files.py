@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import os
+from functools import cache, partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from workbench.errors import StoreError, require_lab
 from workbench.io.atomic import check_free, replacing
 from workbench.plots import style
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import PIL.Image
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Stability Workbench</title>
 <style>body {{ margin: 24px; }} @media (prefers-color-scheme: dark) {{ body {{ background: #111111; }} }}</style>
 <script>{library}</script></head>
-<body><div id="figure"></div><script>Bokeh.embed.embed_item({item}, "figure");</script></body></html>
+<body><div id="figure"></div><script>{fit}
+const element = document.getElementById("figure");
+Bokeh.embed.embed_item({item}, "figure").then((views) => {{
+  const fit = fittedWidth([...views], element);
+  new ResizeObserver(fit).observe(element);
+}});</script></body></html>
 """
+#: Pixels per inch and colours of the pictures that stay in a notebook.
+_PICTURE_DPI, _N_COLORS = 100, 200
 _BACKEND_OF = {".png": "matplotlib", ".svg": "matplotlib", ".pdf": "matplotlib", ".html": "bokeh"}
 
 
@@ -23,8 +39,8 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
     """Write a figure to a file, completely or not at all.
 
     Args:
-        figure: Figure from ``eigenvalue_map()`` or another function of this package.
-        path: File to write, ``.html`` for a figure of backend bokeh, ``.png``, ``.svg`` or ``.pdf`` for matplotlib.
+        figure: Figure from ``eigenvalue_map()`` or another function of this package, for either backend.
+        path: File to write: ``.html``, a page on which zoom and hover work, or ``.png``, ``.svg`` or ``.pdf``.
         overwrite: Whether to replace an existing file.
         dpi: Pixels per inch of a PNG.
 
@@ -32,7 +48,8 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
         The path.
 
     Raises:
-        StoreError: If the ending does not fit the figure, the folder is missing, the file exists, or the disk is full.
+        StoreError: If the ending is unknown, the folder is missing, the file exists, or the disk is full; or if the
+            figure was not drawn by a function of this package, and for another backend than the ending needs.
         MissingPackageError: If the packages that draw are not installed.
 
     Example:
@@ -46,6 +63,7 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
     if backend is None:
         raise StoreError(f"'{path.name}' ends in '{path.suffix}', expected one of {', '.join(_BACKEND_OF)}.")
     require_lab("Figures", "holoviews", backend)
+    figure = for_backend(figure, backend)
     drawn_for = drawn_backends(figure)
     if drawn_for and backend not in drawn_for:
         raise StoreError(
@@ -59,6 +77,45 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
     with replacing(path) as partial:
         partial.write_bytes(content)
     return path
+
+
+def redrawable(function: F) -> F:
+    """Let a function's figures know how they were drawn, so that `for_backend` can draw them again."""
+
+    @wraps(function)
+    def draw(*args: Any, backend: str = "bokeh", **options: Any) -> Any:
+        figure = function(*args, backend=backend, **options)
+        figure.drawn_by = partial(function, *args, **options)
+        return figure
+
+    return cast("F", draw)
+
+
+def for_backend(figure: Any, backend: str) -> Any:
+    """The same figure, drawn for a backend.
+
+    A figure that does not come from a function of this package, or was composed of several, is taken as it is.
+    """
+    if backend in drawn_backends(figure) or not hasattr(figure, "drawn_by"):
+        return figure
+    return figure.drawn_by(backend=backend)
+
+
+def picture_of(figure: Any) -> bytes:
+    """A figure as a small PNG, about as wide as a page of a notebook."""
+    from PIL import Image
+
+    return small_png(Image.open(io.BytesIO(_image(for_backend(figure, "matplotlib"), "png", _PICTURE_DPI))))
+
+
+def small_png(image: PIL.Image.Image) -> bytes:
+    """An image as PNG with a palette, a third as large; lines and text do not change visibly."""
+    from PIL import Image
+
+    small = io.BytesIO()
+    reduced = image.convert("RGB").quantize(_N_COLORS, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    reduced.save(small, "png", optimize=True)
+    return small.getvalue()
 
 
 def bokeh_plot(figure: Any) -> Any:
@@ -96,6 +153,12 @@ def drawn_backends(figure: Any) -> list[str]:
     return [backend for backend in loaded if ids & set(hv.Store.custom_options(backend=backend))]
 
 
+@cache
+def fit_script() -> str:
+    """The script that makes a figure as wide as the page."""
+    return Path(__file__).with_name("fit_width.js").read_text(encoding="utf-8")
+
+
 def _html(figure: Any) -> bytes:
     import json
     from importlib.resources import files
@@ -105,7 +168,7 @@ def _html(figure: Any) -> bytes:
     # bokeh's own file_html() adds links to all other loaded extensions; this page has none.
     library = files("bokeh").joinpath("server/static/js/bokeh.min.js").read_text(encoding="utf-8")
     item = json.dumps(json_item(bokeh_plot(figure).state)).replace("</", "<\\/")
-    return _PAGE.format(library=library, item=item).encode()
+    return _PAGE.format(library=library, item=item, fit=fit_script()).encode()
 
 
 def _image(figure: Any, kind: str, dpi: int) -> bytes:

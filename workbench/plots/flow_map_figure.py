@@ -11,6 +11,7 @@ from workbench.errors import SchemaError
 from workbench.formatting import clipped, three_digits
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades, flowed
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _NEEDED = (
 _LEAST_SPAN = 2.0
 
 
+@redrawable
 def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bokeh") -> Any:
     """Draw how signal and gradient grow or fade from block to block, several models side by side on common scales.
 

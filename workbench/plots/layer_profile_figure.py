@@ -8,6 +8,7 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.spectra_inputs import given_name, named_spectra
 from workbench.schema.runs import SPECTRA
 
@@ -22,6 +23,7 @@ LOGARITHMIC = frozenset({"eigenvector_condition", "kreiss_constant", "covariance
 REFERENCE = {"spectral_radius": 1.0, "energy_gain": 1.0, "kreiss_constant": 1.0}
 
 
+@redrawable
 def layer_profile(
     spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree],
     *,

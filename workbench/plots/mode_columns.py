@@ -1,22 +1,24 @@
-"""The modes of a spectrum as columns to draw, the view that contains them, and their labels."""
+"""The modes of a spectrum as columns to draw, and their labels."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import OptionError
+from workbench.plots.plane_view import DENSE, FARTHEST, KNEE, drawn_places, drawn_radius, power_of_ten
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import xarray as xr
 
-#: The default view never goes beyond this, so that the unit circle stays large next to a model of spectral radius 11.
-WIDEST_DEFAULT_LIMIT = 1.5
-NARROWEST_LIMIT = 1.2
+    from workbench.plots.plane_view import PlaneView
+
+
+def depth_of(spectra: xr.Dataset) -> int:
+    """Number of layers of the model, as far as the layers of the spectra tell."""
+    return int(spectra["layer"].max()) + 1 if spectra.sizes["layer"] else 0
 
 
 def mode_columns(
@@ -30,8 +32,9 @@ def mode_columns(
         reliable_only: Whether to drop also the modes that are not reliable.
 
     Returns:
-        ``real``, ``imag``, ``modulus``, ``residual`` (float32), ``layer``, ``mode`` (int), ``depth`` (0 the model's
-        first layer, 1 its last), ``fill`` (opacity of the marker's inside: 0 where the mode is not reliable) and
+        ``x``, ``y`` (where it is drawn), ``real``, ``imag``, ``modulus``, ``residual`` (float32), ``layer``, ``mode``
+        (int), ``depth`` (0 the model's first layer, 1 its last), ``fill`` (opacity of the marker's inside: 0 where the
+        mode is not reliable), ``edge`` (opacity of its outline; both are 0 where the density is drawn instead) and
         ``marker`` (a bokeh name).
     """
     eigenvalue = spectra["eigenvalue"].transpose("layer", "mode").values
@@ -43,69 +46,27 @@ def mode_columns(
     chosen = eigenvalue[row, mode]
     layer = spectra["layer"].values[row].astype(np.int32)
     informative = spectra["is_informative"].values[row]
+    place, is_dense = drawn_places(chosen), len(chosen) > DENSE
     return {
+        "x": place.real.astype(np.float32),
+        "y": place.imag.astype(np.float32),
         "real": chosen.real.astype(np.float32),
         "imag": chosen.imag.astype(np.float32),
         "layer": layer,
-        "depth": (layer / max((n_layers or spectra.sizes["layer"]) - 1, 1)).astype(np.float32),
+        "depth": (layer / max((n_layers or depth_of(spectra)) - 1, 1)).astype(np.float32),
         "mode": mode.astype(np.int32),
         "modulus": np.abs(chosen).astype(np.float32),
         "residual": spectra["residual"].transpose("layer", "mode").values[row, mode].astype(np.float32),
-        "fill": np.where(reliable[row, mode], 0.8, 0.0).astype(np.float32),
+        "fill": np.where(reliable[row, mode] & (not is_dense), 0.8, 0.0).astype(np.float32),
+        "edge": np.full(len(chosen), 0.0 if is_dense else 1.0, np.float32),
         "marker": np.where(informative, "circle", "x").astype(object),
     }
-
-
-@dataclass(frozen=True)
-class View:
-    """The square that all panels show: its middle on the real axis, and half its width."""
-
-    center: float
-    limit: float
-
-    @property
-    def real(self) -> tuple[float, float]:
-        """Range of Re lambda."""
-        return self.center - self.limit, self.center + self.limit
-
-    @property
-    def imag(self) -> tuple[float, float]:
-        """Range of Im lambda."""
-        return -self.limit, self.limit
-
-    def reach(self, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Half-width that would just hold each mode, shape (mode,)."""
-        return np.maximum(np.abs(columns["real"] - self.center), np.abs(columns["imag"]))
-
-
-def view_of(
-    modes: Mapping[str, Mapping[str, np.ndarray]], limit: float | str | None = None, center: float = 0.0
-) -> View:
-    """The view that all panels share; see `eigenvalue_map`.
-
-    Raises:
-        OptionError: If the limit is neither None, ``"all"`` nor a positive number, or the centre is not finite.
-    """
-    if not np.isfinite(center):
-        raise OptionError(f"The center is {center!r}, expected a finite number.")
-    reach = np.concatenate([View(center, 0.0).reach(columns) for columns in modes.values()] or [np.zeros(0)])
-    largest = 1.08 * float(reach.max(initial=0))
-    if limit is None and center != 0:
-        most = float(np.quantile(reach, 2 / 3)) if len(reach) else WIDEST_DEFAULT_LIMIT
-        return View(center, float(np.clip(most, 0.05, WIDEST_DEFAULT_LIMIT)))
-    if limit is None:
-        return View(center, min(max(largest, NARROWEST_LIMIT), WIDEST_DEFAULT_LIMIT))
-    if limit == "all":
-        return View(center, max(largest, NARROWEST_LIMIT))
-    if isinstance(limit, str) or not (np.isfinite(limit) and limit > 0):
-        raise OptionError(f"The limit is {limit!r}, expected a positive number, 'all' or None.")
-    return View(center, float(limit))
 
 
 def headline(
     spectra: xr.Dataset,
     columns: Mapping[str, np.ndarray],
-    view: View,
+    view: PlaneView,
     *,
     template: str = "mean M {:.2f}   max ρ {:.3g}",
 ) -> str:
@@ -114,9 +75,13 @@ def headline(
         return "no layer in this range"
     masses, radii = (spectra[name].values.astype(float) for name in ("near_unit_mass", "spectral_radius"))
     line = template.format(_mean(masses), _largest(radii))
-    n_outside = int(np.count_nonzero(view.reach(columns) > view.limit))
+    n_outside = view.n_outside(columns)
     if n_outside:
-        line += f"   {n_outside} outside"
+        line += (
+            f"   {n_outside} outside"
+            if view.is_near
+            else f"   {n_outside} beyond {power_of_ten(FARTHEST)}, on its ring"
+        )
     return line
 
 
@@ -132,11 +97,13 @@ def _largest(values: np.ndarray) -> float:
 
 
 def key(spectra: xr.Dataset) -> str:
-    """Two lines below a panel: the meaning of filled and hollow markers and of the shading."""
+    """Short lines below a panel: the meaning of filled and hollow markers, or of the density, and of the shading."""
     lower, upper, residual = (
         spectra.attrs[name] for name in ("near_unit_lower", "near_unit_upper", "reliable_residual")
     )
-    return f"● residual ≤ {residual:.3g}   ○ larger\n▒ {lower:.3g} ≤ |λ| ≤ {upper:.3g} near unit"
+    n_modes = int(spectra["eigenvalue"].notnull().sum(("layer", "mode")).max())
+    marks = f"density of {n_modes:,} modes" if n_modes > DENSE else f"● residual ≤ {residual:.3g}\n○ residual larger"
+    return f"{marks}\n▒ near unit: {lower:.3g} to {upper:.3g}\n┄ log scale beyond {KNEE:g}"
 
 
 def silent_layers(spectra: xr.Dataset) -> str:
@@ -149,9 +116,8 @@ def silent_layers(spectra: xr.Dataset) -> str:
 
 
 def band_outline(spectra: xr.Dataset) -> dict[str, np.ndarray]:
-    """The near-unit band as one closed ring, ``real`` and ``imag``: outer circle, then the inner one backwards."""
+    """The near-unit band as one closed ring, ``x`` and ``y``: outer circle, then the inner one backwards."""
     angle = np.linspace(0, 2 * np.pi, 129)
-    outer = spectra.attrs["near_unit_upper"] * np.exp(1j * angle)
-    inner = spectra.attrs["near_unit_lower"] * np.exp(-1j * angle)
-    ring = np.concatenate([outer, inner])
-    return {"real": ring.real, "imag": ring.imag}
+    lower, upper = drawn_radius([spectra.attrs["near_unit_lower"], spectra.attrs["near_unit_upper"]])
+    ring = np.concatenate([upper * np.exp(1j * angle), lower * np.exp(-1j * angle)])
+    return {"x": ring.real, "y": ring.imag}

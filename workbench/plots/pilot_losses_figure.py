@@ -9,6 +9,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.formatting import counted
 from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.run_losses import draw_runs
 from workbench.rates.useful_band import mean_over_seeds
@@ -23,6 +24,7 @@ _ESTIMATES = ("slow_edge", "best_rate", "useful_edge", "useful_edge_low", "usefu
 _HEADROOM = 0.3
 
 
+@redrawable
 def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw the losses of a pilot: one line for each number of updates, a dot for each run.
 

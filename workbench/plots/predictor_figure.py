@@ -10,6 +10,7 @@ from workbench.errors import OptionError, SchemaError
 from workbench.formatting import with_interval
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of, names_along
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ _WIDTH, _ROW = 640, 34
 _OURS_AT, _PUBLISHED_AT, _END = 1.06, 1.5, 1.92
 
 
+@redrawable
 def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw the area under the ROC curve of each predictor, ours and the published one, with intervals and numbers.
 

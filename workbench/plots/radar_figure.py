@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.radar_axes import RadarAxis, RadarChart, Texts, axes_of, labelled_points, outline
 from workbench.studies.comparison import SOURCES
 
@@ -24,6 +25,7 @@ _RINGS = (0.25, 0.5, 0.75, 1.0)
 _WIDTH, _LOW, _HIGH = 1.95, -1.5, 1.5
 
 
+@redrawable
 def radar(
     comparison: xr.Dataset,
     *,
@@ -198,6 +200,7 @@ def _draw_matplotlib(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], t
 
 
 def _no_grid_bokeh(plot: Any, element: Any) -> None:
+    plot.state.tags = [*plot.state.tags, "fixed aspect"]
     for grid in plot.state.grid:
         grid.visible = False
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.plots import outcome_colors, style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _NEEDED = (
 )  # fmt: skip
 
 
+@redrawable
 def rate_bands(
     outcomes: xr.Dataset, *, by: str | None = None, places: Mapping[str, int] | None = None, backend: str = "bokeh"
 ) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.plots import outcome_colors, style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.run_losses import draw_runs
 
@@ -23,6 +24,7 @@ _NEEDED = ("loss", "mean_loss", "best_rate", "slow_edge", "useful_edge", "is_lea
 _HEADROOM = 0.25
 
 
+@redrawable
 def rate_curve(
     outcome: xr.Dataset | Mapping[str, xr.Dataset],
     *,

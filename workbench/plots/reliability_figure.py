@@ -10,6 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name, columns_of
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _SPAN = (-0.02, 1.02)
 _DODGE = 0.012
 
 
+@redrawable
 def reliability(
     reliability: xr.Dataset | Mapping[str, xr.Dataset],
     *,

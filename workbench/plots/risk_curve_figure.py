@@ -10,6 +10,7 @@ import numpy as np
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent
 from workbench.plots import outcome_colors, style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _EDGES = ("slow_edge", "useful_edge", "useful_edge_low", "useful_edge_high")
 _CHANCES = ("failure", "failure_low", "failure_high", "explosion")
 
 
+@redrawable
 def risk_curve(
     risk: xr.Dataset | Mapping[str, xr.Dataset], *, learning_rate: float | None = None, backend: str = "bokeh"
 ) -> Any:

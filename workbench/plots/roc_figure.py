@@ -10,6 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name, columns_of
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ _SOURCE = "workbench.risk.scores.roc_curve()"
 _SIDE = 380
 
 
+@redrawable
 def roc(
     curves: xr.Dataset | Mapping[str, xr.Dataset],
     *,

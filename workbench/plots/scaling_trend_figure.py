@@ -11,6 +11,7 @@ import numpy as np
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import by_name
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades, flowed
 from workbench.schema.statuses import CoordinateState
 
@@ -43,6 +44,7 @@ _TITLES = {
 }
 
 
+@redrawable
 def scaling_trend(
     study: xr.Dataset | Mapping[str, xr.Dataset],
     *,

@@ -11,7 +11,10 @@ from workbench.errors import OptionError
 from workbench.io.run_access import at_step, divergence_step, last_step, named_runs, recorded_steps, spectra_of
 from workbench.plots import style
 from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
-from workbench.plots.mode_columns import headline, key, mode_columns, view_of
+from workbench.plots.figure_files import redrawable
+from workbench.plots.mode_columns import depth_of, headline, key, mode_columns
+from workbench.plots.plane_view import view_of
+from workbench.plots.short_names import shortened
 from workbench.plots.spectra_inputs import select_layers
 
 if TYPE_CHECKING:
@@ -19,18 +22,18 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from workbench.plots.mode_columns import View
+    from workbench.plots.plane_view import PlaneView
 
 _N_COLUMNS = 4
 
 
+@redrawable
 def step_grid(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
     *,
     steps: Iterable[int] | None = None,
     layers: Iterable[int] | None = None,
-    limit: float | str | None = None,
-    center: float = 0.0,
+    zoom: str = "all modes",
     backend: str = "bokeh",
 ) -> Any:
     """Draw the eigenvalues of each run at several steps: one row per run, one column per step, linked axes.
@@ -43,8 +46,7 @@ def step_grid(
         runs: One run, or several by name. Spectra that name no step are shown in the first column.
         steps: Steps of the columns; None takes up to four recorded ones, as evenly spaced as possible.
         layers: Layer numbers to show; None shows all.
-        limit: Half the width of the view, as in `eigenvalue_map`.
-        center: Middle of the view on the real axis, as in `eigenvalue_map`.
+        zoom: ``"all modes"`` or ``"near 1"``, as in `eigenvalue_map`.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -52,7 +54,7 @@ def step_grid(
 
     Raises:
         SchemaError: If there is no run, or one has no spectra.
-        OptionError: If no run reaches a step, or the backend, the limit or all layers do not exist.
+        OptionError: If no run reaches a step, or the backend, the zoom or all layers do not exist.
 
     Example:
         >>> import workbench as wb
@@ -69,17 +71,18 @@ def step_grid(
         for name, tree in trees.items()
         for step in columns
     ]
-    depths = [tree["spectra"].sizes["layer"] for tree in trees.values()]
+    depths = [depth_of(tree["spectra"].dataset) for tree in trees.values()]
     if not any(cell.spectra.sizes["layer"] for cell in cells):
         raise OptionError(f"None of the layers {layers} exists; choose from 0 to {max(depths) - 1}.")
     modes = [
         mode_columns(cell.spectra.isel(layer=[]) if cell.word else cell.spectra, n_layers=depths[i // len(columns)])
         for i, cell in enumerate(cells)
     ]
-    view = view_of({str(i): columns for i, columns in enumerate(modes)}, limit, center)
+    view = view_of({str(i): columns for i, columns in enumerate(modes)}, zoom)
     scale = Scale(max(depths), is_shared=len(set(depths)) == 1)
     keys = _keys(trees, cells)
     n = len(columns)
+    side = 300 if n <= 2 else 210
     with style.drawing(backend) as hv:
         panels = []
         for index, cell in enumerate(cells):
@@ -92,9 +95,9 @@ def step_grid(
                 view=view,
                 scale=scale,
                 has_scale=index == n - 1,
-                side=300 if n <= 2 else 210,
+                side=side,
                 inches=3.4 if n <= 2 else 2.6,
-                row=list(trees)[row] if column == 0 else "",
+                row=shortened(list(trees)[row], side) if column == 0 else "",
                 has_axis=(is_last_row, column == 0),
                 word=cell.word,
             )
@@ -163,7 +166,7 @@ def _columns(runs: Mapping[str, xr.DataTree], steps: Iterable[int] | None) -> li
     return steps
 
 
-def _note(cell: GridCell, columns: Mapping[str, np.ndarray], view: View) -> str:
+def _note(cell: GridCell, columns: Mapping[str, np.ndarray], view: PlaneView) -> str:
     if cell.word:
         return " "
     if cell.spectra.sizes["layer"] and not cell.spectra["is_informative"].any():
@@ -173,7 +176,7 @@ def _note(cell: GridCell, columns: Mapping[str, np.ndarray], view: View) -> str:
 
 def _keys(runs: Mapping[str, xr.DataTree], cells: list[GridCell]) -> str:
     """Meaning of the markers and the shading, each kind once."""
-    lines = {"M: mean over layers   ρ: largest": None}
+    lines = {"M: mean over layers\nρ: largest": None}
     lines |= dict.fromkeys(key(spectra_of(run)) for run in runs.values())
     if any(not cell.spectra["is_informative"].all() for cell in cells if not cell.word):
         lines["× update too small to say anything"] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,9 @@ INK = "#333333"
 
 #: Marks of measurements that found a fault.
 BROKEN = MODEL_COLORS[6]
+
+#: holoviews has one current backend, and its figures for matplotlib set parameters that all of a process share.
+_drawing = threading.RLock()
 
 TITLE_SIZE = 11
 LABEL_SIZE = 10
@@ -86,7 +90,7 @@ def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) 
 
 @contextmanager
 def drawing(backend: str) -> Iterator[Any]:
-    """Load holoviews with one backend and leave its global choice of backend as it was.
+    """Load holoviews with one backend and leave its global choice of backend as it was; one thread at a time.
 
     Args:
         backend: ``"bokeh"`` or ``"matplotlib"``.
@@ -104,17 +108,18 @@ def drawing(backend: str) -> Iterator[Any]:
     import holoviews as hv
     import pandas  # noqa: F401  (holoviews imports it lazily, which fails when two threads draw first)
 
-    current = hv.Store.current_backend
-    try:
-        if backend == "bokeh":
-            import holoviews.plotting.bokeh
-        else:
-            import holoviews.plotting.mpl
-        # Options of one backend are looked up through the tree of the current one.
-        hv.Store.current_backend = backend
-        yield hv
-    finally:
-        hv.Store.current_backend = current
+    with _drawing:
+        current = hv.Store.current_backend
+        try:
+            if backend == "bokeh":
+                import holoviews.plotting.bokeh
+            else:
+                import holoviews.plotting.mpl
+            # Options of one backend are looked up through the tree of the current one.
+            hv.Store.current_backend = backend
+            yield hv
+        finally:
+            hv.Store.current_backend = current
 
 
 def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1, **of_matplotlib: Any) -> Any:
@@ -214,8 +219,8 @@ def dress_matplotlib(plot: Any, element: Any) -> None:
     axis.yaxis.label.set(color=INK, fontsize=LABEL_SIZE)
 
 
-def title_matplotlib(title: str, *, note: str = "", key: str = "") -> Any:
-    """A holoviews hook that writes a title, one small line under it, and a key below the x axis."""
+def title_matplotlib(title: str, *, note: str = "", key: str = "", key_at: float = -0.17) -> Any:
+    """A holoviews hook that writes a title, one small line under it, and a key below the frame, at this height."""
 
     def hook(plot: Any, element: Any) -> None:
         axis = plot.handles["axis"]
@@ -227,7 +232,7 @@ def title_matplotlib(title: str, *, note: str = "", key: str = "") -> Any:
             note, (0, 1), (0, 3), xycoords="axes fraction", textcoords="offset points", ha="left", va="bottom",
             fontsize=TICK_SIZE - 1, color=INK,
         )  # fmt: skip
-        axis.text(0, -0.17, key, ha="left", va="top", **small)
+        axis.text(0, key_at, key, ha="left", va="top", **small)
 
     return hook
 

@@ -1,8 +1,9 @@
-"""The panels of the timeline as holoviews elements, for both backends: one lane per run, one panel per signal."""
+"""The panels of the timeline as holoviews elements for bokeh: one lane per run, one panel per signal."""
 
 from __future__ import annotations
 
 import textwrap
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from workbench.formatting import clipped
 from workbench.plots import style
 from workbench.plots.timeline_evidence import ALARM
+from workbench.plots.timeline_matplotlib import CROWDED
+from workbench.plots.timeline_words import accounts, landmarks, lead_in_words, marks_in_words
 from workbench.studies.lines import decimate
 
 if TYPE_CHECKING:
@@ -23,13 +26,8 @@ if TYPE_CHECKING:
 #: Number of buckets of the envelope that is drawn for a line, about two per pixel.
 _N_BUCKETS = 1200
 _WIDTH, _HEIGHT, _ROW = 660, 112, 54
-_RATIO = 5.6
 _LONGEST_NAME = 24
 _LONGEST_LINE = 105
-_BACKENDS = {
-    "bokeh": {"width": "line_width", "dash": "line_dash"},
-    "matplotlib": {"width": "linewidth", "dash": "linestyle"},
-}
 
 
 class Drawing:
@@ -37,15 +35,15 @@ class Drawing:
 
     Args:
         hv: The holoviews module.
-        backend: ``"bokeh"`` or ``"matplotlib"``.
         span: Steps in view.
         stories: Events of each run, in the order of the runs.
+        selected: A step to mark; None: none.
     """
 
-    def __init__(self, hv: Any, backend: str, span: tuple[float, float], stories: Sequence[Story]) -> None:
-        self.hv, self.backend, self.span, self.stories = hv, backend, span, list(stories)
-        self.is_bokeh = backend == "bokeh"
-        self._words = _BACKENDS[backend]
+    def __init__(
+        self, hv: Any, span: tuple[float, float], stories: Sequence[Story], selected: int | None = None
+    ) -> None:
+        self.hv, self.span, self.stories, self.selected = hv, span, list(stories), selected
         self._cursor: Any = None
 
     def lane(self, band: str = "") -> Any:
@@ -72,7 +70,8 @@ class Drawing:
             (n - 1 - index, clipped(story.run, _LONGEST_NAME, keep_end=True))
             for index, story in enumerate(self.stories)
         ]
-        note = "\n".join(filter(None, [*_accounts(self.stories), _marks_in_words(self.stories), band]))
+        told = [part for line in accounts(self.stories) for part in textwrap.wrap(line, _LONGEST_LINE)]
+        note = "\n".join(filter(None, [*told, "   ".join(marks_in_words(self.stories)), band]))
         has_lead = any(story.lead is not None for story in self.stories)
         view = (-0.45, n - 0.15 if has_lead else n - 0.55)
         height = round(_ROW * (view[1] - view[0]))
@@ -86,14 +85,12 @@ class Drawing:
         dims = [hv.Dimension("step"), hv.Dimension("value", label=title)]
         parts = self._shades([story], title, evidence.view) + self._uprights([story], evidence.view, dims)
         limit = hv.Curve({"step": self.span, "value": [ALARM] * 2}, *dims)
-        parts.append(
-            self._opts(limit, color=style.NEUTRAL, **{self._words["width"]: 1.2, self._words["dash"]: "dashed"})
-        )
-        for line in evidence.lines:
+        parts.append(self._opts(limit, color=style.NEUTRAL, line_width=1.2, line_dash="dashed"))
+        for line, dash in zip(evidence.lines, cycle(style.MODEL_DASHES)):
             step, value = decimate(line.step, line.value, _N_BUCKETS)
             curve = hv.Curve({"step": step, "value": value}, *dims, label=line.signal)
             hover = self._hover([("", line.signal), ("step", "@step"), ("evidence", "@value")])
-            parts.append(self._opts(curve, color=line.color, **{self._words["width"]: 1.6}, **hover))
+            parts.append(self._opts(curve, color=line.color, line_width=1.6, line_dash=dash, **hover))
         legend = {line.signal: line.color for line in evidence.lines}
         return self._framed(parts, title, evidence.note, view=evidence.view, height=_HEIGHT, is_log=True, legend=legend)
 
@@ -107,8 +104,12 @@ class Drawing:
                 columns = (band["step"], band["lower"], band["upper"])
                 edges = [hv.Dimension(edge, label=f"{edge} {panel.title}") for edge in ("lower", "upper")]
                 area = hv.Area(columns, kdims=dims[:1], vdims=edges)
-                color = style.NEUTRAL if place is None else style.model_style(place)["color"]
-                parts.append(self._opts(area, **self._fill(color, 0.28 if place is None else 0.16)))
+                look = {"color": style.NEUTRAL, "dash": "solid"} if place is None else style.model_style(place)
+                fill = self._fill(look["color"], 0.28 if place is None else 0.16)
+                if len(signal.bands) >= CROWDED:  # edges alone
+                    edge = {"line_color": look["color"], "line_dash": look["dash"], "line_alpha": 0.7}
+                    fill = {"fill_alpha": 0.0, **edge}
+                parts.append(self._opts(area, **fill))
         parts += self._uprights(self.stories, panel.view, dims)
         for line, story in zip(panel.lines, self.stories, strict=True):
             parts += self._drawn(line, story, panel, dims)
@@ -120,18 +121,14 @@ class Drawing:
             if line.cross is not None:
                 step, value = line.cross
                 parts.append(self._cross(step, float(np.clip(value, *panel.limits)), story, dims))
-        look: dict[str, Any] = {
-            "view": panel.view,
-            "height": _HEIGHT,
-            "is_log": panel.is_logarithmic,
-            "is_last": is_last,
-        }
-        return self._framed(parts, panel.title, panel.note, **look)
+        frame: dict[str, Any] = {"view": panel.view, "is_log": panel.is_logarithmic, "is_last": is_last}
+        return self._framed(parts, panel.title, panel.note, height=_HEIGHT, **frame)
 
     def _shades(self, stories: Sequence[Story], title: str, view: tuple[float, float]) -> list[Any]:
-        """Stretches with a fault on, over the height of a panel."""
-        parts = []
-        for story in stories:
+        """Stretches with a fault on, over the height of a panel; where there are many, in the lanes alone."""
+        parts: list[Any] = []
+        is_crowded = sum(bool(story.faults) for story in stories) >= CROWDED
+        for story in [] if is_crowded else stories:
             spans = [(s.start, view[0], story.last_step if s.stop is None else s.stop, view[1]) for s in story.faults]
             if spans:
                 boxes = self.hv.Rectangles(spans, kdims=self._corners(title))
@@ -139,26 +136,27 @@ class Drawing:
         return parts
 
     def _uprights(self, stories: Sequence[Story], view: tuple[float, float], dims: list[Any]) -> list[Any]:
-        """Begin and end of the lead time, or the first alarm, as lines through a panel."""
-        parts = []
-        for story in stories:
-            for event, dash in _landmarks(story):
-                line = self.hv.Curve({"step": [event.step] * 2, "value": list(view)}, *dims)
-                look = self._line(story.place, 1.0) | {self._words["dash"]: dash}
-                parts.append(self._opts(line, **look, alpha=0.75))
-        return parts
+        """Begin and end of the lead time, or the first alarm, and the selected step as lines through a panel."""
+        looks = [
+            (event.step, self._line(story.place, 1.0) | {"line_dash": dash, "alpha": 0.75})
+            for story in stories
+            for event, dash in landmarks(story)
+        ]
+        if self.selected is not None:
+            looks.append((self.selected, {"color": style.NEUTRAL, "line_dash": "dotted", "line_width": 1.6}))
+        return [
+            self._opts(self.hv.Curve({"step": [step] * 2, "value": list(view)}, *dims), **look) for step, look in looks
+        ]
 
     def _probes(self, story: Story, row: int, dims: list[Any]) -> list[Any]:
         """Measurements of probes, below the line of the run: small where sound, strong where they found a fault."""
         height, parts = row - 0.19, []
         if sound := sorted({check.step for check in story.checks if check.is_sound}):
             points = self._points({"step": sound, "row": [height] * len(sound)}, dims)
-            size = {"marker": "circle", "size": 3} if self.is_bokeh else {"marker": "o", "s": 5, "edgecolors": "none"}
-            parts.append(self._opts(points, color=style.NEUTRAL, **size))
+            parts.append(self._opts(points, color=style.NEUTRAL, marker="circle", size=3))
         if found := story.findings:
             points = self._points(_columns(found) | {"row": [height] * len(found)}, dims)
-            size = {"marker": "square", "size": 7} if self.is_bokeh else {"marker": "s", "s": 22, "edgecolors": "none"}
-            parts.append(self._opts(points, color=style.BROKEN, **size, **self._hover(_TIPS)))
+            parts.append(self._opts(points, color=style.BROKEN, marker="square", size=7, **self._hover(_TIPS)))
         return parts
 
     def _drawn(self, line: Trace, story: Story, panel: Any, dims: list[Any]) -> list[Any]:
@@ -170,10 +168,7 @@ class Drawing:
         if line.has_markers:
             look = style.model_style(story.place)
             dots = self.hv.Scatter(columns, *dims)
-            marker = {"marker": look["marker"], "size": 6}
-            if not self.is_bokeh:
-                marker = {"marker": style.MATPLOTLIB_MARKERS[look["marker"]], "s": 18, "edgecolors": "none"}
-            parts.append(self._opts(dots, color=look["color"], **marker, **hover))
+            parts.append(self._opts(dots, color=look["color"], marker=look["marker"], size=6, **hover))
         return parts
 
     def _marks(self, story: Story, row: int, color: str, dims: list[Any]) -> list[Any]:
@@ -184,7 +179,7 @@ class Drawing:
         if later:
             ends = [(event.step, row - 0.14, event.step, row + 0.14) for event in later]
             segments = self.hv.Segments(ends, kdims=self._corners("row"))
-            parts.append(self._opts(segments, color=color, alpha=0.7, **{self._words["width"]: 1.2}))
+            parts.append(self._opts(segments, color=color, alpha=0.7, line_width=1.2))
         for is_established in (False, True):
             if own := [event for event in onsets if event.is_established is is_established]:
                 columns = _columns(own) | {"row": [row] * len(own)}
@@ -192,8 +187,7 @@ class Drawing:
         if actions := [event for event in story.events if event.kind == "action"]:
             columns = _columns(actions) | {"row": [row] * len(actions)}
             points = self._points(columns, dims)
-            size = {"marker": "diamond", "size": 10} if self.is_bokeh else {"marker": "D", "s": 36}
-            parts.append(self._opts(points, color=color, **size, **self._hover(_TIPS)))
+            parts.append(self._opts(points, color=color, marker="diamond", size=10, **self._hover(_TIPS)))
         if story.diverged is not None:
             parts.append(self._cross(story.diverged.step, row, story, dims))
         return parts
@@ -201,53 +195,34 @@ class Drawing:
     def _lead(self, story: Story, row: int, dims: list[Any]) -> list[Any]:
         """An arrow from the first mechanism's alarm to the first established signal, and its length as text."""
         lead = story.lead
-        if lead is None:
+        if lead is None or not lead.meets(*self.span):
             return []
         hv, height = self.hv, row + 0.4
         start, stop = lead.first.step, lead.then.step
         ends = [(start, height, stop, height), (start, height - 0.09, start, height + 0.09)]
         segments = hv.Segments(ends, kdims=self._corners("row"))
-        ink = style.NEUTRAL if self.is_bokeh else style.INK
-        parts = [self._opts(segments, color=ink, **{self._words["width"]: 1.6})]
+        ink = style.NEUTRAL
+        parts = [self._opts(segments, color=ink, line_width=1.6)]
         head = self._points({"step": [stop], "row": [height]}, dims)
-        is_ahead = stop >= start
-        if self.is_bokeh:
-            shape = {"marker": "triangle", "size": 8, "angle": -90 if is_ahead else 90}
-        else:
-            shape = {"marker": ">" if is_ahead else "<", "s": 26, "edgecolors": "none"}
-        parts.append(self._opts(head, color=ink, **shape))
+        parts.append(self._opts(head, color=ink, marker="triangle", size=8, angle=-90 if stop >= start else 90))
         # Above the arrow, as close to its middle as the frame allows.
         width = self.span[1] - self.span[0]
-        x = float(np.clip((start + stop) / 2, self.span[0] + 0.22 * width, self.span[1] - 0.22 * width))
+        x = float(
+            np.clip(np.clip([start, stop], *self.span).mean(), self.span[0] + 0.22 * width, self.span[1] - 0.22 * width)
+        )
         label = hv.Labels({("step", "row"): [(x, height + 0.08)], "text": [lead_in_words(lead)]}, dims, "text")
-        text: dict[str, Any]
-        if self.is_bokeh:
-            text = {"text_align": "center", "text_baseline": "bottom", "text_color": ink, "text_font_size": "9pt"}
-        else:
-            text = {
-                "horizontalalignment": "center",
-                "verticalalignment": "bottom",
-                "color": ink,
-                "size": 8,
-            }
+        text = {"text_align": "center", "text_baseline": "bottom", "text_color": ink, "text_font_size": "9pt"}
         return [*parts, self._opts(label, **text)]
 
     def _alarm(self, columns: dict[str, Any], dims: list[Any], color: str, is_established: bool) -> Any:
-        if self.is_bokeh:
-            fill = {"fill_alpha": 0.0} if is_established else {}
-            look = {"marker": "inverted_triangle", "size": 11, "line_width": 1.8, "color": color, **fill}
-        else:
-            face = {"facecolors": "white"} if is_established else {"color": color}
-            look = {"marker": "v", "s": 46, "edgecolors": color, "linewidth": 1.4, **face}
+        fill = {"fill_alpha": 0.0} if is_established else {}
+        look = {"marker": "inverted_triangle", "size": 11, "line_width": 1.8, "color": color, **fill}
         return self._opts(self._points(columns, dims), **look, **self._hover(_TIPS))
 
     def _cross(self, step: int, value: float, story: Story, dims: list[Any]) -> Any:
-        color = style.model_style(story.place)["color"]
         points = self._points({"step": [step], dims[1].name: [value]}, dims)
-        if self.is_bokeh:
-            return self._opts(points, color=color, marker="x", size=12, line_width=2.4)
-        # A filled shape: holoviews gives every marker an edge colour, and matplotlib warns if it has no face.
-        return self._opts(points, marker="X", s=70, color=color, edgecolors="none")
+        color = style.model_style(story.place)["color"]
+        return self._opts(points, color=color, marker="x", size=12, line_width=2.4)
 
     def _points(self, columns: dict[str, Any], dims: list[Any]) -> Any:
         others = [name for name in columns if name not in (dims[0].name, dims[1].name)]
@@ -266,32 +241,27 @@ class Drawing:
         legend: Mapping[str, str] | None = None,
         ticks: list[tuple[int, str]] | None = None,
     ) -> Any:
-        common = {
+        look: dict[str, Any] = {
+            "title": title,
             "xlim": self.span,
             "ylim": view,
             "logy": is_log,
             "xlabel": "step",
             "ylabel": "",
-            "show_legend": bool(legend) and self.is_bokeh,
-            "backend": self.backend,
+            "show_legend": bool(legend),
+            "frame_width": _WIDTH,
+            "frame_height": height,
+            "show_grid": ticks is None,
+            "default_tools": [],
+            "tools": ["xpan", "xwheel_zoom", "xbox_zoom", "reset", "save"],
+            "active_tools": [],
         }
-        if ticks is not None:
-            common |= {"yticks": ticks, "yaxis": "right"}
-        if self.is_bokeh:
-            hooks = [style.dress_bokeh, style.bare_bokeh((is_last, True)), self._linked_cursor]
-            hooks += [_lane_axis_bokeh if ticks else style.log_ticks_bokeh if is_log else _plain_ticks_bokeh]
-            hooks += [style.note_bokeh(note)] if note else []
-            look = {"title": title, "frame_width": _WIDTH, "frame_height": height, "show_grid": ticks is None}
-            look |= {"default_tools": [], "tools": ["xpan", "xwheel_zoom", "xbox_zoom", "reset", "save"]}
-            look |= {"active_tools": [], "hooks": hooks} | ({"legend_position": "right"} if legend else {})
-            return self.hv.Overlay(parts).opts(**look, **common)
-        ratio = _RATIO if ticks is None else _RATIO * _HEIGHT / height
-        hooks = [style.dress_matplotlib, _head_matplotlib(title, note)]
-        hooks += [style.log_ticks_matplotlib(ratio), _few_ticks_matplotlib] if is_log else []
-        hooks += [_lane_axis_matplotlib] if ticks is not None else []
-        hooks += [_legend_matplotlib(legend)] if legend else []
-        look = {"title": "", "aspect": ratio, "fig_inches": (6.8, 6.8 / ratio), "hooks": hooks}
-        return self.hv.Overlay(parts).opts(**look, **common, xaxis="bottom" if is_last else "bare")
+        look |= {"legend_position": "right"} if legend else {}
+        look |= {"yticks": ticks, "yaxis": "right"} if ticks is not None else {}
+        hooks = [style.dress_bokeh, style.bare_bokeh((is_last, True)), self._linked_cursor]
+        hooks += [_lane_axis_bokeh if ticks else style.log_ticks_bokeh if is_log else _plain_ticks_bokeh]
+        hooks += [style.note_bokeh(note)] if note else []
+        return self.hv.Overlay(parts).opts(**look, hooks=hooks, backend="bokeh")
 
     def _linked_cursor(self, plot: Any, element: Any) -> None:
         """A holoviews hook: one vertical line under the pointer, in all panels."""
@@ -309,31 +279,20 @@ class Drawing:
         return [self.hv.Dimension("step"), up[0], self.hv.Dimension("stop"), up[1]]
 
     def _opts(self, element: Any, **options: Any) -> Any:
-        return element.opts(**options, backend=self.backend)
+        return element.opts(**options, backend="bokeh")
 
     def _line(self, place: int, width: float) -> dict[str, Any]:
         look = style.model_style(place)
-        return {"color": look["color"], self._words["width"]: width, self._words["dash"]: look["dash"]}
+        return {"color": look["color"], "line_width": width, "line_dash": look["dash"]}
 
     def _fill(self, color: str, alpha: float) -> dict[str, Any]:
-        if self.is_bokeh:
-            return {"color": color, "fill_alpha": alpha, "line_alpha": 0.0}
-        return {"facecolor": color, "alpha": alpha, "linewidth": 0}
+        return {"color": color, "fill_alpha": alpha, "line_alpha": 0.0}
 
     def _hover(self, tips: list[tuple[str, str]]) -> dict[str, Any]:
-        return {"tools": ["hover"], "hover_tooltips": tips} if self.is_bokeh else {}
+        return {"tools": ["hover"], "hover_tooltips": tips}
 
 
 _TIPS = [("", "@what"), ("step", "@step"), ("score", "@score"), ("", "@message")]
-
-
-def lead_in_words(lead: Any) -> str:
-    """The lead time as text, such as "effective_rank D2, 620 steps before grad_norm"."""
-    first, then = lead.first.source, "divergence" if lead.then.kind == "divergence" else lead.then.source
-    n = abs(lead.n_steps)
-    if n == 0:
-        return f"{first} together with {then}"
-    return f"{first}, {n:,} step{'s' if n > 1 else ''} {'before' if lead.n_steps > 0 else 'after'} {then}"
 
 
 def _columns(events: Sequence[TimelineEvent]) -> dict[str, list[Any]]:
@@ -343,41 +302,6 @@ def _columns(events: Sequence[TimelineEvent]) -> dict[str, list[Any]]:
         "score": ["" if np.isnan(event.score) else f"{event.score:.3g}" for event in events],
         "message": [event.message for event in events],
     }
-
-
-def _landmarks(story: Story) -> list[tuple[TimelineEvent, str]]:
-    """Vertical lines through all panels where the lead time begins and ends; or the first alarm and the divergence."""
-    if story.lead is not None:
-        return [(story.lead.first, "dashed"), (story.lead.then, "dotted")]
-    first = story.onsets[:1]
-    return [(first[0], "dashed")] if first else []
-
-
-def _accounts(stories: Sequence[Story]) -> list[str]:
-    """The first alarm and its likely cause of each run, in lines that fit the panels."""
-    told = [(story.run, story.account) for story in stories if story.account]
-    return [
-        line
-        for run, account in told
-        for line in textwrap.wrap(account if len(stories) == 1 else f"{run}: {account}", _LONGEST_LINE)
-    ]
-
-
-def _marks_in_words(stories: Sequence[Story]) -> str:
-    """Meaning of the marks that occur."""
-    onsets = [event for story in stories for event in story.onsets]
-    alarms = [event for story in stories for event in story.events if event.kind == "alarm"]
-    words = {
-        "shaded: fault on": any(story.faults for story in stories),
-        "▼ first alarm of a mechanism": any(not event.is_established for event in onsets),
-        "▽ of loss, gradient norm, spikes": any(event.is_established for event in onsets),
-        "| later alarm": len(alarms) > len(onsets),
-        "◆ action": any(event.kind == "action" for story in stories for event in story.events),
-        "× divergence": any(story.diverged is not None for story in stories),
-        "· probe, sound": any(check.is_sound for story in stories for check in story.checks),
-        "■ probe, broken": any(story.findings for story in stories),
-    }
-    return "   ".join(word for word, occurs in words.items() if occurs) or "no alarms, faults or actions recorded"
 
 
 def _plain_ticks_bokeh(plot: Any, element: Any) -> None:
@@ -396,52 +320,3 @@ def _lane_axis_bokeh(plot: Any, element: Any) -> None:
     for axis in plot.state.yaxis:
         axis.axis_line_color = axis.major_tick_line_color = None
         axis.major_label_text_font_size = f"{style.LABEL_SIZE}pt"
-
-
-def _head_matplotlib(title: str, note: str) -> Any:
-    """A holoviews hook: a title and, above the frame, the lines of the note in small letters."""
-
-    def hook(plot: Any, element: Any) -> None:
-        style.title_matplotlib(title, note=note)(plot, element)
-        pad = 6 + 10 * (note.count("\n") + 1 if note else 0)
-        axis = plot.handles["axis"]
-        axis.set_title(title, loc="left", fontsize=style.TITLE_SIZE, fontweight="bold", color=style.INK, pad=pad)
-
-    return hook
-
-
-def _few_ticks_matplotlib(plot: Any, element: Any) -> None:
-    """A holoviews hook for a logarithmic axis of less than a decade, where matplotlib would crowd the ticks."""
-    from matplotlib.ticker import FixedLocator, MaxNLocator
-
-    axis = plot.handles["axis"]
-    low, high = axis.get_ylim()
-    if high < 10 * low:
-        axis.yaxis.set_major_locator(FixedLocator([at for at in MaxNLocator(3).tick_values(low, high) if at > 0]))
-
-
-def _legend_matplotlib(colors: Mapping[str, str]) -> Any:
-    """A holoviews hook: names of lines to the right of a panel, by colour."""
-
-    def hook(plot: Any, element: Any) -> None:
-        from matplotlib.lines import Line2D
-
-        plot.handles["axis"].legend(
-            handles=[Line2D([], [], color=color, label=name) for name, color in colors.items()],
-            loc="upper left",
-            bbox_to_anchor=(1.0, 1.05),
-            frameon=False,
-            fontsize=style.TICK_SIZE - 1,
-            labelcolor=style.INK,
-            handlelength=1.2,
-        )
-
-    return hook
-
-
-def _lane_axis_matplotlib(plot: Any, element: Any) -> None:
-    axis = plot.handles["axis"]
-    axis.grid(visible=False)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-    axis.tick_params(left=False, right=False, bottom=False)

@@ -83,6 +83,11 @@ class AlarmLead:
         """Steps gained; negative if the mechanism's alarm came late."""
         return self.then.step - self.first.step
 
+    def meets(self, first: float, last: float) -> bool:
+        """Whether any of it is between two steps."""
+        start, stop = sorted([self.first.step, self.then.step])
+        return start < last and stop > first
+
 
 def events_of(run: xr.DataTree) -> list[TimelineEvent]:
     """The events of a run by rising step; none if it has none. Runs of earlier versions name no layer and head."""

@@ -11,10 +11,10 @@ from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent_range
 from workbench.io.run_access import named_runs
 from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.timeline_drawing import Drawing
-from workbench.plots.timeline_events import (
-    signal_of,
-)
+from workbench.plots.timeline_events import signal_of
+from workbench.plots.timeline_matplotlib import TimelinePicture
 from workbench.plots.timeline_panels import SignalPanel, Story
 from workbench.plots.traces_figure import Trace
 from workbench.studies import signals as sig
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
+@redrawable
 def timeline(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
     *,
@@ -35,6 +36,8 @@ def timeline(
     band: tuple[float, float] = (0.05, 0.95),
     shows_all: bool = False,
     places: Mapping[str, int] | None = None,
+    view: tuple[float, float] | None = None,
+    selected: int | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw signals of several runs over one axis of steps, with alarms, faults, actions, divergence and lead times.
@@ -58,11 +61,14 @@ def timeline(
         band: The two quantiles of that range.
         shows_all: Whether the axes fit every run, as in `traces`.
         places: Style number of each run (`style.model_style`), by name; None: in the order given.
+        view: First and last step in view, to whose values the axes are fitted; None: all.
+        selected: A step to mark in all panels; None: none.
         backend: ``"bokeh"`` for the screen (linked zoom and cursor, details under the pointer) or ``"matplotlib"``.
 
     Returns:
-        A holoviews Layout with options for that backend only. Lines of more than a few thousand points are drawn as the
-        lowest and highest value of short stretches, so that no spike is lost.
+        A holoviews Layout with options for that backend only; of matplotlib one element, which draws all panels. Lines
+        of more than a few thousand points are drawn as the lowest and highest value of short stretches, so that no
+        spike is lost.
 
     Raises:
         SchemaError: If there is no run, or no run has one of the signals.
@@ -87,15 +93,37 @@ def timeline(
     for name in chosen:
         lines = [_line(run, name, story, reduce) for run, story in zip(trees.values(), stories, strict=True)]
         bands = _bands(lines, stories, references, healthy, name, reduce, quantiles)
-        panels.append(SignalPanel.of(name, lines, stories, bands, shows_all=shows_all))
-    view = _view(panels, stories)
+        panels.append(SignalPanel.of(name, lines, stories, bands, shows_all=shows_all, span=view))
+    span = view or _view(panels, stories)
     word = _band_in_words(references, healthy, quantiles)
     with style.drawing(backend) as hv:
-        drawing = Drawing(hv, backend, view, stories)
+        if backend == "matplotlib":
+            return TimelinePicture(stories, panels, span, word, selected).element(hv)
+        drawing = Drawing(hv, span, stories, selected)
         drawn = [drawing.lane(word)]
         drawn += [drawing.evidence(story, story.evidence) for story in stories if story.evidence is not None]
         drawn += [drawing.panel(panel, is_last=panel is panels[-1]) for panel in panels]
-        return style.laid_out(hv, drawn, backend, tight=True, vspace=0.3, fig_size=170)
+        return style.laid_out(hv, drawn, backend)
+
+
+@redrawable
+def sentence_alone(sentence: str, *, backend: str = "bokeh") -> Any:
+    """A small figure that says why there is nothing to draw yet."""
+    with style.drawing(backend) as hv:
+        words = hv.Labels({("x", "y"): [(0.0, 0.5)], "text": [sentence]}, ["x", "y"], "text")
+        frame = {"xlim": (0, 1), "ylim": (0, 1), "xaxis": None, "yaxis": None, "title": "", "backend": backend}
+        if backend == "bokeh":
+            text: dict[str, Any] = {"text_color": style.NEUTRAL, "text_align": "left", "text_font_size": "11pt"}
+            hooks = [style.dress_bokeh]
+            return words.opts(**text, **frame, frame_width=700, frame_height=60, toolbar=None, hooks=hooks)
+        text = {"color": style.INK, "horizontalalignment": "left", "size": 11}
+        hooks = [_no_frame_matplotlib]
+        return words.opts(**text, **frame, fig_inches=(7.0, 0.6), aspect=11.0, hooks=hooks)
+
+
+def _no_frame_matplotlib(plot: Any, element: Any) -> None:
+    """A holoviews hook: no axes, which have nothing to show."""
+    plot.handles["axis"].set_axis_off()
 
 
 def chosen_signals(

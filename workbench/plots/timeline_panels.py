@@ -116,9 +116,10 @@ class SignalPanel:
         bands: list[tuple[int | None, sig.SignalBand]],
         *,
         shows_all: bool = False,
+        span: tuple[float, float] | None = None,
     ) -> SignalPanel:
-        """Choose the axis, and put the alarms on their lines."""
-        panel = panel_of(lines, shows_all=shows_all)
+        """Choose the axis, and put the alarms on their lines; see `panel_of`."""
+        panel = panel_of(lines, shows_all=shows_all, span=span)
         onsets: list[tuple[TimelineEvent, float] | None] = []
         for line, story in zip(lines, stories, strict=True):
             own = [event for event in story.onsets if signal_of(event, [name]) == name]
@@ -171,15 +172,28 @@ class PanelAxis:
         return cls(low, high, is_logarithmic)
 
 
-def panel_of(lines: list[Trace], *, shows_all: bool = False) -> TracesPanel:
-    """The lines of one signal on the axis of the timeline, and a note on values that are not drawn."""
-    axis = PanelAxis.of(
-        lines[0].variable, np.concatenate([line.columns["value"] for line in lines]), shows_all=shows_all
-    )
+def panel_of(lines: list[Trace], *, shows_all: bool = False, span: tuple[float, float] | None = None) -> TracesPanel:
+    """The lines of one signal on the axis of the timeline, and a note on values that are not drawn.
+
+    Args:
+        lines: One for each run.
+        shows_all: Whether the axis fits every value.
+        span: First and last step in view, whose values the axis fits; None: all.
+    """
+    values = [_in_view(line, span) for line in lines]
+    pooled = np.concatenate(values)
+    axis = PanelAxis.of(lines[0].variable, pooled, shows_all=shows_all)
     note = TracesPanel.of(lines, shows_all=True).note
     beyond = [
         (f"{line.run} " if len(lines) > 1 else "") + f"up to {top:.3g}, above the view"
-        for line in lines
-        if (top := line.columns["value"].max(initial=-np.inf)) > axis.high
+        for line, value in zip(lines, values, strict=True)
+        if (top := value.max(initial=-np.inf)) > axis.high
     ]
     return TracesPanel(lines, (axis.low, axis.high), axis.is_logarithmic, "; ".join(filter(None, [note, *beyond])))
+
+
+def _in_view(line: Trace, span: tuple[float, float] | None) -> np.ndarray:
+    """The finite values of a line from a first to a last step."""
+    columns = line.columns
+    first, last = span or (-np.inf, np.inf)
+    return columns["value"][(columns["step"] >= first) & (columns["step"] <= last)]

@@ -10,6 +10,7 @@ import numpy as np
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import divergence_step, named_runs, spectra_of
 from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.layer_profile_figure import LOGARITHMIC
 from workbench.schema.runs import MONITORS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
@@ -34,6 +35,7 @@ _LEAST_SHARE = 0.5
 _RATIO = 3.2
 
 
+@redrawable
 def traces(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
     *,

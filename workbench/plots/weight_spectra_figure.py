@@ -9,6 +9,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.formatting import clipped, counted, three_digits
 from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.schema.weights import WEIGHT_CHANGES, WEIGHTS, validate_weights
 
@@ -25,6 +26,7 @@ _MOST_NAMED = 4
 _TAIL, _EDGE = "#d55e00", "#0f8f66"
 
 
+@redrawable
 def weight_spectra(
     spectra: xr.Dataset, *, measure: str = "alpha", matrix: str | None = None, backend: str = "bokeh"
 ) -> Any:

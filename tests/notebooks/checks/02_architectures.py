@@ -1,0 +1,69 @@
+"""What notebook 02 says, checked in its own namespace after its last cell."""
+
+# ruff: noqa: F821
+from pathlib import Path
+
+# ---- section 1: the published order of M, and the contrast of divergence
+assert both["published"].is_monotonic_decreasing
+assert top == "No-Norm"
+assert 0.1 < off["No-Norm"] < 0.2
+assert off.drop("No-Norm").max() < 0.15
+by_rate = diverged.mean("seed").to_pandas()
+assert (by_rate.loc["No-Norm"] > 0.9).all()
+assert (by_rate.drop("No-Norm") == 0).all().all()
+assert share["No-Norm"] == 1
+assert norms.loc["Post-LN", ("M", "ours")] > 0.5
+
+# ---- section 2: rates at which each diverges, and M of the fresh model
+assert all((rate[name] <= 0.01) == (name in ("No-Norm", "Fixup", "ReZero")) for name in rate)
+assert len(limits) == 18
+assert (first[is_bare] == 0.01).all()
+assert (first[~is_bare] >= 1).all()
+assert start["No-Norm"] > 0.95
+assert start["Mamba"] > 0.95
+assert start[["Fixup", "ReZero"]].isna().all()
+assert rate["Mamba"] >= 100 * rate["No-Norm"]
+assert {"No-Norm", "Mamba", "Post-LN"} <= set(near.index)
+
+# ---- section 3
+assert list(explore.runs) == ["Pre-LN", "No-Norm", "Post-LN", "DeepNorm", "MoE top-2", "Mamba"]
+assert not explore.error
+assert not any(bool(run["events"]["kind"].isin(["divergence"]).any()) for run in healthy.values())
+assert gap["first"] > 0.7
+assert gap["last"] < gap["first"] / 2
+
+# ---- section 4: published directions
+assert [int(seeds.sum()) for seeds in claims.values()] == [3, 3, 0, 0, 0, 3]
+means = wb.samples.initialization("architectures").mean("seed").sel(source="ours")
+m, nonlinear = means["near_unit_mass"], means["nonlinearity_ratio"]
+assert m.sel(architecture="MoE top-1") > m.sel(architecture="MoE top-2") + 0.1
+assert 0.001 < m.sel(architecture="MoE top-2") - m.sel(architecture="MoE top-4") < 0.006
+order = ["MoE top-1, normalized", "MoE top-2", "MoE top-4"]
+assert (nonlinear.sel(architecture=order).diff("architecture") < 0).all()
+assert nonlinear.idxmax("architecture") == "Mamba"
+assert nonlinear.sel(architecture="Mamba") > nonlinear.sel(architecture="KAN B=4")
+assert nonlinear.sel(architecture="KAN B=4") > nonlinear.sel(architecture="Pre-LN")
+assert abs(m.sel(architecture="KAN B=4, small") - 0.52) < 0.05
+assert alone["contractive_mass"] > 0.9
+assert alone["near_unit_mass"] < 0.05
+assert alone["spectral_radius"] < 1
+assert closest == "branch alone"
+
+# ---- section 5
+assert spectra.sizes["layer"] == 4
+
+# ---- docs/spectra_evidence.md has the figures of the recorded tables
+page = (Path(wb.__file__).resolve().parents[1] / "docs" / "spectra_evidence.md").read_text()
+chapters = {
+    "norms": ["near_unit_mass", "expansive_mass", "spectral_radius"],
+    "architectures": [
+        *("near_unit_mass", "contractive_mass", "spectral_radius", "nonlinearity_ratio", "reliable_fraction")
+    ],
+}
+for chapter, (recorded_table, quoted) in zip(page.split("\n## ")[1:3], chapters.items(), strict=True):
+    of_table = wb.samples.initialization(recorded_table).mean("seed").sel(source="ours")
+    for name in of_table["architecture"].values:
+        line = next(line for line in chapter.splitlines() if line.startswith(f"| {name} |"))
+        on_page = [cell.strip().split(" ")[0] for cell in line.split("|")[2:-1]]
+        values = [float(of_table[measure].sel(architecture=name)) for measure in quoted]
+        assert on_page == ["" if np.isnan(value) else f"{value:.2f}" for value in values], name

@@ -1,0 +1,69 @@
+"""The notebooks as they are shipped: short stories with goals, run, and with a picture of everything that they show."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def notebook(path):
+    return nbformat.read(path, as_version=4)
+
+
+def cells_of(notebook, kind):
+    return [cell for cell in notebook.cells if cell.cell_type == kind]
+
+
+def outputs_of(notebook):
+    return [output for cell in cells_of(notebook, "code") for output in cell.outputs]
+
+
+def test_it_is_short(notebook):
+    assert sum(len(cell.source.split()) for cell in cells_of(notebook, "markdown")) <= 700
+    code = cells_of(notebook, "code")
+    assert len(code) <= 12
+    assert max(len(line) for cell in code for line in cell.source.splitlines()) <= 90
+
+
+def test_it_begins_with_goals_and_ends_with_what_is_next(notebook, path):
+    first, last = notebook.cells[0], notebook.cells[-1]
+    assert first.source.startswith("# ")
+    assert "You will" in first.source
+    assert last.cell_type == "markdown"
+    assert last.source.startswith("**Next**:")
+    place = NOTEBOOKS.index(path)
+    if place + 1 < len(NOTEBOOKS):
+        assert NOTEBOOKS[place + 1].stem[:2] in last.source
+
+
+def test_its_claims_are_checked_in_tests(notebook, path):
+    assert not any(line.lstrip().startswith("assert") for cell in notebook.cells for line in cell.source.splitlines())
+    checks = (Path(__file__).parent / "checks" / f"{path.stem}.py").read_text()
+    assert "assert " in checks
+
+
+def test_it_is_shipped_with_its_outputs(notebook, path):
+    code = cells_of(notebook, "code")
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = outputs_of(notebook)
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    assert path.stat().st_size < 1e6
+
+
+def test_every_figure_and_widget_has_its_picture(notebook):
+    outputs = [output for output in outputs_of(notebook) if "data" in output]
+    views = [place for place, output in enumerate(outputs) if WIDGET in output["data"]]
+    assert views
+    for place in views:
+        assert "image/png" in outputs[place + 1]["data"]
+        assert outputs[place + 1]["data"]["text/plain"].endswith(".")  # a sentence for readers without pictures

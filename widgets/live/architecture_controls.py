@@ -1,0 +1,108 @@
+"""The controls of one architecture, and the model that they stand for."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets
+from torch import nn
+
+from workbench import zoo
+from workbench.errors import OptionError
+
+if TYPE_CHECKING:
+    from workbench.tasks import Task
+
+#: Of every row of controls.
+ROW = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 10px"}
+LABEL = {"description_width": "initial"}
+NATURAL = {"width": "max-content", "max_width": "98%"}
+
+
+class ArchitectureControls:
+    """Family, norm, width and depth; or the name of a model of the user's own.
+
+    Args:
+        architecture: A configuration of the zoo, which the controls then change; or a model, which is copied for each
+            run and never touched.
+        title: What the architecture is called on the page.
+
+    Attributes:
+        controls: Every control, to be watched or disabled; none for a model.
+        box: All of them.
+
+    Raises:
+        OptionError: If it is neither.
+    """
+
+    def __init__(self, architecture: zoo.ArchitectureConfig | nn.Module, *, title: str = "architecture") -> None:
+        if not isinstance(architecture, zoo.ArchitectureConfig | nn.Module):
+            raise OptionError(
+                f"The {title} is a {type(architecture).__name__}, expected a wb.zoo.ArchitectureConfig or a model."
+            )
+        self.model = architecture if isinstance(architecture, nn.Module) else None
+        self._config = architecture if isinstance(architecture, zoo.ArchitectureConfig) else zoo.ArchitectureConfig()
+        config = self._config
+        self.family = ipywidgets.Dropdown(
+            options=zoo.FAMILIES, value=config.family, description=title, style=LABEL, layout=NATURAL
+        )
+        norms = ("rms_norm",) if config.family == "mamba" else zoo.NORMS
+        look = {"style": LABEL, "layout": NATURAL}
+        self.norm = ipywidgets.Dropdown(options=norms, value=config.norm, description="norm", **look)
+        self.d_model = ipywidgets.BoundedIntText(config.d_model, min=1, max=1 << 14, description="width", **look)
+        self.n_layers = ipywidgets.BoundedIntText(config.n_layers, min=1, max=256, description="layers", **look)
+        self.controls = [] if self.model is not None else [self.family, self.norm, self.d_model, self.n_layers]
+        label = ipywidgets.Label(f"{title}: {type(self.model).__name__}")
+        self.box = ipywidgets.HBox(self.controls or [label], layout=ROW)
+
+    @property
+    def is_vision(self) -> bool | None:
+        """Whether it reads images; None: not known of a model."""
+        return None if self.model is not None else self.family.value == "vit"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """A short name, and one with width and depth, for two that are alike."""
+        if self.model is not None:
+            n_weights = sum(parameter.numel() for parameter in self.model.parameters())
+            return type(self.model).__name__, f"{type(self.model).__name__}, {n_weights:,} weights"
+        norm = "no norm" if self.norm.value == "none" else self.norm.value.replace("_", " ")
+        short = f"{self.family.value}, {norm}"
+        return short, f"{short}, {self.d_model.value} wide, {self.n_layers.value} layers"
+
+    def adapt(self) -> None:
+        """Offer the norms that the family has."""
+        norms = ("rms_norm",) if self.family.value == "mamba" else zoo.NORMS
+        if self.norm.options != norms:
+            norm = self.norm.value
+            self.norm.options = norms
+            self.norm.value = norm if norm in norms else norms[0]
+
+    def build(self, task: Task, seed: int) -> nn.Module:
+        """A fresh model for a task, the same each time.
+
+        Raises:
+            OptionError: If the architecture is impossible.
+        """
+        if self.model is not None:
+            return copy.deepcopy(self.model)
+        kind: Any = task  # of images or of tokens, which have fields of their own
+        options = {"seed": seed, "d_model": self.d_model.value, "n_layers": self.n_layers.value}
+        options["norm"] = self.norm.value
+        if self.family.value == "vit":
+            options |= {"image_size": kind.image_size, "n_channels": 1, "n_classes": kind.n_classes, "patch_size": 2}
+        elif hasattr(task, "vocab_size"):
+            options |= {"vocab_size": kind.vocab_size, "max_length": kind.length}
+        if self.family.value == self._config.family:
+            return zoo.build(replace(self._config, **options))
+        return zoo.build(zoo.ArchitectureConfig(family=self.family.value, **options))
+
+
+def names_of(first: ArchitectureControls, second: ArchitectureControls) -> tuple[str, str]:
+    """Two different names of two architectures, which are names of files too."""
+    for one, other in zip(first.names, second.names, strict=True):
+        if one != other:
+            return one, other
+    return f"{first.names[0]}, first", f"{second.names[0]}, second"

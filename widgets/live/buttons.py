@@ -1,0 +1,117 @@
+"""The buttons of `LiveTraining`: start, pause, stop, and restart from a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import ipywidgets
+
+from workbench.widgets.live.live_runs import OVER, PAUSED, PAUSING, STOPPING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from workbench.widgets.live.branches import SavedStep
+
+
+class Owner(Protocol):
+    """What the buttons control."""
+
+    on_click: Callable[..., None]
+
+    def start(self) -> None:
+        """Train from the start."""
+
+    def pause(self) -> None:
+        """Hold."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+    def stop(self) -> None:
+        """End the runs."""
+
+    def restart(self, checkpoint: SavedStep | None = None) -> None:
+        """Go on from a checkpoint."""
+
+
+class Buttons:
+    """A row of buttons and the list of checkpoints.
+
+    Args:
+        owner: The widget that they control.
+
+    Attributes:
+        start: Button.
+        pause: Button, "Resume" in a pause.
+        stop: Button, "Stop now" while the runs are ending.
+        restart: Button.
+        choice: List of the checkpoints to restart from; the best one is chosen until the user chooses another.
+        controls: All of them.
+        box: The row.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        def button(text: str, tip: str, act: Callable[[], None]) -> ipywidgets.Button:
+            made = ipywidgets.Button(description=text, tooltip=tip, layout={"width": "max-content", "min_width": "8em"})
+            owner.on_click(made, lambda _: act())
+            return made
+
+        self.start = button("Start", "Train afresh with the settings above", owner.start)
+        self.pause = button("Pause", "Hold after the present step, or go on", self._pause_or_resume)
+        self.stop = button("Stop", "End the runs and close their records; a second time: end them at once", owner.stop)
+        self.restart = button(
+            "Restart",
+            "Go on from the checkpoint on the right, in a new branch",
+            lambda: owner.restart(self.choice.value),
+        )
+        self.start.button_style = "primary"
+        self.choice = ipywidgets.Dropdown(
+            options=[],
+            description="from",
+            style={"description_width": "initial"},
+            layout={"width": "max-content", "min_width": "16em", "max_width": "98%"},
+        )
+        self.controls = [self.start, self.pause, self.stop, self.restart, self.choice]
+        self.box = ipywidgets.HBox(
+            self.controls,
+            layout={"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 6px", "margin": "4px 0"},
+        )
+        self.box.add_class("workbench-live-setup")
+        self._owner = owner
+        self._best: SavedStep | None = None
+
+    def offer(
+        self, state: str, saved: Sequence[SavedStep], best: SavedStep | None, remarks: Mapping[SavedStep, str]
+    ) -> None:
+        """Enable what makes sense.
+
+        Args:
+            state: As of `LiveTraining.state`.
+            saved: Every checkpoint, in the order of the list.
+            best: The one to restart from unless the user has chosen another.
+            remarks: What to say of some of them; these are listed first.
+        """
+        is_running = state not in ("ready", OVER)
+        ordered = [*remarks, *(each for each in saved if each not in remarks)]
+        options = [(f"{each}: {remarks[each]}" if each in remarks else str(each), each) for each in ordered]
+        chosen = self.choice.value
+        if list(self.choice.options) != options:
+            keeps = chosen in saved and chosen != self._best  # what was best stays the best, another choice itself
+            self.choice.options = options
+            self.choice.value = chosen if keeps else best
+        elif chosen == self._best:
+            self.choice.value = best
+        self._best = best
+        self.choice.disabled = self.restart.disabled = not saved
+        self.start.disabled = is_running
+        self.pause.disabled = not is_running or state == STOPPING
+        self.stop.disabled = not is_running
+        self.pause.description = "Resume" if state in (PAUSING, PAUSED) else "Pause"
+        self.stop.description = "Stop now" if state == STOPPING else "Stop"
+
+    def _pause_or_resume(self) -> None:
+        if self.pause.description == "Resume":
+            self._owner.resume()
+        else:
+            self._owner.pause()

@@ -1,0 +1,108 @@
+"""What the page is told of one step: made in the training process, shown in the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from workbench.callbacks.alarms import WATCHED
+from workbench.plots.timeline_events import TimelineEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import xarray as xr
+
+    from workbench.callbacks.actions import Action
+    from workbench.callbacks.alarms import Alarm, Alarms, Attribution
+    from workbench.callbacks.alarms.probe_alarms import Check
+    from workbench.training.step_record import StepRecord
+
+_SIGNALS = [watched.name for watched in WATCHED]
+
+
+@dataclass(frozen=True)
+class StepNews:
+    """One step of a run.
+
+    Attributes:
+        step: Updates done before it.
+        loss: Loss of the batch, in nats for cross entropy.
+        grad_norm: Norm of all gradients together, before clipping.
+        cause: Reason why the step counts as diverged; empty otherwise.
+        kss_enabled: Whether KSS was on.
+        active_faults: Names of the faults that were on.
+        spectra: Spectra with a ``step`` dimension of one, if they were due.
+        is_watched: Whether alarms listen to the run.
+        alarms: Alarms raised in it.
+        attribution: What the alarms point to after it; None where none was raised.
+        events: The alarms, and what they were put down to, as events of a timeline.
+        checks: Measurements of probes made in it.
+        evidence: Names of signals and the evidence of each, shape (signal,), where a row was completed.
+        actions: What alarms have triggered since the step before.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    cause: str = ""
+    kss_enabled: bool = False
+    active_faults: tuple[str, ...] = ()
+    spectra: xr.Dataset | None = None
+    is_watched: bool = False
+    alarms: tuple[Alarm, ...] = ()
+    attribution: Attribution | None = None
+    events: tuple[TimelineEvent, ...] = ()
+    checks: tuple[Check, ...] = ()
+    evidence: tuple[np.ndarray, np.ndarray] | None = None
+    actions: tuple[Action, ...] = ()
+
+    @classmethod
+    def of(cls, record: StepRecord, alarms: Alarms | None = None, actions: Sequence[Action] = ()) -> StepNews:
+        """Make it from the record of a step, and from what the run's alarms know after it."""
+        known: dict[str, Any] = {} if alarms is None else _known(record, alarms)
+        return cls(
+            step=record.step,
+            loss=record.loss,
+            grad_norm=record.grad_norm,
+            cause=record.cause,
+            kss_enabled=record.kss_enabled,
+            active_faults=tuple(record.active_faults),
+            spectra=record.spectra,
+            alarms=tuple(record.alarms),
+            actions=tuple(actions),
+            **known,
+        )
+
+    @property
+    def divergence(self) -> str:
+        """Why the step counts as diverged, in words; empty otherwise."""
+        if self.cause == "loss":
+            return f"its loss rose to {self.loss:.3g}"
+        if self.cause == "grad_norm":
+            return f"its gradient norm rose to {self.grad_norm:.3g}"
+        return "its loss or gradients are not finite" if self.cause else ""
+
+
+def _known(record: StepRecord, alarms: Alarms) -> dict[str, Any]:
+    """What the alarms of a run know after a step."""
+    events = []
+    for alarm in record.alarms:
+        place = (at if at >= 0 else None for at in (alarm.layer, alarm.head))
+        if alarm.signal not in (*_SIGNALS, *alarms.checks, "data"):
+            events.append(TimelineEvent(alarm.step, "setting", alarm.signal))
+        events.append(TimelineEvent(alarm.step, "alarm", alarm.signal, alarm.score, alarm.message, *place))
+    found = alarms.attribute() if record.alarms else None
+    if found is not None:
+        score = found.probability[found.cause]
+        events.append(TimelineEvent(record.step, "attribution", found.cause, score, found.message))
+    row = alarms.latest_evidence
+    is_new = row is not None and row.step == record.step
+    return {
+        "is_watched": True,
+        "attribution": found,
+        "events": tuple(events),
+        "checks": tuple(check for check in alarms.checks.values() if check.step == record.step),
+        "evidence": (row.coords["signal"], row.values["evidence"]) if row is not None and is_new else None,
+    }

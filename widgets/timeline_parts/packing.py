@@ -1,0 +1,163 @@
+"""The state of the timeline in the form in which a page gets it: small JSON, and binary arrays beside it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from workbench.plots.style import depth_colors, model_style
+from workbench.plots.timeline_events import TimelineEvent
+from workbench.plots.timeline_panels import PanelAxis
+from workbench.plots.timeline_words import lead_in_words
+from workbench.studies import signals as sig
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from workbench.plots.timeline_panels import Story
+    from workbench.widgets.timeline_parts.followed_run import FollowedRun
+    from workbench.widgets.timeline_parts.selection import PanelSelection
+
+#: As lists of dash lengths, by the names of `model_style`.
+DASHES = {"solid": [], "dashed": [6, 3], "dotted": [2, 3], "dashdot": [7, 3, 2, 3]}
+#: Number of stretches of broken probe measurements.
+_N_STRETCHES = 200
+_FLOAT32 = 3e38
+
+
+class Buffers:
+    """Binary arrays that travel beside a state, named by their place."""
+
+    def __init__(self) -> None:
+        self.done: list[bytes] = []
+        self._places: dict[bytes, int] = {}
+
+    def put(self, **arrays: np.ndarray) -> dict[str, int]:
+        """Add arrays as float32; by the same names, where they are."""
+        clipped = {name: np.clip(array, -_FLOAT32, _FLOAT32) for name, array in arrays.items()}
+        return {name: self.add(array.astype(np.float32).tobytes()) for name, array in clipped.items()}
+
+    def add(self, content: bytes) -> int:
+        """Add bytes, or find the same ones; where they are."""
+        if content not in self._places:
+            self._places[content] = len(self.done)
+            self.done.append(content)
+        return self._places[content]
+
+
+def described(run: FollowedRun, is_shown: bool, buffers: Buffers) -> dict[str, Any]:
+    """A run and what happened in it."""
+    look, story = model_style(run.place), run.story
+    onsets = story.onsets
+    first = {id(event) for event in onsets}
+    lead = story.lead
+    return {
+        "name": run.name,
+        "color": look["color"],
+        "dash": DASHES[look["dash"]],
+        "is_shown": is_shown,
+        "state": run.state,
+        "words": run.state_in_words,
+        "account": story.account,
+        "has_alarm": bool(onsets),
+        "first": story.first_step,
+        "last": story.last_step,
+        "faults": [{"name": span.name, "start": span.start, "stop": span.stop} for span in story.faults],
+        "onsets": [marked(run.name, event, "alarm") for event in onsets],
+        "later": [e.step for e in story.events if e.kind == "alarm" and id(e) not in first][:2000],
+        "actions": [marked(run.name, event, "action") for event in story.events if event.kind == "action"],
+        "checks": buffers.put(
+            sound=np.unique([check.step for check in story.checks if check.is_sound]),
+            broken=np.unique([event.step for event in story.findings]),
+        ),
+        "findings": _stretches(run.name, story)[:_N_STRETCHES],
+        "diverged": None if story.diverged is None else marked(run.name, story.diverged, "cross"),
+        "lead": None if lead is None else [lead.first.step, lead.then.step, lead_in_words(lead)],
+    }
+
+
+def _stretches(run: str, story: Story) -> list[dict[str, Any]]:
+    """Broken measurements of one probe in a row, by the first of them, and the step of the last."""
+    found: list[dict[str, Any]] = []
+    latest: dict[str, dict[str, Any] | None] = {}
+    for check in story.checks:
+        if check.is_sound:
+            latest[check.signal] = None
+            continue
+        stretch = latest.get(check.signal)
+        if stretch is None:
+            event = TimelineEvent(check.step, "probe", check.signal, message=check.message)
+            stretch = latest[check.signal] = marked(run, event, "probe")
+            found.append(stretch)
+        stretch["last"] = check.step
+    data = [event for event in story.findings if event.kind == "alarm"]
+    return found + [marked(run, event, "probe") | {"last": event.step} for event in data]
+
+
+def marked(run: str, event: TimelineEvent, kind: str) -> dict[str, Any]:
+    """An event of a run, with the kind of its mark."""
+    return {
+        "run": run,
+        "kind": kind,
+        "step": event.step,
+        "source": event.source,
+        "place": event.place,
+        "score": event.score if math.isfinite(event.score) else None,
+        "message": event.message,
+        "is_established": event.is_established,
+    }
+
+
+def selected(selection: PanelSelection | None, shown: Sequence[FollowedRun], buffers: Buffers) -> dict[str, Any] | None:
+    """The details shown next to the panels."""
+    if selection is None:
+        return None
+    names = {run.name for run in shown}
+    details, heats = [], [np.zeros(0)]
+    for detail in selection.details:
+        if detail.run not in names:
+            continue
+        packed: dict[str, Any] = {
+            "run": detail.run,
+            "step": detail.step,
+            "rows": detail.rows,
+            "columns": detail.columns,
+            "row_layers": detail.row_layers,
+        }
+        packed["heat"] = packed["modes"] = None
+        if detail.heat is not None:
+            packed["heat"] = buffers.put(value=detail.heat.ravel())["value"]
+            heats.append(detail.heat[np.isfinite(detail.heat)])
+        if detail.modes is not None:
+            modes = detail.modes
+            packed["modes"] = [buffers.add(array.tobytes()) for array in (modes.points, modes.layer, modes.is_reliable)]
+            packed |= {
+                "modes_step": modes.step,
+                "near_unit": modes.near_unit,
+                "depth_colors": depth_colors(len(detail.mode_layers)),
+                "mode_layers": detail.mode_layers,
+            }
+            packed |= {"near_unit_mass": _plain(modes.near_unit_mass), "spectral_radius": _plain(modes.spectral_radius)}
+        details.append(packed)
+    axis = PanelAxis.of(selection.signal.split(" ")[0], np.concatenate(heats), shows_all=True)
+    event = selection.event
+    return {
+        "step": selection.step,
+        "signal": selection.signal,
+        "run": selection.run,
+        "event": None if event is None else marked(selection.run, event, "alarm"),
+        "layer": None if event is None else event.layer,
+        "head": None if event is None else event.head,
+        "dims": list(selection.dims),
+        "low": axis.low,
+        "high": axis.high,
+        "is_log": axis.is_logarithmic,
+        "is_low_bad": bool(selection.signal) and sig.bad_direction(selection.signal) == "low",
+        "details": details,
+    }
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
