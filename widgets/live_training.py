@@ -203,7 +203,7 @@ class LiveTraining(WorkbenchWidget):
     @property
     def summary(self) -> str:
         """The status, for readers that show no pictures."""
-        return f"LiveTraining, {self.status}"
+        return f"LiveTraining, {self.status}."
 
     @property
     def is_running(self) -> bool:

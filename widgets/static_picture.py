@@ -105,10 +105,9 @@ class StaticPicture:
         display({WIDGET: {"version_major": 2, "version_minor": 0, "model_id": model_id}, "text/plain": ""}, raw=True)
         with self._drawing:
             self._is_stale = False
-            bundle = self._bundle()
-            if bundle is not None:
-                handle = display(bundle, raw=True, display_id=True)
-                self._ids = [*self._ids[-7:], handle.display_id]
+            # Where it cannot be drawn now, it may be later.
+            bundle = self._bundle() or {"text/plain": self._words()}
+            self._ids = [*self._ids[-7:], display(bundle, raw=True, display_id=True).display_id]
 
     def settle(self) -> None:
         """Draw the picture again as soon as nothing has changed for a while, or at the end of the running cell."""

@@ -107,7 +107,8 @@ class Timeline(WorkbenchWidget):
             references = healthy
         self._healthy, self._band = healthy, quantiles
         self._asks_for_signals = signals is None
-        chosen = chosen_signals(self._trees(), self._stories(), signals) if signals is not None or self.names else []
+        # Of runs that have recorded nothing yet, any name may come.
+        chosen = chosen_signals(self._trees(), self._stories(), signals) if self.names else list(signals or ())
         self._wishes = Wishes(chosen, list(self.runs))
         self.reduce = reduce
         self.canvas = TimelineCanvas(self.runs, self._wishes, references, quantiles, self.guarded(self._obey))
@@ -242,7 +243,7 @@ class Timeline(WorkbenchWidget):
         if not self.shown:
             return f"Timeline of {counted(len(self.runs), 'run')}, none of which is shown."
         runs = _first([f"{name} ({self.runs[name].state_in_words})" for name in self.shown])
-        if not self.signals:
+        if not self._has_lines:
             return f"Timeline of {runs}: {self._nothing_to_draw}"
         first, last = self.canvas.extent if self.view is None else self.view
         chosen = "" if self.selection is None else f", with step {self.selection.step:,} selected"
@@ -251,7 +252,7 @@ class Timeline(WorkbenchWidget):
 
     def figure(self, backend: str = "bokeh") -> Any:
         """What is shown as a figure of its own, to keep or to write with ``workbench.plots.save()``."""
-        if not self.shown or not self.signals:
+        if not self._has_lines:
             return sentence_alone(capitalized(self._nothing_to_draw), backend=backend)
         runs = {name: self.runs[name].tree for name in self.shown}
         places = {name: run.place for name, run in self.runs.items()}
@@ -286,15 +287,18 @@ class Timeline(WorkbenchWidget):
         return super()._write(path, ending, overwrite=overwrite)
 
     @property
+    def _has_lines(self) -> bool:
+        """Whether a run that is shown has recorded one of the signals."""
+        return any(name in self.runs[run].entries for run in self.shown for name in self.signals)
+
+    @property
     def _nothing_to_draw(self) -> str:
         """Why there is no signal."""
         if not self.shown:
             return "no run is shown."
-        return (
-            "no signal is chosen."
-            if self.names
-            else "no signal has been recorded yet; the figure appears with the first."
-        )
+        if self.names and not self.signals:
+            return "no signal is chosen."
+        return "no signal has been recorded yet; the figure appears with the first."
 
     def _draw_picture(self) -> bytes:
         return self.picture()  # of what was read and wished for so far: the user need not wait for it

@@ -94,7 +94,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_hide_the_live_view(outputs, cap
 
     picture = StaticPicture(fail, lambda: "words")
     picture.display("a model")
-    assert [next(iter(bundle)) for bundle in outputs.shown] == ["text/html", WIDGET]
+    assert [next(iter(bundle)) for bundle in outputs.shown] == ["text/html", WIDGET, "text/plain"]
     assert "no ink" in caplog.text
     picture.close()
 

@@ -348,6 +348,14 @@ def test_a_run_that_begins_with_nothing_can_be_watched_from_the_start(make, tmp_
     assert page.line("loss", "a")[0][-1] == 39
 
 
+def test_signals_may_be_named_before_a_run_has_recorded_any(make, tmp_path):
+    path = tmp_path / "new.zarr"
+    RunWriter(path, {"subject": "a", "state": "running", "created": "now"}).commit()
+    timeline = make({"new": path}, signals=["loss", "grad_norm"])
+    assert (timeline.error, timeline.signals) == ("", ["loss", "grad_norm"])
+    assert timeline.picture().startswith(b"\x89PNG")
+
+
 def test_a_store_that_is_removed_is_said_and_its_data_stay(make, faulted, tmp_path):
     GrowingRun(faulted, tmp_path / "a.zarr").grow(100)
     timeline = make({"a": tmp_path / "a.zarr"}, signals=["loss"])

@@ -1,3 +1,5 @@
+// A picture costs a core some 40 ms: six of them a second leave it to training.
+const PICTURE_MS = 160;
 const TRACES_EVERY_MS = 300;
 // Without a word from the kernel, which says every 5 seconds that it is there while runs go on.
 const SILENT_MS = 20_000;
@@ -169,7 +171,7 @@ function render({ model, el, signal }) {
     }, { signal });
   }
 
-  const replay = follow(model, signal, draw);
+  const replay = follow(model, signal, draw, PICTURE_MS);
   const again = () => {
     isStale = true;
     replay();

@@ -1,11 +1,11 @@
 // The page's end of LatestState. Every view of a model draws the same state; it is painted in an animation frame, and the
-// kernel is notified after it, at most once in MILLISECONDS, which leaves time for training.
-const MILLISECONDS = 90;
+// kernel is notified after it, at most once in so many milliseconds, which leaves time for training.
+const MILLISECONDS = 60;
 const links = new WeakMap();
 
 function linkTo(model) {
   if (links.has(model)) return links.get(model);
-  const link = { views: new Set(), content: null, buffers: [], painted: 0, toldAt: 0, isDue: false, heardAt: performance.now() };
+  const link = { views: new Set(), content: null, buffers: [], painted: 0, toldAt: 0, isDue: false, heardAt: performance.now(), least: MILLISECONDS };
   const tell = () => {
     link.toldAt = performance.now();
     model.send({ painted: link.painted });
@@ -16,7 +16,7 @@ function linkTo(model) {
     for (const draw of link.views) draw(link.content, link.buffers);
     if (link.painted === link.content.number) return;
     link.painted = link.content.number;
-    const rest = Math.max(0, MILLISECONDS - (performance.now() - link.toldAt));
+    const rest = Math.max(0, link.least - (performance.now() - link.toldAt));
     setTimeout(tell, rest); // a separate task, which runs after this frame has been painted
   };
   link.schedule = () => {
@@ -37,9 +37,10 @@ function linkTo(model) {
 }
 
 // Draw with `draw(content, buffers)` whenever there is new content, until the view is removed; returns a function that
-// redraws the present content.
-function follow(model, signal, draw) {
+// redraws the present content. Two states are at least so many milliseconds apart.
+function follow(model, signal, draw, least = MILLISECONDS) {
   const link = linkTo(model);
+  link.least = least;
   link.views.add(draw);
   signal.addEventListener("abort", () => link.views.delete(draw));
   // Asked again until there is an answer: a notebook that is opened again shows its widgets before they are connected.

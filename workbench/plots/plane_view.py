@@ -94,11 +94,11 @@ class PlaneView:
         """Names of some rings, on a diagonal where few modes are, and of the axes: ``x``, ``y`` and ``text``."""
         if self.is_near:
             return {"x": np.zeros(0), "y": np.zeros(0), "text": np.zeros(0, object)}
-        # In a small panel there is no room for more names than three.
+        # In a small panel there is room for three names alone; on the right of the real axis there are modes.
         exponents = sorted({0, self.decades} | ({self.decades // 2} if self.decades > 3 else set()))
         place = -drawn_radius(10.0 ** np.array(exponents)) * np.sqrt(0.5)
         return {
-            "x": np.array([*place, 0.8 * self.half, 0.17 * self.half]),
+            "x": np.array([*place, -0.84 * self.half, 0.17 * self.half]),
             "y": np.array([*place, 0.07 * self.half, 0.92 * self.half]),
             "text": np.array([*map(power_of_ten, exponents), "Re λ", "Im λ"], object),
         }
