@@ -60,7 +60,7 @@ def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, noteb
     wait(lambda: all(_differ(panels.nth(i), before[i]) for i in range(3)), "other pictures")
 
     # Play goes on to the end, with the slider.
-    widget.get_by_role("combobox").select_option("5 per second")
+    widget.get_by_role("combobox").first.select_option("5 per second")
     widget.locator(".jupyter-widget-play button, .widget-play button").first.click()
     wait(lambda: ask_kernel(page, "comparison.step") == "40", "the last step")
     wait(lambda: handle.get_attribute("aria-valuenow") == "4.0", "a slider that follows")
