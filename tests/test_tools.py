@@ -49,7 +49,7 @@ def test_an_unknown_notebook_is_named():
     assert "There is no notebook notebooks/99.ipynb; see the list in README.md." in found.stderr
 
 
-def test_notebooks_are_clean_and_listed():
+def test_notebooks_are_listed_and_define_nothing():
     import nbformat
 
     readme = (LAB.parent.parent / "README.md").read_text()
@@ -58,5 +58,4 @@ def test_notebooks_are_clean_and_listed():
     for path in notebooks:
         assert f"(notebooks/{path.name})" in readme
         cells = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
-        assert not any(cell.outputs for cell in cells), f"clear the outputs of {path.name}"
         assert not any(line.startswith(("def ", "class ")) for cell in cells for line in cell.source.splitlines())

@@ -130,7 +130,8 @@ def test_kss_switched_by_a_click_and_by_code_acts_from_the_next_step_on_and_stay
     assert live.canvas.histories[WITH_KSS].kss_spans()[0][0] == first
     one, other = monitors(live, WITH_KSS)["loss"].values, monitors(live, WITHOUT_KSS)["loss"].values
     assert (one[: first + 1] == other[: first + 1]).all()
-    assert (one[first + 1 : last] != other[first + 1 : last]).all()
+    both = slice(first + 1, min(last, len(one), len(other)))  # one of them may be a step ahead
+    assert (one[both] != other[both]).all()
 
 
 @pytest.mark.slow
