@@ -58,6 +58,7 @@ def test_every_figure_and_widget_leaves_a_picture(lab, page, artifacts, name):
     page.screenshot(path=artifacts / f"without_kernel_{name}.png")
 
 
+@pytest.mark.slow
 def test_a_picture_follows_its_widget_and_hides_while_it_is_alive(lab, page):
     path = "notebooks/picture.ipynb"
     write_notebook(

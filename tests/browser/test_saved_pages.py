@@ -65,6 +65,7 @@ def test_an_explorer_chooses_layers_models_and_zoom(offline, tmp_path):
     assert [url for url in offline.asked if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+@pytest.mark.slow
 def test_a_comparison_moves_through_steps_and_views(offline, tmp_path):
     runs = {"Pre-LN": run_of([0, 10, 20]), "wild": run_of([0, 10], n_steps=14, diverges=True, seed=20)}
     comparison = ArchitectureComparison(runs)
@@ -93,6 +94,7 @@ def test_a_comparison_moves_through_steps_and_views(offline, tmp_path):
     assert offline.errors == []
 
 
+@pytest.mark.slow
 def test_saved_pages_are_accessible(offline, tmp_path):
     from axe_playwright_python.sync_playwright import Axe
 

@@ -146,6 +146,7 @@ def test_what_the_process_changes_of_kss_is_seen_in_the_kernel(make):
     assert live._panel.state()[0]["strength"] == live.kss.strength
 
 
+@pytest.mark.slow
 def test_stopping_says_so_in_the_stores_and_leaves_checkpoints(make):
     live = make(n_steps=10**6, checkpoint_every=5)
     pid = (live.start(), live._runs.pid)[1]
@@ -368,6 +369,7 @@ def test_a_step_that_never_ends_is_ended_by_stopping_twice(make):
     assert live.status == "over · step 3 of 9 · with KSS: stopped"
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_is_copied_and_left_alone(make, task):
     torch.manual_seed(0)
     model = wb.zoo.transformer("pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12)
@@ -482,6 +484,7 @@ def test_impossible_settings_are_refused_at_once(make, task):
     assert not live.is_running
 
 
+@pytest.mark.slow
 def test_the_shown_step_is_that_of_the_figure_and_of_the_files(make, tmp_path):
     live = make(n_steps=9)
     with pytest.raises(OptionError, match="There are no modes to draw yet"):
