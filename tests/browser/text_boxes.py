@@ -89,7 +89,7 @@ def record_text(page):
 
 
 def drawn_texts(page):
-    """The canvases in the page that bear text now, with the box of each text, in pixels of the canvas."""
+    """The canvases in the page that hold text now, with the box of each text, in pixels of the canvas."""
     return page.evaluate("drawnTexts()")
 
 
