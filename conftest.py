@@ -1,16 +1,16 @@
-"""Rules for every test, notebooks included."""
+"""Hooks for all tests, including notebooks."""
 
 import os
 
 import pytest
 
-#: Tests that may be skipped on a laptop, but never silently in CI.
+#: Tests that may be skipped on a developer's machine, but not in CI.
 MUST_RUN_IN_CI = ("tests/browser", "notebooks/", "smollm2")
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """With CI=true, a skipped browser, notebook or real-weights test is a failure."""
+    """Report a skipped browser, notebook or SmolLM2 test as failed if CI=true."""
     outcome = yield
     report = outcome.get_result()
     names = (item.nodeid, *(marker.name for marker in item.iter_markers()))

@@ -1,9 +1,10 @@
-"""Speed, memory and host synchronizations on the accelerator of this machine: CUDA, MPS, or the CPU if there is none.
+"""Measure speed, memory and host synchronizations on the accelerator of this machine (CUDA or MPS), or on its CPU.
 
-Call: python -m benchmarks.gpu [--only moments eigenvalues ...]; writes benchmarks/gpu.md. It needs torch, NumPy and
-this source tree alone. Each result is written as soon as there is one, so that an interrupted run keeps what it has; a
-measurement that fails says so in its row. Without an accelerator it measures tiny sizes (pass --device cpu for the real
-ones), prints, and writes only where --out says: figures of a CPU do not stand in benchmarks/gpu.md.
+Call: python -m benchmarks.gpu [--only moments eigenvalues ...]; writes benchmarks/gpu.md. It requires only torch, NumPy
+and this source tree. The report is written after every result, so that an interrupted run keeps its results; a failed
+measurement is reported in its row. Without an accelerator the script measures tiny sizes (--device cpu measures the
+full sizes) and prints the report; it writes a file only with --out, because benchmarks/gpu.md never contains results of
+a CPU.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Measurement:
     """One row of a table.
 
     Attributes:
-        label: Its first cell.
-        run: Function that measures; returns the other cells, and a value for the conclusion.
-        weight: Its expected share of the time, in any unit.
+        label: First cell of the row.
+        run: Function that measures and returns the other cells and a value for the conclusion.
+        weight: Expected duration, in an arbitrary unit.
     """
 
     label: str
@@ -62,14 +63,16 @@ class Measurement:
 
 @dataclass
 class Section:
-    """One table.
+    """A table of the report.
 
     Attributes:
         title: Heading.
-        about: What is measured and how.
+        about: Description of the measurement.
         columns: Headings of the columns.
-        measurements: Its rows.
-        conclude: Function from the values of all rows, by label, to a closing sentence.
+        measurements: Measurements, one for each row.
+        conclude: Function of the values of all rows, by label, that returns a closing sentence.
+        rows: Rows measured so far, in Markdown.
+        values: Values measured so far, by label.
     """
 
     title: str
@@ -81,8 +84,10 @@ class Section:
     values: dict[str, Any] = field(default_factory=dict)
 
     def text(self) -> list[str]:
-        """Its lines so far."""
-        after = self.conclude(self.values) if len(self.rows) == len(self.measurements) else "This part is not complete."
+        """Return the lines of the section with the results so far."""
+        after = (
+            self.conclude(self.values) if len(self.rows) == len(self.measurements) else "This section is not complete."
+        )
         return [
             f"## {self.title}",
             "",
@@ -95,20 +100,20 @@ class Section:
 
 
 def best_device() -> torch.device:
-    """The accelerator of this machine, or its CPU."""
+    """Return the accelerator of this machine, or its CPU if there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done all that it has been given."""
+    """Wait until the device has completed all operations."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device."""
+    """Return the free memory of a device in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info()[0]
     if device.type == "mps":
@@ -117,7 +122,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Return what is no longer used."""
+    """Free unused memory of the host and the device."""
     gc.collect()
     if device.type != "cpu":
         getattr(torch, device.type).empty_cache()
@@ -126,7 +131,14 @@ def release(device: torch.device) -> None:
 def medians(
     tasks: dict[str, Callable[[], object]], device: torch.device, n: int, *, warm: bool = True
 ) -> dict[str, float]:
-    """Median seconds of each task; they take turns, so that a busy moment hits all of them."""
+    """Return the median seconds of each task; the tasks alternate, so that a temporary load affects all of them.
+
+    Args:
+        tasks: Functions by name.
+        device: Device that is synchronized before and after each call.
+        n: Number of timed calls of each task.
+        warm: Whether a first call of each task is not timed.
+    """
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for i in range(n + warm):
         for name, task in tasks.items():
@@ -143,7 +155,7 @@ def medians(
 
 
 def moments(device: torch.device, small: bool) -> Section:
-    """`SnapshotMoments.update` on the device against the host."""
+    """Compare `SnapshotMoments.update` on the host and on the device."""
 
     def measure(width: int, n: int) -> tuple[list[str], float]:
         x = torch.randn(n, width, generator=torch.Generator().manual_seed(0))
@@ -160,7 +172,8 @@ def moments(device: torch.device, small: bool) -> Section:
     shapes = [(32, 128), (64, 128)] if small else [(w, n) for w in (768, 2048, 4096) for n in (2048, 16384)]
     return Section(
         "Moments of the snapshots",
-        "`SnapshotMoments.update`, float32 states in float64 moments; states lie where the moments are. Median of 3.",
+        "`SnapshotMoments.update` with float32 states and float64 moments; the states are on the device of the moments."
+        " Median of 3.",
         ("width, states", "host", "device", "host / device"),
         [Measurement(f"{w:,}, {n:,}", lambda w=w, n=n: measure(w, n), max(1.0, w * w * n / 1e10)) for w, n in shapes],
     )
@@ -174,24 +187,24 @@ def _updating(width: int, place: torch.device, x: torch.Tensor, y: torch.Tensor)
 
 
 def eigenvalues(device: torch.device, small: bool) -> Section:
-    """The eigenproblem of a layer on the host and on the device, by width."""
+    """Compare the eigenproblem of a layer on the host and on the device, by width."""
 
     def measure(width: int) -> tuple[list[str], float]:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(2 * width, width, generator=generator, dtype=torch.float64)
         y = x + 0.3 * torch.tanh(x @ torch.randn(width, width, generator=generator, dtype=torch.float64) / width**0.5)
-        here = SnapshotMoments(width).update(x, y)
+        on_host = SnapshotMoments(width).update(x, y)
         found: dict[str, np.ndarray] = {}
 
-        def solve(name: str, taken: SnapshotMoments, smallest: float) -> None:
+        def solve(name: str, moments: SnapshotMoments, smallest: float) -> None:
             with eig_on_device_from(smallest):
-                found[name] = np.abs(layer_spectrum(taken).eigenvalue)
+                found[name] = np.abs(layer_spectrum(moments).eigenvalue)
 
-        tasks: dict[str, Callable[[], object]] = {"host": lambda: solve("host", here, np.inf)}
+        tasks: dict[str, Callable[[], object]] = {"host": lambda: solve("host", on_host, np.inf)}
         if device.type == "cuda":
-            there = SnapshotMoments(width, device=device).merge(here)
-            tasks["eig on host"] = lambda: solve("eig on host", there, np.inf)
-            tasks["device"] = lambda: solve("device", there, 0)
+            on_device = SnapshotMoments(width, device=device).merge(on_host)
+            tasks["eig on host"] = lambda: solve("eig on host", on_device, np.inf)
+            tasks["device"] = lambda: solve("device", on_device, 0)
         seconds = medians(tasks, device, 3 if width < 2048 else 1, warm=width < 2048)
         ratio = seconds["eig on host"] / seconds["device"] if "device" in seconds else float("nan")
         error = np.abs(found["device"] / found["host"] - 1).max() if "device" in found else float("nan")
@@ -205,11 +218,11 @@ def eigenvalues(device: torch.device, small: bool) -> Section:
         faster = [w for w in sorted(widths) if all(ratio > 1 for other, ratio in widths.items() if other >= w)]
         if not faster:
             return (
-                f"At no width up to {max(widths):,} is the device faster at the end of the range: `CUDA_EIG_MIN_WIDTH` "
-                f"(now {modes.CUDA_EIG_MIN_WIDTH:,}) should be above {max(widths):,}."
+                f"The device is not faster at the largest measured width, {max(widths):,}: `CUDA_EIG_MIN_WIDTH` (now "
+                f"{modes.CUDA_EIG_MIN_WIDTH:,}) should be above {max(widths):,}."
             )
         return (
-            f"From a width of {faster[0]:,} on the device is faster at every measured width: `CUDA_EIG_MIN_WIDTH` (now "
+            f"The device is faster at every measured width from {faster[0]:,} on: `CUDA_EIG_MIN_WIDTH` (now "
             f"{modes.CUDA_EIG_MIN_WIDTH:,}) should be {faster[0]:,}."
         )
 
@@ -217,10 +230,11 @@ def eigenvalues(device: torch.device, small: bool) -> Section:
     has_scipy = "with" if _is_installed("scipy") else "without"
     return Section(
         "Eigenvalues of a layer",
-        "`layer_spectrum` of 2 x width snapshots at full rank: all on the host; moments on the device and the general "
-        "eigenproblem on the host; all on the device. The ratio decides `CUDA_EIG_MIN_WIDTH`; the last column is the "
-        f"largest relative difference of a modulus from the host's. Median of 3, from 2,048 on one call; {has_scipy} "
-        "SciPy (without it the eigenvector condition takes full singular value decompositions).",
+        "`layer_spectrum` of 2 x width snapshots at full rank, computed on the host; on the device with the general "
+        "eigenproblem on the host; and on the device alone. The ratio determines `CUDA_EIG_MIN_WIDTH`; the last column "
+        "is the largest relative difference of a modulus from the result of the host. Median of 3 calls, from width "
+        f"2,048 on a single call; {has_scipy} SciPy (without SciPy the eigenvector condition needs full singular value "
+        "decompositions).",
         ("width", "host", "eigenvalues on host", "device", "eigenvalues on host / device", "difference"),
         [Measurement(f"{w:,}", lambda w=w: measure(w), max(1.0, w**3 / 1e9)) for w in widths],
         conclude,
@@ -229,7 +243,7 @@ def eigenvalues(device: torch.device, small: bool) -> Section:
 
 @contextlib.contextmanager
 def eig_on_device_from(width: float) -> Iterator[None]:
-    """Solve general eigenproblems on the device from this width on."""
+    """Context in which general eigenproblems are solved on the device from this width on."""
     before = modes.CUDA_EIG_MIN_WIDTH
     modes.CUDA_EIG_MIN_WIDTH = width
     try:
@@ -251,12 +265,12 @@ LLAMA_2_7B = {
     "position": "rotary", "has_bias": False, "mlp": "swiglu", "mlp_width": 11008,
 }  # fmt: skip
 SMALL = {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 64, "max_length": 64}
-#: Layers whose spectra are timed; those of all layers of 7B would take as long as the rest together.
+#: Number of layers whose spectra are timed; all layers of the 7B model would take as long as all other measurements.
 N_TIMED = 4
 
 
 def resident(shape: dict[str, Any], device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A model of random weights that lies on the device, as a subject."""
+    """Create a subject with random parameters on the device."""
     with torch.device("meta"):
         model = Transformer(wb.zoo.ArchitectureConfig(**shape)).to(dtype)
     model.to_empty(device=device)
@@ -275,7 +289,7 @@ def resident(shape: dict[str, Any], device: torch.device, dtype: torch.dtype = t
 
 
 def streamed(shape: dict[str, Any], device: torch.device) -> Any:
-    """A subject of a shape with random weights in bfloat16, read block by block from a file of this process."""
+    """Create a subject with random bfloat16 parameters that are read from a file block by block."""
     file = Path(tempfile.mkdtemp(prefix="streamed-", dir=_scratch().name)) / "model.pt"
     subject = resident(shape, torch.device("cpu"))
     torch.save(subject.model.state_dict(), file)
@@ -284,28 +298,25 @@ def streamed(shape: dict[str, Any], device: torch.device) -> Any:
 
 @functools.cache
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """Holds the files of streamed models until the process ends."""
+    """Return the folder of the files of streamed models, which is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="gpu-benchmark-")
 
 
-#: Ways to open a model of a shape.
+#: Functions that open a model of a given shape.
 OPENERS: dict[str, Callable[[dict[str, Any], torch.device], Any]] = {"resident": resident, "streamed": streamed}
 
 
 def profiles(device: torch.device, small: bool) -> Section:
-    """Capture and spectra at the shapes of known models."""
+    """Measure capture and spectra at the shapes of known models."""
 
     def measure(shape: dict[str, Any], way: str, rank: int | None) -> tuple[list[str], Any]:
         config = wb.zoo.ArchitectureConfig(**shape)
         width, n_layers = config.d_model, config.n_layers
         n_bytes = 2 * wb.zoo.count_parameters(config)
-        # Beside the parameters: three float64 moments a layer, and the eigenproblem's arrays.
+        # In addition to the parameters: three float64 moments per layer, and the arrays of the eigenproblem.
         needed = n_bytes + 24 * n_layers * width**2 + 160 * width**2
-        if way == "resident" and needed > (free := free_bytes(device)):
-            return [
-                f"{n_bytes / 1e9:.1f} GB",
-                f"not measured: needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free",
-            ] + [""] * 3, None
+        if way == "resident" and (reason := _lack_of_memory(needed, device)):
+            return [f"{n_bytes / 1e9:.1f} GB", reason, "", "", ""], None
         release(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -313,7 +324,7 @@ def profiles(device: torch.device, small: bool) -> Section:
         length = min(512, config.max_length)
         n_tokens = 2 * width
         rows = torch.randint(0, config.vocab_size, (-(-n_tokens // length), length), generator=_seeded())
-        with contextlib.nullcontext() if subject.streamed is None else subject.streamed.standing_in():
+        with contextlib.nullcontext() if subject.streamed is None else subject.streamed.sharing_weights():
             anatomy = wb.read_anatomy(subject, rows[:1, :16])
         wait_for(device)
         start = time.perf_counter()
@@ -326,32 +337,33 @@ def profiles(device: torch.device, small: bool) -> Section:
             results.complete()
             wait_for(device)
             return _row(n_bytes, device, None, None, (time.perf_counter() - start) / n_timed), None
-        taken: dict[int, Any] = {}
-        capture_layers(subject.model, anatomy, batches, selection, taken.__setitem__, options=options)
+        captured: dict[int, Any] = {}
+        capture_layers(subject.model, anatomy, batches, selection, captured.__setitem__, options=options)
         wait_for(device)
         capture = (time.perf_counter() - start) / n_layers
         start = time.perf_counter()
-        layer_spectra([taken[layer] for layer in range(n_timed)], options)
+        layer_spectra([captured[layer] for layer in range(n_timed)], options)
         wait_for(device)
         spectrum = (time.perf_counter() - start) / n_timed
         return _row(n_bytes, device, capture, spectrum, capture + spectrum), None
 
     def _row(
-        n_bytes: int, device: torch.device, capture: float | None, spectrum: float | None, whole: float
+        n_bytes: int, device: torch.device, capture: float | None, spectrum: float | None, total: float
     ) -> list[str]:
-        peak = f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if device.type == "cuda" else "not known here"
+        peak = f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB" if device.type == "cuda" else "unknown"
         parts = ["" if part is None else _ms(part) for part in (capture, spectrum)]
-        return [f"{n_bytes / 1e9:.1f} GB", *parts, _ms(whole), peak]
+        return [f"{n_bytes / 1e9:.1f} GB", *parts, _ms(total), peak]
 
     shapes = {"small": SMALL} if small else {"GPT-2 124M": GPT2_124M, "1.3B": OF_1B, "Llama 2 7B": LLAMA_2_7B}
     ranks = (None, 8) if small else (None, 64)
     cases = [(name, way, rank) for name in shapes for way in OPENERS for rank in ranks]
     return Section(
         "Profile",
-        f"Random weights in bfloat16, 2 x width token states in batches of 2 x 512 tokens; a layer takes its share of "
-        f"the forward pass with its moments, and its spectrum ({N_TIMED} layers side by side, divided by {N_TIMED}). "
-        f"Streamed: the first {N_TIMED} layers, each read from a file, run by all batches, decomposed and freed.",
-        ("model, where, rank", "parameters", "forward and moments", "spectrum", "a layer together", "peak memory"),
+        "Random parameters in bfloat16, 2 x width token states in batches of 2 x 512 tokens. The time of a layer is "
+        "that of the forward pass with moments, divided by the number of layers, plus that of its spectrum (mean over "
+        f"{N_TIMED} layers computed in parallel). Streamed: the first {N_TIMED} layers, each of which is read from a "
+        "file, applied to all batches, decomposed and freed.",
+        ("model, location, rank", "parameters", "forward and moments", "spectrum", "total per layer", "peak memory"),
         [
             Measurement(
                 f"{name}, {way}, {'full' if rank is None else rank}",
@@ -367,18 +379,17 @@ def profiles(device: torch.device, small: bool) -> Section:
 
 
 def monitors(device: torch.device, small: bool) -> Section:
-    """What the mechanism monitors add to a training step, compiled and not."""
+    """Measure the time that the mechanism monitors add to a training step, with and without compilation."""
     shape, batch = (SMALL, (2, 16)) if small else (OF_1B, (4, 512))
     backend = "inductor" if device.type == "cuda" else "eager"
     n_rounds = 1 if small else 3
 
     def measure(is_compiled: bool) -> tuple[list[str], float]:
         config = wb.zoo.ArchitectureConfig(**shape)
-        needed = 10 * wb.zoo.count_parameters(
-            config
-        )  # bfloat16: weights, gradients, two moments, a copy of the weights
-        if needed > (free := free_bytes(device)):
-            return [f"not measured: needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free", "", "", ""], None
+        # In bfloat16: parameters, gradients, two moments, and a copy of the parameters.
+        needed = 10 * wb.zoo.count_parameters(config)
+        if reason := _lack_of_memory(needed, device):
+            return [reason, "", "", ""], None
         release(device)
         model = resident(shape, device).model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -400,10 +411,10 @@ def monitors(device: torch.device, small: bool) -> Section:
 
         torch._dynamo.utils.counters.clear()
         steps()
-        plain_breaks = breaks()
-        times: dict[str, list[float]] = {"plain": [], "monitors": []}
+        breaks_without = breaks()
+        times: dict[str, list[float]] = {"without": [], "monitors": []}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # bfloat16 alone hides small updates: no matter for the time
+            warnings.simplefilter("ignore")  # bfloat16 parameters lose small updates, which does not affect the time
             for i in range(n_rounds + 1):
                 for name in times:
                     recorder = wb.Recorder() if name == "monitors" else None
@@ -412,24 +423,23 @@ def monitors(device: torch.device, small: bool) -> Section:
                     ):
                         if attached is not None:
                             attached.log(loss=0.0)
-                            steps(attached)  # the model is read, and compiled again with hooks
+                            steps(attached)  # reads the anatomy, and compiles the model again with hooks
                         wait_for(device)
                         start = time.perf_counter()
                         steps(attached)
                         wait_for(device)
                         if i:
                             times[name].append((time.perf_counter() - start) / EVERY)
-        plain, watched = (statistics.median(times[name]) for name in ("plain", "monitors"))
-        found = [_ms(plain), _ms(watched), f"**{watched / plain - 1:+.1%}**"]
-        return [*found, f"{plain_breaks} / {breaks()}" if is_compiled else "not compiled"], watched / plain
+        without, monitored = (statistics.median(times[name]) for name in ("without", "monitors"))
+        found = [_ms(without), _ms(monitored), f"**{monitored / without - 1:+.1%}**"]
+        return [*found, f"{breaks_without} / {breaks()}" if is_compiled else "not compiled"], monitored / without
 
     return Section(
         "Cost of the monitors",
-        f"A training step in bfloat16 with AdamW at the shape of {'a tiny model' if small else '1.3B'}, batches of "
-        f"{batch[0]} x {batch[1]} tokens, without and with the mechanism monitors every {EVERY} steps; means over "
-        f"{EVERY} steps, taking turns. torch.compile with the backend '{backend}'; graph breaks: before / after "
-        "a recorder was attached.",
-        ("step", "plain", "with monitors", "added", "graph breaks"),
+        f"A training step of a {'tiny' if small else '1.3B'} model in bfloat16 with AdamW and batches of {batch[0]} x "
+        f"{batch[1]} tokens, without and with the mechanism monitors every {EVERY} steps; means over {EVERY} steps, in "
+        f"alternation. torch.compile uses the backend '{backend}'; graph breaks before / after attaching a recorder.",
+        ("step", "without monitors", "with monitors", "added", "graph breaks"),
         [
             Measurement("not compiled", lambda: measure(False), 20),
             Measurement("compiled", lambda: measure(True), 40),
@@ -440,25 +450,25 @@ def monitors(device: torch.device, small: bool) -> Section:
 # The training loop
 
 FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
-    "plain": dict,
+    "no options": dict,
     "clipping": lambda: {"clip_norm": 1.0},
     "mechanism monitors": lambda: {"recorder": wb.Recorder()},
     "monitors and alarms": lambda: {"recorder": wb.Recorder(), "alarms": wb.Alarms()},
     "KSS, recommended": lambda: {"kss": wb.KSS.recommended()},
     "KSS, published": lambda: {"kss": wb.KSS.published()},
-    "a fault of the gradients": lambda: {"faults": [wb.faults.LowPrecisionReduction(n_ranks=2, start=0)]},
+    "a fault in the gradients": lambda: {"faults": [wb.faults.LowPrecisionReduction(n_ranks=2, start=0)]},
 }
 
 
 def training(device: torch.device, small: bool) -> Section:
-    """`wb.train` against a plain loop: speed, and how often the host waits for the device."""
+    """Compare `wb.train` with a standard loop: speed, and how often the host waits for the device."""
     d_model, n_layers, batch_size, n_steps = (16, 2, 2, 20) if small else (512, 8, 64, 100)
     task = wb.tasks.associative_recall(batch_size=batch_size)
 
     def model() -> torch.nn.Module:
         return wb.zoo.transformer(d_model=d_model, n_layers=n_layers, n_heads=2 if small else 8).to(device)
 
-    def plain_loop() -> Iterator[float]:
+    def standard_loop() -> Iterator[float]:
         trained = model().train()
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
         for inputs, targets in task.stream(0):
@@ -469,12 +479,12 @@ def training(device: torch.device, small: bool) -> Section:
             yield loss.item()
 
     def run(name: str) -> Iterator[Any]:
-        # Twice as many as are measured: after the runs have warmed up, and one to spare.
+        # Warm-up and counted steps together are as many as the timed steps; the run must not end within them.
         return wb.train(model(), task, n_steps=2 * n_steps + 1, learning_rate=1e-4, **FEATURES[name]())
 
     def measure(name: str) -> tuple[list[str], Any]:
         release(device)
-        runs = {"loop": plain_loop(), "train": run(name)}
+        runs = {"loop": standard_loop(), "train": run(name)}
         waits: dict[str, Any] = {}
         for key, each in runs.items():
             _advance(each, n_steps // 2)
@@ -498,25 +508,25 @@ def training(device: torch.device, small: bool) -> Section:
         return [*rates, f"**{ratio - 1:+.1%}**", f"{counts['loop']:.2f}", f"**{counts['train']:.2f}**", lines], counts
 
     how = (
-        "reported by CUDA, where the plain loop's two copies of its batch count"
+        "reported by CUDA, including the two copies of the batch in the standard loop"
         if device.type == "cuda"
-        else "calls that would make the host wait for a GPU, an upper bound"
+        else "counted as calls that would make the host wait for a GPU, an upper bound"
     )
     return Section(
         "The training loop, and how often the host waits for the device",
-        f"`wb.train` without a store against a plain loop that reads its loss: pre-LN, d = {d_model}, L = {n_layers}, "
-        f"{batch_size} x 64 tokens of associative recall, float32, AdamW; {n_steps} steps, taking turns. Waits a step: "
-        f"{how}, over {n_steps // 2} steps.",
+        f"`wb.train` without a store, compared with a standard loop that reads its loss: Pre-LN, d = {d_model}, "
+        f"L = {n_layers}, {batch_size} x 64 tokens of associative recall, float32, AdamW; {n_steps} steps, in "
+        f"alternation. Waits per step are {how}, over {n_steps // 2} steps.",
         (
             "run",
-            "plain loop, steps/s",
+            "standard loop, steps/s",
             "wb.train, steps/s",
             "added",
-            "waits, plain loop",
+            "waits, standard loop",
             "waits, wb.train",
-            "where most",
+            "most frequent places",
         ),
-        [Measurement(name, lambda name=name: measure(name), 3 if name == "plain" else 5) for name in FEATURES],
+        [Measurement(name, lambda name=name: measure(name), 3 if name == "no options" else 5) for name in FEATURES],
     )
 
 
@@ -525,19 +535,25 @@ def _advance(run: Iterator[Any], n_steps: int) -> None:
         next(run)
 
 
-# All of it
+# All sections
 
 SECTIONS = {
     "moments": moments,
     "training": training,
     "monitors": monitors,
     "profiles": profiles,
-    "eigenvalues": eigenvalues,  # last: the longest
+    "eigenvalues": eigenvalues,  # the longest section is last
 }
 
 
 def measure_all(device: torch.device, names: Sequence[str], small: bool, out: Path | None) -> str:
-    """Measure these sections, and write the report after each row.
+    """Measure sections and write the report after each row.
+
+    Args:
+        device: Device to measure.
+        names: Names of the sections, keys of `SECTIONS`.
+        small: Whether to measure tiny sizes.
+        out: File of the report; None if there is none.
 
     Returns:
         The report.
@@ -549,7 +565,7 @@ def measure_all(device: torch.device, names: Sequence[str], small: bool, out: Pa
     for i, (section, measurement) in enumerate(rows):
         try:
             cells, value = measurement.run()
-        except Exception as error:  # noqa: BLE001  one that fails must not stop the others
+        except Exception as error:  # noqa: BLE001  a failed measurement must not stop the others
             reason = " ".join(str(error).split()).replace("|", "/")[:200]
             cells, value = [f"failed: {type(error).__name__}: {reason}"], None
         cells = [*cells, *[""] * (len(section.columns) - 1 - len(cells))]
@@ -563,23 +579,31 @@ def measure_all(device: torch.device, names: Sequence[str], small: bool, out: Pa
         done += measurement.weight
         passed = time.perf_counter() - start
         left = passed * (total - done) / done
-        said = f"[{i + 1}/{len(rows)}] {section.title}: {section.rows[-1]} (about {left / 60:.1f} min left)"
-        print(said, file=sys.stderr, flush=True)
+        line = f"[{i + 1}/{len(rows)}] {section.title}: {section.rows[-1]} (about {left / 60:.1f} min left)"
+        print(line, file=sys.stderr, flush=True)
         release(device)
     return text
 
 
 def report(device: torch.device, sections: Sequence[Section], small: bool) -> str:
-    """The report so far."""
+    """Return the report with the results so far."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else device.type.upper()
     begun = [section for section in sections if section.rows]
     about = (
-        f"Measured on: **{name}**, host of {os.cpu_count()} cores ({platform.machine()}). Made by `python -m "
-        f"benchmarks.gpu`, {versions()}."
+        f"Measured on **{name}**, with {os.cpu_count()} CPU cores ({platform.machine()}). Generated by `python -m "
+        f"benchmarks.gpu` with {versions()}."
     )
-    notes = ["There is no accelerator here: these are figures of a CPU.", ""] if device.type == "cpu" else []
-    notes += ["These are tiny sizes that only show that the benchmark runs.", ""] if small else []
-    return "\n".join(["# On the GPU", "", about, "", *notes, *(line for section in begun for line in section.text())])
+    notes = ["There is no accelerator: these figures were measured on a CPU.", ""] if device.type == "cpu" else []
+    notes += ["The sizes are tiny and only show that the benchmark runs.", ""] if small else []
+    return "\n".join(
+        ["# Benchmarks on the GPU", "", about, "", *notes, *(line for section in begun for line in section.text())]
+    )
+
+
+def _lack_of_memory(needed: int, device: torch.device) -> str:
+    """Return why a measurement that needs so many bytes cannot run on a device; empty if it can."""
+    free = free_bytes(device)
+    return f"not measured: needs {needed / 1e9:.0f} GB, has {free / 1e9:.0f} GB" if needed > free else ""
 
 
 def _seeded() -> torch.Generator:
@@ -603,12 +627,23 @@ def _times(ratio: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the report and save it."""
+    """Run the benchmark, print the report and save it."""
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
-    parser.add_argument("--small", action="store_true", help="tiny sizes, under a minute on a CPU: does it run?")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="measure tiny sizes to check that the benchmark runs (under a minute on a CPU)",
+    )
     parser.add_argument("--only", nargs="+", choices=[*SECTIONS], default=[*SECTIONS], help="sections to measure")
-    parser.add_argument("--device", type=torch.device, default=None, help="such as cuda:0; the best there is")
-    parser.add_argument("--out", type=Path, default=None, help="file to write; benchmarks/gpu.md on an accelerator")
+    parser.add_argument(
+        "--device",
+        type=torch.device,
+        default=None,
+        help="device such as cuda:0; by default the accelerator of this machine",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=None, help="file of the report; by default benchmarks/gpu.md on an accelerator"
+    )
     args = parser.parse_args(arguments)
     device = best_device() if args.device is None else args.device
     small = args.small or (args.device is None and device.type == "cpu")

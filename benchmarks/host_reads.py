@@ -1,6 +1,6 @@
-"""How often the host waits for the device: counted by CUDA itself, or on a machine without one by the calls that would.
+"""Count how often the host waits for the device, as reported by CUDA or, without a GPU, by the calls that would wait.
 
-A GPU works behind the host's back until the host asks for a number of its memory; then the host waits.
+A GPU runs asynchronously until the host reads a value from its memory; then the host waits.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = str(Path(__file__).resolve().parent.parent)
-#: Optimizers keep their count of steps on the host, and tasks make their batches there: these reads wait for nothing.
+#: Optimizers keep their step count on the host, and tasks generate batches there, so that their reads do not wait.
 _OPTIMIZERS, _TASKS = str(Path("torch", "optim")), str(Path(ROOT, "workbench", "tasks"))
-#: Places that read for others.
+#: Files that read on behalf of their callers.
 _READERS = (__file__, str(Path(ROOT, "workbench", "models", "device_numbers.py")))
 _READS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
 
 
 class HostReads(TorchDispatchMode):
-    """Context that counts, on the CPU, the calls by which the host would wait for a GPU.
+    """Context that counts, on the CPU, the calls that would make the host wait for a GPU.
 
-    These are ``item()``, ``float()``, ``bool()`` and ``int()`` of a tensor, what needs the number of nonzero entries
-    (masks as indices too), ``tolist()``, and moves to the host. Tensors that would be on the host anyway count too, so
-    the count is an upper bound.
+    These are ``item()``, ``float()``, ``bool()`` and ``int()`` of a tensor, operations that need the number of nonzero
+    entries (including masks as indices), ``tolist()``, and moves to the host. Calls on tensors that would be on the
+    host anyway are counted too, so that the count is an upper bound.
 
     Attributes:
-        places: Line of this project -> number of waits.
+        places: Number of waits by line of this project.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self) -> None:
-        """Count one wait at the line of this project that causes it."""
+        """Count one wait for the line of this project that causes it."""
         frame = sys._getframe(1)
         while frame is not None and not (
             _is_own(file := frame.f_code.co_filename) and frame.f_code.co_name != "__torch_dispatch__"
@@ -76,7 +76,7 @@ class HostReads(TorchDispatchMode):
 
 
 class _Moves(TorchFunctionMode):
-    """Counts the calls that move a tensor to the host, which do nothing for one that is there."""
+    """Mode that counts the calls that move a tensor to the host, which are not dispatched for tensors of the host."""
 
     def __init__(self, reads: HostReads) -> None:
         super().__init__()
@@ -89,10 +89,10 @@ class _Moves(TorchFunctionMode):
 
 
 class CudaWaits:
-    """Context that counts the waits that CUDA itself reports; copies to the device without ``non_blocking`` are some.
+    """Context that counts the waits that CUDA reports, including copies to the device without ``non_blocking``.
 
     Attributes:
-        places: Line of this project -> number of waits.
+        places: Number of waits by line of this project.
     """
 
     def __init__(self) -> None:
@@ -123,14 +123,15 @@ class CudaWaits:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is of this project, and asks for numbers on its own behalf."""
+    """Return whether a file belongs to this project and reads values on its own behalf."""
     return file.startswith(ROOT) and ".venv" not in file and file not in _READERS
 
 
 def _place(file: str, line: int | None) -> str:
+    """Return a line of this project as "file:line"."""
     return f"{Path(file).relative_to(ROOT)}:{line}"
 
 
 def counter_for(device: torch.device) -> HostReads | CudaWaits:
-    """The counter for a device."""
+    """Create the counter for a device."""
     return CudaWaits() if device.type == "cuda" else HostReads()

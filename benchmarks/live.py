@@ -1,7 +1,7 @@
-"""How fast LiveTraining draws, and what drawing costs training: in JupyterLab and headless Chromium.
+"""Measure how fast LiveTraining draws and how much drawing slows training, in JupyterLab and headless Chromium.
 
-Call: python -m benchmarks.live [--seconds 60]; writes benchmarks/live.md. Needs Chromium at /usr/bin/chromium, or where
-WORKBENCH_CHROMIUM says.
+Call: python -m benchmarks.live [--seconds 60]; writes benchmarks/live.md. Needs Chromium at /usr/bin/chromium or at the
+path in WORKBENCH_CHROMIUM.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from workbench.io.provenance import versions
 CHROMIUM = os.environ.get("WORKBENCH_CHROMIUM", "/usr/bin/chromium")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 TOKEN = "workbench"
-#: Seconds with the picture, then as many without, and so on.
-CHUNK = 5.0
+#: Seconds of each interval; intervals with and without drawing alternate.
+INTERVAL = 5.0
 
-#: What runs in the kernel. Both kinds of chunks train the same two runs, in their process, and take the same spectra;
-#: in one kind the canvas is told of each step, in the other it is not.
+#: Code that runs in the kernel. In all intervals the same two runs train in their own process, with the same spectra;
+#: the canvas is notified of each step only in intervals with drawing.
 KERNEL = """
 import threading, time
 import numpy as np
@@ -46,7 +46,7 @@ live = LiveTraining(kss=wb.KSS(enabled=False), learning_rate=1e-4, n_steps=100_0
 draws = np.random.default_rng(0)
 z = 1 + 0.4 * (draws.normal(size=(60, 2000)) + 1j * draws.normal(size=(60, 2000)))
 layers = np.repeat(np.arange(4, dtype=np.uint8), 500)
-films = [
+frames = [
     LiveModes(0, np.stack([f.real, f.imag], -1).astype(np.float32), layers, np.arange(2000, dtype=np.uint8) % 2, 0.5,
               2.0, (0.9, 1.05))
     for f in z
@@ -54,28 +54,28 @@ films = [
 
 def show_2000(history):
     add = history.add
-    def added(news):
-        add(news)
-        history.modes = films[news.step % 60]
-    history.add = added
+    def add_with_modes(message):
+        add(message)
+        history.modes = frames[message.step % 60]
+    history.add = add_with_modes
 
-def measure(seconds, chunk):
-    '''Steps and paintings a second, and CPU time of a step, of chunks with the picture and without, in turns.'''
+def measure(seconds, interval):
+    '''Steps and drawings per second and CPU time per step, in alternating intervals with and without drawing.'''
     found = []
     def work():
-        for i in range(int(seconds / chunk)):
+        for i in range(int(seconds / interval)):
             is_drawn = i % 2 == 0
             if is_drawn:
                 live.canvas.__dict__.pop("refresh", None)
             else:
                 live.canvas.refresh = lambda: None
-            time.sleep(0.5)  # what is on its way
+            time.sleep(0.5)  # messages of the previous interval arrive
             counts = lambda: (
                 sum(h.n_done for h in live.canvas.histories.values()), live.canvas.n_painted,
                 sum(psutil.Process(live._runs.pid).cpu_times()[:2]),
             )
             start, before = time.perf_counter(), counts()
-            time.sleep(chunk)
+            time.sleep(interval)
             after, elapsed = counts(), time.perf_counter() - start
             steps, painted, cpu = (one - other for one, other in zip(after, before))
             found.append((is_drawn, steps / elapsed, painted / elapsed, cpu / max(steps, 1)))
@@ -84,7 +84,7 @@ def measure(seconds, chunk):
     threading.Thread(target=work).start()
 
 def feed(seconds):
-    '''2,000 modes, new ones a hundred times a second, without any training.'''
+    '''Draw 2,000 modes, which change a hundred times per second, without training.'''
     def work():
         history = RunHistory(1000)
         history.n_layers = 4
@@ -92,7 +92,7 @@ def feed(seconds):
         end, before, start = time.perf_counter() + seconds, live.canvas.n_painted, time.perf_counter()
         i = 0
         while time.perf_counter() < end:
-            history.modes = films[i % 60]
+            history.modes = frames[i % 60]
             live.canvas.refresh()
             i += 1
             time.sleep(0.01)
@@ -105,51 +105,56 @@ live
 
 
 def main() -> None:
-    """Measure, print the table and save it."""
+    """Run the benchmark, print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement of training")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each measurement during training")
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder, notebook_page(Path(folder), KERNEL) as page:
         fed = measured_in(page, f"feed({seconds / 3})", seconds / 3)
         ask(page, "live.start()")
         wait(lambda: ask(page, "max(h.n_done for h in live.canvas.histories.values())") > 20, "steps", seconds=120)
-        default = measured_in(page, f"measure({seconds}, {CHUNK})", seconds * 1.1)
+        default = measured_in(page, f"measure({seconds}, {INTERVAL})", seconds * 1.1)
         ask(page, "[show_2000(history) for history in live.canvas.histories.values()]")
-        many = measured_in(page, f"measure({seconds}, {CHUNK})", seconds * 1.1)
+        many = measured_in(page, f"measure({seconds}, {INTERVAL})", seconds * 1.1)
         ask(page, "live.close()")
-    rows = [f"| 2,000 modes on one map, new ones 100 times a second, no training | **{fed:.1f}** | | | | |"]
-    rows.append(row("two runs in training, 256 modes each, as they come", default))
+    rows = [f"| 2,000 modes in one panel, changed 100 times per second, no training | **{fed:.1f}** | | | | |"]
+    rows.append(row("two runs in training, 256 modes each", default))
     rows.append(row("the same runs, 2,000 modes drawn for each", many))
     about = (
-        f"JupyterLab and headless Chromium, without a GPU, on {os.cpu_count()} cores ({platform.machine()}). An update "
-        "counts when the page has painted it and says so in the animation frame after; at most one is under way, and "
-        "none follows within 160 ms. Training: the default, two runs (d = 64, L = 4, 16 sequences of 24 tokens) taking "
-        f"turns on {max(1, (os.cpu_count() or 2) - 1)} core in a process of their own, spectra of 512 states at every "
-        "step. With and without the picture take turns too, "
-        f"{CHUNK:g} s each, the page open in both; the loss is the median over pairs of neighbours, and holds whatever "
-        "the kernel, the server and the browser take. The last column holds on a busy machine too, where all processes "
-        "wait for each other. The "
-        f"2,000 modes are drawn at random (d = 500, L = 4), not computed. Load average at the end: "
-        f"{os.getloadavg()[0]:.1f}. Made by `make bench`, {versions()}."
+        f"JupyterLab and headless Chromium without a GPU, on {os.cpu_count()} cores ({platform.machine()}). An update "
+        "is counted when the page has painted it, which it reports in the next animation frame; at most one update is "
+        "pending, and updates are at least 160 ms apart. The training is the default: two runs (d = 64, L = 4, 16 "
+        "sequences of 24 tokens) that alternate on "
+        f"{max(1, (os.cpu_count() or 2) - 1)} core in a separate process, with spectra of 512 states at every step. "
+        f"Intervals of {INTERVAL:g} s with and without drawing alternate while the page is open; the slowdown is the "
+        "median over pairs of adjacent intervals and includes the work of the kernel, the server and the browser. The "
+        "CPU time per step is meaningful also on a busy machine, where all processes wait for each other. The 2,000 "
+        "modes are random numbers (d = 500, L = 4). Load average at the end: "
+        f"{os.getloadavg()[0]:.1f}. Generated by `make bench` with {versions()}."
     )
     columns = (
         "drawn",
         "updates/s (at most 6)",
-        "steps/s with",
+        "steps/s with drawing",
         "steps/s without",
-        "training loses (wanted: under 10 %)",
-        "CPU time of a step more",
+        "slowdown (target: under 10 %)",
+        "additional CPU time per step",
     )
-    write_report("live", "Drawing while it trains", about, columns, rows)
+    write_report("live", "Drawing during training", about, columns, rows)
 
 
-def row(name: str, chunks: list[tuple[bool, float, float, float]]) -> str:
-    """One line of the table, from chunks with and without the picture in turns."""
-    drawn, bare = ([chunk for chunk in chunks if chunk[0] == is_drawn] for is_drawn in (True, False))
+def row(name: str, intervals: list[tuple[bool, float, float, float]]) -> str:
+    """Return a row of the table.
+
+    Args:
+        name: First cell.
+        intervals: Whether the interval has drawing, steps and updates per second, and CPU time per step.
+    """
+    drawn, bare = ([each for each in intervals if each[0] == is_drawn] for is_drawn in (True, False))
     losses = [1 - one[1] / other[1] for one, other in zip(drawn, bare, strict=False)]
-    rates = [statistics.median(chunk[1] for chunk in part) for part in (drawn, bare)]
-    painted = statistics.median(chunk[2] for chunk in drawn)
-    costs = [sum(chunk[1] * chunk[3] for chunk in part) / sum(chunk[1] for chunk in part) for part in (drawn, bare)]
+    rates = [statistics.median(each[1] for each in part) for part in (drawn, bare)]
+    painted = statistics.median(each[2] for each in drawn)
+    costs = [sum(each[1] * each[3] for each in part) / sum(each[1] for each in part) for part in (drawn, bare)]
     return (
         f"| {name} | **{painted:.1f}** | {rates[0]:.1f} | {rates[1]:.1f} | **{statistics.median(losses):.1%}** | "
         f"{costs[0] / costs[1] - 1:.1%} |"
@@ -157,21 +162,19 @@ def row(name: str, chunks: list[tuple[bool, float, float, float]]) -> str:
 
 
 def measured_in(page: Any, call: str, seconds: float) -> Any:
-    """Start a measurement in the kernel, and wait for what it finds."""
+    """Start a measurement in the kernel and wait for its result."""
     n_before = ask(page, "len(measured)")
     ask(page, call)
     end = time.monotonic() + 3 * seconds + 60
     while ask(page, "len(measured)") == n_before:
         if time.monotonic() > end:
-            raise TimeoutError(
-                f"{call} did not come back; status: {ask(page, 'live.status')}, {ask(page, 'live.error')}."
-            )
+            raise TimeoutError(f"{call} did not finish; status: {ask(page, 'live.status')}, {ask(page, 'live.error')}.")
         page.wait_for_timeout(1000)
     return ask(page, "measured[-1]")
 
 
 def ask(page: Any, expression: str) -> Any:
-    """Evaluate an expression in the notebook's kernel; its value, if it is plain."""
+    """Evaluate an expression in the kernel of the notebook; return its value if it is a literal, else its text."""
     answer = ask_kernel(page, expression)
     try:
         return literal_eval(answer)
@@ -181,7 +184,7 @@ def ask(page: Any, expression: str) -> Any:
 
 @contextmanager
 def notebook_page(folder: Path, source: str) -> Iterator[Any]:
-    """A page of JupyterLab whose notebook of one cell has run."""
+    """Context with a page of JupyterLab on a notebook of one cell, which has run."""
     from playwright.sync_api import sync_playwright
 
     (folder / "root").mkdir()
@@ -206,7 +209,7 @@ def notebook_page(folder: Path, source: str) -> Iterator[Any]:
 
 @contextmanager
 def lab(folder: Path) -> Iterator[str]:
-    """A JupyterLab with folders of its own; its address."""
+    """Context in which JupyterLab runs with separate folders for its settings; yields its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,11 +1,11 @@
-"""How often the precision probe calls healthy arithmetic broken, and which doses of a fault its first probe sees.
+"""Measure false and true positives of the precision probe: healthy arithmetic, and faults that lose some bits.
 
-Call: python -m benchmarks.precision [--models 1000]; writes benchmarks/precision.md. Every model is drawn: family,
-size, inputs, and how long it was trained. Healthy models are probed twice in each number format: by torch's own
-kernels, and by another correct one, the attention that the fault uses while it is off.
+Call: python -m benchmarks.precision [--models 1000]; writes benchmarks/precision.md. The family, size, inputs and
+training length of every model are random. Healthy models are probed twice in each number format: with the kernels of
+torch, and with another correct kernel, the attention of the fault while it is inactive.
 
-On another device, such as --device cuda --processes 16, it writes benchmarks/precision_cuda.md, and float32 is measured
-a second time with products by tf32. The models are the same whatever the device and the number of processes.
+On another device, such as --device cuda --processes 16, the script writes benchmarks/precision_cuda.md and measures
+float32 a second time with tf32 products. The models do not depend on the device or the number of processes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from workbench.models.losses import prediction_of, token_loss
 
 SEED = 7
 FAMILIES = ("pre_ln", "post_ln", "llama_style", "moe", "mamba", "llama", "qwen3")
-#: Faults: bits that are lost, and of which tensors of the backward pass.
+#: Faults: number of bits lost, and whether the gradient loses them as well as the output.
 DOSES = [(n_bits, gradient) for gradient in (True, False) for n_bits in (1, 2, 3, 4, 6, 8)]
-#: Number format -> type of autocast, and whether products of float32 are by tf32.
+#: Type of autocast, and whether float32 products use tf32, by number format.
 FORMATS: dict[str, tuple[torch.dtype | None, bool]] = {"float32": (None, False), "bfloat16": (torch.bfloat16, False)}
 FORMATS_ON_CUDA = {"float32": (None, False), "float32 by tf32": (None, True), "bfloat16": (torch.bfloat16, False)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its training and its inputs, as drawn."""
+    """A randomly chosen model with its training and inputs."""
 
     family: str
     seed: int
@@ -55,14 +55,14 @@ class Case:
 
     @classmethod
     def drawn(cls, draw: np.random.Generator) -> Case:
-        """The next one."""
+        """Draw a case from a random generator."""
         family, seed = str(draw.choice(FAMILIES)), int(draw.integers(1_000_000))
         length, width, depth = int(draw.choice([8, 12, 16])), int(draw.choice([16, 32, 48])), int(draw.integers(2, 5))
         rate, n_steps = float(10 ** draw.uniform(-3.5, -2)), int(draw.choice([1, 20, 60]))
         return cls(family, seed, length, width, depth, rate, n_steps, int(draw.choice([2, 4, 8])))
 
     def model_and_task(self) -> tuple[nn.Module, Any]:
-        """The untrained model, on the CPU, and its task."""
+        """Return the untrained model on the CPU and its task."""
         length, width, seed = self.length, self.width, self.seed
         task = wb.tasks.associative_recall(length=length, vocab_size=16, n_pairs=2, batch_size=16, seed=seed)
         size: dict[str, Any] = {
@@ -85,7 +85,7 @@ class Case:
 
 
 def around(dtype: torch.dtype | None, cut: wb.faults.Cut | None, device: str = "cpu") -> AbstractContextManager[Any]:
-    """The context of a pass: autocast, and attention that may lose bits."""
+    """Return the context of a pass: autocast, and attention that may lose bits."""
     stack = ExitStack()
     if dtype is not None:
         stack.enter_context(torch.autocast(device, dtype))
@@ -95,7 +95,12 @@ def around(dtype: torch.dtype | None, cut: wb.faults.Cut | None, device: str = "
 
 
 def probes_of(case: Case, device: str = "cpu") -> dict[tuple[str, str], tuple[bool, float]]:
-    """For each format and arithmetic: whether a drawn model's is called broken, and its largest excess."""
+    """Probe the model of a case.
+
+    Returns:
+        For each number format and arithmetic: whether the arithmetic is classified as broken, and the largest excess of
+        error.
+    """
     torch.set_num_threads(1)
     model, task = case.model_and_task()
     model = model.to(device)
@@ -108,13 +113,13 @@ def probes_of(case: Case, device: str = "cpu") -> dict[tuple[str, str], tuple[bo
     def loss_of(module: nn.Module) -> torch.Tensor:
         return token_loss(prediction_of(module(inputs)), targets)
 
-    kinds: dict[str, wb.faults.Cut | None] = {"torch's kernels": None}
+    kinds: dict[str, wb.faults.Cut | None] = {"kernels of torch": None}
     if case.family != "mamba":
         kinds["another kernel"] = wb.faults.Cut()
         kinds |= {_name(n, g): wb.faults.Cut(n_bits=n, output=True, gradient=g) for n, g in DOSES}
     found = {}
-    for name, (dtype, is_by_tf32) in formats_on(device).items():
-        with products_by_tf32(is_by_tf32):
+    for name, (dtype, uses_tf32) in formats_on(device).items():
+        with tf32_products(uses_tf32):
             for kind, cut in kinds.items():
                 context: Callable[[], AbstractContextManager[Any]] = partial(around, dtype, cut, device)
                 errors = wb.probes.precision_errors(
@@ -126,13 +131,13 @@ def probes_of(case: Case, device: str = "cpu") -> dict[tuple[str, str], tuple[bo
 
 
 def formats_on(device: str) -> dict[str, tuple[torch.dtype | None, bool]]:
-    """The number formats that are measured on a device."""
+    """Return the number formats that are measured on a device."""
     return FORMATS_ON_CUDA if device.startswith("cuda") else FORMATS
 
 
 @contextmanager
-def products_by_tf32(is_on: bool) -> Iterator[None]:
-    """Compute products of float32 by tf32, or not, on a CUDA device."""
+def tf32_products(is_on: bool) -> Iterator[None]:
+    """Context in which float32 products on a CUDA device use tf32, or do not."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if is_on else "highest")
     try:
@@ -142,13 +147,14 @@ def products_by_tf32(is_on: bool) -> Iterator[None]:
 
 
 def _name(n_bits: int, cuts_gradient: bool) -> str:
+    """Return the name of a fault in the table."""
     return f"{n_bits} {'bit' if n_bits == 1 else 'bits'} of {'O and dO' if cuts_gradient else 'O'} lost"
 
 
 def all_probes(
     cases: Sequence[Case], device: str, n_processes: int, seconds: float
 ) -> Iterator[dict[tuple[str, str], tuple[bool, float]]]:
-    """The results of the models in their order; no more of them after so many seconds."""
+    """Yield the results of the cases in order, until the given number of seconds has passed."""
     start, probes = time.monotonic(), partial(probes_of, device=device)
     with ExitStack() as stack:
         if n_processes > 1:
@@ -163,13 +169,15 @@ def all_probes(
 
 
 def main() -> None:
-    """Draw the models, print the table and save it."""
+    """Probe the models, print the table and save it."""
     parser = argparse.ArgumentParser(description=inspect.cleandoc(__doc__ or ""))
     parser.add_argument("--models", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=SEED, help="of the draws; limits were chosen on other seeds")
-    parser.add_argument("--device", default="cpu", help="such as cuda")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of the cases; limits were chosen on other seeds")
+    parser.add_argument("--device", default="cpu", help="device, such as cuda")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time with what there is")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop after this time and report the models probed so far"
+    )
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the report")
     args = parser.parse_args()
     draw = np.random.default_rng(args.seed)
@@ -184,31 +192,32 @@ def main() -> None:
             print(f"{n_models} of {args.models} models", flush=True)
     formats = formats_on(args.device)
     rows = []
-    for kind in ("torch's kernels", "another kernel", *(_name(n, g) for n, g in DOSES)):
+    for kind in ("kernels of torch", "another kernel", *(_name(n, g) for n, g in DOSES)):
         cells = []
         for name in formats:
             results = found[name, kind]
-            n_called = sum(is_broken for is_broken, _ in results)
+            n_broken = sum(is_broken for is_broken, _ in results)
             low, middle, high = np.quantile([excess for _, excess in results], [0, 0.5, 1])
-            cells.append(f"{n_called} of {len(results)} | {low:,.3g}, {middle:,.3g}, {high:,.3g}")
+            cells.append(f"{n_broken} of {len(results)} | {low:,.3g}, {middle:,.3g}, {high:,.3g}")
         rows.append(f"| {kind} | {' | '.join(cells)} |")
     is_cpu = torch.device(args.device).type == "cpu"
     where = "" if is_cpu else f" On {device_name(args.device)}."
     call = "make bench" if is_cpu else f"python -m benchmarks.precision --device {args.device}"
     about = (
-        f"{n_models} drawn models of {len(FAMILIES)} families ({', '.join(FAMILIES)}; width 16 to 48, 2 to 4 blocks, "
-        f"16 to 128 tokens, 1 to 60 updates; seed {args.seed}), each probed once.{where} Wanted: none of the healthy "
-        "ones, and all that lost two bits or more. Limits were chosen on some 150 models drawn likewise from other "
-        "seeds, not from other families. Excess: error over what rounding explains, of the worst block: smallest, "
-        f"median, largest. Made by `{call}` with {versions()}."
+        f"{n_models} random models of {len(FAMILIES)} families ({', '.join(FAMILIES)}; width 16 to 48, 2 to 4 blocks, "
+        f"16 to 128 tokens, 1 to 60 updates; seed {args.seed}), each probed once.{where} Target: no healthy model and "
+        "all models that lost two or more bits are classified as broken. The limits were chosen on about 150 random "
+        "models with other seeds, but of the same families. Excess is the error of the worst block divided by the "
+        "error that rounding explains: smallest, median and largest value. "
+        f"Generated by `{call}` with {versions()}."
     )
-    columns = ["arithmetic", *(column for name in formats for column in (f"{name}: called broken", "excess"))]
+    columns = ["arithmetic", *(column for name in formats for column in (f"{name}: broken", "excess"))]
     name = "precision" if is_cpu else f"precision_{torch.device(args.device).type}"
     write_report(name, "The precision probe", about, columns, rows, folder=args.out)
 
 
 def device_name(device: str) -> str:
-    """The name of a device, such as that of its card."""
+    """Return the name of a device, such as that of the GPU."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
 
 

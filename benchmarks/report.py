@@ -1,4 +1,4 @@
-"""How a benchmark's table is written."""
+"""Write the report of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def write_report(
     *,
     folder: Path = FOLDER,
 ) -> None:
-    """Write ``benchmarks/<name>.md``, whole or not at all, and print it.
+    """Write ``benchmarks/<name>.md`` atomically and print it.
 
     Args:
-        name: Of the file.
-        title: Its heading.
-        about: What was measured, how and where.
-        columns: Headings of the table.
-        rows: Its rows, in Markdown.
-        after: A closing sentence.
-        folder: Where to write it, if not there.
+        name: Name of the file, without its suffix.
+        title: Heading of the report.
+        about: Description of the measurement and the machine.
+        columns: Headings of the columns.
+        rows: Rows of the table, in Markdown.
+        after: Closing sentence; empty if there is none.
+        folder: Folder of the file.
     """
     text = "\n".join([f"# {title}", "", about, "", *table(columns, rows), "", *([after, ""] if after else [])])
     with replacing(folder / f"{name}.md") as partial:
@@ -37,6 +37,11 @@ def write_report(
     print(text)
 
 
+def cell(text: str) -> str:
+    """Return a text as the cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 def table(columns: Sequence[str], rows: Sequence[str]) -> list[str]:
-    """The lines of a table in Markdown; its rows are in Markdown already."""
+    """Return the lines of a Markdown table, whose rows are given in Markdown."""
     return ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns), *rows]

@@ -1,4 +1,4 @@
-"""What Koopman Spectral Shaping costs a training run, as a ratio measured side by side in one process.
+"""Measure the cost of Koopman Spectral Shaping (KSS), as a ratio of runs that alternate in one process.
 
 Call: python -m benchmarks.shaping [--rounds 2]; writes benchmarks/shaping.md.
 """
@@ -19,44 +19,44 @@ from benchmarks.report import write_report
 from workbench.callbacks.kss import KSS, KSSOptions, PenaltyShape, Shaper, TrustRegion
 from workbench.io.provenance import versions
 
-#: Runs take turns in chunks of so many steps: the longest interval.
+#: Length in steps of the chunks in which the runs alternate: the longest interval of KSS.
 CHUNK = 10
 SIZE = {"d_model": 256, "n_layers": 6, "n_heads": 8, "vocab_size": 256, "max_length": 256}
 
 
 def variants() -> dict[str, tuple[KSS | None, str]]:
-    """What is measured: name -> KSS and what is wanted."""
+    """Return the measured forms of KSS with their targets, by name."""
     on_all = KSSOptions(n_snapshots=512)
     rank_8 = PenaltyShape(rank=8, unstable_term="log", beta=0.0)
     return {
-        "no KSS": (None, ""),
-        "published, .15 / 10, half the layers": (KSS.published(), "8-12 % (published)"),
-        "gradient, 5 / 2, all layers": (KSS(strength=5, interval=2, layers="all", options=on_all), "measured"),
+        "no KSS": (None, "none"),
+        "published, 0.15 / 10, half of the layers": (KSS.published(), "8-12 % (published)"),
+        "gradient, 5 / 2, all layers": (KSS(strength=5, interval=2, layers="all", options=on_all), "none"),
         "gradient, rank 8, 64 states, 1 / 1": (
             KSS(strength=1, interval=1, layers="all", options=KSSOptions(n_snapshots=64, penalty=rank_8)),
-            "measured",
+            "none",
         ),
         "trust region, every step (recommended)": (KSS.recommended(), "at most 3 %"),
-        "trust region, every step, always outside its band": (always_outside(), "measured"),
-        "trust region, every 5 steps": (KSS.recommended(interval=5), "measured"),
+        "trust region, every step, always outside its band": (always_outside(), "none"),
+        "trust region, every 5 steps": (KSS.recommended(interval=5), "none"),
     }
 
 
 def always_outside() -> KSS:
-    """The recommended form where it costs most: each update is looked at twice, before and after."""
+    """Return the recommended form where it costs most: every update is measured before and after."""
     best = KSS.recommended()
     return KSS.recommended(options=replace(best.options, trust_region=TrustRegion(highest=0.0, rise=1e6)))
 
 
 def begin(kss: KSS | None, n_steps: int) -> Iterator[object]:
-    """A fresh run of 32 sequences of 256 tokens at d = 256, L = 6."""
+    """Start a run with d = 256, L = 6 and batches of 32 sequences of 256 tokens."""
     model = wb.zoo.transformer("none", **SIZE, seed=0)
     task = wb.tasks.random_tokens(batch_size=32, length=SIZE["max_length"], vocab_size=SIZE["vocab_size"], seed=0)
     return wb.train(model, task, n_steps=n_steps, learning_rate=1e-3, warmup=100, kss=kss)
 
 
 class Stopwatch:
-    """Seconds spent inside KSS, by wrapping what it does around an update."""
+    """Context that measures the seconds spent inside KSS, by wrapping its methods around an update."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -85,13 +85,13 @@ class Stopwatch:
 
 
 def main() -> None:
-    """Measure, print the table and save it."""
+    """Run the benchmark, print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     n_rounds = parser.parse_args().rounds
     runs = {name: begin(kss, (n_rounds + 1) * CHUNK + 1) for name, (kss, _) in variants().items()}
     total, inside = dict.fromkeys(runs, 0.0), dict.fromkeys(runs, 0.0)
-    for run in runs.values():  # imports and the anatomy
+    for run in runs.values():  # warm-up: imports and anatomy
         next(run)
     for i in range(n_rounds):
         for name, run in runs.items():
@@ -103,19 +103,20 @@ def main() -> None:
                 inside[name] += watch.seconds
         print(f"round {i + 1} of {n_rounds}", flush=True)
     n_steps = n_rounds * CHUNK
-    plain = total["no KSS"]
+    without = total["no KSS"]
     rows = [
-        f"| {name} | {wanted or '-'} | **{inside[name] / (total[name] - inside[name]):+.1%}** "
-        f"| {total[name] / plain - 1:+.1%} | {1e3 * inside[name] / n_steps:.0f} ms a step |"
-        for name, (_, wanted) in variants().items()
+        f"| {name} | {target} | **{inside[name] / (total[name] - inside[name]):+.1%}** "
+        f"| {total[name] / without - 1:+.1%} | {1e3 * inside[name] / n_steps:.0f} ms per step |"
+        for name, (_, target) in variants().items()
     ]
     about = (
-        f"No-Norm, d = 256, L = 6, batches of 32 x 256 tokens, {n_steps} steps of each, in turns of {CHUNK} in one "
-        f"process; without KSS a step takes {plain / n_steps:.2f} s. The share is the time inside KSS over the time "
-        "outside it, in the same run; the ratio compares whole runs and carries their noise. Made by `make bench` on "
-        f"{os.cpu_count()} cores ({platform.machine()}, {torch.get_num_threads()} threads), {versions()}."
+        f"No-Norm, d = 256, L = 6, batches of 32 x 256 tokens, {n_steps} steps of each run, alternating every {CHUNK} "
+        f"steps in one process; without KSS a step takes {without / n_steps:.2f} s. The added time is the time inside "
+        "KSS divided by the time outside of it in the same run; the ratio of complete runs includes their noise. "
+        f"Generated by `make bench` on {os.cpu_count()} cores ({platform.machine()}, {torch.get_num_threads()} "
+        f"threads) with {versions()}."
     )
-    columns = ("KSS", "wanted", "share of the step", "ratio of whole runs", "time")
+    columns = ("KSS", "target", "added time", "ratio of complete runs", "time")
     write_report("shaping", "Cost of Koopman Spectral Shaping", about, columns, rows)
 
 

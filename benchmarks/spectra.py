@@ -1,4 +1,4 @@
-"""Speed and memory of the spectra, as ratios measured side by side in one process.
+"""Measure speed and memory of the spectra, as ratios of calculations that alternate in one process.
 
 Call: python -m benchmarks.spectra [--repeats 5]; writes benchmarks/results.md.
 """
@@ -30,20 +30,20 @@ WIDTH, N_SNAPSHOTS, N_LAYERS = 768, 2048, 12
 
 
 def residual_snapshots(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """States of a block that adds a nonlinear update: the spectral radius exceeds 1."""
+    """Generate states of a block that adds a nonlinear update; the spectral radius exceeds 1."""
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(N_SNAPSHOTS, WIDTH)) * np.geomspace(1, 0.1, WIDTH)
     return X, X + 0.3 * np.tanh(X @ rng.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5)
 
 
 def contractive_snapshots(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """States of a map inside the unit circle, where the Kreiss constant takes a search."""
+    """Generate states of a map with spectral radius below 1, where the Kreiss constant requires a search."""
     X, Y = residual_snapshots(seed)
     return X, 0.7 * Y
 
 
 def median_seconds(tasks: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median wall time of each task; the tasks take turns, so that a busy moment hits all of them."""
+    """Return the median wall time of each task; the tasks alternate, so that a temporary load affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for task in tasks.values():
         task()
@@ -56,7 +56,7 @@ def median_seconds(tasks: dict[str, Callable[[], object]], repeats: int) -> dict
 
 
 def one_layer(repeats: int) -> list[str]:
-    """All quantities of one layer against the plain formulas and against the floor."""
+    """Compare all quantities of one layer with the literal formulas and with a lower bound of the time."""
     rows = []
     for label, (X, Y) in (("rho > 1", residual_snapshots()), ("rho < 1", contractive_snapshots())):
         torch_X, torch_Y = torch.from_numpy(X), torch.from_numpy(Y)
@@ -69,47 +69,48 @@ def one_layer(repeats: int) -> list[str]:
 
         seconds = median_seconds(
             {
-                "ours": lambda X=torch_X, Y=torch_Y: whitened_dmd(X, Y),
+                "workbench": lambda X=torch_X, Y=torch_Y: whitened_dmd(X, Y),
                 "oracle": lambda X=X, Y=Y, ridge=ridge: oracle(X.T, Y.T, ridge),
                 "floor": floor,
             },
             repeats,
         )
         rows.append(
-            f"| one layer, d = {WIDTH}, N = {N_SNAPSHOTS}, every quantity, {label}: formulas typed in literally / ours "
-            f"| at least 1.7 | **{seconds['oracle'] / seconds['ours']:.2f}** "
-            f"| {seconds['oracle']:.2f} s / {seconds['ours']:.2f} s; the literal version has no Kreiss constant |"
+            f"| one layer, d = {WIDTH}, N = {N_SNAPSHOTS}, every quantity, {label}: literal formulas / workbench "
+            f"| at least 1.7 | **{seconds['oracle'] / seconds['workbench']:.2f}** "
+            f"| {seconds['oracle']:.2f} s / {seconds['workbench']:.2f} s; "
+            "the literal formulas exclude the Kreiss constant |"
         )
         rows.append(
-            f"| same, {label}: ours / (one general eigendecomposition + three Gram products) "
-            f"| at most 2 | **{seconds['ours'] / seconds['floor']:.2f}** "
-            f"| {seconds['ours']:.2f} s / {seconds['floor']:.2f} s |"
+            f"| same, {label}: workbench / (one general eigendecomposition + three Gram products) "
+            f"| at most 2 | **{seconds['workbench'] / seconds['floor']:.2f}** "
+            f"| {seconds['workbench']:.2f} s / {seconds['floor']:.2f} s |"
         )
     return rows
 
 
 def many_layers(repeats: int) -> list[str]:
-    """Twelve layers after the forward pass, side by side against one by one."""
+    """Compare twelve layers computed in parallel after the forward pass with the same layers in sequence."""
     moments = []
     for i in range(N_LAYERS):
         X, Y = residual_snapshots(i)
         moments.append(SnapshotMoments(WIDTH).update(torch.from_numpy(X), torch.from_numpy(Y)))
     seconds = median_seconds(
         {
-            "together": lambda: layer_spectra(moments),
-            "one by one": lambda: [layer_spectra([m], n_workers=1) for m in moments],
+            "parallel": lambda: layer_spectra(moments),
+            "sequential": lambda: [layer_spectra([m], n_workers=1) for m in moments],
         },
         max(1, repeats // 2),
     )
-    ratio = seconds["one by one"] / seconds["together"]
+    ratio = seconds["sequential"] / seconds["parallel"]
     return [
         f"| {N_LAYERS} layers, d = {WIDTH}, from moments to spectra | under 6 s on two cores "
-        f"| **{seconds['together']:.1f} s** | {ratio:.2f} x faster than one layer after the other on one thread |"
+        f"| **{seconds['parallel']:.1f} s** | {ratio:.2f} times faster than the layers in sequence on one thread |"
     ]
 
 
 def memory() -> list[str]:
-    """Peak resident memory of profile() at two numbers of snapshots, each in its own process."""
+    """Measure the peak resident memory of profile() for two numbers of snapshots, each in a separate process."""
     peak = {}
     for n in (4096, 65536):
         command = [sys.executable, "-m", "benchmarks.spectra", "--peak-of", str(n)]
@@ -124,7 +125,7 @@ def memory() -> list[str]:
 
 
 def print_peak(n_snapshots: int) -> None:
-    """Profile a model on that many token states from an iterator and print the peak resident memory in kB."""
+    """Profile a model on token states from an iterator and print the peak resident memory in kB."""
     model = wb.zoo.transformer("pre_ln", d_model=256, n_layers=4, n_heads=4)
     batches = (tokens for tokens, _ in wb.tasks.text_bytes(batch_size=64))
     wb.profile(model, batches, n_snapshots=n_snapshots, progress=False)
@@ -132,18 +133,18 @@ def print_peak(n_snapshots: int) -> None:
 
 
 def peak_resident_kb() -> int:
-    """Largest resident size of this process so far, in kB."""
+    """Return the peak resident memory of this process in kB."""
     status = Path("/proc/self/status")
     if status.exists():
-        # getrusage() would report the parent's peak, which a child inherits on Linux.
+        # On Linux, getrusage() of a child process reports the inherited peak of its parent.
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def cuda(repeats: int) -> list[str]:
-    """Where the general eigensolver of the GPU overtakes LAPACK, if there is a GPU."""
+    """Compare the general eigensolver of the GPU with LAPACK by width, if there is a GPU."""
     if not torch.cuda.is_available():
-        return ["| width from which eigenvalues are faster on CUDA | measured | not measured | no CUDA device here |"]
+        return ["| smallest width at which eigenvalues are faster on CUDA | none | not measured | no CUDA device |"]
     rows = []
     for width in (768, 1024, 2048, 3072):
         A = torch.randn(width, width, dtype=torch.float64)
@@ -155,14 +156,14 @@ def cuda(repeats: int) -> list[str]:
 
         seconds = median_seconds({"cpu": lambda A=A: torch.linalg.eig(A), "cuda": solve}, max(1, repeats // 2))
         rows.append(
-            f"| general eigendecomposition, d = {width}: CPU / {torch.cuda.get_device_name()} | measured "
+            f"| general eigendecomposition, d = {width}: CPU / {torch.cuda.get_device_name()} | none "
             f"| **{seconds['cpu'] / seconds['cuda']:.2f}** | {seconds['cpu']:.2f} s / {seconds['cuda']:.2f} s |"
         )
     return rows
 
 
 def main() -> None:
-    """Measure everything, print the table and save it."""
+    """Run the benchmark, print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
@@ -172,10 +173,10 @@ def main() -> None:
         return
     rows = [*one_layer(args.repeats), *many_layers(args.repeats), *memory(), *cuda(args.repeats)]
     about = (
-        "Ratios are medians of runs that take turns in one process. Made by `make bench` on "
-        f"{os.cpu_count()} cores ({platform.machine()}), {versions()}."
+        "Ratios are those of median times of calculations that alternate in one process. Generated by `make bench` on "
+        f"{os.cpu_count()} cores ({platform.machine()}) with {versions()}."
     )
-    write_report("results", "Benchmarks", about, ("what", "wanted", "measured", "seconds"), rows)
+    write_report("results", "Speed and memory of the spectra", about, ("quantity", "target", "result", "details"), rows)
 
 
 if __name__ == "__main__":

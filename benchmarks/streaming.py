@@ -1,9 +1,9 @@
-"""Memory and time of profiles whose weights stay on disk, at the shapes of 1.3B and of Llama 2 7B, in bfloat16.
+"""Measure memory and time of streamed profiles at the shapes of a 1.3B model and of Llama 2 7B in bfloat16.
 
-Call: python -m benchmarks.streaming [--small]; writes benchmarks/streaming.md. It needs 7 GB of disk for checkpoints of
-random weights, and about an hour and a half on two cores. Each profile runs in a process of its own, so that its
-memory can be told: anonymous memory beyond what the imports take, sampled every 10 ms. Pages of the files themselves do
-not count; the system takes them back when it needs them.
+Call: python -m benchmarks.streaming [--small]; writes benchmarks/streaming.md. It needs 7 GB of disk for checkpoints
+with random parameters, and about 90 minutes on two cores. Each profile runs in a separate process. Its memory is the
+anonymous memory beyond that of the imports, sampled every 10 ms. Mapped pages of the files are not counted, because the
+operating system can reclaim them at any time.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from benchmarks.report import write_report
 from workbench.io.provenance import versions
 
 N_SNAPSHOTS = 2048
-#: Width, width of the MLP, blocks, and the bounds of memory wanted (GB) at rank 64 and at full rank.
+#: Width, width of the MLP, number of blocks, and target memory in GB at rank 64 and at full rank.
 SHAPES = {"1.3B": (2048, 5504, 24, 1.2, 1.5), "8 blocks of Llama 2 7B": (4096, 11008, 8, 2.5, 2.5)}
 SMALL = {"small": (128, 256, 2, 1.2, 1.5)}
-#: How a profile is computed, at each rank. Many CPUs multiply float32 faster than bfloat16, so each block is also
-#: converted, at the rank where the products take most of the time.
+#: Ways to compute a profile, by rank. Many CPUs multiply float32 faster than bfloat16, so at rank 64, where the matrix
+#: products take most of the time, blocks are also converted to float32.
 WAYS = {64: ("streamed", "streamed as float32", "resident"), None: ("streamed", "resident")}
-#: Shapes whose checkpoint is too large to be profiled from memory here.
-STREAMED_ALONE = ("8 blocks of Llama 2 7B",)
+#: Shapes whose checkpoints are only profiled by streaming, because they do not fit into memory.
+STREAMED_ONLY = ("8 blocks of Llama 2 7B",)
 
 
 def write_checkpoint(folder: Path, width: int, mlp_width: int, n_layers: int) -> None:
-    """Write random weights of a Llama in bfloat16, in shards of at most 1 GB."""
+    """Write a Llama with random bfloat16 parameters in shards of at most 1 GB."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     heads = max(width // 128, 1)
@@ -58,20 +58,20 @@ def write_checkpoint(folder: Path, width: int, mlp_width: int, n_layers: int) ->
 
 
 def anonymous() -> float:
-    """Anonymous memory of this process in GB."""
+    """Return the anonymous memory of this process in GB."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) / 1e6
 
 
 def measure(folder: str, way: str, rank: int | None) -> dict[str, Any]:
-    """Profile a checkpoint and tell what it took."""
-    # Imported first, so that they count as imports.
+    """Profile a checkpoint; return memory and time, measured and estimated."""
+    # Imported first, so that their memory is not counted.
     import scipy.linalg
     import scipy.sparse.linalg  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
     import xarray  # noqa: F401
 
-    wb.profile, wb.open_checkpoint  # noqa: B018  # loads what they need
+    wb.profile, wb.open_checkpoint  # noqa: B018  # imports their modules
     before, peak, is_done = anonymous(), 0.0, threading.Event()
 
     def watch() -> None:
@@ -97,7 +97,7 @@ def measure(folder: str, way: str, rank: int | None) -> dict[str, Any]:
 
 
 def floor(width: int, mlp_width: int) -> float:
-    """Seconds that a block takes at least: its bytes read from a file once, and its matrix products with all tokens."""
+    """Return a lower bound of the seconds per block: reading its bytes once, and its products with all tokens."""
     shapes = [(width, width)] * 4 + [(mlp_width, width)] * 2 + [(width, mlp_width)]
     with tempfile.TemporaryFile() as file:
         file.write(bytes(2 * sum(n * m for n, m in shapes)))
@@ -116,7 +116,7 @@ def floor(width: int, mlp_width: int) -> float:
 
 
 def in_a_process(*arguments: str) -> dict[str, Any]:
-    """What a fresh process measures."""
+    """Run this script in a new process and return its result."""
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"WORKBENCH_CACHE": cache}
         call = [sys.executable, "-m", "benchmarks.streaming", *arguments]
@@ -124,20 +124,20 @@ def in_a_process(*arguments: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def rows_of(name: str, width: int, mlp_width: int, n_layers: int, *wanted: float) -> list[str]:
-    """The rows of one shape."""
+def rows_of(name: str, width: int, mlp_width: int, n_layers: int, *targets: float) -> list[str]:
+    """Return the rows of one shape, with the target memory at each rank."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), width, mlp_width, n_layers)
-        for (rank, ways), bound in zip(WAYS.items(), wanted, strict=True):
-            ways = [way for way in ways if way != "resident" or name not in STREAMED_ALONE]
+        for (rank, ways), target in zip(WAYS.items(), targets, strict=True):
+            ways = [way for way in ways if way != "resident" or name not in STREAMED_ONLY]
             found = {way: in_a_process("--measure", folder, way, str(rank or 0)) for way in ways}
             least = floor(width, mlp_width)
             for way, one in found.items():
-                block, is_asked = one["seconds"] / one["n_layers"], way == "streamed"
+                block, has_target = one["seconds"] / one["n_layers"], way == "streamed"
                 cells = [
                     f"{name}, {way}, {f'rank {rank}' if rank else 'full rank'}",
-                    f"at most {bound} GB" if is_asked else "",
+                    f"at most {target} GB" if has_target else "",
                     f"**{one['gigabytes']:.2f} GB**",
                     f"{one['estimated']:.2f} GB" if way != "resident" else "",
                     f"{one['seconds']:.0f} s",
@@ -153,9 +153,11 @@ def rows_of(name: str, width: int, mlp_width: int, n_layers: int, *wanted: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print the table and save it."""
+    """Run the benchmark, print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a tiny shape: does it run? Prints, and writes no file")
+    parser.add_argument(
+        "--small", action="store_true", help="measure a tiny shape to check that the benchmark runs; writes no file"
+    )
     parser.add_argument("--measure", nargs=3, metavar=("FOLDER", "WAY", "RANK"), help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.measure:
@@ -167,17 +169,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.small:
         return
     about = (
-        f"Llama shapes with random weights in bfloat16, {N_SNAPSHOTS:,} token states of 4 x 512 tokens; opening and "
-        "all else included. Memory is anonymous memory beyond the imports; the estimate is that of dry_run=True. The "
-        "floor is what a block takes if its bytes are read from a file once and each of its matrices is multiplied "
-        "with all tokens in bfloat16. Made by `make bench` on "
-        f"{os.cpu_count()} cores ({platform.machine()}), {versions()}."
+        f"Llama models with random parameters in bfloat16, {N_SNAPSHOTS:,} token states of 4 x 512 tokens; the time "
+        "includes opening the checkpoint. Memory is anonymous memory beyond that of the imports; estimates are those "
+        "of dry_run=True. The lower bound is the time to read the bytes of a block from a file once and to multiply "
+        "each of its matrices with all tokens in bfloat16. Generated by `make bench` on "
+        f"{os.cpu_count()} cores ({platform.machine()}) with {versions()}."
     )
     columns = (
-        "profile", "memory wanted", "memory", "estimated", "time", "estimated", "/ resident", "a block", "floor",
-        "block / floor",
+        "profile", "target memory", "memory", "estimated", "time", "estimated", "/ resident", "per block",
+        "lower bound", "per block / bound",
     )  # fmt: skip
-    write_report("streaming", "Profiles whose weights stay on disk", about, columns, rows)
+    write_report("streaming", "Streamed profiles", about, columns, rows)
 
 
 if __name__ == "__main__":

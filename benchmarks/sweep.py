@@ -1,4 +1,4 @@
-"""Throughput of sweeps with one and with two workers, side by side in one process; and what a finished sweep costs.
+"""Measure the throughput of sweeps with one and two workers, and the time to open a finished sweep.
 
 Call: python -m benchmarks.sweep [--rounds 4]; writes benchmarks/sweep.md.
 """
@@ -25,12 +25,12 @@ from workbench.io.provenance import versions
 
 N_RUNS = 8
 TASK = {"name": "associative_recall", "length": 16, "vocab_size": 64, "n_pairs": 3, "batch_size": 16}
-#: Runs of the recorded sweep, none of which diverges, so that each takes equally long.
+#: Settings of the recorded sweep; no run diverges, so that all take equally long.
 DESIGN = {
     "task": TASK, "n_steps": 120, "d_model": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 64, "max_length": 16,
     "learning_rate": [1e-3], "optimizer_options": [{"fused": True}],
 }  # fmt: skip
-#: A fresh process opens a finished sweep of this many runs.
+#: Number of runs of the finished sweep that a new process opens.
 N_FINISHED = 2000
 FINISHED = """
 import time, sys
@@ -46,7 +46,7 @@ print(start - begin, time.perf_counter() - start)
 
 
 def throughput(n_rounds: int, folder: Path) -> dict[int, list[float]]:
-    """Runs per second with one and with two workers; clusters stay up and take turns."""
+    """Return runs per second with one and two workers in each round; the running clusters alternate."""
     from distributed import Client, LocalCluster
 
     found: dict[int, list[float]] = {1: [], 2: []}
@@ -59,19 +59,20 @@ def throughput(n_rounds: int, folder: Path) -> dict[int, list[float]]:
                 with Client(cluster, set_as_default=False) as client:
                     start = time.perf_counter()
                     wb.sweeps.run(runs, folder / f"{n_workers}-{number}.zarr", scheduler=client, progress=False)
-                    if number:  # the first round imports what a run needs
+                    if number:  # the first round is a warm-up with the imports of the workers
                         found[n_workers].append(N_RUNS / (time.perf_counter() - start))
     return found
 
 
-def bare(n_processes: int, seconds: float = 6.0) -> float:
-    """Training steps per second of that many processes that share nothing: what this machine gives at best."""
+def independent(n_processes: int, seconds: float = 6.0) -> float:
+    """Return the training steps per second of independent processes together: the upper limit of this machine."""
     with get_context("spawn").Pool(n_processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         pool.map(_steps, [2.0] * n_processes)  # imports
         return sum(pool.map(_steps, [seconds] * n_processes, chunksize=1))
 
 
 def _steps(seconds: float) -> float:
+    """Train for some seconds and return the steps per second."""
     run = wb.sweeps.grid({"Pre-LN": {"norm": "pre_ln"}}, **{**DESIGN, "n_steps": 100_000})[0]
     records = wb.train(run.make_model(), run.make_task(), **run.training)
     next(records)
@@ -84,7 +85,7 @@ def _steps(seconds: float) -> float:
 
 
 def finished(folder: Path) -> tuple[float, float]:
-    """Seconds in which a fresh process imports what it needs, and in which it asks for a finished sweep again."""
+    """Return the seconds that a new process needs for its imports, and to request a finished sweep."""
     task = {"name": "random_tokens"}
     runs = wb.sweeps.grid(
         {"Pre-LN": {"norm": "pre_ln"}}, learning_rate=[1e-3], n_steps=1, seed=range(N_FINISHED), task=task
@@ -92,7 +93,7 @@ def finished(folder: Path) -> tuple[float, float]:
     small = wb.sweeps.grid(
         {"Pre-LN": {"norm": "pre_ln"}}, learning_rate=[1e-3], n_steps=1, task={**task, "length": 8}, n_snapshots=256
     )
-    row = wb.sweeps.make_run(small[0].as_dict())  # any row will do, and is written once for all
+    row = wb.sweeps.make_run(small[0].as_dict())  # the content does not matter, so one row is copied to all
     path = folder / "finished.zarr"
     wb.sweeps.SweepStore(path, runs).write(0, row)
     group = zarr.open_group(path, mode="r+")
@@ -105,29 +106,30 @@ def finished(folder: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Measure, print the table and save it."""
+    """Run the benchmark, print the table and save it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=4)
     n_rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as folder:
         rates = throughput(n_rounds, Path(folder))
-        steps = {n: bare(n) for n in (1, 2)}
+        steps = {n: independent(n) for n in (1, 2)}
         imports, call = finished(Path(folder))
     ratios = [two / one for one, two in zip(rates[1], rates[2], strict=True)]
     rows = [
-        f"| sweep, runs a minute | {60 * statistics.median(rates[1]):.1f} | {60 * statistics.median(rates[2]):.1f} "
+        f"| sweep, runs per minute | {60 * statistics.median(rates[1]):.1f} | {60 * statistics.median(rates[2]):.1f} "
         f"| {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) |",
-        f"| bare training loop, steps a second | {steps[1]:.1f} | {steps[2]:.1f} | {steps[2] / steps[1]:.2f} |",
+        f"| independent training loops, steps per second | {steps[1]:.1f} | {steps[2]:.1f} "
+        f"| {steps[2] / steps[1]:.2f} |",
     ]
     write_report(
         "sweep",
         "Sweeps",
-        f"{n_rounds} rounds of {N_RUNS} runs of 120 steps (Pre-LN, d = 64, L = 4) with one and with two worker "
-        f"processes; both clusters stay up and take turns. {platform.processor() or platform.machine()}, "
+        f"{n_rounds} rounds of {N_RUNS} runs of 120 steps (Pre-LN, d = 64, L = 4) with one and two worker processes; "
+        f"the two running clusters alternate. {platform.processor() or platform.machine()}, "
         f"{torch.get_num_threads()} threads by default; {versions()}.",
         ("", "1 worker", "2 workers", "ratio"),
         rows,
-        f"A finished sweep of {N_FINISHED} runs, asked for again in a fresh process: {call:.1f} s, design included, "
+        f"Opening a finished sweep of {N_FINISHED} runs in a new process takes {call:.1f} s, including its design, "
         f"after {imports:.1f} s of imports.",
     )
 

@@ -1,7 +1,7 @@
-"""How fast the timeline answers a zoom and draws it: 100,000 steps of 50 signals, in JupyterLab and headless Chromium.
+"""Measure how fast the timeline responds to a zoom and draws it, with 100,000 steps of 50 signals in JupyterLab.
 
-Call: python -m benchmarks.timeline; writes benchmarks/timeline.md. Needs Chromium at /usr/bin/chromium, or where
-WORKBENCH_CHROMIUM says.
+Call: python -m benchmarks.timeline; writes benchmarks/timeline.md. Needs Chromium at /usr/bin/chromium or at the path
+in WORKBENCH_CHROMIUM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.report import write_report
 from tests.browser.driver import run_all, write_notebook
 from workbench.io.provenance import versions
 
-#: What runs in the kernel.
+#: Code that runs in the kernel.
 KERNEL = """
 import statistics, time
 import numpy as np
@@ -31,22 +31,22 @@ lines = {name: ("step", np.exp(0.02 * draws.normal(size=100_000).cumsum())) for 
 run = xr.DataTree.from_dict({"/monitors": xr.Dataset(lines, {"step": np.arange(100_000)})})
 
 def answer_ms(seen, n=40):
-    '''Milliseconds that one answer to a zoom takes: on the clock, and of the processor.'''
-    timeline.canvas.wishes.seen = None if seen is None else frozenset(names[:seen])
-    view, found = timeline.canvas.wishes.view, []
+    '''Wall and processor time of a response to a zoom in milliseconds, and its size in MB.'''
+    timeline.canvas.settings.seen = None if seen is None else frozenset(names[:seen])
+    view, found = timeline.canvas.settings.view, []
     for i in range(n):
-        timeline.canvas.wishes.view = (300.0 * i, 100_000.0 - 700 * i)
+        timeline.canvas.settings.view = (300.0 * i, 100_000.0 - 700 * i)
         wall, processor = time.perf_counter(), time.thread_time()
         _, buffers = timeline.canvas.state()
         found.append((time.perf_counter() - wall, time.thread_time() - processor, sum(map(len, buffers))))
-    timeline.canvas.wishes.view = view
+    timeline.canvas.settings.view = view
     return [1e3 * statistics.median(one[0] for one in found), 1e3 * statistics.median(one[1] for one in found),
             max(one[2] for one in found) / 1e6]
 
 timeline = Timeline(run, signals=names)
 timeline
 """
-#: Turns the wheel over a panel, again and again; how long frames take, and how long it takes until a zoom is answered.
+#: Turns the wheel over a panel repeatedly; returns the durations of frames, and the times until a zoom is answered.
 ZOOM = """async (seconds) => {
   const el = document.querySelector(".workbench-timeline"), stack = el.querySelector(".workbench-timeline-stack");
   const canvas = el.querySelector(".workbench-timeline-panel canvas"), box = canvas.getBoundingClientRect();
@@ -74,7 +74,7 @@ ZOOM = """async (seconds) => {
 
 
 def main() -> None:
-    """Measure, print the table and save it."""
+    """Run the benchmark, print the table and save it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "root").mkdir()
@@ -83,25 +83,27 @@ def main() -> None:
     (wall, processor, size), (wall_seen, processor_seen, size_seen) = found["all"], found["seen"]
     frames, answers = sorted(found["frames"]), sorted(found["answers"])
     rows = [
-        f"| kernel: one answer, panels on the screen (9 of 50) | **{wall_seen:.0f} ms** | {processor_seen:.1f} ms | "
+        f"| kernel: one response, visible panels (9 of 50) | **{wall_seen:.0f} ms** | {processor_seen:.1f} ms | "
         f"{size_seen:.2f} MB |",
-        f"| kernel: one answer, all 50 panels | **{wall:.0f} ms** | {processor:.1f} ms | {size:.2f} MB |",
-        f"| page: from the turn of the wheel to the finer picture (wanted: 100 ms) | "
-        f"**{statistics.median(answers):.0f} ms** | slowest tenth {answers[int(0.9 * len(answers))]:.0f} ms | |",
-        f"| page: from frame to frame while the wheel turns in each | **{statistics.median(frames):.0f} ms** | "
-        f"slowest tenth {frames[int(0.9 * len(frames))]:.0f} ms | |",
+        f"| kernel: one response, all 50 panels | **{wall:.0f} ms** | {processor:.1f} ms | {size:.2f} MB |",
+        f"| page: from the turn of the wheel to the refined lines (target: 100 ms) | "
+        f"**{statistics.median(answers):.0f} ms** | 90 % quantile {answers[int(0.9 * len(answers))]:.0f} ms | |",
+        f"| page: duration of a frame while the wheel turns in every frame | **{statistics.median(frames):.0f} ms** | "
+        f"90 % quantile {frames[int(0.9 * len(frames))]:.0f} ms | |",
     ]
     about = (
         "100,000 steps of 50 signals, one run, all 50 panels in the notebook; JupyterLab and headless Chromium without "
-        f"a GPU, on {os.cpu_count()} cores ({platform.machine()}). The page zooms what it has at once and asks the "
-        "kernel for the lines of the new range, about one lowest and one highest value a pixel. Load average at the "
-        f"end: {os.getloadavg()[0]:.1f}. Made by `make bench`, {versions()}."
+        f"a GPU, on {os.cpu_count()} cores ({platform.machine()}). The page zooms the present lines immediately and "
+        "requests the lines of the new range from the kernel, about one minimum and one maximum per pixel. Load "
+        f"average at the end: {os.getloadavg()[0]:.1f}. Generated by `make bench` with {versions()}."
     )
-    write_report("timeline", "Zooming the timeline", about, ("what", "median", "processor, or tail", "sent"), rows)
+    write_report(
+        "timeline", "Zooming the timeline", about, ("quantity", "median", "processor time or tail", "data sent"), rows
+    )
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Everything that is measured, in one page."""
+    """Return all measurements, which are made on one page."""
     from playwright.sync_api import sync_playwright
 
     with lab(folder) as url, sync_playwright() as playwright:

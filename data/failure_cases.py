@@ -1,8 +1,9 @@
-"""The runs of the study behind the diagnosis: setups, what is planted in them, and which runs are made.
+"""The runs of the study of the diagnosis: setups, injected faults, and the list of runs.
 
-Families of setups are divided into three sets before anything is measured: the rules are made from "fit", chosen on
-"choose", and "locked" judges them. Doses, places and settings are drawn from wide ranges: settings are
-drawn before the fault, and a run and its control share them, so that only the fault's own setting tells its cause.
+Families of setups are divided into three sets before the first measurement: the rules are fitted to the training set
+("fit"), variants are chosen on the validation set ("choose"), and the test set ("locked") evaluates them once. Doses,
+places and settings are drawn from wide ranges. Settings are drawn before the fault, and a run and its control share
+them, so that only the setting of the fault itself reveals its cause.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ import workbench as wb
 
 N_STEPS = 200
 SEED = 21
-#: Settings drawn for each setup, and draws of each kind of plant.
+#: Number of settings drawn for each setup.
 N_BASES = 8
-#: Pairs of faults of each setup.
+#: Number of pairs of faults for each setup.
 N_PAIRS = 3
 
 
 @dataclass(frozen=True)
 class Setup:
-    """An architecture, a task, and a rate at which it learns well.
+    """An architecture, a task, and a learning rate at which the model learns well.
 
     Attributes:
         set: "fit", "choose" or "locked".
-        family: What it is held out with.
-        make: Function of `wb.zoo`, or "design" for a configuration of transformers.
-        options: Of the model.
-        task: Function of `wb.tasks`.
-        task_options: Of the task.
-        rate: Peak rate.
+        family: Family with which the setup is held out.
+        make: Name of a function of `wb.zoo`, or "design" for a configuration of transformers.
+        options: Options of the model.
+        task: Name of a function of `wb.tasks`.
+        task_options: Options of the task.
+        rate: Peak learning rate.
     """
 
     set: str
@@ -51,27 +52,27 @@ class Setup:
 
     @property
     def has_attention(self) -> bool:
-        """Whether there is attention by the kernel whose arithmetic a fault can change."""
+        """Whether attention uses the kernel whose arithmetic a fault can change."""
         return self.make != "mamba" and self.options.get("model_type") not in ("gemma2", "bloom")
 
     @property
     def has_routers(self) -> bool:
-        """Whether blocks route to experts."""
+        """Whether blocks route tokens to experts."""
         return "n_experts" in self.options or "num_experts" in self.options
 
     @property
     def has_norms(self) -> bool:
-        """Whether blocks normalize."""
+        """Whether blocks have normalizations."""
         return self.options.get("norm", "some") != "none"
 
 
 def lm(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
-    """Options of `synthetic_lm`."""
+    """Return options of `synthetic_lm`."""
     return {"vocab_size": vocab_size, "length": length, "batch_size": batch_size, "n_sequences": 2000}
 
 
 def recall(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
-    """Options of `associative_recall`."""
+    """Return options of `associative_recall`."""
     return {"vocab_size": vocab_size, "length": length, "n_pairs": 2, "batch_size": batch_size}
 
 
@@ -80,7 +81,7 @@ def _of(width: int, depth: int, norm: str | None = None, **others: Any) -> dict[
 
 
 def config(model_type: str, width: int, depth: int, **others: Any) -> dict[str, Any]:
-    """A configuration of transformers, with the options that all of them have and others."""
+    """Return a configuration of transformers from common and additional options."""
     return {
         "model_type": model_type, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 3 * width, "vocab_size": 256, "max_position_embeddings": 64,
@@ -156,14 +157,14 @@ SETUPS: dict[str, Setup] = {
 
 @dataclass(frozen=True)
 class Plant:
-    """One fault.
+    """An injected fault.
 
     Attributes:
         cause: Cause that the diagnosis should name.
-        kind: What is done.
-        dose: How strongly.
-        start: Step from which it acts.
-        block: Block that it acts on; -1: all.
+        kind: Kind of the fault.
+        dose: Strength of the fault.
+        start: First step at which it acts.
+        block: Block that it acts on; -1 for all blocks.
     """
 
     cause: str
@@ -175,12 +176,12 @@ class Plant:
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a setup, settings, and what is planted.
+    """A run: a setup, settings, and injected faults.
 
     Attributes:
-        setup: Its name.
+        setup: Name of the setup.
         base: Number of the settings drawn for the setup.
-        plants: Faults, none in a control.
+        plants: Injected faults; empty for a control.
     """
 
     setup: str
@@ -189,7 +190,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For a file."""
+        """Name of the run for file names."""
         text = f"{self.setup} {self.base}" + "".join(
             f" {p.kind} {p.dose:.4g} {p.start} {'all' if p.block < 0 else p.block}" for p in self.plants
         )
@@ -197,31 +198,31 @@ class Case:
 
     @property
     def control(self) -> Case:
-        """The same run without a fault."""
+        """The same run without faults."""
         return replace(self, plants=())
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """What was planted."""
+        """Causes of the injected faults."""
         return tuple(plant.cause for plant in self.plants)
 
 
-# What is planted
+# Faults
 
 
 def jumped(step: int, *, at: int, factor: float) -> float:
-    """A schedule that raises the rate at a step and keeps it there."""
+    """Return the factor of a schedule that raises the rate at a step and keeps it high."""
     return factor if step >= at else 1.0
 
 
 def restarted(step: int, *, at: int, factor: float) -> float:
-    """A schedule of cosine waves, each higher than the one before."""
+    """Return the factor of a schedule of cosine waves, each higher than the previous one."""
     wave = 0.5 * (1 + math.cos(math.pi * (step % at) / at))
     return wave * (1 + (factor - 1) * (step // at))
 
 
 def ended(step: int, *, at: int, factor: float) -> float:
-    """A schedule that has come down to almost nothing far too early."""
+    """Return the factor of a schedule that decays to almost 0 far too early."""
     return max(1 - step / at, factor)
 
 
@@ -229,26 +230,26 @@ SCHEDULES = {"jump": jumped, "restarts": restarted, "ends early": ended}
 
 
 def stepped(step: int) -> float:
-    """A sound schedule that is a function of one's own: it halves at three fifths of the run."""
+    """Return the factor of a healthy custom schedule, which is halved at three fifths of the run."""
     return 1.0 if step < 0.6 * N_STEPS else 0.5
 
 
 @dataclass(frozen=True)
 class Rescaled:
-    """A hook that multiplies what a block adds to the stream; minus the stream itself for a block without a skip."""
+    """Hook that multiplies the update of a block, and removes the incoming state for a block without a skip."""
 
     factor: float = 1.0
     keeps_stream: bool = True
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """The block's output with a changed update."""
+        """Return the output of the block with a changed update."""
         state = output[0] if isinstance(output, tuple) else output
         new = args[0] * float(self.keeps_stream) + self.factor * (state - args[0])
         return (new, *output[1:]) if isinstance(output, tuple) else new
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of a model: its longest list of modules."""
+    """Return the blocks of a model, which are its longest list of modules."""
     return list(max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len))
 
 
@@ -261,7 +262,7 @@ def _without_norms(module: nn.Module) -> None:
 
 @torch.no_grad()
 def plant_in_model(model: nn.Module, plant: Plant) -> None:
-    """What is wrong with the model itself, in place."""
+    """Inject a fault into the model itself, in place."""
     blocks = blocks_of(model)
     chosen = blocks if plant.block < 0 else [blocks[plant.block]]
     if plant.kind in ("large init", "no norm here"):
@@ -288,12 +289,12 @@ def plant_in_model(model: nn.Module, plant: Plant) -> None:
 
 
 def is_router(name: str) -> bool:
-    """Whether a parameter of this name is that of a router."""
+    """Return whether a parameter name is that of a router."""
     return "router" in name or name.endswith("mlp.gate.weight")
 
 
 def fault_of(plant: Plant) -> Any:
-    """The fault of `wb.faults`, for those that are one."""
+    """Return the fault of `wb.faults` for a fault of that kind; None for others."""
     start, dose = plant.start, int(plant.dose) if math.isfinite(plant.dose) else 0
     if plant.kind == "few rows":
         return wb.faults.small_batch(n_rows=dose, start=start)
@@ -311,14 +312,14 @@ def fault_of(plant: Plant) -> Any:
 
 
 def router_rate(weights: list[nn.Parameter], *, routers: list[int], rate: float, factor: float, **options: Any) -> Any:
-    """AdamW with another rate for the routers, told by their place among the weights."""
+    """Return AdamW with another learning rate for the routers, given by their positions among the parameters."""
     own = [weight for i, weight in enumerate(weights) if i in routers]
     others = [weight for i, weight in enumerate(weights) if i not in routers]
     return torch.optim.AdamW([{"params": others}, {"params": own, "lr": rate * factor}], lr=rate, **options)
 
 
 def coarse_weights(weights: list[nn.Parameter], *, n_bits: int, start: int, **options: Any) -> Any:
-    """AdamW whose weights are kept, from a step on, with so few bits of mantissa, as float8 without a master."""
+    """Return AdamW whose parameters are rounded to ``n_bits`` mantissa bits from a step on, without a master copy."""
     optimizer = torch.optim.AdamW(weights, **options)
     n_done = 0
 
@@ -336,13 +337,13 @@ def coarse_weights(weights: list[nn.Parameter], *, n_bits: int, start: int, **op
 
 @dataclass
 class Training:
-    """Everything that one run is made of.
+    """Everything that a run needs.
 
     Attributes:
-        model: Fresh.
-        task: Its task.
-        plan: Keywords of `wb.train`.
-        faults: Likewise.
+        model: Freshly initialized model.
+        task: Task of the run.
+        plan: Keyword arguments of `wb.train`.
+        faults: Faults for `wb.train`.
     """
 
     model: nn.Module
@@ -352,7 +353,7 @@ class Training:
 
 
 def base_of(setup: str, number: int) -> dict[str, Any]:
-    """The settings of a number, drawn for a setup: they vary as sound plans do, whatever is planted later."""
+    """Return the settings with a number for a setup, drawn from the range of healthy plans independently of faults."""
     draw = np.random.default_rng([SEED, list(SETUPS).index(setup), number])
     rate = SETUPS[setup].rate * float(draw.choice([0.35, 0.5, 0.7, 1.0]))
     warmup = int(draw.choice([0, 10, 20, 40, 60])) if SETUPS[setup].family != "Post-LN" else 40
@@ -369,7 +370,7 @@ def base_of(setup: str, number: int) -> dict[str, Any]:
 
 
 def model_and_task(setup: Setup, seed: int) -> tuple[nn.Module, Any]:
-    """Of a setup, fresh."""
+    """Return a freshly initialized model and the task of a setup."""
     task = getattr(wb.tasks, setup.task)(**setup.task_options, seed=seed)
     if setup.make == "design":
         return wb.design(setup.options).build(seed=seed), task
@@ -381,7 +382,7 @@ def model_and_task(setup: Setup, seed: int) -> tuple[nn.Module, Any]:
 
 
 def build(case: Case) -> Training:
-    """Model, task, settings and faults of a case, all fresh."""
+    """Return model, task, settings and faults of a case, all newly created."""
     setup = SETUPS[case.setup]
     plan = base_of(case.setup, case.base) | {"n_steps": N_STEPS}
     seed = plan["seed"]
@@ -398,7 +399,7 @@ def build(case: Case) -> Training:
 
 
 def plant_in_training(made: Training, plant: Plant) -> None:
-    """Plant a fault in the model, the settings or the faults of a run, in place."""
+    """Inject a fault into the model, the settings or the faults of a run, in place."""
     plan = made.plan
     plant_in_model(made.model, plant)
     if plant.kind == "rate":
@@ -423,7 +424,7 @@ def plant_in_training(made: Training, plant: Plant) -> None:
         made.faults.append(fault)
 
 
-# Which runs are made
+# The list of runs
 
 
 def _log(low: float, high: float) -> Callable[[np.random.Generator], float]:
@@ -438,7 +439,7 @@ def _none(_: np.random.Generator) -> float:
     return math.nan
 
 
-#: Cause, kind, dose, first step, whether it is planted in one block, and number of draws.
+#: Cause, kind, dose, first step, whether the fault is injected into a single block, and number of draws.
 _AT_ONCE, _EARLY, _MIDDLE = _whole(0, 0), _whole(0, 50), _whole(80, 130)
 PLANTS: tuple[tuple[str, str, Callable, Callable, bool, int], ...] = (
     ("learning_rate", "rate", _log(6, 40), _AT_ONCE, False, 3),
@@ -466,7 +467,7 @@ PLANTS: tuple[tuple[str, str, Callable, Callable, bool, int], ...] = (
     ("data", "half of the labels", _whole(20, 60), _MIDDLE, False, 1),
     ("data", "tokens", _whole(15, 50), _MIDDLE, False, 2),
 )
-#: The same, drawn by themselves: most draws above of these kinds do no harm within 200 updates.
+#: Additional draws of kinds for which most of the draws above do no harm within 200 updates.
 STRONG_PLANTS: tuple[tuple[str, str, Callable, Callable, bool, int], ...] = (
     ("architecture", "large branch", _log(300, 3000), _AT_ONCE, True, 2),
     ("architecture", "large init", _log(60, 600), _AT_ONCE, True, 2),
@@ -493,7 +494,7 @@ def _applies(setup: Setup, kind: str) -> bool:
 
 
 def _singles(name: str, plants: tuple, draw: np.random.Generator) -> list[Case]:
-    """Runs of a setup with one fault each."""
+    """Return runs of a setup with one fault each."""
     setup, found = SETUPS[name], []
     n_blocks = setup.options.get("n_layers", setup.options.get("num_hidden_layers"))
     for cause, kind, dose, start, is_local, n_draws in plants:
@@ -505,7 +506,7 @@ def _singles(name: str, plants: tuple, draw: np.random.Generator) -> list[Case]:
 
 
 def cases(which: str) -> list[Case]:
-    """All runs of a set: controls, runs with one fault, and pairs of faults of one control."""
+    """Return all runs of a set: controls, runs with one fault, and pairs of faults of one control."""
     found: list[Case] = []
     for number, (name, setup) in enumerate(SETUPS.items()):
         if setup.set != which:
@@ -527,7 +528,7 @@ def cases(which: str) -> list[Case]:
 
 
 def _is_refused(setup: Setup, plant: Plant) -> bool:
-    """Whether the run cannot be made: no auxiliary loss to leave out, or no stream that spectra could be of."""
+    """Return whether a run is impossible, without an auxiliary loss to remove or a residual stream to measure."""
     if plant.kind == "router rate":
         return "n_experts" not in setup.options
     starts_as_identity = setup.options.get("initialization") in ("rezero", "fixup")

@@ -1,12 +1,12 @@
-"""Fit how learning rates change from a pilot to the training, and say how accurate `wb.find_rate` is.
+"""Fit how learning rates change from a pilot to the training, and measure the accuracy of `wb.find_rate`.
 
-    python data/fit_rates.py                         # fits on the set "fit", chooses and judges on "choose"
-    python data/fit_rates.py --locked                # and judges once on "locked", after a fit to both others
+    python data/fit_rates.py                         # fits to the set "fit", chooses and evaluates on "choose"
+    python data/fit_rates.py --locked                # also evaluates once on "locked", after a fit to both others
 
-Reads ``rates.nc`` and ``rate_pilots.jsonl``. Features are chosen on the set "choose"; what is chosen is fitted to both
-sets and written into ``workbench/rates/shipped/drift.json``, and the table that is printed into ``rate_accuracy.csv``.
-Its rows "one seed" are no estimates: they say how well the whole grid of runs of one seed places the useful edge of the
-other seeds, so how much of the errors is chance.
+Reads ``rates.nc`` and ``rate_pilots.jsonl``. Features are chosen on the validation set ("choose"). The chosen features
+are fitted to both sets and written to ``workbench/rates/shipped/drift.json``; the printed table is written to
+``rate_accuracy.csv``. Its rows "one seed" are not estimates: they measure how well the full grid of runs of one seed
+predicts the useful edge of the other seeds, which is the random part of the errors.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(wb.rates.__file__).parent / "shipped" / "drift.json"
 KINDS, ROUNDS = ("model", "loop"), ("coarse", "fine")
-#: Rates that a round of a pilot finds.
+#: Rates that a round of a pilot estimates.
 FOUND = ("best_rate", "useful_edge")
-#: Features of `workbench.rates.drift.features` that are tried, in this order.
+#: Sets of features of `workbench.rates.drift.features` to try, in this order.
 TRIED = tuple(("constant", "growth", "decays", "width")[:n] for n in (1, 2, 3, 4))
-#: Shares of the designs of other families that lie below and above the interval.
+#: Fractions of the designs of other families that lie below and above the interval.
 TAILS = (0.1, 0.9)
-#: Horizons of designs with a constant rate; those of others are where their schedule ends.
+#: Horizons of designs with a constant rate; the horizon of other designs is the end of their schedule.
 HORIZONS = (120, 240, 480)
 FACTORS = (1.6, 2.5)
-#: Updates after which the runs of one seed are judged: there and after four fifths of these the losses were measured.
+#: Updates after which the runs of one seed are evaluated; losses were measured there and after four fifths of them.
 PREFIXES = (120, 240, 360, 480)
-#: Sets that may be looked at: of the fit, and of the choice.
+#: Sets that may be used for decisions: the training set and the validation set.
 OPEN_SETS = ("fit", "choose")
 
 
 def read(file: Path, *, has_locked: bool) -> xr.Dataset:
-    """The recorded study, with or without the set that is read once."""
+    """Return the recorded study, with or without the test set (``locked``)."""
     rates = xr.load_dataset(file)
     return rates if has_locked else rates.isel(run=rates["study"].values != "locked")
 
 
 def truths(rates: xr.Dataset) -> pd.DataFrame:
-    """Measured best rate and useful edge of each design after some updates; NaN: not within the rates tried."""
+    """Return measured best rate and useful edge of each design by horizon; NaN if outside of the tried rates."""
     import pandas as pd
 
     stage, n_steps = rates["stage"].values, rates["n_steps"].values
@@ -70,7 +70,7 @@ def truths(rates: xr.Dataset) -> pd.DataFrame:
 
 
 def _truths(runs: xr.Dataset, shorter: xr.Dataset, horizon: int) -> pd.DataFrame:
-    """Outcomes of designs after some updates."""
+    """Return the outcomes of designs after ``horizon`` updates."""
     import pandas as pd
 
     rows = []
@@ -90,10 +90,10 @@ def _truths(runs: xr.Dataset, shorter: xr.Dataset, horizon: int) -> pd.DataFrame
 
 
 def table(rates: xr.Dataset, pilots: list[dict[str, Any]]) -> pd.DataFrame:
-    """What each round of each pilot found and what the runs showed, by horizon; ``is_last``: what a pilot answers from.
+    """Return the results of each round of each pilot with the measured outcomes, by horizon.
 
-    A pilot without an answer has one row, whose round is empty. Trainings shorter than the longest runs of a pilot are
-    left out: it would not make such runs for them.
+    ``is_last`` marks the round that a pilot answers from. A pilot without an answer has one row, whose round is empty.
+    Trainings shorter than the longest runs of a pilot are excluded, because a pilot for them would not have such runs.
     """
     import pandas as pd
 
@@ -104,7 +104,7 @@ def table(rates: xr.Dataset, pilots: list[dict[str, Any]]) -> pd.DataFrame:
         about = {"architecture": design.architecture.name, "family": design.architecture.family, "set": design.set}
         about |= {"key": design_key(design.run(0, 1).as_dict()), "optimizer": design.optimizer}
         about |= {"kind": pilot["kind"], "budget": pilot["budget"]}
-        last = {ROUNDS[not one["is_coarse"]]: one for one in pilot["rounds"]}  # a repeated round knows more
+        last = {ROUNDS[not one["is_coarse"]]: one for one in pilot["rounds"]}  # a repeated round contains more rates
         known = {name: one for name, one in last.items() if pilot["is_learned"] and math.isfinite(one["useful_edge"])}
         for name, one in known.items():
             found = {f"{rate}_pilot": one[rate] for rate in FOUND}
@@ -116,7 +116,7 @@ def table(rates: xr.Dataset, pilots: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def inputs(rows: pd.DataFrame, names: tuple[str, ...]) -> np.ndarray:
-    """Features of rows, shape (row, feature)."""
+    """Return features, shape (row, feature)."""
     values = []
     for row in rows.itertuples():
         plan = TrainingPlan(n_steps=int(row.horizon), schedule=row.schedule)
@@ -125,12 +125,12 @@ def inputs(rows: pd.DataFrame, names: tuple[str, ...]) -> np.ndarray:
 
 
 def changes(rows: pd.DataFrame, target: str) -> np.ndarray:
-    """Logarithm of the rate of the training over that of the pilot; NaN: one of them is not known."""
+    """Return the logarithm of the rate of the training over that of the pilot; NaN if one of them is unknown."""
     return np.log(rows[target].to_numpy() / rows[f"{SOURCES[target]}_pilot"].to_numpy())
 
 
 def weights(rows: pd.DataFrame, target: str, names: tuple[str, ...]) -> np.ndarray:
-    """Weights of least absolute error."""
+    """Return the weights with the smallest absolute error."""
     from sklearn.linear_model import QuantileRegressor
 
     model = QuantileRegressor(quantile=0.5, alpha=0.0, fit_intercept=False)
@@ -138,7 +138,7 @@ def weights(rows: pd.DataFrame, target: str, names: tuple[str, ...]) -> np.ndarr
 
 
 def fitted(rows: pd.DataFrame, target: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """Weights, and the quantiles of the errors for families left out."""
+    """Return weights, and quantiles of the errors on held-out families."""
     known = rows[np.isfinite(changes(rows, target))]
     y, error = changes(known, target), np.full(len(known), np.nan)
     for family in known["family"].unique():
@@ -155,7 +155,7 @@ def fitted(rows: pd.DataFrame, target: str, names: tuple[str, ...]) -> dict[str,
 
 
 def errors(rows: pd.DataFrame, drift: dict[str, Any], target: str) -> np.ndarray:
-    """Logarithm of the estimate over the measured rate; NaN: one of them is not known."""
+    """Return the logarithm of the estimate over the measured rate; NaN if one of them is unknown."""
     found = np.full(len(rows), np.nan)
     for kind, which in product(KINDS, ROUNDS):
         is_it = (rows["kind"] == kind) & (rows["round"] == which) & np.isfinite(changes(rows, target))
@@ -167,13 +167,13 @@ def errors(rows: pd.DataFrame, drift: dict[str, Any], target: str) -> np.ndarray
 
 
 def shipped_features() -> dict[str, tuple[str, ...]]:
-    """Features of what ships, by kind of pilot."""
+    """Return the features of the shipped fit, by kind of pilot."""
     shipped = json.loads(SHIPPED.read_text())
     return {kind: tuple(shipped[kind]["fine"]["useful_edge"]["weights"]) for kind in KINDS}
 
 
 def drift_of(of_fit: pd.DataFrame, names: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """What `workbench.rates.drift` reads, with some features by kind of pilot."""
+    """Return the content of the file that `workbench.rates.drift` reads, for features by kind of pilot."""
     found: dict[str, Any] = {"longest": int(of_fit["horizon"].max())}
     for (kind, which), rows in of_fit[of_fit["round"] != ""].groupby(["kind", "round"]):
         growth = float((rows["horizon"] / rows["updates"]).max())
@@ -183,15 +183,15 @@ def drift_of(of_fit: pd.DataFrame, names: dict[str, tuple[str, ...]]) -> dict[st
 
 
 def judged(rows: pd.DataFrame, names: dict[str, tuple[str, ...]]) -> pd.DataFrame:
-    """The rows that answer, with the errors of their useful edges and of those of two simpler rules.
+    """Return the rows that answer, with the errors of their useful edges and of two simpler rules.
 
-    ``error``: logarithm of the estimate over the measured edge; NaN: no answer. ``one rate`` and ``by optimizer``: the
-    same of the median edge of all designs of the fit, and of those with the same optimizer. ``is_in_interval``: whether
-    the measured edge lies in the interval. The sets "fit" and "choose" are judged after a fit to the set "fit", without
-    the family that is judged, and "locked" after a fit to both.
+    ``error`` is the logarithm of the estimate over the measured edge, NaN without an answer. ``one rate`` and
+    ``by optimizer`` are the errors of the median edge of all designs of the fit, and of those with the same optimizer.
+    ``is_in_interval`` is whether the measured edge lies in the interval. The sets "fit" and "choose" are evaluated
+    after a fit to the set "fit" without the evaluated family, and "locked" after a fit to both.
 
     Args:
-        rows: From `table`.
+        rows: Rows from `table`.
         names: Features by kind of pilot.
     """
     import pandas as pd
@@ -218,7 +218,7 @@ def judged(rows: pd.DataFrame, names: dict[str, tuple[str, ...]]) -> pd.DataFram
 
 
 def best_features(rows: pd.DataFrame, kind: str) -> tuple[str, ...]:
-    """Features with the smallest median error of the pilots of one kind and the largest budget on the set "choose"."""
+    """Return the features with the smallest median error on the set "choose", for the pilots of the largest budget."""
     medians = {}
     for names in TRIED:  # the simpler rules are taken from pilots of the first kind
         found = judged(rows[rows["kind"].isin([kind, KINDS[0]])], dict.fromkeys(KINDS, names))
@@ -229,10 +229,11 @@ def best_features(rows: pd.DataFrame, kind: str) -> tuple[str, ...]:
 
 
 def by_one_seed(rates: xr.Dataset) -> pd.DataFrame:
-    """How well all runs of one seed place the useful edge of the other seeds, as rows of `judged`: a limit.
+    """Return how well all runs of one seed predict the useful edge of the other seeds, as rows of `judged`.
 
-    Their ``budget`` is the mean number of updates of these runs. Of runs at a constant rate the beginnings are judged
-    too; the median change of the edge after them, over other families, is made up for.
+    This is a limit of the accuracy of any pilot. ``budget`` is the mean number of updates of the runs. For runs at a
+    constant rate shorter horizons are evaluated too; the median change of the edge after them, over other families, is
+    corrected for.
 
     Args:
         rates: Training runs at all rates.
@@ -265,11 +266,13 @@ def by_one_seed(rates: xr.Dataset) -> pd.DataFrame:
 
 
 def accuracy(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Shares of designs whose useful edge is within a factor, by estimate; a design without an answer is outside.
+    """Return the fractions of designs whose useful edge is within a factor, by estimate.
+
+    A design without an answer counts as outside.
 
     Args:
-        rows: From `judged`.
-        by: Columns that a row of the result is for.
+        rows: Rows from `judged`.
+        by: Columns by which the rows are grouped.
     """
     import pandas as pd
 
@@ -288,7 +291,7 @@ def accuracy(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def main() -> None:
-    """Fit, judge and write."""
+    """Fit, evaluate and write the files."""
     import pandas as pd
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -297,7 +300,7 @@ def main() -> None:
     parser.add_argument("--pilots", type=Path, default=here / "rate_pilots.jsonl")
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--table", type=Path, default=here / "rate_accuracy.csv")
-    parser.add_argument("--locked", action="store_true", help="judge on the locked set too")
+    parser.add_argument("--locked", action="store_true", help="also evaluate on the test set (locked)")
     args = parser.parse_args()
     rates = read(args.rates, has_locked=args.locked)
     rows = table(rates, recorded(args.pilots))

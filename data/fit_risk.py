@@ -1,14 +1,14 @@
-"""Fit the risk of a planned training to the recorded study of learning rates, and say how good it is.
+"""Fit the risk of a planned training to the recorded study of learning rates, and evaluate it.
 
-    python data/fit_risk.py                          # fits on the set "fit", chooses and judges on "choose"
-    python data/fit_risk.py --locked                 # and judges once on "locked", after a fit to both others
+    python data/fit_risk.py                          # fits to the set "fit", chooses and evaluates on "choose"
+    python data/fit_risk.py --locked                 # also evaluates once on "locked", after a fit to both others
 
-Reads ``rates.nc`` and ``rate_pilots.jsonl``. The base is a table of optimizer and norm. One group of features after the
-other is added; it stays if the gain in likelihood of the useful edges of the set "choose" is positive in the mean over
-its families and in 99 % of bootstrap samples of them. What stays is fitted to both sets and written into
-``workbench/risk/shipped/edges.json``, the gains into ``risk_gains.csv``, and the accuracy of several predictors into
-``risk_accuracy.csv``. Judged on "choose", what stays looks better than it is, because it was chosen there. Designs that
-learned at no rate are left out.
+Reads ``rates.nc`` and ``rate_pilots.jsonl``. The baseline is a table of optimizer and normalization. Groups of features
+are added in sequence. A group is kept if the gain in likelihood of the useful edges of the validation set ("choose") is
+positive in the mean over its families and in 99 % of bootstrap samples of them. The kept features are fitted to both
+sets and written to ``workbench/risk/shipped/edges.json``, the gains to ``risk_gains.csv``, and the accuracy of several
+predictors to ``risk_accuracy.csv``. The accuracy of the kept features on "choose" is optimistic, because they were
+chosen there. Designs that learned at no rate are excluded.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(wb.risk.__file__).parent / "shipped" / "edges.json"
 SEED, N_BOOTSTRAP = 0, 1000
-#: Share of the bootstrap samples of families in which a group of features has to help: twelve are tried, so that
-#: by chance alone one is kept in about one of eight studies.
+#: Fraction of the bootstrap samples of families in which a group of features must help. Twelve groups are tried, so by
+#: chance alone one is kept in about one of eight studies.
 SHARE_THAT_GAINS = 0.99
 SPECTRAL = tuple(name for name, one in FEATURES.items() if one.measures is None and name.endswith(("mean", "max")))
-#: Groups of features beside the table, in the order in which they are added: cheap ones first.
+#: Groups of features in addition to the table, in the order in which they are added: cheap ones first.
 GROUPS: dict[str, tuple[str, ...]] = {
     "settings": ("d_model", "n_layers", "n_steps", "warmup_share", "mean_rate_share", "is_clipped", "weight_decay"),
     "horizon": ("n_steps",),
@@ -57,22 +57,22 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ten trial updates": ("rehearsed_rate",),
     "curvature after 100 updates": ("curvature",),
 }
-#: Groups that are judged and never stay, as they take a pilot.
+#: Groups that are evaluated but never kept, because they need a pilot.
 OF_PILOTS = ("curvature after 100 updates",)
-#: Rates of the grid for all designs, and factors from the measured edge of each design.
+#: Grid of rates for all designs, and factors relative to the measured edge of each design.
 GRID, AROUND = np.geomspace(1e-6, 30, 60), 1.5 ** np.arange(-4.0, 5.0)
-#: Standard deviations from the mean to an end of an 80 % interval.
+#: Number of standard deviations from the mean to an end of an 80 % interval.
 _REACH = NormalDist().inv_cdf(0.9)
 
 
 @dataclass(frozen=True)
 class Study:
-    """The designs of the study that learned, each at its horizons; one row for each.
+    """The designs of the study that learned, with one row for each horizon of each design.
 
     Attributes:
         rows: Set, family, key and horizon.
-        columns: Features by name, means over seeds, shape (row,); NaN: not known.
-        groups: Optimizer, with or without norm, shape (row,).
+        columns: Features by name, means over seeds, shape (row,); NaN if unknown.
+        groups: Optimizer, with or without normalization, shape (row,).
         edges: Measured edges by name.
         cases: The same designs as cases of `wb.risk`, with the measurements of one seed.
     """
@@ -117,11 +117,11 @@ class Study:
         return cls(rows, columns, groups_of(seeds[0]), edges, seeds[0])
 
     def inputs(self, groups: list[str], *, has_table: bool = True) -> Floats:
-        """Features of all rows, shape (row, feature).
+        """Return the features of all rows, shape (row, feature).
 
         Args:
             groups: Names in ``GROUPS``.
-            has_table: Whether the optimizer, with or without norm, is among them.
+            has_table: Whether to include the optimizer, with or without normalization.
         """
         names = dict.fromkeys(name for group in groups for name in GROUPS[group])
         found = [_filled(self.columns[name], self.is_of("fit")) for name in names]
@@ -130,23 +130,23 @@ class Study:
         return np.stack(found, axis=1) if found else np.empty((len(self.rows), 0))
 
     def is_of(self, *sets: str) -> np.ndarray:
-        """Which rows belong to some sets."""
+        """Return which rows belong to the given sets."""
         return self.rows["set"].isin(sets).to_numpy()
 
 
 def _filled(values: Floats, is_fit: np.ndarray) -> Floats:
-    """Values within the range of the rows for the fit; their median where they are NaN."""
+    """Return values clipped to the range of the rows for the fit, with NaN replaced by their median."""
     known = values[is_fit & np.isfinite(values)]
     return np.clip(np.where(np.isnan(values), np.median(known), values), known.min(), known.max())
 
 
 def _edges(rate: pd.Series, *, low: pd.Series | None = None, high: pd.Series | None = None) -> Edges:
-    """Logarithms of edges; of one that is NaN, that it lies beyond the rates that were tried.
+    """Return logarithms of edges; an edge that is NaN lies beyond the rates that were tried.
 
     Args:
         rate: Measured edges.
-        low: Largest rates that were tried, where an edge that is NaN lies above them; None: it does not.
-        high: Smallest rates that were tried, where it lies below them; None: it does not.
+        low: Largest tried rates, if an edge that is NaN lies above them; None if it does not.
+        high: Smallest tried rates, if an edge that is NaN lies below them; None if it does not.
     """
     known, nowhere = np.log(rate.to_numpy()), np.full(len(rate), np.inf)
     below, above = (nowhere if one is None else np.log(one.to_numpy()) for one in (low, high))
@@ -158,7 +158,7 @@ def _edges(rate: pd.Series, *, low: pd.Series | None = None, high: pd.Series | N
 
 
 def likelihoods(study: Study, x: Floats, edge: str) -> Floats:
-    """Log-likelihood of edges of the set "choose" after a fit to the set "fit", shape (row of "choose",); nat.
+    """Return the log-likelihood of edges of the set "choose" after a fit to the set "fit", shape (row,), in nat.
 
     Args:
         study: The study.
@@ -173,14 +173,14 @@ def likelihoods(study: Study, x: Floats, edge: str) -> Floats:
 
 
 def chosen(study: Study, pilots: pd.DataFrame) -> tuple[list[str], pd.DataFrame]:
-    """Groups of features that stay, and the gain of each one alone over the table.
+    """Return the groups of features that are kept, and the gain of each group alone over the table.
 
     Args:
         study: The study.
-        pilots: From `fit_rates.table`.
+        pilots: Pilots from `fit_rates.table`.
 
     Returns:
-        Names of groups, and a table of gains: nat for each design, means over families with 80 % intervals.
+        Names of groups, and a table of gains: nat per design, means over families with 80 % intervals.
     """
     import pandas as pd
 
@@ -217,13 +217,13 @@ def chosen(study: Study, pilots: pd.DataFrame) -> tuple[list[str], pd.DataFrame]
 
 
 def _density(study: Study, predicted: dict[str, Floats]) -> Floats:
-    """Log-likelihood of the useful edges of the set "choose"; NaN: no answer. The two deviations are averaged."""
+    """Return the log-likelihood of the useful edges of the set "choose", with the mean deviation; NaN: no answer."""
     mean, *deviations = predicted["useful_edge"][study.is_of("choose")].T
     return log_likelihood(mean, np.mean(deviations, axis=0), study.edges["useful_edge"][study.is_of("choose")])
 
 
 def _gain(difference: Floats, families: np.ndarray) -> dict[str, float]:
-    """Mean over families, its 80 % interval, and the share of bootstrap samples of families in which it is positive."""
+    """Return the mean over families, its 80 % interval, and the fraction of bootstrap samples with a gain."""
     means = np.array([difference[families == one].mean() for one in np.unique(families)])
     draws = np.random.default_rng(SEED).choice(means, (N_BOOTSTRAP, len(means))).mean(axis=1)
     low, high = np.quantile(draws, [0.1, 0.9])
@@ -231,23 +231,23 @@ def _gain(difference: Floats, families: np.ndarray) -> dict[str, float]:
 
 
 def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged: np.ndarray) -> pd.DataFrame:
-    """AUROC and calibration of the probability of not learning well, by predictor.
+    """Return AUROC and calibration of the probability of not learning well, by predictor.
 
-    They are computed on a grid of rates from 1e-6 to 30, most of which are far from any edge, so that the AUROC there
-    is high for every predictor; and on rates within a factor of 5 of each design's useful edge. A rate fails if it lies
-    outside of the measured band; rates of which that is not known are left out. Rows without an answer are counted and
-    left out, so that figures of predictors with other shares of answers are those of other designs.
+    They are computed on a grid of rates from 1e-6 to 30, most of which are far from any edge, so that the AUROC is high
+    for every predictor, and on rates within a factor of 5 of each design's useful edge. A rate fails if it lies outside
+    of the measured band; rates for which this is unknown are excluded. Rows without an answer are counted and excluded,
+    so the figures of predictors with different fractions of answers refer to different designs.
 
     Args:
         study: The study.
-        predicted: Predictor -> edge -> mean of its logarithm, and deviations below and above it, shape (row, 3); NaN:
-            no answer.
-        is_judged: Which rows.
+        predicted: Predictor -> edge -> mean of its logarithm, and deviations below and above it, shape (row, 3); NaN
+            without an answer.
+        is_judged: Which rows to evaluate.
 
     Returns:
         One row for each predictor and choice of rates: AUROC with a 95 % interval from a bootstrap of families,
-        expected calibration error, share of rows without an answer, and shares of the answers whose useful edge is
-        within some factors of the measured one.
+        expected calibration error, fraction of rows without an answer, and fractions of the answers whose useful edge
+        is within several factors of the measured one.
     """
     import pandas as pd
     from scipy.stats import norm
@@ -265,7 +265,7 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
             below = {}
             for one in ("slow_edge", "useful_edge"):
                 mean, *deviations = np.moveaxis(edges[one][:, None], -1, 0)
-                with np.errstate(divide="ignore", invalid="ignore"):  # an edge that is known exactly; no answer
+                with np.errstate(divide="ignore", invalid="ignore"):  # deviations of 0 and NaN
                     below[one] = norm.cdf((rate - mean) / np.where(rate < mean, *deviations))
             chance = np.minimum(below["useful_edge"] + 1 - below["slow_edge"], 1.0)
             is_known = is_judged[:, None] & np.isfinite(is_failure) & np.isfinite(chance)
@@ -294,10 +294,10 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
 
 
 def predictions(study: Study, x: Floats, is_fit: np.ndarray) -> dict[str, Floats]:
-    """Distributions of the edges of all rows by a regression, as `figures` takes them.
+    """Return distributions of the edges of all rows from a regression, in the form that `figures` uses.
 
-    As in `wb.risk.fit`, rows whose optimizer, with or without a norm, occurs in too few families are not used and have
-    no answer, whether or not it is a feature: predictors are compared on the same rows.
+    As in `wb.risk.fit`, rows whose optimizer, with or without normalization, occurs in too few families are not used
+    and have no answer, whether or not it is a feature, so that predictors are compared on the same rows.
 
     Args:
         study: The study.
@@ -317,12 +317,12 @@ def predictions(study: Study, x: Floats, is_fit: np.ndarray) -> dict[str, Floats
 
 
 def after_pilots(study: Study, pilots: pd.DataFrame, fitted: tuple[str, ...]) -> dict[str, Floats]:
-    """Distributions from the pilots of the largest budget, extrapolated as `wb.find_rate` does.
+    """Return distributions from the pilots of the largest budget, extrapolated as in `wb.find_rate`.
 
     Args:
         study: The study.
-        pilots: From `fit_rates.table`.
-        fitted: Sets that the extrapolation is fitted to, with the features that ship.
+        pilots: Pilots from `fit_rates.table`.
+        fitted: Sets that the extrapolation is fitted to, with the shipped features.
     """
     drift = drift_of(pilots[pilots["set"].isin(fitted)], shipped_features())
     pilots = pilots[(pilots["kind"] == "model") & (pilots["budget"] == pilots["budget"].max())]
@@ -341,7 +341,7 @@ def after_pilots(study: Study, pilots: pd.DataFrame, fitted: tuple[str, ...]) ->
 
 
 def joined(one: dict[str, Floats], other: dict[str, Floats]) -> dict[str, Floats]:
-    """Products of two distributions; where one has no answer, the other."""
+    """Return the product of two distributions, or the one that has an answer if the other has none."""
     found = {}
     for name in one:
         weight = other[name][:, 1:].mean(1) ** -2 / (one[name][:, 1:].mean(1) ** -2 + other[name][:, 1:].mean(1) ** -2)
@@ -353,14 +353,14 @@ def joined(one: dict[str, Floats], other: dict[str, Floats]) -> dict[str, Floats
 
 
 def judged(study: Study, on: str, fitted: tuple[str, ...], kept: list[str], pilots: pd.DataFrame) -> pd.DataFrame:
-    """The figures of all predictors on one set.
+    """Return the figures of all predictors on one set.
 
     Args:
         study: The study.
-        on: Set that is judged.
+        on: Set to evaluate.
         fitted: Sets that the regressions are fitted to.
-        kept: Groups of features that stay beside the table.
-        pilots: From `fit_rates.table`.
+        kept: Groups of features that are kept in addition to the table.
+        pilots: Pilots from `fit_rates.table`.
     """
     is_fit, of_table = study.is_of(*fitted), study.inputs([])
     by_name = {"rate alone": study.inputs([], has_table=False), "table": of_table}
@@ -380,7 +380,7 @@ def judged(study: Study, on: str, fitted: tuple[str, ...], kept: list[str], pilo
 
 
 def main() -> None:
-    """Choose, fit, judge and write."""
+    """Choose, fit, evaluate and write the files."""
     import pandas as pd
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -390,14 +390,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=SHIPPED)
     parser.add_argument("--table", type=Path, default=here / "risk_accuracy.csv")
     parser.add_argument("--gains", type=Path, default=here / "risk_gains.csv")
-    parser.add_argument("--locked", action="store_true", help="judge on the locked set too")
+    parser.add_argument("--locked", action="store_true", help="also evaluate on the test set (locked)")
     args = parser.parse_args()
     rates, pilots = read(args.rates, has_locked=args.locked), recorded(args.pilots)
     study = Study.of(rates, pilots)
     of_pilots = table(rates, pilots)
     kept, gains = chosen(study, of_pilots)
     print(gains.to_string(index=False, float_format=lambda value: f"{value:.3f}"))
-    print(f"Beside the table stay: {', '.join(kept) or 'none'}.")
+    print(f"Kept in addition to the table: {', '.join(kept) or 'none'}.")
     found = judged(study, "choose", ("fit",), kept, of_pilots)
     if args.locked:
         found = pd.concat([found, judged(study, "locked", ("fit", "choose"), kept, of_pilots)])

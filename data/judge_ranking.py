@@ -1,12 +1,12 @@
-"""Judge how often the pilots of two designs tell which of them learns more for one task and number of updates.
+"""Measure how often the pilots of two designs predict which one reaches the lower loss.
 
     python data/judge_ranking.py
 
-Reads ``rates.nc`` and ``rate_pilots.jsonl``, writes ``ranking_accuracy.csv``. Predicted is the order of the smallest
-held-out losses in the last rounds of two pilots; measured is that of the smallest losses of all rates at the end of the
-training, mean over seeds. Pairs share task and number of updates, and their measured difference exceeds twice its
-standard error over seeds. Beside it stands the rule that the design with more weights learns more. Intervals (95 %) are
-from bootstraps over families.
+Reads ``rates.nc`` and ``rate_pilots.jsonl``, writes ``ranking_accuracy.csv``. The predicted order is that of the
+smallest held-out losses in the last rounds of the two pilots. The measured order is that of the smallest losses over
+all rates at the end of the training, mean over seeds. Pairs share task and number of updates, and their measured
+difference exceeds twice its standard error over seeds. The baseline is the rule that the design with more parameters
+reaches the lower loss. Intervals (95 %) are from bootstraps over families.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ N_BOOTSTRAPS, SEED = 2000, 19
 
 @dataclass(frozen=True)
 class Measured:
-    """One design of the study.
+    """A design of the study.
 
     Attributes:
-        family: What it is held out with.
-        study: Its set.
+        family: Family with which the design is held out.
+        study: Set of the design.
         setup: Task and number of updates, which pairs share.
-        optimizer: Its optimizer.
+        optimizer: Name of the optimizer.
         n_weights: Number of parameters.
-        loss: Smallest loss over the rates, of each seed.
+        loss: Smallest loss over the rates, shape (seed,).
     """
 
     family: str
@@ -51,7 +51,7 @@ class Measured:
 
 
 def measured(rates: xr.Dataset) -> dict[str, Measured]:
-    """The designs by cell; of the longest trainings of each."""
+    """Return the designs by cell, with the longest trainings of each."""
     families = {design.run(0, 1).cell: design.architecture.family for design in designs()}
     found = {}
     for cell in dict.fromkeys(rates["cell"].values.tolist()):
@@ -74,7 +74,7 @@ def measured(rates: xr.Dataset) -> dict[str, Measured]:
 
 
 def pairs(of: dict[str, Measured], predicted: dict[str, float]) -> list[tuple[str, str, bool, bool, bool]]:
-    """Families of both, whether the pilots and the rule of weights are right, and whether optimizers are the same."""
+    """Return for each pair both families, whether pilots and baseline are right, and whether optimizers are equal."""
     found = []
     for one, other in itertools.combinations([cell for cell in of if cell in predicted], 2):
         a, b = of[one], of[other]
@@ -92,7 +92,7 @@ def pairs(of: dict[str, Measured], predicted: dict[str, float]) -> list[tuple[st
 
 
 def interval(rows: list[tuple[str, str, bool, bool, bool]]) -> tuple[float, float]:
-    """Of the share of right pairs, over families: a pair counts as often as both of its families were drawn."""
+    """Return the interval of the fraction of right pairs; a pair counts as often as both of its families were drawn."""
     families = sorted({family for row in rows for family in row[:2]})
     place = {family: i for i, family in enumerate(families)}
     first, second = (np.array([place[row[side]] for row in rows]) for side in (0, 1))
@@ -109,7 +109,7 @@ def interval(rows: list[tuple[str, str, bool, bool, bool]]) -> tuple[float, floa
 
 
 def judged(rates: xr.Dataset, pilots: list[dict]) -> list[dict[str, object]]:
-    """A row for each budget and set."""
+    """Return a row for each budget and set."""
     of, rows = measured(rates), []
     for budget, (name, studies), same in itertools.product(BUDGETS, SETS.items(), (False, True)):
         predicted = {
@@ -129,7 +129,7 @@ def judged(rates: xr.Dataset, pilots: list[dict]) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Judge and write."""
+    """Evaluate and write the table."""
     import pandas as pd
 
     table = pd.DataFrame(judged(xr.load_dataset(HERE / "rates.nc"), recorded(HERE / "rate_pilots.jsonl")))

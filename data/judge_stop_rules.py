@@ -1,12 +1,12 @@
-"""Judge a rule for stopping a run after its first updates: how many bad and how many good runs it stops.
+"""Evaluate a rule for stopping a run after its first updates: the fractions of bad and of good runs that it stops.
 
     python data/judge_stop_rules.py
 
 Reads ``rates.nc``, writes ``stop_rules.csv``. The rule stops a run whose training loss after ``update`` updates is more
-than ``margin`` above that of the best rate at that time (of runs of other seeds, which stand for the pilot). A run is
-bad if it ends above the loss that the best rate has after four fifths of the updates. Beside it stands the plainest
+than ``margin`` above that of the best rate at that time (of runs of other seeds, which represent the pilot). A run is
+bad if it ends above the loss that the best rate has after four fifths of the updates. The baseline is the simplest
 rule: a loss that is not finite or above twice its first value. `wb.assess` proposes the smallest margin that stops at
-most 2 % of the good runs of 480 updates in the sets "fit" and "choose", after as many updates as its pilot makes.
+most 2 % of the good runs of 480 updates in the sets "fit" and "choose", after the number of updates of its pilot.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SETS = {"fit and choose": ("fit", "choose"), "locked": ("locked",)}
 
 @dataclass(frozen=True)
 class Run:
-    """One recorded run.
+    """A recorded run.
 
     Attributes:
-        is_bad: Whether it is not useful.
-        excess: Its loss above the best at that time, by number of updates.
-        stands_out: Whether the plainest rule stops it, by number of updates.
+        is_bad: Whether its rate is not useful.
+        excess: Loss above the best loss at the same time, by number of updates.
+        stands_out: Whether the simplest rule stops the run, by number of updates.
     """
 
     is_bad: bool
@@ -45,13 +45,13 @@ class Run:
 
 
 def loss_at(run: xr.Dataset, update: int) -> np.ndarray:
-    """Training loss of every run after some updates."""
+    """Return the training loss of every run after ``update`` updates."""
     last = update // WINDOW
     return run["training_loss"].values[:, last - 2 : last].mean(axis=1)
 
 
 def runs_of(cell: xr.Dataset) -> list[Run]:
-    """The runs of one design, task and number of updates, each compared with those of other seeds."""
+    """Return the runs of one design, task and number of updates, each compared with those of other seeds."""
     found = []
     rate, seed = cell["learning_rate"].values, cell["seed"].values
     held_out, first = cell["held_out_loss"].values, cell["initial_loss"].values
@@ -76,7 +76,7 @@ def runs_of(cell: xr.Dataset) -> list[Run]:
 
 
 def main() -> None:
-    """Judge, and write the table."""
+    """Evaluate and write the table."""
     import pandas as pd
 
     rates = xr.load_dataset(HERE / "rates.nc")

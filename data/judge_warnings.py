@@ -1,12 +1,12 @@
-"""Fit the alarms to the runs of record_warnings.py, and judge them.
+"""Fit the alarms to the runs of record_warnings.py, and evaluate them.
 
-    python data/judge_warnings.py fit        # the calibration, from the healthy runs of "fit"
-    python data/judge_warnings.py attribute  # the attribution, from the runs of "examples"
-    python data/judge_warnings.py choose     # a larger threshold where a family of "choose" needs one
-    python data/judge_warnings.py judge      # what the alarms say about every run; the table is early_warning.nc
+    python data/judge_warnings.py fit        # fits the calibration to the healthy runs of "fit"
+    python data/judge_warnings.py attribute  # fits the attribution to the runs of "examples"
+    python data/judge_warnings.py choose     # raises thresholds where a family of "choose" needs it
+    python data/judge_warnings.py judge      # evaluates the alarms of every run; writes early_warning.nc
 
-Every run is replayed from its record. Runs were recorded with alarms, so that a record has what an alarm made the
-recorder check at the next update; a check that the alarms judged here would not have asked for is left out.
+Every run is replayed from its record. Runs were recorded with alarms, so a record contains the checks that an alarm
+requested for the next update; a check that the alarms evaluated here would not have requested is omitted.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ WORK = Path("artifacts/warnings")
 SHIPPED = Path(room.__file__).parent / "shipped"
 OUT = Path(__file__).parent / "early_warning.nc"
 SETS = ("fit", "choose", "locked")
-#: Penalty of the attribution: best of 1 and 10 with each family of "examples" left out (72 % named right, 77 %).
+#: Penalty of the attribution: the better one of 1 and 10 on held-out families of "examples" (72 % and 77 % correct).
 PENALTY = 10.0
-#: Parts that an alarm makes the recorder check.
+#: Parts that the recorder checks after an alarm.
 CHECKED = ("precision", "reduction")
-#: False alarms per 100,000 steps that a signal may raise if some 25 share the rate of one.
+#: False alarms per 100,000 steps that a signal may raise if about 25 signals share a rate of one.
 SHARE_OF_RATE = 0.04
 
 
 def results(sets: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What record_warnings.py says about each finished run, with its place and set."""
+    """Return the results of record_warnings.py for each finished run, with its file and set."""
     return [
         {"set": name, "place": place.with_suffix(".obs")} | json.loads(place.read_text())
         for name in sets
@@ -57,7 +57,7 @@ def results(sets: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def run_of(result: dict[str, Any]) -> xr.DataTree:
-    """The signals of a run that alarms compare with their own past."""
+    """Return the signals of a run that alarms compare with their own past."""
     parts: dict[str, list[Any]] = {}
     for observation in loaded(result["place"]):
         if observation.part != "settings":
@@ -79,7 +79,7 @@ def run_of(result: dict[str, Any]) -> xr.DataTree:
 
 
 def fit() -> None:
-    """The calibration of "fit"."""
+    """Fit the calibration to the set "fit"."""
     healthy = [run_of(run) for run in results(("fit",)) if is_healthy(run)]
     about = f"{len(healthy)} healthy runs of small models, data/judge_warnings.py"
     SHIPPED.mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ def fit() -> None:
 
 
 def attribute(processes: int) -> None:
-    """The attribution of "examples"."""
+    """Fit the attribution to the set "examples"."""
     by_setup: dict[str, list[dict[str, Any]]] = {}
     for run in results(("examples",)):
         by_setup.setdefault(run["setup"], []).append(run)
@@ -100,9 +100,9 @@ def attribute(processes: int) -> None:
 
 
 def scores_at_first_alarms(runs: list[dict[str, Any]]) -> list[tuple[dict[str, float], str]]:
-    """What an attributor gets at the first alarm after the onset, with the cause, for the faults of one control.
+    """Return the scores at the first alarm after the onset, with the cause, for the faults of one control.
 
-    A fault is left out if a probe or the settings show it first, or nothing does.
+    A fault is omitted if a probe or the settings reveal it first, or if there is no alarm.
     """
     [control] = [run for run in runs if not run["kind"]]
     waiting = sorted((run for run in runs if run["kind"]), key=lambda run: run["start"])
@@ -117,7 +117,7 @@ def scores_at_first_alarms(runs: list[dict[str, Any]]) -> list[tuple[dict[str, f
 
 
 def scores_at_first_alarm(alarms: wb.Alarms, run: dict[str, Any]) -> dict[str, float] | None:
-    """What an attributor gets at the first alarm of a faulted run; None: it is not asked."""
+    """Return the scores at the first alarm of a run with a fault; None if the attribution is not used."""
     for observation in loaded(run["place"]):
         if observation.step >= run["start"] and (fresh := alarms.observe(observation)):
             scores = alarms.features()
@@ -126,9 +126,10 @@ def scores_at_first_alarm(alarms: wb.Alarms, run: dict[str, Any]) -> dict[str, f
 
 
 def choose() -> None:
-    """Each signal's tail is that of the family, of "choose" or all of "fit", that needs the largest threshold.
+    """Set each signal's tail to that of the family that needs the largest threshold.
 
-    Else the rate of false alarms would hold on average over families, and not in each.
+    Compared are the families of "choose" and all of "fit". Otherwise the rate of false alarms would hold on average
+    over families, but not in each family.
     """
     base = Calibration.shipped()
     tails, n_steps = dict(base.tails), base.n_steps
@@ -144,14 +145,14 @@ def choose() -> None:
                 tails[name] = tail
     about = f"{base.about}; the worst family of these and of {', '.join(sorted(families))}"
     Calibration(tails, n_steps, about).save(SHIPPED / "calibration.json", overwrite=True)
-    print(f"{sum(tails[n] is not base.tails.get(n) for n in tails)} of {len(tails)} thresholds are larger now")
+    print(f"{sum(tails[n] is not base.tails.get(n) for n in tails)} of {len(tails)} thresholds were raised")
 
 
-# Judging
+# Evaluation
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:
-    """What the alarms say about one run, by its record."""
+    """Evaluate the alarms of one run from its record."""
     alarms = wb.Alarms()
     judged, asked_after = JudgedRun(alarms, result["start"]), -1
     for observation in loaded(result["place"]):
@@ -166,7 +167,7 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def judge_all(processes: int, sets: tuple[str, ...]) -> None:
-    """A row for each run, beside it; rows that are there are kept: remove them after a change of the alarms."""
+    """Write a row for each run next to it. Existing rows are kept; remove them after a change of the alarms."""
     waiting = [result for result in results(sets) if not result["place"].with_suffix(".row").exists()]
     for row, result in in_processes(judge, waiting, processes):
         place = result["place"].with_suffix(".row")
@@ -175,7 +176,7 @@ def judge_all(processes: int, sets: tuple[str, ...]) -> None:
 
 
 def write_table(out: Path) -> None:
-    """The table of all rows, those that it had before included."""
+    """Write the table of all rows, including those that it already has."""
     rows = {}
     if out.exists():
         before = xr.load_dataset(out).to_dataframe().to_dict("records")
@@ -198,7 +199,7 @@ def write_table(out: Path) -> None:
 
 
 def without_failed_controls(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Controls that fail are failures by themselves; their faults are left out, with nothing to compare them with."""
+    """Return the rows without faults whose control failed, because these have no healthy run for comparison."""
     failed = {(row["setup"], row["plan"]) for row in rows if row["kind"] == "" and row["is_harmful"]}
     found = []
     for row in rows:
@@ -210,7 +211,7 @@ def without_failed_controls(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_processes(function: Any, items: list[Any], processes: int) -> Iterator[tuple[Any, Any]]:
-    """Results with their items, in the order of the items."""
+    """Yield results with their items, in the order of the items."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
         for i, found in enumerate(pool.map(function, items)):
@@ -220,7 +221,7 @@ def in_processes(function: Any, items: list[Any], processes: int) -> Iterator[tu
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the requested step of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=("fit", "choose", "attribute", "judge"))
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))

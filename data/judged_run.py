@@ -1,4 +1,4 @@
-"""What the alarms say about one run of the study behind them, while it trains or from its record."""
+"""Evaluation of the alarms of one run of their study, during training or from its record."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from warning_cases import KINDS, SETUPS
 import workbench as wb
 from workbench.callbacks.alarms import Calibration
 
-#: Steps after the onset in which the cause should be named.
+#: Number of steps after the onset within which the cause should be named.
 NAMED = 50
 
 
 def is_healthy(result: dict[str, Any]) -> bool:
-    """Whether it has no fault, and is none of the late failures."""
+    """Return whether a run has no fault and is not a late failure."""
     return result.get("kind") == ""
 
 
 def family_of(result: dict[str, Any]) -> str:
-    """What a run is held out with."""
+    """Return the family with which a run is held out."""
     return SETUPS[result["setup"]].family if "setup" in result else str(result["norm"])
 
 
 class JudgedRun:
-    """Follows the alarms of a run, update by update.
+    """Follow the alarms of a run, update by update.
 
     Args:
         alarms: Alarms that have processed an update before `end_update` is called.
-        start: First step of the fault; None: there is none.
+        start: First step of the fault; None if there is none.
     """
 
     def __init__(self, alarms: wb.Alarms, start: int | None = None) -> None:
@@ -37,11 +37,11 @@ class JudgedRun:
         self.begin_fault(start)
 
     def begin_fault(self, start: int | None) -> None:
-        """From this step on there is a fault."""
+        """Set the first step of the fault."""
         self._start, self._named = start or 0, {"first_cause": "", "cause": ""}
 
     def end_update(self, step: int) -> None:
-        """Note what is said after an update."""
+        """Record the named causes after an update."""
         self._alone.update()
         if not self._named["first_cause"] and any(alarm.step >= self._start for alarm in self._alarms.raised):
             self._named["first_cause"] = self._alarms.attribute().cause
@@ -49,10 +49,10 @@ class JudgedRun:
             self._named["cause"] = self._alarms.attribute().cause
 
     def row(self, result: dict[str, Any]) -> dict[str, Any]:
-        """The row of the table.
+        """Return the row of the table.
 
         Args:
-            result: What record_warnings.py says about the run.
+            result: Result of record_warnings.py for the run.
         """
         start = self._start
         before = [alarm for alarm in self._alarms.raised if alarm.step < start]
@@ -97,10 +97,10 @@ class JudgedRun:
 
 
 class Alone:
-    """The alarms of the loss and of the gradient norm, each alone with the whole rate of false alarms.
+    """Alarms of the loss alone and of the gradient norm alone, each with the total rate of false alarms.
 
     Args:
-        alarms: Alarms of the run, whose evidence of both is used.
+        alarms: Alarms of the run, whose evidence of both signals is used.
     """
 
     def __init__(self, alarms: wb.Alarms) -> None:
@@ -111,13 +111,13 @@ class Alone:
         self._threshold = {name: calibration.threshold(name, 1.0, n_signals=1) for name in self._steps}
 
     def update(self) -> None:
-        """Process what the alarms made of the numbers of an update."""
+        """Process the readings of the alarms after an update."""
         for name in self._steps:
             reading = self._alarms.reading(name)
             if reading is None:
                 continue
             share = math.inf if reading.is_broken else reading.evidence / self._threshold[name]
-            if reading.is_broken or (reading.is_judged and share >= 1):
+            if reading.is_broken or (reading.is_evaluated and share >= 1):
                 if not self._is_standing[name]:
                     self._steps[name].append(reading.step)
                 self._is_standing[name] = True
@@ -125,9 +125,9 @@ class Alone:
                 self._is_standing[name] = False
 
     def first(self, name: str, start: int) -> float:
-        """First step of an alarm from ``start`` on; NaN: there is none."""
+        """Return the first step of an alarm from ``start`` on; NaN if there is none."""
         return float(next((step for step in self._steps[name] if step >= start), math.nan))
 
     def n_before(self, name: str, start: int | None) -> int:
-        """Alarms before a step, or at all."""
+        """Return the number of alarms before a step, or of all alarms."""
         return sum(start is None or step < start for step in self._steps[name])

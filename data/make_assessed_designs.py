@@ -1,14 +1,15 @@
-"""Record what designs that train and designs with a planted fault show before training, and what pilots find.
+"""Record measurements before training of designs that train and designs with an injected fault, and their pilots.
 
     python data/make_assessed_designs.py          # everything; resumable
 
-Three kinds of designs: *published* ones that trained (`trained_designs`), measured as thin models with the gains of the
-full width and all of their blocks, with the published initialization; *sound* small ones, trained here; and the same
-with a *planted* fault (`planted_designs`), trained here too. Families are divided into the sets "fit", "choose" and
-"locked" before anything is measured.
+There are three kinds of designs: *published* designs that trained (`trained_designs`), measured as narrow models with
+all blocks, the gains of the full width and the published initialization; healthy small designs (kind "sound"), trained
+here; and the same small designs with an injected fault (kind "planted", `planted_designs`), also trained here. Families
+are divided into the training set ("fit"), the validation set ("choose") and the test set ("locked") before the first
+measurement.
 
-Written are ``data/assessed_designs.nc``, one row a design, and ``workbench/assessment/shipped/healthy.json``, the bands
-of the designs of "fit" and "choose" that train.
+Writes ``data/assessed_designs.nc``, with one row per design, and ``workbench/assessment/shipped/healthy.json``, the
+bands of the designs of "fit" and "choose" that train.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ import xarray as xr
 from torch import nn
 
 import workbench as wb
-from workbench.assessment.failure_modes import HealthyBand, band_of, judged
+from workbench.assessment.failure_modes import HealthyBand, band_of, evaluate_criteria
 from workbench.assessment.failure_modes.pilot_criteria import RATE, SLOW_RATE
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.failure_modes.structure_criteria import STRUCTURE
-from workbench.assessment.measured_model import THIN_WIDTH, measured_model, planned_task, with_few_patches
+from workbench.assessment.measured_model import PROXY_WIDTH, measured_model, planned_task, with_few_patches
 from workbench.assessment.plan_trials import try_plan
 from workbench.assessment.rate_pilot import rate_pilot
 from workbench.assessment.structure import ALL, measure_structure
@@ -46,48 +47,48 @@ from workbench.assessment.verdict import COLUMNS, column_state, verdict_of
 from workbench.hardware import read_plan
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
-from workbench.models.batches import take_rows
+from workbench.models.batches import take_examples
 from workbench.rates.outcomes import REFERENCE_SHARE
 from workbench.schema.statuses import BAD_STATES
 from workbench.training.training_plan import TrainingPlan
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = ROOT / "workbench" / "assessment" / "shipped" / "healthy.json"
-#: Share of the families in each set, and the seed of the division.
+#: Fraction of the families in each set, and the seed of the division.
 SHARES, SEED = {"fit": 0.5, "choose": 0.2, "locked": 0.3}, 19
-#: Models of each design, and examples of a batch.
+#: Number of models of each design, and of examples in a batch.
 N_SEEDS, N_ROWS = 2, 8
-#: By how much a design of the study of learning rates beats the predictor that knows the frequencies alone, nat.
+#: Smallest improvement of a design of the study of learning rates over the predictor of the frequencies alone, in nat.
 LEARNED = 0.4
-#: Rate of a published design whose own is not known, times its width: the median of those that are known.
+#: Rate times width for published designs whose rate is unknown: the median of the known ones.
 TYPICAL_RATE = 0.6
-#: Margins of the bands, as shares of their widths, that are tried in this order, and the share of designs that train of
-#: which a margin may flag at most.
+#: Margins of the bands as fractions of their widths, in the order in which they are tried, and the largest fraction of
+#: designs that train which a margin may flag.
 MARGINS, MOST_FLAGGED = (0.0, 0.1, 0.25, 0.5, 1.0), 0.05
-#: Seconds of a pilot: more than any needs, so that what is recorded does not depend on the machine.
+#: Time limit of a pilot in seconds, longer than any pilot needs, so that results do not depend on the machine.
 PILOT_SECONDS = 3600.0
-#: Seed of the pilots of designs of the study of learning rates: none of its runs has it.
+#: Seed of the pilots of designs of the study of learning rates; no run of that study has it.
 PILOT_SEED = 7
-#: What is kept of pilots and trials.
+#: Recorded variables of pilots and trials.
 PILOTED = (RATE, SLOW_RATE, "useful_edge", "useful_edge_low", "useful_edge_high", "best_rate", "share_broken")
-#: Whether gain and growth are those between blocks.
+#: Name of the variable that is 1 if gain and growth are those between blocks.
 BETWEEN = "between_blocks"
 _ADAMW = {"betas": [0.9, 0.95], "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One design of the study.
+    """A design of the study.
 
     Attributes:
-        name: Its name.
-        family: What it is held out with.
+        name: Name of the design.
+        family: Family with which the design is held out.
         kind: "published", "sound" or "planted".
-        base: Name of the design that a fault is planted in.
+        base: Name of the design into which a fault is injected.
         fault: Name of the fault.
-        cell: Cell of the study of learning rates, of a design of that study.
-        rate: Its best rate there.
-        size: Its width and number of blocks.
+        cell: Cell of a design of the study of learning rates.
+        rate: Best rate of a design of that study.
+        size: Width and number of blocks.
     """
 
     name: str
@@ -101,14 +102,14 @@ class Case:
 
     @property
     def set_of_family(self) -> str:
-        """The set that the case belongs to; families of the study of learning rates alone keep theirs."""
+        """Set of the case; families that only the study of learning rates has keep their set."""
         return sets().get(self.family) or next(
             name for name, families in rate_designs.FAMILIES.items() if self.family in families
         )
 
 
 def sets() -> dict[str, str]:
-    """Family -> its set."""
+    """Return family -> set."""
     families = trained.FAMILIES
     order = np.random.default_rng(SEED).permutation(len(families))
     ends = np.cumsum([round(share * len(families)) for share in SHARES.values()])
@@ -118,7 +119,7 @@ def sets() -> dict[str, str]:
 
 
 def cases() -> list[Case]:
-    """All designs; every fault in a third of the bases."""
+    """Return all designs; every fault is injected into a third of the base designs."""
     found = [Case(each.name, each.family, "published") for each in trained.TRAINED]
     found += [Case(base.name, base.family, "sound", base.name) for base in planted.BASES]
     found += of_study(xr.load_dataset(ROOT / "data" / "rates.nc"))
@@ -130,7 +131,7 @@ def cases() -> list[Case]:
 
 
 def of_study(rates: xr.Dataset) -> list[Case]:
-    """The designs of the study of learning rates that learn, at their best rates."""
+    """Return the designs of the study of learning rates that learn, at their best rates."""
     found = []
     for design in rate_designs.designs():
         cell = design.run(0, 1).cell
@@ -164,7 +165,7 @@ def _structure_of_study(case: Case) -> dict[str, float]:
 
 
 def structure_of(case: Case) -> dict[str, float]:
-    """What the structure of a design shows."""
+    """Measure the structure of a design."""
     if case.cell:
         return _structure_of_study(case)
     if case.kind == "published":
@@ -180,7 +181,7 @@ def structure_of(case: Case) -> dict[str, float]:
 
 def _structure_of_published(each: trained.Trained) -> dict[str, float]:
     design = with_few_patches(trained.design_of(each))
-    thin = design.nearest_width(min(THIN_WIDTH, design.width))
+    thin = design.nearest_width(min(PROXY_WIDTH, design.width))
     choices = 10 if design.n_classes else min(256, design.vocabulary or 256)
 
     def models() -> Iterator[nn.Module]:
@@ -191,13 +192,13 @@ def _structure_of_published(each: trained.Trained) -> dict[str, float]:
 
     task = planned_task(next(models()), read_plan(None), seed=0)
     batches = [batch for _, batch in zip(range(2), task.stream(0), strict=False)]
-    first, others = ((take_rows(part, slice(0, N_ROWS)) for part in batch) for batch in batches)
+    first, others = ((take_examples(part, slice(0, N_ROWS)) for part in batch) for batch in batches)
     rate = each.rate or TYPICAL_RATE / design.width
     plan = TrainingPlan(1, rate, optimizer_options=_ADAMW, clip_norm=1.0)
     ratio = design.width / thin
     numbers, _ = measure_structure(models(), tuple(first), next(others), plan, width_ratio=ratio)
     found = _plain(numbers) | {"width": design.width, "depth": design.depth, "rate": each.rate or math.nan}
-    return found if each.rate else found | {"function_change": math.nan}  # of no rate that is known
+    return found if each.rate else found | {"function_change": math.nan}  # the rate is unknown
 
 
 def _plain(numbers: xr.Dataset) -> dict[str, float]:
@@ -210,7 +211,7 @@ def _parts(case: Case) -> tuple[planted.Base, planted.Fault | None]:
 
 
 def settings_of(base: planted.Base, fault: planted.Fault | None) -> dict[str, Any]:
-    """The planned training of a small design."""
+    """Return the planned training of a small design."""
     settings = {
         "n_steps": planted.N_STEPS, "warmup": planted.WARMUP, "learning_rate": base.rate, "clip_norm": 1.0,
         "optimizer_options": _ADAMW, "stops_at_divergence": False,
@@ -221,7 +222,7 @@ def settings_of(base: planted.Base, fault: planted.Fault | None) -> dict[str, An
 
 
 def trained_here(case: Case) -> dict[str, Any]:
-    """The training losses of a small design, means of twenty updates each; NaN from where they are not finite."""
+    """Train a small design and return means of its losses over 20 updates each; NaN once they are not finite."""
     base, fault = _parts(case)
     task = wb.tasks.text_bytes(length=planted.LENGTH, batch_size=planted.BATCH_SIZE, seed=1)
     losses = np.full(planted.N_STEPS, math.nan)
@@ -234,7 +235,7 @@ def trained_here(case: Case) -> dict[str, Any]:
 
 
 def piloted(case: Case) -> dict[str, float]:
-    """What the pilot and the trials of `wb.assess` show of a design under its plan."""
+    """Return the results of the pilot and the trials of `wb.assess` for a design under its plan."""
     if case.kind == "published":
         each = next(each for each in trained.TRAINED if each.name == case.name)
         measured = measured_model(each.options or each.name)
@@ -255,19 +256,19 @@ def piloted(case: Case) -> dict[str, float]:
 
 
 def has_failed(losses: list[float], sound: list[float]) -> bool:
-    """Whether a training failed: it ends above the sound design's loss after 4/5 of the updates, so is not useful."""
+    """Return whether a training ends above the loss of the healthy design after 4/5 of the updates."""
     last = round(REFERENCE_SHARE * len(sound))
     return not np.mean(losses[-2:]) <= np.mean(sound[last - 1 : last + 1])
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A design with everything that was recorded.
+    """A design with all recorded data.
 
     Attributes:
         case: The design.
-        structure: Its numbers.
-        pilot: What the pilot showed; None: it was not made.
+        structure: Measurements of its structure.
+        pilot: Results of the pilot; None if it was not run.
         fails: Whether its training fails.
     """
 
@@ -278,22 +279,22 @@ class Judged:
 
     @property
     def is_known_to_train(self) -> bool:
-        """Whether bands are made of it; a fault that did no harm within a few hundred updates is no proof of health."""
+        """Whether bands include it; a fault without harm in a few hundred updates does not prove a healthy design."""
         return self.case.kind != "planted" and "refused" not in self.structure
 
     @property
     def rate(self) -> float:
-        """Peak rate of its plan; NaN: not published."""
+        """Peak learning rate of its plan; NaN if not published."""
         return _rate(self.case) or math.nan
 
     @property
     def is_fit(self) -> bool:
-        """Whether its family is of the set that bands are made of."""
+        """Whether its family is in the set that bands are fitted to."""
         return self.case.set_of_family == "fit"
 
     @property
     def tree(self) -> xr.DataTree:
-        """The measured parts of its assessment."""
+        """The measured parts of its assessment, as a tree."""
         numbers = {name: value for name, value in self.structure.items() if isinstance(value, float)}
         structure = xr.Dataset({name: ((), value) for name, value in numbers.items()})
         parts = {"/structure": structure.assign_attrs({BETWEEN: int(numbers[BETWEEN])})}
@@ -307,13 +308,13 @@ class Judged:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of the design; models of published ones were thin."""
+        """Sizes of the design and of its model, which is narrow for published designs."""
         width, depth = int(self.structure["width"]), int(self.structure["depth"])
-        return Sizes(width, depth, min(width, THIN_WIDTH), depth, 0, width > THIN_WIDTH)
+        return Sizes(width, depth, min(width, PROXY_WIDTH), depth, 0, width > PROXY_WIDTH)
 
 
 def bands_of(rows: list[Judged], margin: float) -> dict[str, HealthyBand]:
-    """The bands of the designs that train."""
+    """Return the bands of the designs that train."""
     found = {}
     for criterion in (criterion for criterion in STRUCTURE if criterion.band is None):
         known = (row for row in rows if row.is_known_to_train)
@@ -327,10 +328,10 @@ def bands_of(rows: list[Judged], margin: float) -> dict[str, HealthyBand]:
 
 
 def states_of(row: Judged, bands: dict[str, HealthyBand]) -> dict[str, str]:
-    """The state of each column, the verdict, and the criteria that are bad."""
+    """Return the state of each column, the verdict, and the criteria that are at risk or failing."""
     if "refused" in row.structure:
         return {"structure": "not measured", "pilot": "not measured", "verdict": "cannot say", "bad": ""}
-    criteria, _ = judged(row.tree, bands)
+    criteria, _ = evaluate_criteria(row.tree, bands)
     bad = [str(name) for name, state in zip(criteria["criterion"].values, criteria["state"].values, strict=True)
            if state in BAD_STATES]  # fmt: skip
     found = {column: column_state(criteria, column).value for column in COLUMNS}
@@ -338,7 +339,7 @@ def states_of(row: Judged, bands: dict[str, HealthyBand]) -> dict[str, str]:
 
 
 def recorded(path: Path, make: Callable[[Case], dict[str, Any]], wanted: list[Case]) -> dict[str, dict[str, Any]]:
-    """Results by name of a case; those in the file are not made again."""
+    """Return results by name of the case; results that are in the file are not computed again."""
     lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
     done = {line["name"]: line for line in lines}
     missing = [case for case in wanted if case.name not in done]
@@ -363,19 +364,19 @@ def _timed(make: Callable[[Case], dict[str, Any]], case: Case) -> dict[str, Any]
 
 def _one_thread() -> None:
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # numbers below 1e-38, of designs with tiny weights, take a hundred times as long
+    torch.set_flush_denormal(True)  # subnormal numbers, in designs with tiny weights, are a hundred times slower
     warnings.simplefilter("ignore")
 
 
 def settings_state(row: Judged, rates: tuple[float, float]) -> str:
-    """What settings alone say: whether rate times width lies among the published ones."""
+    """Return the state from settings alone: whether rate times width lies within the range of published designs."""
     rate = row.rate * row.structure.get("width", math.nan)
     is_odd = rate > rates[1] or rate < rates[0]
     return "at risk" if is_odd else "healthy"
 
 
 def table_of(rows: list[Judged], bands: dict[str, HealthyBand], losses: dict[str, dict[str, Any]]) -> xr.Dataset:
-    """Everything that was recorded, and what is concluded of it."""
+    """Return all recorded data with the conclusions."""
     known = [row.rate * row.structure["width"] for row in rows if row.case.kind == "published" and row.is_fit]
     rates = float(np.nanmin(known)), float(np.nanmax(known))
     sources = {each.name: each.source for each in trained.TRAINED}
@@ -402,12 +403,12 @@ def table_of(rows: list[Judged], bands: dict[str, HealthyBand], losses: dict[str
 
 
 def flagged(rows: list[Judged], bands: dict[str, HealthyBand]) -> float:
-    """Share of designs known to train whose structure is flagged."""
+    """Return the fraction of designs known to train whose structure is flagged."""
     return float(np.mean([states_of(row, bands)["structure"] in BAD_STATES for row in rows if row.is_known_to_train]))
 
 
 def margin_of(rows: list[Judged]) -> float:
-    """The smallest margin with which at most 5 % of designs are flagged by bands of the other families."""
+    """Return the smallest margin with which bands of the other families flag at most 5 % of designs."""
     families = sorted({row.case.family for row in rows})
     for margin in MARGINS:
         n_flagged = [
@@ -417,14 +418,14 @@ def margin_of(rows: list[Judged]) -> float:
             for family in families
         ]  # fmt: skip
         share = np.nansum(n_flagged) / sum(row.is_known_to_train for row in rows)
-        print(f"margin {margin}: {share:.3f} of the designs that train are flagged where their family is left out")
+        print(f"margin {margin}: {share:.3f} of the designs that train are flagged with their family held out")
         if share <= MOST_FLAGGED:
             break
     return margin
 
 
 def main() -> None:
-    """Measure, train, fit, judge, write."""
+    """Measure, train, fit, evaluate and write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "data" / "parts" / "assessed_designs")
     given = parser.parse_args()
@@ -462,7 +463,7 @@ def main() -> None:
 
 
 def _rate(case: Case) -> float | None:
-    """Peak rate of a design's plan; None: not published."""
+    """Return the peak learning rate of a design's plan; None if not published."""
     if case.cell:
         return case.rate
     if case.kind == "published":

@@ -1,8 +1,8 @@
-"""Assess four published designs under one plan, for notebook 08: built from their configurations, no weights fetched.
+"""Assess four published designs under one plan for notebook 08, from their configurations without pretrained weights.
 
     python data/make_assessments.py
 
-Reads ``notebooks/plan.toml``; writes ``data/assessments.nc``, the comparison with the assessment of each.
+Reads ``notebooks/plan.toml`` and writes ``data/assessments.nc``, the comparison with the assessment of each design.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SEED = 0
 
 
 def main() -> None:
-    """Assess, compare, write."""
+    """Assess, compare and write the file."""
     torch.set_num_threads(1)
     start = time.monotonic()
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         print(f"{time.monotonic() - start:6.0f} s  {text}", flush=True)
 
-    tree = wb.compare_designs({name: name for name in DESIGNS}, plan=PLAN, seed=SEED, progress=say)
+    tree = wb.compare_designs({name: name for name in DESIGNS}, plan=PLAN, seed=SEED, progress=report)
     tree.attrs["call"] = "python data/make_assessments.py"
     wb.export_netcdf(tree, ROOT / "data" / "assessments.nc", overwrite=True)
 

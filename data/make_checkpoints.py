@@ -1,9 +1,9 @@
 """Train the two small transformers that ship in data/checkpoints: one normalized, one without normalization.
 
     python data/make_checkpoints.py                                       # both, into data/checkpoints
-    python data/make_checkpoints.py --only no_norm --steps 200 --out try  # a short one, elsewhere
+    python data/make_checkpoints.py --only no_norm --steps 200 --out try  # a short run into another folder
 
-One thread, so that a re-run on the same machine, Python and torch gives the same weights.
+It uses one thread, so that a re-run with the same machine, Python and torch yields the same weights.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.nn.functional import cross_entropy
 import workbench as wb
 from workbench.io.provenance import versions
 
-#: Name -> norm and peak learning rate. Without normalization the larger rate diverges.
+#: Name -> normalization and peak learning rate. Without normalization the larger rate diverges.
 RECIPES = {"pre_ln": ("pre_ln", 3e-3), "no_norm": ("none", 1e-3)}
 MODEL = {"d_model": 64, "n_layers": 6, "n_heads": 4, "vocab_size": 256, "max_length": 64, "init_std": 0.02, "seed": 42}
 TASK = {"length": 64, "batch_size": 32, "seed": 42}
 WARMUP = 200
-#: Early steps whose loss is recorded, for a quick check that a re-run gives the same.
+#: Early steps whose loss is recorded, for a quick check of a re-run.
 EARLY = (1, 5, 10, 20)
 
 
 def train(norm: str, peak_rate: float, n_steps: int, *, stop_at: int | None = None) -> tuple[torch.nn.Module, dict]:
-    """Train one model, or the first ``stop_at`` steps of it; returns it and its loss, in nats per byte, by step."""
+    """Train a model, or only its first ``stop_at`` steps, and return it with its loss by step, in nat per byte."""
     losses = {}
     model = wb.zoo.transformer(norm=norm, **MODEL)
     task = wb.tasks.text_bytes(**TASK)
@@ -53,13 +53,13 @@ def train(norm: str, peak_rate: float, n_steps: int, *, stop_at: int | None = No
 
 @torch.no_grad()
 def validation_loss(model: torch.nn.Module) -> float:
-    """Nats per byte on 64 held-out sequences."""
+    """Return the loss on 64 held-out sequences, in nat per byte."""
     tokens, targets = wb.tasks.text_bytes(length=64, batch_size=64, seed=1, split="validation").batch(0)
     return float(cross_entropy(model.eval()(tokens).flatten(0, 1), targets.flatten()))
 
 
 def main() -> None:
-    """Read the command line and make the checkpoints."""
+    """Read the command line and train the checkpoints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoints")
     parser.add_argument("--only", choices=sorted(RECIPES))

@@ -1,4 +1,4 @@
-"""Record the four whole runs of notebook 09 into data/failures/: three that failed, and one without a fault.
+"""Record the four complete runs of notebook 09 in data/failures/: three failed runs, and one without a fault.
 
 python data/make_failure_examples.py
 """
@@ -27,7 +27,7 @@ CADENCE = {"attention": 20, "router": 10, "optimizer": 5, "activations": 5}
 
 @dataclass(frozen=True)
 class Example:
-    """One run: its initialization, peak rate, seed and fault."""
+    """A run: its initialization, peak learning rate, seed and fault."""
 
     initialization: str
     rate: float
@@ -44,7 +44,7 @@ EXAMPLES = {
 
 
 def build(example: Example) -> Training:
-    """Model, task, settings and faults of an example, all fresh."""
+    """Return model, task, settings and faults of an example, all newly created."""
     model = wb.zoo.transformer(
         norm="none", d_model=20, n_layers=4, n_heads=4, vocab_size=10, max_length=5,
         initialization=example.initialization, seed=example.seed,
@@ -61,7 +61,7 @@ def build(example: Example) -> Training:
 
 
 def record(name: str, work: Path) -> str:
-    """One whole run with the last checkpoint before its failure; the answer is taken out of its record."""
+    """Record a complete run with the last checkpoint before its failure, and remove the fault from the record."""
     made = build(EXAMPLES[name])
     places = OUT / f"{name}.checkpoints"
     shutil.rmtree(places, ignore_errors=True)
@@ -75,7 +75,7 @@ def record(name: str, work: Path) -> str:
     failure = find_failure(read_record(run))
     found = {int(place.name[5:]): place for place in store.with_suffix(".checkpoints").glob("step-*")}
     before = max((step for step in found if step <= failure.step), default=0)
-    if before and EXAMPLES[name].plant is not None:  # its weights stand for those of the beginning: one is enough
+    if before and EXAMPLES[name].plant is not None:  # one checkpoint is enough
         shutil.rmtree(places)
         shutil.copytree(found[before], places / found[before].name)
     wb.export_netcdf(without_answer(run), OUT / f"{name}.nc", overwrite=True)
@@ -83,7 +83,7 @@ def record(name: str, work: Path) -> str:
 
 
 def without_answer(run: xr.DataTree) -> xr.DataTree:
-    """The run without what says which fault was injected."""
+    """Return the run without the records of the injected fault."""
     events = run["events"].to_dataset()
     run["events"] = xr.DataTree(events.isel(event=events["kind"].values != "fault"))
     configuration: dict[str, Any] = json.loads(run.attrs["configuration"])

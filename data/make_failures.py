@@ -1,20 +1,24 @@
-"""Record the study behind the diagnosis: runs with planted faults, each beside a control without them.
+"""Record the study of the diagnosis: runs with injected faults, each with a control without faults.
 
-    python data/make_failures.py --only fit           # runs that the rules are made from; resumable
+    python data/make_failures.py --only fit           # runs that the rules are fitted to; resumable
     python data/make_failures.py --only choose        # runs that rules and symptoms are chosen on
-    python data/make_failures.py --only locked        # runs that judge them
+    python data/make_failures.py --only locked        # runs that evaluate them
 
-    python data/make_failures.py --only replays       # failed runs again, with the changes for their likeliest causes
-    python data/make_failures.py --only rules         # the rules: workbench/diagnosis/shipped/
+    python data/make_failures.py --only replays       # replays of runs with the changes for their most likely causes
+    python data/make_failures.py --only rules         # the rules in workbench/diagnosis/shipped/
     python data/make_failures.py --only collect       # data/failures.nc and diagnosis_accuracy.csv
 
-Setups, faults and the division into sets are in `failure_cases`. A run and its control differ in the faults alone:
-same seed, batches and settings. It counts as failed if it diverges by the label of `workbench.train`; if it lacks, at
-the end and on held-out batches, 15 % of what its control learned; if its loss rises in between by 40 % of that (not
-where batches have few examples, which scatter); or if at least half of the experts of a block get no tokens while its
-control's do. A control is healthy if it does none of it and lacks less than 15 % of what the best control of its setup
-learned; beside one that is not, no run is used. Of a pair of faults those are causes that make the run fail alone;
-both, if neither does.
+Setups, faults and the division into sets are in `failure_cases`. A run and its control have the same seed, batches and
+settings, and differ in the faults alone. A run counts as failed in these cases:
+
+- it diverges by the label of `workbench.train`;
+- on held-out batches at the end, it lacks 15 % of what its control learned;
+- its loss rises temporarily by 40 % of what its control learned (unless batches have few examples and noisy losses);
+- at least half of the experts of a block receive no tokens, unlike those of its control.
+
+A control is healthy if none of this applies and it lacks less than 15 % of what the best control of its setup learned.
+Runs whose control is not healthy are not used. Of a pair of faults, the causes are those that make the run fail alone,
+or both if neither does.
 """
 
 from __future__ import annotations
@@ -54,13 +58,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SETS = ("fit", "choose", "locked")
-#: Share of what the control learns that a failed run lacks at the end, and that a spike undoes.
+#: Fraction of what the control learns that a failed run lacks at the end, and that a spike undoes.
 LOST, SPIKE = 0.15, 0.4
-#: Share of the experts of one block that no token goes to, in a run that failed by its routing.
+#: Fraction of the experts of one block without tokens in a run that failed by its routing.
 DEAD = 0.5
-#: Changes that a failed run is replayed with, for its likeliest causes.
+#: Number of changes with which a failed run is replayed, for its most likely causes.
 N_REPLAYS = 2
-#: Share of its first loss that a healthy control learns at least.
+#: Smallest decrease of the loss of a healthy control, as a fraction of its first loss.
 LEARNED = 0.15
 OUT = Path(__file__).parent
 SHIPPED = Path(diagnosis.__file__).parent / "shipped"
@@ -68,7 +72,7 @@ CADENCE = {"attention": 20, "router": 10, "optimizer": 5, "activations": 5, "cur
 
 
 def held_out_loss(model: nn.Module, task: Any) -> float:
-    """Mean over up to 512 examples that nothing was trained on."""
+    """Return the mean loss over up to 512 held-out examples."""
     split = {"split": "validation"} if hasattr(task, "split") else {}
     n_rows = min(512, task.n_held_out or 512)
     inputs, targets = replace(task, batch_size=n_rows, **split).batch(-1 if not split else 0)
@@ -81,7 +85,7 @@ def held_out_loss(model: nn.Module, task: Any) -> float:
 
 
 def record(case: Case, work: Path) -> str:
-    """Train one case into a netCDF file and a JSON beside it; nothing if it is there."""
+    """Train one case and write a netCDF and a JSON file, unless they exist."""
     place = work / f"{case.name}.nc"
     if place.with_suffix(".json").exists():
         return f"{case.name}: there already"
@@ -118,7 +122,7 @@ def record(case: Case, work: Path) -> str:
 
 
 def largest_rise(loss: np.ndarray, window: int = 15) -> float:
-    """By how much the loss, a running median of it, rises above where it had come down to; in nats."""
+    """Return the largest rise of the running median of the loss above its lowest level so far, in nat."""
     loss = loss[np.isfinite(loss)]
     if len(loss) < 2 * window:
         return 0.0
@@ -126,21 +130,21 @@ def largest_rise(loss: np.ndarray, window: int = 15) -> float:
     return float(np.max(smooth - np.minimum.accumulate(smooth)))
 
 
-# What is made of them
+# Evaluation
 
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run with its answer.
+    """A recorded run with its causes.
 
     Attributes:
-        case: What it is.
+        case: The case.
         set: "fit", "choose" or "locked".
-        causes: Its causes; ("nothing",) of a healthy one.
-        how: How it failed; empty: it did not.
-        lost: Share of what its control learned that it lacks at the end; infinite where it diverged.
-        strengths: View -> strengths of the symptoms that it may read.
-        layer: Block that the symptoms point to; -1: none.
+        causes: Causes of the failure; ("nothing",) for a healthy run.
+        how: How the run failed; empty if it did not.
+        lost: Fraction of what its control learned that it lacks at the end; infinite if it diverged.
+        strengths: View -> strengths of the symptoms of that view.
+        layer: Block that the symptoms point to; -1 for no specific block.
     """
 
     case: Case
@@ -153,16 +157,16 @@ class Run:
 
     @property
     def family(self) -> str:
-        """What it is held out with."""
+        """Family with which the run is held out."""
         return SETUPS[self.case.setup].family
 
 
-#: Columns of a thin log, by view.
+#: Columns of a minimal log, by view.
 COLUMNS = {"log": ["loss", "grad_norm", "learning_rate", "batch_size"], "curves": ["loss", "grad_norm"]}
 
 
 def read(which: str, work: Path) -> list[Run]:
-    """All runs of a set that failed beside a healthy control, and all healthy controls."""
+    """Return all failed runs of a set whose control is healthy, and all healthy controls."""
     results = {}
     for case in cases(which):
         place = work / which / f"{case.name}.json"
@@ -188,7 +192,7 @@ def read(which: str, work: Path) -> list[Run]:
 
 
 def answer(case: Case, results: dict[Case, dict[str, Any]]) -> tuple[tuple[str, ...], str]:
-    """The causes of a run and how it failed; no cause where a fault did no harm, or its part alone is not recorded."""
+    """Return the causes of a run and how it failed; no cause if there was no harm or a single fault is not recorded."""
     if not case.plants:
         return ("nothing",), ""
     how = verdict(results[case], results[case.control])
@@ -204,11 +208,11 @@ def answer(case: Case, results: dict[Case, dict[str, Any]]) -> tuple[tuple[str, 
 
 
 def verdict(result: dict[str, Any], control: dict[str, Any]) -> str:
-    """How a run failed beside its control; empty if it did not."""
+    """Return how a run failed compared with its control; empty if it did not."""
     learned = control["start_loss"] - control["final_loss"]
     if result["diverged"]:
         return "diverged"
-    # The loss of a batch of a few examples scatters by itself, so there only what was learned counts.
+    # The loss of a batch of a few examples is noisy, so that only the final loss counts.
     has_few_rows = any(plant["cause"] == "batch" for plant in result["plants"])
     if not has_few_rows and result["rise"] > SPIKE * learned + control["rise"]:
         return "spike"
@@ -218,7 +222,7 @@ def verdict(result: dict[str, Any], control: dict[str, Any]) -> str:
 
 
 def is_healthy(control: dict[str, Any], results: dict[Case, dict[str, Any]]) -> bool:
-    """Whether a control went well, beside the best control of its setup."""
+    """Return whether a control is healthy compared with the best control of its setup."""
     of_setup = [r for case, r in results.items() if case.setup == control["setup"] and not case.plants]
     best = min(r["final_loss"] for r in of_setup if math.isfinite(r["final_loss"]))
     learned = control["start_loss"] - control["final_loss"]
@@ -232,7 +236,7 @@ def is_healthy(control: dict[str, Any], results: dict[Case, dict[str, Any]]) -> 
 
 
 def views(place: Path) -> tuple[dict[str, dict[str, float]], int]:
-    """Strengths of the symptoms of a run by view, and the block that they point to."""
+    """Return strengths of the symptoms of a run by view, and the block that they point to."""
     run = wb.open_run(place)
     record = read_record(run)
     monitors = run["monitors"].to_dataset()
@@ -247,7 +251,7 @@ def views(place: Path) -> tuple[dict[str, dict[str, float]], int]:
 
 
 def in_processes(do: Callable[[Any, Path], str], todo: Sequence[Any], work: Path, processes: int) -> None:
-    """Do something of every case, in processes of one thread each."""
+    """Apply a function to every case, in processes of one thread each."""
     work.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -256,7 +260,7 @@ def in_processes(do: Callable[[Any, Path], str], todo: Sequence[Any], work: Path
 
 
 def replay(chosen: tuple[Case, tuple[str, ...]], work: Path) -> str:
-    """Replay a run from its beginning with the change for each of some causes, into a JSON; nothing if it is there."""
+    """Replay a run from its beginning with the change for each given cause, and write a JSON file, unless it exists."""
     case, changes = chosen
     place = work / f"{case.name}.replays.json"
     if place.exists():
@@ -279,7 +283,7 @@ def replay(chosen: tuple[Case, tuple[str, ...]], work: Path) -> str:
             controls[one.n_steps] = replay.losses({})
         try:
             answer = replay.answer(failure.kind, failure.step, controls[one.n_steps], one.change, one.title)
-        except WorkbenchError as error:  # a change that the model does not allow
+        except WorkbenchError as error:  # the change is impossible for this model
             found[one.cause] = {"decided": False, "supports": False, "why": str(error)}
             continue
         found[one.cause] = {"decided": answer.is_decided, "supports": answer.supports}
@@ -289,14 +293,14 @@ def replay(chosen: tuple[Case, tuple[str, ...]], work: Path) -> str:
 
 
 def sound_optimizer(case: Case) -> dict[str, Any]:
-    """The optimizer of the control: what a run with coarse weights has when its weights are kept in float32."""
+    """Return the optimizer of the control, which replaces that of a run with rounded weights."""
     plan = build(case.control).plan
     options = {"optimizer_options": plan["optimizer_options"], "learning_rate": plan["learning_rate"]}
     return {"optimizer": "AdamW", **options}
 
 
 def replay_all(work: Path, processes: int) -> None:
-    """Replay every run, healthy ones too, with the changes for the causes that its mechanism points to most."""
+    """Replay every run, including healthy ones, with the changes for the most likely causes by mechanism."""
     known = [*read("fit", work), *read("choose", work)]
     ranked = [(run, rules.probabilities(run.strengths["mechanism"])) for run, rules in without_family(known, PENALTY)]
     rules = Rules.fit(examples(known), penalty=PENALTY)
@@ -310,17 +314,17 @@ def replay_all(work: Path, processes: int) -> None:
 
 
 def answered(run: Run, work: Path) -> dict[str, bool]:
-    """Change -> whether its replay supported the cause that it is for; only where the failure recurred."""
+    """Return change -> whether its replay supported the cause, for replays in which the failure recurred."""
     place = work / run.set / f"{run.case.name}.replays.json"
     found = json.loads(place.read_text()) if place.exists() else {}
     return {cause: one["supports"] for cause, one in found.items() if one["decided"]}
 
 
 def shares(runs: list[Run], work: Path) -> np.ndarray:
-    """Share of replays with each change that supported it, by the run's cause, (change, cause).
+    """Return the fraction of replays with each change that supported it, by actual cause, shape (change, cause).
 
-    Rare pairs are drawn towards the share over all other causes, as if two more replays had answered like these; own
-    causes towards the share over all own causes.
+    Rare pairs are shrunk toward the fraction over all other causes, as if two more replays had such outcomes; pairs
+    whose change is for the actual cause are shrunk toward the fraction over all such pairs.
     """
     names = list(CAUSES)
     counts = np.zeros((len(CAUSES), len(CAUSES), 2))
@@ -335,27 +339,27 @@ def shares(runs: list[Run], work: Path) -> np.ndarray:
     return (counts[..., 1] + 2 * prior) / (counts.sum(-1) + 2)
 
 
-#: Samples of families of which intervals are made.
+#: Number of bootstrap samples of families for the intervals.
 N_BOOTSTRAP = 1000
-#: Penalties of the rules that are tried, and the one of the smallest cross entropy on "choose".
+#: Penalties of the rules to try, and the one with the smallest cross entropy on "choose".
 PENALTY = 3.0
 PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def examples(runs: list[Run]) -> list[tuple[dict[str, float], tuple[str, ...]]]:
-    """Every run as every view shows it."""
+    """Return every run in every view, with its causes."""
     return [(strengths, run.causes) for run in runs for strengths in run.strengths.values()]
 
 
 def without_family(runs: list[Run], penalty: float) -> Iterator[tuple[Run, Rules]]:
-    """Every run with rules that were fitted without its family."""
+    """Yield every run with rules fitted without its family."""
     for family in sorted({run.family for run in runs}):
         rules = Rules.fit(examples([run for run in runs if run.family != family]), penalty=penalty)
         yield from ((run, rules) for run in runs if run.family == family)
 
 
 def fit(work: Path) -> None:
-    """The rules, fitted to "fit" and "choose" and calibrated across families; first, what penalties do on "choose"."""
+    """Fit the rules to "fit" and "choose", calibrate them across families, and print the cross entropy by penalty."""
     parts = {name: read(name, work) for name in ("fit", "choose")}
     found = {}
     for penalty in PENALTIES:
@@ -366,7 +370,7 @@ def fit(work: Path) -> None:
             for cause in causes[:1]
         ]
         found[penalty] = float(np.mean(log))
-        print(f"penalty {penalty:g}: cross entropy {found[penalty]:.3f} on families not seen", flush=True)
+        print(f"penalty {penalty:g}: cross entropy {found[penalty]:.3f} on held-out families", flush=True)
     runs = [*parts["fit"], *parts["choose"]]
     n_healthy = sum(run.causes == ("nothing",) for run in runs)
     about = f"{len(runs) - n_healthy} failed and {n_healthy} healthy runs of small models, data/make_failures.py"
@@ -387,7 +391,7 @@ def fit(work: Path) -> None:
 
 
 def one_replay(rules: Rules, run: Run, view: str, answers: dict[str, bool]) -> dict[str, float]:
-    """Probabilities after the replay that tells most, of those that were made; those before it, if there are none."""
+    """Return the probabilities after the most informative recorded replay; unchanged if there is none."""
     probability = rules.probabilities(run.strengths[view])
     if not answers:
         return probability
@@ -396,7 +400,7 @@ def one_replay(rules: Rules, run: Run, view: str, answers: dict[str, bool]) -> d
 
 
 def judged(work: Path) -> Iterator[tuple[Run, Rules]]:
-    """Every run with rules that have not seen its family: the shipped ones for "locked"."""
+    """Yield every run with rules fitted without its family, which are the shipped ones for "locked"."""
     shipped = Rules.shipped()
     known = [*read("fit", work), *read("choose", work)]
     for run, rules in without_family(known, PENALTY):
@@ -405,7 +409,7 @@ def judged(work: Path) -> Iterator[tuple[Run, Rules]]:
 
 
 def collect(work: Path) -> None:
-    """Symptoms, answers and what the rules say of every run, in one file; and how often that is right, in a table."""
+    """Write symptoms, replays and answers of the rules for every run to one file, and their accuracy to a table."""
     rows = list(judged(work))
     runs = [run for run, _ in rows]
     symptoms = sorted({name for run in runs for view in ("store", "log") for name in run.strengths[view]})
@@ -483,11 +487,11 @@ ANSWERS = {
 
 
 def accuracy(table: xr.Dataset) -> pd.DataFrame:
-    """How often the answers are right, by set of families: a row for each kind of answer, and for the majority class.
+    """Return how often the answers are right, by set of families, for each kind of answer and for the majority class.
 
-    Shares of the failed runs: ``first`` is a cause, and ``covered``, all causes are in the set, of mean ``size``; with
-    95 % intervals, families drawn again. ``missed``: failed runs of which the first answer is that nothing is wrong;
-    ``healthy``: healthy runs of which it is.
+    Fractions of the failed runs, with 95 % intervals from resampled families: ``first`` (the first answer is a cause),
+    ``covered`` (all causes are in the set, whose mean size is ``size``) and ``missed`` (the first answer is that
+    nothing is wrong). ``healthy`` is the fraction of the healthy runs with that first answer.
     """
     import pandas as pd
 
@@ -537,7 +541,7 @@ def _accuracy(
 
 
 def settings_alone(runs: list[Run]) -> Iterator[tuple[Case, dict[str, float]]]:
-    """The dumbest rules that could win: they read rate, batch size and configuration alone."""
+    """Yield the answers of a baseline, rules that read learning rate, batch size and configuration alone."""
 
     def only(run: Run) -> dict[str, float]:
         return {name: value for name, value in run.strengths["store"].items() if name not in run.strengths["mechanism"]}
@@ -548,7 +552,7 @@ def settings_alone(runs: list[Run]) -> Iterator[tuple[Case, dict[str, float]]]:
 
 
 def main() -> None:
-    """Read the command line and make the data."""
+    """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("artifacts/failures"))
     parser.add_argument("--only", choices=(*SETS, "replays", "rules", "collect"))

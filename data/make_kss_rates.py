@@ -1,11 +1,11 @@
-"""Record whether Koopman Spectral Shaping moves the useful learning rates or the best loss.
+"""Record the effect of Koopman Spectral Shaping on the useful learning rates and the best loss.
 
     python data/make_kss_rates.py                    # everything, into data/kss_rates.nc; resumable
 
-Seven architectures (3 blocks 64 wide; 2 blocks of mixtures of experts, Mamba and KAN, the latter 32 wide) are trained
-for 480 updates of AdamW, at a constant rate after a warm-up of 30, at rates a factor 2.25 apart, two seeds, with four
-controls: none, gradients clipped at norm 1, KSS as published, and the recommended KSS. The fifth control, a smaller
-rate, is among the rates of the first.
+Seven architectures (3 blocks of width 64; 2 blocks for mixtures of experts, Mamba and KAN, the latter of width 32) are
+trained for 480 updates of AdamW, at a constant learning rate after a warm-up of 30 updates, at rates a factor of 2.25
+apart, with two seeds. There are four controls: none, gradients clipped at norm 1, KSS as published, and the recommended
+KSS. A fifth control, a smaller rate, is among the rates of the first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from workbench.rates.rate_search import rate_of
 
 TEXT = {"vocab_size": 256, "max_length": LENGTH}
 SIZE = {"d_model": 64, "n_layers": 3, "n_heads": 4, **TEXT}
-#: Name -> options of the model, powers of the first and the last rate.
+#: Name -> options of the model, and exponents of the first and the last rate.
 ARCHITECTURES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "No norm": ({**SIZE, "norm": "none"}, (-3, 11)),
     "Pre-LN": ({**SIZE, "norm": "pre_ln"}, (-3, 11)),
@@ -39,7 +39,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
         (-5, 9),
     ),
 }  # fmt: skip
-#: Name -> norm at which gradients are clipped, and kind of KSS.
+#: Name -> gradient norm for clipping, and kind of KSS.
 CONTROLS = {
     "none": (None, ""), "clipped at 1": (1.0, ""), "KSS, published": (None, "published"),
     "KSS, recommended": (None, "recommended"),
@@ -49,7 +49,7 @@ STEP = 2
 
 
 def runs() -> list[wb.sweeps.RunSettings]:
-    """All runs."""
+    """Return all runs."""
     found = []
     for name, (model, (first, last)) in ARCHITECTURES.items():
         is_image = name == "ViT"
@@ -76,10 +76,10 @@ def runs() -> list[wb.sweeps.RunSettings]:
 
 
 def main() -> None:
-    """Read the command line and make the data."""
+    """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
-    parser.add_argument("--folder", type=Path, default=here / "rates", help="where the store is kept meanwhile")
+    parser.add_argument("--folder", type=Path, default=here / "rates", help="folder of the temporary store")
     parser.add_argument("--out", type=Path, default=here / "kss_rates.nc")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()

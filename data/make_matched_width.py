@@ -1,11 +1,11 @@
-"""Record how well thin models stand in for wide ones before training: the structure of both, side by side.
+"""Record how well narrow models represent wide ones before training, by the structure of both.
 
     python data/make_matched_width.py
 
-For each design: a thin model as its library makes it, a thin one with matched variances
-(`workbench.scaling.width_matching`), and the design itself at its width; the same depth, tokens and seeds. Writes the
-numbers of `workbench.assessment.structure` into ``data/matched_width.nc``. Designs beyond a billion weights are looked
-at at a smaller width than they are published with, which the coordinate ``width`` says.
+For each design, three models with the same depth, tokens and seeds are measured: a narrow model with the initialization
+of its library, a narrow model with matched variances (`workbench.scaling.width_matching`), and the design at its width.
+Writes the measurements of `workbench.assessment.structure` to ``data/matched_width.nc``. Designs with more than a
+billion parameters are measured at a smaller width than the published one, given by the coordinate ``width``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from workbench.training.training_plan import TrainingPlan
 ROOT = Path(__file__).resolve().parents[1]
 THIN, VOCABULARY, N_ROWS, LENGTH, SEEDS = 64, 256, 8, 32, (0, 1)
 _WIDE = {"d_model": 512, "n_layers": 12, "n_heads": 8}
-#: Name -> what `workbench.design` takes, width and depth.
+#: Name -> source for `workbench.design`, width and depth.
 DESIGNS: dict[str, tuple[Any, int, int]] = {
     "gpt2": ("gpt2", 768, 12),
     "pythia-160m": ("pythia-160m", 768, 12),
@@ -47,18 +47,18 @@ DESIGNS: dict[str, tuple[Any, int, int]] = {
     "Mamba of the zoo": ({"family": "mamba", "d_model": 512, "n_layers": 8}, 512, 8),
 }
 SIZES = ("thin", "matched", "target")
-#: The rate of the first update times the width; published ones lie between .08 and 4.6.
+#: Learning rate of the first update times the width; published values lie between 0.08 and 4.6.
 RATE_TIMES_WIDTH = 0.6
 
 
 def design_of(name: str) -> Design:
-    """A design of the table, at the width and depth that are looked at."""
+    """Return a design of the table at the measured width and depth."""
     source, width, depth = DESIGNS[name]
     return wb.design(source, width=width, depth=depth)
 
 
-def look(name: str, size: str) -> xr.Dataset:
-    """The structure of a design at one of ``SIZES``."""
+def measure_size(name: str, size: str) -> xr.Dataset:
+    """Measure the structure of a design at one of ``SIZES``."""
     of = design_of(name)
     thin = of.nearest_width(THIN)
 
@@ -76,12 +76,12 @@ def look(name: str, size: str) -> xr.Dataset:
 
 
 def main() -> None:
-    """Look at all, write."""
+    """Measure all designs and write the file."""
     torch.set_num_threads(1)
     start = time.monotonic()
     rows = []
     for name in DESIGNS:
-        rows.append(xr.concat([look(name, size) for size in SIZES], "size"))
+        rows.append(xr.concat([measure_size(name, size) for size in SIZES], "size"))
         print(f"{time.monotonic() - start:6.0f} s  {name}", flush=True)
     data = xr.concat(rows, "design", combine_attrs="drop").assign_coords(design=list(DESIGNS), size=list(SIZES))
     data = data.drop_vars([name for name in data if str(name).endswith("_error")])
@@ -90,7 +90,7 @@ def main() -> None:
     for name in ALL:
         logs = [np.log(data[name].sel(size=size) / data[name].sel(size="target")).values for size in SIZES[:2]]
         thin, matched = (np.sqrt(np.nanmean(log**2)) for log in logs)
-        print(f"{name}: rms of the log ratio {thin:.3f} thin, {matched:.3f} matched")
+        print(f"{name}: RMS of the log ratio {thin:.3f} narrow, {matched:.3f} matched")
     data.attrs = {
         "call": "python data/make_matched_width.py",
         "seeds": str(list(SEEDS)),

@@ -1,13 +1,15 @@
-"""Record what `wb.find_rate` finds for the designs of the study of learning rates, by budget.
+"""Record the results of `wb.find_rate` for the designs of the study of learning rates, by budget.
 
     python data/make_pilots.py                       # everything that data/rate_pilots.jsonl lacks
     python data/make_pilots.py --out try.jsonl --sets fit
 
-One pilot for each design and budget, with a seed of its own (the study has others), its settings and no knowledge of
-the study; and one with a loop, which knows the training losses alone. The rates are extrapolated later, from the last
-round, so that the regression can be fitted to it. The pilots of the largest budget are followed by a run at the best
-rate, after which the curvature of the loss is measured.
-The first line of the file says how it was made, each other one is a pilot. Move it away after a change of the search.
+There is one pilot for each design and budget, with a seed that the study does not have, the settings of the design and
+no data of the study, and one pilot with a custom training loop, which only reports training losses. The rates are
+extrapolated later from the last round, so that the regression can be fitted to it. The pilots of the largest budget are
+followed by a run at the best rate, after which the curvature of the loss is measured.
+
+The first line of the file describes its origin; every other line is a pilot. Move the file away after a change of the
+search.
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from workbench.models.losses import token_loss
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
 
 BUDGETS, SEED = (300, 600, 1000), 7
-#: Budget of the pilots with a loop, and of those followed by a run that measures curvature; updates of that run.
+#: Budget of the pilots with a custom loop, and of those followed by a curvature measurement; updates of that run.
 LARGEST, N_BEFORE_CURVATURE = 1000, 100
-#: Warm-up of the loop at most, as it does not know how long it will run.
+#: Maximum warm-up of the loop, whose length is not known in advance.
 N_OF_LOOP_WARMUP = 12
-#: Kind of pilot and budget, in the order in which they are made.
+#: Kind of pilot and budget, in the order in which they are run.
 KINDS = (*(("model", budget) for budget in reversed(BUDGETS)), ("loop", LARGEST))
 
 
 def pilot(number: int, kind: str, budget: int) -> dict[str, Any]:
-    """What one pilot found, round by round, and the curvature after it."""
+    """Run a pilot and return its rounds and the curvature after it."""
     torch.set_num_threads(1)
     design = designs()[number]
     run = design.run(0, SEED, n_snapshots=0)
@@ -71,7 +73,7 @@ def pilot(number: int, kind: str, budget: int) -> dict[str, Any]:
 
 
 def losses_of(design: Design, rate: float, seed: int) -> Iterator[float]:
-    """A training loop as a user may have one: the training losses at a constant rate after a short warm-up."""
+    """Yield the training losses of a custom loop at a constant learning rate after a short warm-up."""
     run = design.run(0, SEED + seed, n_snapshots=0)
     plan = replace(run.plan(), learning_rate=rate, schedule="constant")
     warmup = min(plan.warmup, N_OF_LOOP_WARMUP)
@@ -80,11 +82,11 @@ def losses_of(design: Design, rate: float, seed: int) -> Iterator[float]:
         run.make_model(), run.make_task(), n_steps=plan.n_steps, warmup=warmup, stops_at_divergence=False, **settings
     ):
         yield record.loss
-    yield math.nan  # training ends before if a loss or a gradient is not finite
+    yield math.nan  # reached if training ended early at a loss or gradient that is not finite
 
 
 def curvature(design: Design, rate: float) -> float:
-    """Sharpness after some updates at a rate, as the optimizer scales it where it keeps second moments."""
+    """Return the sharpness after a run at a rate, preconditioned if the optimizer keeps second moments."""
     run = design.run(0, SEED, n_snapshots=0)
     plan, model, task = run.plan(), run.make_model(), run.make_task()
     optimizer = replace(plan, learning_rate=rate).optimizer_for(model)
@@ -102,13 +104,13 @@ def curvature(design: Design, rate: float) -> float:
 
 
 def recorded(file: Path) -> list[dict[str, Any]]:
-    """The pilots in a file, without a line that was cut off."""
+    """Return the pilots in a file, without an incomplete line."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines[1:] if line.endswith("}\n")]
 
 
 def make(file: Path, sets: list[str], n_workers: int) -> list[dict[str, Any]]:
-    """Record the pilots of some sets that a file lacks, each as soon as it ends; returns all in the file."""
+    """Record the missing pilots of the given sets, each as soon as it ends, and return all pilots of the file."""
     done = recorded(file)
     about = {"call": "python data/make_pilots.py", "seed": SEED, "versions": versions()}
     with replacing(file) as partial:
@@ -128,7 +130,7 @@ def make(file: Path, sets: list[str], n_workers: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Read the command line and make the data."""
+    """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "rate_pilots.jsonl")
     parser.add_argument("--sets", nargs="+", choices=FAMILIES, default=list(FAMILIES))

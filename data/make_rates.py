@@ -1,16 +1,16 @@
-"""Record the study of learning rates: which rate is the best for a design, and which are useful.
+"""Record the study of learning rates: the best rate of a design, and the useful rates.
 
     python data/make_rates.py                        # everything that data/rates.nc lacks
     python data/make_rates.py --folder try --out try.nc --sets fit --stage coarse
 
-72 designs (see rate_designs.py) in three sets of families, each set in stages. The file is written after each of them;
-a stage that was interrupted goes on where it stopped:
+The study has 72 designs (see rate_designs.py) in three sets of families. Each set is recorded in stages, and the file
+is written after each of them; an interrupted stage is resumed:
 
-- ``coarse``: rates a factor 3.4 apart over 3.7 decades, one seed;
-- ``fine``: rates a factor 1.5 apart up to three steps on either side of the best coarse rate, three seeds;
-- ``wider``: three more rates where the useful band goes beyond those;
-- ``shorter``: the best rate with four fifths of the updates, where the schedule ends at 0;
-- ``measures``: what can be measured before training, two seeds;
+- ``coarse``: rates a factor of 3.4 apart over 3.7 decades, one seed;
+- ``fine``: rates a factor of 1.5 apart, up to three steps on either side of the best coarse rate, three seeds;
+- ``wider``: three more rates if the useful band extends beyond those;
+- ``shorter``: the best rate with four fifths of the updates, if the schedule ends at 0;
+- ``measures``: measurements before training, two seeds;
 - ``long``: four designs with a constant rate at five rates around their useful edge, two seeds, 2,000 updates.
 """
 
@@ -37,54 +37,54 @@ N_EVALUATIONS, N_SNAPSHOTS = 20, 1024
 SEEDS = (1, 2, 3)
 REACH, N_WIDER = 3, 3
 N_LONG, LONG_STEPS, LONG_SEEDS = 4, 2000, (4, 5)
-#: Steps of the lattice of rates from the useful edge at which long runs are made.
+#: Distances from the useful edge, in steps of the lattice of rates, at which long runs are trained.
 LONG_OFFSETS = (-4, -2, -1, 0, 2)
 STAGES = ("coarse", "fine", "wider", "shorter", "measures", "long")
 EVALUATED = {"n_snapshots": 0, "n_evaluations": N_EVALUATIONS}
 
 
 def of_design(sweep: xr.Dataset, design: Design) -> LossTable:
-    """The losses of a design."""
+    """Return the losses of a design."""
     return LossTable.of(sweep.isel(run=sweep["cell"].values == design.run(0, 1).cell))
 
 
 def index_of(rate: float) -> int:
-    """The k of a rate of the lattice."""
+    """Return the index k of a rate in the lattice."""
     return round(power_of(rate))
 
 
 def coarse_runs(of: list[Design]) -> list[wb.sweeps.RunSettings]:
-    """The coarse rates of some designs."""
+    """Return the runs of designs at the coarse rates."""
     return [design.run(k, SEEDS[0], **EVALUATED) for design in of for k in design.coarse]
 
 
 def fine_runs(of: list[Design], coarse: xr.Dataset) -> list[wb.sweeps.RunSettings]:
-    """The rates around the best coarse one."""
+    """Return the runs at the rates around the best coarse one."""
     runs = []
     for design in of:
         _, band = band_of(of_design(coarse, design))
         if np.isnan(band.best_rate):
-            continue  # no coarse rate gave a finite loss
+            continue  # no coarse rate has a finite loss
         best = index_of(band.best_rate)
         runs += missing_runs(design, range(best - REACH, best + REACH + 1))
     return runs
 
 
 def missing_runs(design: Design, ks: range) -> list[wb.sweeps.RunSettings]:
-    """Runs at some rates with all seeds, without those of the coarse stage."""
+    """Return runs at the given rates with all seeds, without those of the coarse stage."""
     seeds = {k: SEEDS[1:] if k in design.coarse else SEEDS for k in ks}
     return [design.run(k, seed, **EVALUATED) for k in ks for seed in seeds[k]]
 
 
 def band_of(table: LossTable) -> tuple[list[int], UsefulBand]:
-    """The k of the rates tried with all seeds, and the useful band among them."""
+    """Return the indices of the rates tried with all seeds, and the useful band among them."""
     is_full = ~np.isnan(table.loss).any(axis=1)
     band = useful_band(table.rate[is_full], table.loss[is_full], table.earlier()[is_full])
     return [index_of(rate) for rate in table.rate[is_full]], band
 
 
 def wider_runs(of: list[Design], known: xr.Dataset) -> list[wb.sweeps.RunSettings]:
-    """More rates where the band goes on. Without shorter runs the bands of scheduled designs are taken too wide."""
+    """Return runs at more rates if the band extends further; it is overestimated for designs with a schedule."""
     runs = []
     for design in of:
         ks, band = band_of(of_design(known, design))
@@ -96,7 +96,7 @@ def wider_runs(of: list[Design], known: xr.Dataset) -> list[wb.sweeps.RunSetting
 
 
 def shorter_runs(of: list[Design], known: xr.Dataset) -> list[wb.sweeps.RunSettings]:
-    """Four fifths of the updates at the best rate of scheduled designs."""
+    """Return runs at the best rate with four fifths of the updates, for designs with a schedule."""
     runs = []
     for design in of:
         if design.training["schedule"] != "constant":
@@ -108,7 +108,7 @@ def shorter_runs(of: list[Design], known: xr.Dataset) -> list[wb.sweeps.RunSetti
 
 
 def long_runs(of: list[Design], known: xr.Dataset) -> list[wb.sweeps.RunSettings]:
-    """Long runs around the edge, of the first design with a constant rate of the first four families that have one."""
+    """Return long runs around the edge, for one design with a constant rate in each of the first four such families."""
     first: dict[str, Design] = {}
     for design in of:
         if design.training["schedule"] == "constant":
@@ -123,7 +123,7 @@ def long_runs(of: list[Design], known: xr.Dataset) -> list[wb.sweeps.RunSettings
 
 
 def measured_runs(of: list[Design]) -> list[wb.sweeps.RunSettings]:
-    """One update each, with all that is measured before."""
+    """Return runs of one update with all measurements before training."""
     return [design.run(0, seed, n_steps=1, n_snapshots=N_SNAPSHOTS) for design in of for seed in SEEDS[:2]]
 
 
@@ -133,8 +133,8 @@ class Record:
 
     Args:
         file: The file.
-        folder: Where the stores of unfinished stages are kept.
-        n_workers: Processes.
+        folder: Folder of the stores of unfinished stages.
+        n_workers: Number of processes.
     """
 
     file: Path
@@ -150,17 +150,20 @@ class Record:
                 self.stages[name, stage] = recorded.isel(run=is_it)
 
     def make(self, of: str, stage: str, runs: list[wb.sweeps.RunSettings]) -> None:
-        """Record a stage of a set unless it is recorded.
+        """Record a stage of a set unless it is already recorded.
 
         Raises:
-            SweepError: If the recorded runs are others.
+            SweepError: If the recorded runs differ from these.
         """
         if (of, stage) in self.stages:
             recorded = self.stages[of, stage]["settings"].values.tolist()
             if recorded != [run.describe()["settings"] for run in runs]:
                 raise SweepError(
-                    f"{self.file} holds other runs of the stage {stage} of the set {of} than this script makes; "
-                    "move it away to record them again."
+                    f"{self.file} holds other runs of the stage {stage} of the set {of} than this script plans; "
+                    "move it away to record them again.",
+                    name="stage",
+                    value=stage,
+                    expected="the runs that this script plans",
                 )
         elif runs:
             print(f"{of}, {stage}:", flush=True)
@@ -170,7 +173,7 @@ class Record:
             self._write()
 
     def known(self, of: str, *stages: str) -> xr.Dataset:
-        """The runs of some stages of a set."""
+        """Return the runs of the given stages of a set."""
         return wb.sweeps.join([self.stages[of, stage] for stage in stages if (of, stage) in self.stages])
 
     def _write(self) -> None:
@@ -186,7 +189,7 @@ class Record:
 
 
 def make(record: Record, of: str, last: str) -> None:
-    """All stages of a set up to one."""
+    """Record all stages of a set up to the given one."""
     members = [design for design in designs() if design.set == of]
     plans = {
         "coarse": lambda: coarse_runs(members),
@@ -201,13 +204,13 @@ def make(record: Record, of: str, last: str) -> None:
 
 
 def main() -> None:
-    """Read the command line and make the data."""
+    """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
     parser.add_argument("--folder", type=Path, default=here / "rates", help="stores of unfinished stages")
     parser.add_argument("--out", type=Path, default=here / "rates.nc")
-    parser.add_argument("--sets", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="the sets to be made")
-    parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help="the last stage to be made")
+    parser.add_argument("--sets", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="sets to record")
+    parser.add_argument("--stage", choices=STAGES, default=STAGES[-1], help="last stage to record")
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     start = time.monotonic()

@@ -1,11 +1,12 @@
-"""Record the runs that ship in data/runs: every architecture, once at a healthy rate and once at one that breaks it.
+"""Record the runs that ship in data/runs: every architecture at a converging and at a diverging learning rate.
 
-    python data/make_runs.py                                # everything, into data/runs; goes on where it was stopped
-    python data/make_runs.py --only divergence --out try    # one part, elsewhere
+    python data/make_runs.py                                # everything, into data/runs; resumable
+    python data/make_runs.py --only divergence --out try    # one part, into another folder
 
-Three parts: `initialization` (spectra of fresh models at the sizes of the paper's tables, three seeds), `divergence`
-(with which norm runs diverge at which rate) and `runs` (spectra, loss and gradients on the way). Each piece of work has
-one thread, two at a time, so a re-run on the same machine, Python and torch gives the same numbers.
+There are three parts: `initialization` (spectra at initialization for the sizes of the paper's tables, three seeds),
+`divergence` (divergence by normalization and learning rate) and `runs` (spectra, loss and gradients during training).
+Each job has one thread, and two jobs run at a time, so a re-run with the same machine, Python and torch yields the same
+numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 
 SEEDS = (42, 123, 456)
-#: Architecture -> options beside size and seed. Names are those of the published tables, where there is one.
+#: Architecture -> options besides size and seed. Names are those of the published tables if available.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Pre-LN": {"norm": "pre_ln"},
     "Post-LN": {"norm": "post_ln"},
@@ -54,10 +55,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "ViT Pre-LN": {"family": "vit", "norm": "pre_ln"},
     "ViT RMSNorm": {"family": "vit", "norm": "rms_norm"},
 }
-#: Variants that differ in the initial spectra alone; their training is not recorded.
+#: Variants that differ in the initial spectra only; their training is not recorded.
 VARIANTS = ("MoE top-1, normalized", "KAN B=4, small", "KAN B=8, small")
 NORMS = ("Pre-LN", "Post-LN", "RMSNorm", "DeepNorm", "DeepNorm, DeepNet's", "SubLN", "No-Norm")
-#: Which architectures the tables at initialization hold.
+#: Architectures of the tables at initialization.
 TABLES = {
     "norms": (*NORMS, "Fixup", "ReZero"),
     "architectures": tuple(
@@ -71,18 +72,18 @@ TABLE_1_SIZE = {"d_model": 128, "n_layers": 4}
 FAMILY_SIZE = {"d_model": 256, "n_layers": 6}
 VIT_TINY = {"d_model": 192, "n_layers": 12, "n_heads": 3}
 
-#: A run is healthy at the first of these, and recorded once more at the smallest further one that breaks it.
+#: A run converges at the first of these rates; a second run is recorded at the smallest rate at which it diverges.
 RATES = (1e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0, 10.0, 30.0, 100.0)
 BATCH_SIZE = 16
 N_STEPS, WARMUP, SPECTRA_EVERY = 200, 20, 25
-#: Of the divergence table.
+#: Settings of the divergence table.
 TABLE_RATES = (3e-3, 5e-3, 1e-2)
 TABLE_SEEDS = (1, 2, 3, 4)
 TABLE_STEPS = 300
 
 
 def make_model(name: str, size: dict[str, int], seed: int) -> torch.nn.Module:
-    """A fresh model of one architecture."""
+    """Return a freshly initialized model of an architecture."""
     options = {"family": "transformer", **ARCHITECTURES[name], **size, "seed": seed}
     if options["family"] == "vit":
         options |= {"image_size": 8, "patch_size": 2, "n_channels": 1, "n_classes": 10}
@@ -90,24 +91,24 @@ def make_model(name: str, size: dict[str, int], seed: int) -> torch.nn.Module:
 
 
 def make_task(name: str, seed: int) -> Any:
-    """What the paper trains this architecture on; digits in place of CIFAR-10."""
+    """Return the task that the paper uses for this architecture, with digits in place of CIFAR-10."""
     family = ARCHITECTURES[name].get("family", "transformer")
     kinds = {"transformer": wb.tasks.associative_recall, "vit": wb.tasks.digits}
     return kinds.get(family, wb.tasks.random_tokens)(seed=seed, batch_size=BATCH_SIZE)
 
 
 def initial_spectra(name: str, table: str, seed: int) -> xr.Dataset:
-    """Spectra of a fresh model on 2,048 states of the table's task."""
+    """Return the spectra at initialization on 2,048 states of the table's task."""
     is_vit = ARCHITECTURES[name].get("family") == "vit"
     size = TABLE_1_SIZE if table == "norms" else VIT_TINY if is_vit else FAMILY_SIZE
-    # The architecture tables of the paper are on random tokens, for transformers too.
+    # The architecture tables of the paper use random tokens, also for transformers.
     is_own = table == "norms" or is_vit
     task = make_task(name, seed) if is_own else wb.tasks.random_tokens(seed=seed, batch_size=BATCH_SIZE)
     return wb.profile(make_model(name, size, seed), task.probe(2048), seed=seed, n_workers=1, progress=False)
 
 
 def record_run(name: str, rate: float, store: Path, *, n_steps: int = N_STEPS) -> str:
-    """One training run into a store; returns the cause of its divergence, or nothing."""
+    """Record a training run in a store, and return the cause of its divergence, or an empty text."""
     seed = SEEDS[0]
     model, task = make_model(name, RUN_SIZE, seed), make_task(name, seed)
     settings = {"learning_rate": rate, "warmup": WARMUP, "seed": seed, "n_steps": n_steps}
@@ -124,18 +125,18 @@ def record_run(name: str, rate: float, store: Path, *, n_steps: int = N_STEPS) -
 
 
 def outcome(name: str, rate: float, seed: int, *, n_steps: int = TABLE_STEPS) -> dict[str, Any]:
-    """How one run of the divergence table ends."""
+    """Return the outcome of one run of the divergence table."""
     model = make_model(name, TABLE_1_SIZE, seed)
     task = make_task(name, seed)
     *_, last = wb.train(model, task, n_steps=n_steps, learning_rate=rate, warmup=WARMUP, seed=seed)
     return {"has_diverged": last.diverged, "step": last.step if last.diverged else math.nan, "final_loss": last.loss}
 
 
-# ---- pieces of work: each writes its own files, and does nothing where they are already there
+# ---- jobs: each writes its own files, and does nothing if they exist
 
 
 def do_runs(name: str, out: Path) -> str:
-    """The healthy run of one architecture, and the one that breaks it."""
+    """Record the converging and the diverging run of an architecture."""
     start, tried = time.monotonic(), {}
     files = {kind: out / "runs" / f"{_slug(name)}-{kind}.nc" for kind in ("healthy", "diverged")}
     if all(file.exists() for file in files.values()):
@@ -156,7 +157,7 @@ def do_runs(name: str, out: Path) -> str:
 
 
 def do_divergence(name: str, out: Path) -> str:
-    """The rows of the divergence table for one norm."""
+    """Record the rows of the divergence table for one normalization."""
     start, file = time.monotonic(), out / "parts" / f"divergence-{_slug(name)}.nc"
     if file.exists():
         return f"{name}: there already"
@@ -172,7 +173,7 @@ def do_divergence(name: str, out: Path) -> str:
 
 
 def do_initialization(name: str, out: Path) -> str:
-    """Rows of the tables at initialization for one architecture, dim ``seed``."""
+    """Record rows of the tables at initialization for one architecture, dim ``seed``."""
     start, told = time.monotonic(), []
     for table, names in TABLES.items():
         file = out / "parts" / f"{table}-{_slug(name)}.nc"
@@ -192,7 +193,7 @@ PARTS: dict[str, tuple[Callable[[str, Path], str], tuple[str, ...]]] = {
 
 
 def collect(out: Path) -> None:
-    """Put the parts of each table together, and write down how everything was made."""
+    """Combine the parts of each table, and record their origin."""
     for target, names in {
         **{f"initialization/{table}": names for table, names in TABLES.items()},
         "divergence": NORMS,
@@ -219,7 +220,7 @@ def collect(out: Path) -> None:
 
 def _write(data: xr.Dataset, file: Path) -> None:
     with replacing(file) as partial:
-        # Without the encodings of the parts: the width of one part's names would cut those of another.
+        # The encodings of the parts are dropped, because text widths of one part would truncate the names of another.
         data.drop_encoding().to_netcdf(partial, engine="netcdf4")
 
 
@@ -236,7 +237,7 @@ def _work(parts: list[str], out: Path, n_processes: int) -> None:
 
 
 def main() -> None:
-    """Read the command line and make the data."""
+    """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--only", choices=sorted(PARTS))

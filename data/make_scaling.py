@@ -1,12 +1,12 @@
-"""Record how far a ladder of thin or shallow models foretells the explosion edge of a larger one.
+"""Record how well a ladder of narrow or shallow models predicts the explosion edge of a larger one.
 
     python data/make_scaling.py                          # everything, into data/scaling.nc
     python data/make_scaling.py --folder try --only Mamba
 
-For each architecture a ladder up to a quarter of the target's width (or depth), and the target itself, measured with
-the same runs: `workbench.scaling_study` with ``measures_target=True``. The settings below were chosen on ladders of
-Pre-LN, No-Norm and Llama-style models of the seeds 91 and 92, which are not used here. Interrupted, it goes on where it
-stopped.
+For each architecture, a ladder up to a quarter of the target's width (or depth) and the target itself are measured with
+the same runs, by `workbench.scaling_study` with ``measures_target=True``. The settings below were chosen on ladders of
+Pre-LN, No-Norm and Llama-style models with seeds 91 and 92, which are not used here. An interrupted recording is
+resumed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DEPTHS, TARGET_DEPTH, DEEP_WIDTH = (2, 3, 4), 16, 32
 N_STEPS, CHECK_RATE = 100, 3e-3
 VOCABULARY, LENGTH, BATCH_SIZE = 64, 16, 8
 TEXT = {"vocab_size": VOCABULARY, "max_length": LENGTH}
-#: Numbers in a variable that is worth compressing.
+#: Smallest number of values of a variable that is compressed.
 _LARGE = 1000
-#: Heads are as wide as the thinnest model, so that wider ones have more of them.
+#: Heads have the width of the narrowest model, so that wider models have more heads.
 HEADS = {"n_heads": TARGET_WIDTH // WIDTHS[0]}
 MOE = {"family": "moe", "norm": "pre_ln", "n_experts": 4, "top_k": 2}
 LLAMA = {"norm": "rms_norm", "position": "rotary", "mlp": "swiglu", "has_bias": False}
 
-#: Name -> options of the target model, and where they differ from the others, of the study.
+#: Name -> options of the target model, and options of the study that differ from those of the others.
 STUDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Pre-LN": ({"norm": "pre_ln", "n_layers": 4, **HEADS}, {}),
     "No-Norm": ({"norm": "none", "n_layers": 4, **HEADS}, {}),
@@ -61,18 +61,18 @@ STUDIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def task(seed: int) -> wb.tasks.Task:
-    """What every model is trained on."""
+    """Return the task of all models."""
     return wb.tasks.associative_recall(
         length=LENGTH, vocab_size=VOCABULARY, n_pairs=3, batch_size=BATCH_SIZE, seed=seed
     )
 
 
 def study(name: str, **changes: Any) -> xr.Dataset:
-    """The study of one architecture, computed in one thread.
+    """Run the study of one architecture in one thread.
 
     Args:
-        name: Of ``STUDIES``.
-        **changes: Arguments of `scaling_study` other than the recorded ones.
+        name: Name in ``STUDIES``.
+        **changes: Arguments of `scaling_study` that differ from the recorded ones.
     """
     model, options = STUDIES[name]
     of = design({"d_model": TARGET_WIDTH, **TEXT, **model}, name=name)
@@ -101,7 +101,7 @@ def study(name: str, **changes: Any) -> xr.Dataset:
 
 
 def make(folder: Path, names: list[str]) -> dict[str, xr.Dataset]:
-    """The studies, each in a file of its own."""
+    """Run the studies and write each to a separate file."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for name in names:
@@ -117,7 +117,7 @@ def make(folder: Path, names: list[str]) -> dict[str, xr.Dataset]:
 
 
 def collect(studies: Mapping[str, xr.Dataset], file: Path, minutes: float) -> None:
-    """One file of all studies, and how it was made."""
+    """Write all studies to one file, with its origin."""
     first = next(iter(studies.values()))
     per_study = ("design", "parametrization", "target_width", "target_depth", "n_coordinate_steps", "core_seconds")
     names = _in_order(list(studies.values()), "quantity")
@@ -154,7 +154,7 @@ def collect(studies: Mapping[str, xr.Dataset], file: Path, minutes: float) -> No
 
 
 def with_every(data: xr.Dataset, names: list[str]) -> xr.Dataset:
-    """A study with all quantities, NaN where it has none, and a verdict on the coordinate check if there was none."""
+    """Return a study with all quantities, NaN where it lacks one, and a state of a missing coordinate check."""
     data = data.drop_vars(["reason", "scale", "is_supported"]).reindex(quantity=names)
     if "coordinate_state" not in data:
         unknown = {"coordinate_state": "not measured", "coordinate_reason": "", "passes_coordinate_check": False}
@@ -163,7 +163,7 @@ def with_every(data: xr.Dataset, names: list[str]) -> xr.Dataset:
 
 
 def with_trend(data: xr.Dataset) -> xr.Dataset:
-    """A study with its trends fitted anew, so that a change of how they are fitted needs no new runs."""
+    """Return a study with refitted trends, so that a change of the fit needs no new runs."""
     target = int(data.attrs["target_width"]), int(data.attrs["target_depth"])
     trend = extrapolated(
         data, target, largest_reach=float(data.attrs["largest_reach"]), level=float(data.attrs["level"])
@@ -173,17 +173,15 @@ def with_trend(data: xr.Dataset) -> xr.Dataset:
 
 
 def _in_order(parts: list[xr.Dataset], dim: str) -> list[str]:
-    """All names along a dimension, in the order in which the parts have them."""
+    """Return all names along a dimension, in the order of the parts."""
     return list(dict.fromkeys(name for part in parts if dim in part.coords for name in part[dim].values.tolist()))
 
 
 def main() -> None:
-    """Read the command line and make the data."""
+    """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
-    parser.add_argument(
-        "--folder", type=Path, default=here / "parts" / "scaling", help="where the parts are kept meanwhile"
-    )
+    parser.add_argument("--folder", type=Path, default=here / "parts" / "scaling", help="folder of the temporary parts")
     parser.add_argument("--out", type=Path, default=here / "scaling.nc")
     parser.add_argument("--only", choices=list(STUDIES))
     args = parser.parse_args()

@@ -1,12 +1,13 @@
-"""Record the sweep behind the tables of Koopman Spectral Shaping: which control keeps which run alive, at what price.
+"""Record the sweep of the tables of Koopman Spectral Shaping: which runs converge under which control, and its cost.
 
     python data/make_shaping.py                              # everything, into data/shaping.nc; resumable
-    python data/make_shaping.py --only controls --out try    # one study, elsewhere
+    python data/make_shaping.py --only controls --out try    # one study, into another folder
 
-Every run trains a No-Norm transformer (width 64, 4 layers) on associative recall, 400 steps of AdamW after a warm-up of
-50, one thread, two runs at a time. Studies: `controls` (no control, clipping, published and best KSS on nine rates and
-six seeds), `tables` (the baselines and combinations of the paper on three of the rates and three of the seeds) and
-`doses` (variants and doses of KSS on three of the rates and two seeds of their own). No seed was used for tuning.
+Every run trains a No-Norm transformer (width 64, 4 layers) on associative recall for 400 steps of AdamW with a warm-up
+of 50 steps, in one thread, two runs at a time. There are three studies: `controls` (no control, clipping, published and
+best KSS at nine rates with six seeds), `tables` (the baselines and combinations of the paper at three of the rates with
+three of the seeds) and `doses` (variants and doses of KSS at three of the rates with two other seeds). No seed was used
+for tuning.
 """
 
 from __future__ import annotations
@@ -35,29 +36,29 @@ from workbench.koopman.spectra import RankWarning
 MODEL = {"norm": "none", "d_model": 64, "n_layers": 4, "n_heads": 4, "vocab_size": 16, "max_length": 8}
 TASK = {"length": 8, "vocab_size": 16, "n_pairs": 2, "batch_size": 32}
 N_STEPS, WARMUP = 400, 50
-#: Evenly spaced in the logarithm, across the explosion edge.
+#: Rates with even logarithmic spacing across the explosion edge.
 RATES = (0.002, 0.0026, 0.0033, 0.0043, 0.0056, 0.0072, 0.0093, 0.012, 0.0155)
 SEEDS = (1, 2, 3, 4, 5, 6)
-#: Of the studies with more controls and fewer runs.
+#: Rates and seeds of the studies with more controls and fewer runs.
 FEWER_RATES = (0.0043, 0.0056, 0.0072)
 FEWER_SEEDS, DOSE_SEEDS = (1, 2, 3), (11, 12)
-#: What was looked at to choose the best variant; in no table.
+#: Seeds with which the best variant was chosen; they are in no table.
 TUNING_SEEDS = (100, 101, 102)
 
 
 def published(strength: float = 0.15, **options: Any) -> KSS:
-    """The paper's KSS at another strength, or with another penalty."""
+    """Return the KSS of the paper with another strength or penalty."""
     return KSS(strength=strength, options=KSSOptions(penalty=PenaltyShape(**options)))
 
 
 def penalty(strength: float, interval: int, coupling: str = "gradient", n_snapshots: int = 256, **shape: Any) -> KSS:
-    """KSS on all layers, at a dose that acts."""
+    """Return KSS on all layers with a penalty at an effective dose."""
     options = KSSOptions(n_snapshots=n_snapshots, coupling=coupling, penalty=PenaltyShape(**shape))
     return KSS(strength=strength, interval=interval, layers="all", options=options)
 
 
 def trust_region(interval: int = 1, **region: Any) -> KSS:
-    """The best variant, changed."""
+    """Return the best variant with changed options."""
     best = KSS.recommended()
     return KSS(
         strength=best.strength,
@@ -123,7 +124,7 @@ STUDIES = {
 
 
 def outcome(study: str, control: str, rate: float, seed: int, *, n_steps: int = N_STEPS) -> dict[str, Any]:
-    """How one run ends."""
+    """Return the outcome of one run."""
     start = time.monotonic()
     baseline, make_kss = STUDIES[study][0][control]
     model, settings = wb.baselines.controls()[baseline].prepare(lambda: wb.zoo.transformer(**MODEL, seed=seed), rate)
@@ -147,8 +148,8 @@ def outcome(study: str, control: str, rate: float, seed: int, *, n_steps: int = 
 
 
 def near_unit_mass(model: torch.nn.Module, task: Any) -> float:
-    """M over the layers, in 32 leading directions; NaN where a run has left no spectrum."""
-    warnings.simplefilter("ignore", RankWarning)  # eight positions and sixteen tokens span 20 directions at most
+    """Return M averaged over the layers, in 32 leading directions; NaN if there is no spectrum."""
+    warnings.simplefilter("ignore", RankWarning)  # eight positions and sixteen tokens span at most 20 directions
     try:
         spectra = wb.profile(wb.baselines.plain_copy(model), task.probe(512), rank=32, n_workers=1, progress=False)
     except wb.errors.SnapshotError:
@@ -157,7 +158,7 @@ def near_unit_mass(model: torch.nn.Module, task: Any) -> float:
 
 
 def do_run(study: str, control: str, rate: float, seed: int, out: Path) -> str:
-    """One run into a file of its own; nothing if it is there."""
+    """Record a run in a separate file, unless it exists."""
     name = "_".join("".join(c if c.isalnum() else " " for c in f"{control} {rate} {seed}".lower()).split())
     file = out / "parts" / study / f"{name}.json"
     if file.exists():
@@ -171,7 +172,7 @@ def do_run(study: str, control: str, rate: float, seed: int, out: Path) -> str:
 
 
 def jobs(studies: list[str]) -> list[tuple[str, str, float, int]]:
-    """All runs of some studies."""
+    """Return all runs of the given studies."""
     found = []
     for study in studies:
         controls, rates, seeds = STUDIES[study]
@@ -180,7 +181,7 @@ def jobs(studies: list[str]) -> list[tuple[str, str, float, int]]:
 
 
 def collect(out: Path) -> None:
-    """Put all runs into one file, and write down how they were made."""
+    """Combine all runs in one file, with its origin."""
     rows = [json.loads(file.read_text()) for file in sorted((out / "parts").glob("*/*.json"))]
     order = {job: i for i, job in enumerate(jobs(list(STUDIES)))}
     rows = [row for row in rows if _job(row) in order]
@@ -214,7 +215,7 @@ def _job(row: dict[str, Any]) -> tuple[str, str, float, int]:
 
 
 def main() -> None:
-    """Read the command line and make the data."""
+    """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
     parser.add_argument("--only", choices=sorted(STUDIES))

@@ -1,17 +1,17 @@
-"""Record the sweep behind the risk model: at which rates architectures diverge, and what their spectra were.
+"""Record the sweep of the risk model: the learning rates at which architectures diverge, and their initial spectra.
 
     python data/make_sweep.py                        # everything, into data/divergence_sweep.nc
     python data/make_sweep.py --folder try --only norms
 
-Four studies of short runs (120 steps), every run from settings to row as `wb.sweeps.run` makes it:
+There are four studies of short runs (120 steps), all run by `wb.sweeps.run`:
 
-- ``norms``: the six normalizations of RKSP Table 1 at one init scale, at rates that break No-Norm;
+- ``norms``: the six normalizations of RKSP Table 1 at one init scale, at rates at which No-Norm diverges;
 - ``scales``: the same at four other init scales;
-- ``fit`` and ``held out``: cells (an architecture of some size, a task, a batch, an optimizer, a schedule) drawn at
-  random, each with runs on a coarse ladder of rates and then on a fine one around the rate where it breaks. Sizes, init
-  scales and seeds of ``held out`` occur nowhere in ``fit``.
+- ``fit`` and ``held out``: cells (architecture, size, task, batch, optimizer and schedule) drawn at random, each with
+  runs on a coarse ladder of rates and then on a fine one around the rate at which it diverges. Sizes, init scales and
+  seeds of ``held out`` do not occur in ``fit``.
 
-Interrupted, it goes on where it stopped.
+An interrupted recording is resumed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NORM_RATES = (0.015, 0.02, 0.03)
 NORM_SEEDS = tuple(range(11, 21))
 SCALES, SCALE_SEEDS = (0.005, 0.05, 0.1, 0.2), (21, 22)
 
-#: Architecture -> its options, and how many cells are drawn for fitting and held out.
+#: Architecture -> options, and numbers of cells for the fit and held out.
 ARCHITECTURES: dict[str, tuple[dict[str, Any], int, int]] = {
     "Pre-LN": ({"norm": "pre_ln"}, 4, 2),
     "Post-LN": ({"norm": "post_ln"}, 4, 2),
@@ -67,7 +67,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], int, int]] = {
     "Mamba": ({"family": "mamba"}, 2, 1),
     "ViT": ({"family": "vit", "norm": "pre_ln"}, 3, 1),
 }
-#: What a cell is drawn from: widths, depths and init scales by study, all else by both.
+#: Values from which cells are drawn: widths, depths and init scales by study, all others for both studies.
 SIZES = {
     "fit": {"d_model": (24, 48, 96), "n_layers": (2, 4, 6), "init_std": (0.02, 0.05, 0.1)},
     "held out": {"d_model": (32, 64), "n_layers": (3, 5), "init_std": (0.03, 0.07)},
@@ -79,7 +79,7 @@ TASKS = (
     {"name": "text_bytes", "length": LENGTH},
 )
 BATCHES, WARMUPS, SCHEDULES = (4, 16, 32), (0, 10, 30), ("constant", "cosine", "linear")
-#: Name, options, and the first and last rate of the coarse ladder; half of the cells have AdamW.
+#: Name, options, and the first and last rate of the coarse ladder; half of the cells use AdamW.
 OPTIMIZERS: tuple[tuple[str, dict[str, Any], tuple[float, float]], ...] = (
     ("AdamW", {"fused": True}, (5e-4, 4.0)),
     ("AdamW", {"fused": True, "betas": [0.9, 0.95], "weight_decay": 0.1}, (5e-4, 4.0)),
@@ -87,14 +87,14 @@ OPTIMIZERS: tuple[tuple[str, dict[str, Any], tuple[float, float]], ...] = (
     ("SGD", {"fused": True, "momentum": 0.9}, (3e-3, 300.0)),
 )
 N_COARSE = 9
-#: Multiples of the rate in the middle of the last coarse rate that was borne and the first that was not.
+#: Multiples of the rate halfway between the last coarse rate that converged and the first that diverged.
 FINE = (0.5, 0.7, 1.0, 1.4, 2.0)
-#: One seed on the coarse ladder, three on the fine one.
+#: Seeds: one on the coarse ladder, three on the fine one.
 SEEDS = {"fit": (1, (2, 3, 4)), "held out": (101, (102, 103, 104))}
 
 
 def norm_runs(study: str) -> list[wb.sweeps.RunSettings]:
-    """The normalizations at one init scale, or at others."""
+    """Return the runs of the normalizations at one init scale, or at others."""
     scales, seeds = ((0.02,), NORM_SEEDS) if study == "norms" else (SCALES, SCALE_SEEDS)
     return wb.sweeps.grid(
         NORMS,
@@ -111,7 +111,7 @@ def norm_runs(study: str) -> list[wb.sweeps.RunSettings]:
 
 
 def cells(study: str) -> list[dict[str, Any]]:
-    """Cells drawn at random: everything of a run but rate and seed, and the ladder of rates."""
+    """Return cells drawn at random: all settings of a run except rate and seed, and the ladder of rates."""
     generator = np.random.default_rng(6 if study == "fit" else 7)
     return [
         _cell(name, options, SIZES[study], generator)
@@ -143,14 +143,14 @@ def _cell(
     else:
         model |= {"vocab_size": 256 if task["name"] == "text_bytes" else VOCABULARY, "max_length": LENGTH}
     if options.get("family") in ("mamba", "kan"):
-        model["n_layers"] = min(model["n_layers"], 3)  # several times as slow as the others
+        model["n_layers"] = min(model["n_layers"], 3)  # several times slower than the others
     if options.get("family") not in ("mamba", "vit"):
         model["n_heads"] = 4
     return {"architecture": name, "model": model, "task": task, "training": training, "ends": ends}
 
 
 def ladder_runs(study: str, coarse: xr.Dataset | None = None) -> list[wb.sweeps.RunSettings]:
-    """Runs of all cells on the coarse ladder or, given how those ended, on the fine one."""
+    """Return runs of all cells on the coarse ladder or, given its outcomes, on the fine one."""
     first, others = SEEDS[study]
     runs = []
     for i, cell in enumerate(cells(study)):
@@ -167,14 +167,14 @@ def ladder_runs(study: str, coarse: xr.Dataset | None = None) -> list[wb.sweeps.
 
 
 def edge(rates: np.ndarray, has_diverged: np.ndarray) -> float:
-    """The middle of the first rate that diverged and the one before it; half a rung beyond the ladder if none did."""
+    """Return the midpoint of the first diverged rate and the one before; half a step beyond the ladder if none did."""
     half = np.sqrt(rates[1] / rates[0])
     first = int(np.argmax(has_diverged)) if has_diverged.any() else len(rates)
     return float(rates[first] / half) if first < len(rates) else float(rates[-1] * half)
 
 
 def make(folder: Path, only: str | None, n_workers: int) -> list[xr.Dataset]:
-    """All studies, each in stores of its own."""
+    """Record all studies, each in separate stores."""
     found = [
         wb.sweeps.run(norm_runs(study), folder / f"{study}.zarr", n_workers=n_workers)
         for study in ("norms", "scales")
@@ -190,14 +190,14 @@ def make(folder: Path, only: str | None, n_workers: int) -> list[xr.Dataset]:
 
 
 def collect(sweeps: list[xr.Dataset], file: Path, minutes: float) -> None:
-    """One file of all studies, and how it was made."""
+    """Write all studies to one file, with its origin."""
     seeds = {"norms": NORM_SEEDS, "scales": SCALE_SEEDS, **SEEDS}
     about = {"call": "python data/make_sweep.py", "n_steps": N_STEPS, "seeds": json.dumps(seeds)}
     write(wb.sweeps.join(sweeps), file, about | {"minutes": round(minutes, 1)}, sweeps[0].attrs)
 
 
 def write(runs: xr.Dataset, file: Path, about: dict[str, Any], first: dict[str, Any]) -> None:
-    """Write a sweep as a compressed netCDF file: with what is said of it, and the versions of its first part."""
+    """Write a sweep as a compressed netCDF file with a description and the versions of its first part."""
     if "eigenvalue" in runs:
         eigenvalue = runs["eigenvalue"]
         runs = runs.drop_vars("eigenvalue")
@@ -216,10 +216,10 @@ def write(runs: xr.Dataset, file: Path, about: dict[str, Any], first: dict[str, 
 
 
 def main() -> None:
-    """Read the command line and make the data."""
+    """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).parent
-    parser.add_argument("--folder", type=Path, default=here / "sweeps", help="where the stores are kept meanwhile")
+    parser.add_argument("--folder", type=Path, default=here / "sweeps", help="folder of the temporary stores")
     parser.add_argument("--out", type=Path, default=here / "divergence_sweep.nc")
     parser.add_argument("--only", choices=("norms", "scales", "fit", "held out"))
     parser.add_argument("--workers", type=int, default=2)

@@ -1,9 +1,9 @@
-"""Designs with a planted fault, and what each is compared with: the same design without it.
+"""Designs with an injected fault, each compared with the same design without it.
 
-Every design is small enough to be trained at its own size, so that whether it fails is measured, not assumed: it fails
-if it diverges, or if at the end it has not reached the loss that the sound design has after four fifths of the updates
-(so it is not useful, as `workbench.rates` defines it). Bases are of families of `trained_designs`, and are held out
-with them.
+Every design is small enough to be trained at full size, so that its failure is measured rather than assumed. It fails
+if it diverges, or if at the end it has not reached the loss of the healthy design after four fifths of the updates (it
+is then not useful in the sense of `workbench.rates`). Base designs belong to families of `trained_designs` and are held
+out with them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "n
 
 @dataclass(frozen=True)
 class Base:
-    """A sound design, and the peak rate of AdamW at which it learns well.
+    """A healthy design, and the peak learning rate of AdamW at which it learns well.
 
     Attributes:
-        name: Its name.
-        family: What it is held out with.
-        options: As `wb.design` takes them.
-        rate: Peak rate.
+        name: Name of the design.
+        family: Family with which the design is held out.
+        options: Source for `wb.design`.
+        rate: Peak learning rate.
     """
 
     name: str
@@ -81,14 +81,14 @@ BASES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One kind of fault.
+    """A kind of fault.
 
     Attributes:
-        name: Its name.
-        plant: Changes a fresh model in place; None: the model is sound.
-        rate: Factor of the planned rate.
+        name: Name of the fault.
+        plant: Function that changes an initialized model in place; None if the model is healthy.
+        rate: Factor of the planned learning rate.
         training: Other changes to the training.
-        needs: Part of a module's class name that a base must have for the fault to exist; empty: any.
+        needs: Part of a module's class name that a base design must have; empty if the fault applies to all.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Fault:
     needs: str = ""
 
 
-#: Parts of the names of matrices that write into the stream.
+#: Parts of the names of matrices that write into the residual stream.
 _OUTPUTS = ("o_proj", "down_proj", "out", "dense_4h_to_h", "attention.dense", "fc2", "w2")
 
 
@@ -114,7 +114,7 @@ def large_initialization(model: nn.Module) -> None:
 
 
 def tiny_initialization(model: nn.Module) -> None:
-    """Draw all matrices a thousand times as small, and the embeddings."""
+    """Draw all matrices and embeddings a thousand times as small."""
     for weight in model.parameters():
         if weight.ndim >= 2:
             weight.mul_(1e-3)
@@ -148,21 +148,21 @@ def sharp_attention(model: nn.Module) -> None:
 
 
 def embedding_multiplier(model: nn.Module) -> None:
-    """Draw embeddings a thousand times as large, so that branches do not count beside them."""
+    """Draw embeddings a thousand times as large, so that the branches are negligible."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.weight.mul_(1000)
 
 
 def residual_multiplier(model: nn.Module) -> None:
-    """Scale what every branch writes into the stream by 1e-4."""
+    """Scale the output of every branch by 1e-4."""
     for name, weight in _matrices(model):
         if any(part in name for part in _OUTPUTS):
             weight.mul_(1e-4)
 
 
 def tied_at_unit_scale(model: nn.Module) -> None:
-    """Give the head the rows of an embedding of unit spread."""
+    """Tie the head to an embedding with unit standard deviation."""
     table = next(each for each in model.modules() if isinstance(each, nn.Embedding) and len(each.weight) == 256)
     table.weight.normal_(0, 1, generator=torch.Generator().manual_seed(0))
     heads = [each for each in model.modules() if isinstance(each, nn.Linear) and len(each.weight) == 256]
@@ -170,14 +170,14 @@ def tied_at_unit_scale(model: nn.Module) -> None:
 
 
 def saturated_router(model: nn.Module) -> None:
-    """Draw routers so large, and with one common direction, that one expert takes all tokens."""
+    """Draw large routers with a common direction, so that one expert receives all tokens."""
     for name, weight in model.named_parameters():
         if "gate.weight" in name or "router" in name:
             weight.mul_(300)
 
 
 def unconstrained_stream(model: nn.Module) -> None:
-    """Mix the channels of the stream before every block by a matrix that is not constrained to a gain of one."""
+    """Mix the channels of the stream before every block by a matrix without a constraint to a gain of one."""
     for i, block in enumerate(_blocks(model)):
         width = next(p.shape[-1] for n, p in block.named_parameters() if p.ndim >= 2)
         mixing = torch.randn(width, width, generator=torch.Generator().manual_seed(i)) / width**0.5 * 1.6
@@ -189,7 +189,7 @@ def unconstrained_stream(model: nn.Module) -> None:
 
 
 def large_epsilon(model: nn.Module) -> None:
-    """Set the constant below the root of every normalization to 1e6, which takes its effect away."""
+    """Set the eps of every normalization to 1e6, which removes its effect."""
     for module in model.modules():
         for name in ("eps", "variance_epsilon"):
             if "Norm" in type(module).__name__ and hasattr(module, name):
@@ -219,12 +219,12 @@ FAULTS = (
 
 
 def base_of(name: str) -> Base:
-    """The base of a name."""
+    """Return the base design of a name."""
     return next(each for each in BASES if each.name == name)
 
 
 def build(base: Base, fault: Fault | None, seed: int) -> nn.Module:
-    """A fresh model, with the fault planted."""
+    """Return an initialized model with the injected fault."""
     model = wb.design(base.options).build(seed=seed)
     if fault is not None and fault.plant is not None:
         with torch.no_grad():
@@ -233,7 +233,7 @@ def build(base: Base, fault: Fault | None, seed: int) -> nn.Module:
 
 
 def applies(base: Base, fault: Fault) -> bool:
-    """Whether a base has the part that the fault is planted in."""
+    """Return whether a base design has the part that the fault changes."""
     if not fault.needs:
         return True
     return any(fault.needs in type(module).__name__ for module in build(base, None, 0).modules())

@@ -1,8 +1,9 @@
 """The designs of the study of learning rates: architectures, their families, and the setups they are trained with.
 
-A design is everything of a run but its learning rate and seed. Families are divided into three sets before anything is
-measured: on "fit" models and methods are fitted, on "choose" they are chosen, and "locked" is read once, at the end.
-Families share parts: OLMo 2, Qwen 3-Next and nGPT normalize queries and keys too, as the family QK-norm does.
+A design consists of all settings of a run except learning rate and seed. Families are divided into three sets before
+the first measurement: models and methods are fitted to the training set ("fit") and chosen on the validation set
+("choose"), and the test set ("locked") is read once at the end. Families share parts: OLMo 2, Qwen 3-Next and nGPT also
+normalize queries and keys, like the family QK-norm.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture of the study.
+    """An architecture of the study.
 
     Attributes:
-        name: Its name in tables.
-        family: What it is held out with.
-        options: Options of `wb.zoo.ArchitectureConfig`; of a configuration of transformers, with its ``model_type``; or
-            of a function of this module, under ``make``.
-        n_layers: Blocks at most, of those that are slow.
-        d_model: Width at most, likewise.
+        name: Name in tables.
+        family: Family with which the architecture is held out.
+        options: Options of `wb.zoo.ArchitectureConfig`; of a configuration of transformers with its ``model_type``; or
+            of a function of this module under ``make``.
+        n_layers: Maximum number of blocks of slow architectures.
+        d_model: Maximum width of slow architectures.
     """
 
     name: str
@@ -125,15 +126,15 @@ WARMUPS, WIDTHS, DEPTHS = (10, 30, 90), (48, 64, 96), (2, 3, 4)
 
 @dataclass(frozen=True)
 class Design:
-    """Everything of a run but its rate and seed.
+    """All settings of a run except rate and seed.
 
     Attributes:
-        architecture: Its architecture.
+        architecture: The architecture.
         set: "fit", "choose" or "locked".
         optimizer: Name in ``OPTIMIZERS``.
         model: Options of the model, as in `wb.sweeps.RunSettings`.
-        task: The task, likewise.
-        training: Fields of the training plan but the rate, likewise.
+        task: The task, as in `wb.sweeps.RunSettings`.
+        training: Fields of the training plan except the rate, as in `wb.sweeps.RunSettings`.
     """
 
     architecture: Architecture
@@ -145,12 +146,12 @@ class Design:
 
     @property
     def coarse(self) -> list[int]:
-        """The k of the coarse rates, three apart."""
+        """Return the indices k of the coarse rates, three apart."""
         first, last = OPTIMIZERS[self.optimizer][3]
         return list(range(first, last + 1, 3))
 
     def run(self, k: int, seed: int, *, n_steps: int | None = None, **options: Any) -> wb.sweeps.RunSettings:
-        """The run at a rate; of the design's own number of updates unless another is given."""
+        """Return the run at a rate, with the design's number of updates unless another is given."""
         training = {**self.training, "learning_rate": rate_of(k)} | ({} if n_steps is None else {"n_steps": n_steps})
         return wb.sweeps.RunSettings(
             architecture=self.architecture.name,
@@ -164,7 +165,7 @@ class Design:
 
 
 def designs() -> list[Design]:
-    """All designs: each architecture with a common setup, 3 blocks 64 wide with AdamW on text, and with a drawn one."""
+    """Return all designs: each architecture with a common setup (3 blocks of width 64, AdamW, text) and a drawn one."""
     generator = np.random.default_rng(SEED_OF_SETUPS)
     set_of = {family: name for name, families in FAMILIES.items() for family in families}
     found = []
@@ -216,7 +217,7 @@ def _design(architecture: Architecture, set_name: str, n_layers: int, setup: dic
 def from_transformers(
     *, model_type: str, d_model: int, n_layers: int, vocab_size: int, seed: int, **options: Any
 ) -> Any:
-    """A model of transformers with 4 heads, from its configuration alone, without dropout."""
+    """Return a model of transformers with 4 heads and no dropout, from its configuration."""
     import transformers
 
     config = transformers.AutoConfig.for_model(model_type, vocab_size=vocab_size)
@@ -249,7 +250,7 @@ def from_transformers(
 
 
 class DynamicTanh(nn.Module):
-    """gamma tanh(alpha x) + beta in place of a normalization (Zhu et al. 2025, arXiv:2503.10622)."""
+    """Dynamic tanh, gamma tanh(alpha x) + beta, in place of a normalization (Zhu et al. 2025, arXiv:2503.10622)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -257,24 +258,24 @@ class DynamicTanh(nn.Module):
         self.gamma, self.beta = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Like ``x``."""
+        """Return the output with the shape of ``x``."""
         return self.gamma * torch.tanh(self.alpha * x) + self.beta
 
 
 class ScaledEmbedding(nn.Embedding):
-    """An embedding times a learned number that begins at the root of the width, as DyT's language models have."""
+    """Embedding with a learned factor that starts at the square root of the width, as in DyT's language models."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(*weight.shape, _weight=weight)
         self.scale = nn.Parameter(torch.tensor(math.sqrt(weight.shape[1])))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Shape (..., feature)."""
+        """Return the scaled embeddings, shape (..., feature)."""
         return self.scale * super().forward(tokens)
 
 
 def dyt(*, seed: int, **options: Any) -> nn.Module:
-    """A Pre-LN transformer with `DynamicTanh` in place of each LayerNorm, and a `ScaledEmbedding`."""
+    """Return a Pre-LN transformer with `DynamicTanh` in place of each LayerNorm, and a `ScaledEmbedding`."""
     model = wb.zoo.transformer("pre_ln", max_length=LENGTH, seed=seed, **options)
     model.token_embedding = ScaledEmbedding(model.token_embedding.weight.detach())
     for block in model.blocks:
@@ -284,7 +285,7 @@ def dyt(*, seed: int, **options: Any) -> nn.Module:
 
 
 class UnitLinear(nn.Module):
-    """A linear map whose weight vectors along the stream's dimension have length 1, also after each update."""
+    """Linear map whose weight vectors along the dimension of the stream have norm 1, also after each update."""
 
     def __init__(self, n_in: int, n_out: int, *, dim: int) -> None:
         super().__init__()
@@ -292,15 +293,15 @@ class UnitLinear(nn.Module):
         self.weight = nn.Parameter(functional.normalize(torch.randn(n_out, n_in), dim=dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shape (..., n_out)."""
-        if self.training:  # the paper normalizes after each update, which is before the next forward pass
+        """Return the output, shape (..., n_out)."""
+        if self.training:  # the paper normalizes after each update, equivalent to before the next forward pass
             with torch.no_grad():
                 self.weight.copy_(functional.normalize(self.weight, dim=self.dim))
         return functional.linear(x, functional.normalize(self.weight, dim=self.dim))
 
 
 class UnitBlock(nn.Module):
-    """A block of nGPT: both branches move a unit vector along the hypersphere (Loshchilov et al. 2024, Eq. 10, 11)."""
+    """Block of nGPT, whose branches move a unit vector along the hypersphere (Loshchilov et al. 2024, Eq. 10, 11)."""
 
     def __init__(self, width: int, n_heads: int, n_layers: int) -> None:
         super().__init__()
@@ -311,13 +312,13 @@ class UnitBlock(nn.Module):
         self.down = UnitLinear(4 * width, width, dim=0)
         self.query_scale = nn.Parameter(torch.full((width,), self.scale))
         self.up_scale, self.gate_scale = nn.Parameter(torch.ones(4 * width)), nn.Parameter(torch.ones(4 * width))
-        # The steps begin at 1 / n_layers; they and the scales of queries are stored times width ** -0.5, as there.
+        # As in the paper, steps start at 1 / n_layers; steps and query scales are stored multiplied by width ** -0.5.
         self.attention_step = nn.Parameter(torch.full((width,), self.scale))
         self.mlp_step = nn.Parameter(torch.full((width,), self.scale))
         self.start = 1 / (n_layers * self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Like ``x``, on the unit sphere."""
+        """Return states on the unit sphere with the shape of ``x``."""
         unit = functional.normalize
         q, k, v = (
             part(x).unflatten(-1, (self.n_heads, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)
@@ -333,7 +334,7 @@ class UnitBlock(nn.Module):
 
 
 class NormalizedTransformer(nn.Module):
-    """nGPT, with every representation on the unit sphere (Loshchilov et al. 2024, arXiv:2410.01131)."""
+    """nGPT, with all representations on the unit sphere (Loshchilov et al. 2024, arXiv:2410.01131)."""
 
     def __init__(self, vocab_size: int, d_model: int, n_layers: int, n_heads: int) -> None:
         super().__init__()
@@ -344,7 +345,7 @@ class NormalizedTransformer(nn.Module):
         self.start = d_model**0.5
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits, shape (batch, token, vocabulary)."""
+        """Return logits, shape (batch, token, vocabulary)."""
         x = functional.normalize(self.embedding(tokens), dim=-1)
         for block in self.blocks:
             x = block(x)
@@ -352,7 +353,7 @@ class NormalizedTransformer(nn.Module):
 
 
 def ngpt(*, vocab_size: int, d_model: int, n_layers: int, n_heads: int, seed: int) -> nn.Module:
-    """An nGPT with fresh weights."""
+    """Return an initialized nGPT."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return NormalizedTransformer(vocab_size, d_model, n_layers, n_heads)

@@ -1,14 +1,14 @@
-"""Record the runs of the study behind the alarms; resumable, one file a run; runs of early_warning.nc are not repeated.
+"""Record the runs of the study of alarms, one file per run; resumable, and runs of early_warning.nc are not repeated.
 
     python data/record_warnings.py --set fit            # healthy runs with their faults, then late failures
     python data/record_warnings.py --set examples       # short runs with faults, which the attribution is fitted to
     python data/record_warnings.py --set locked --plans 3 10 --device cuda    # more healthy runs, on a GPU
 
-Every run has a recorder with its default cadence, and alarms, which make it check arithmetic and gradients once more.
-A faulted run is its healthy control up to the first step of the fault: it continues in a copy of the control's process.
-It ends soon after its loss is visibly worse: its mean over 50 steps is above that of the control by three standard
-deviations of the control's means over 50 steps, for 200 steps. A late failure is visible where the mean over 250 steps
-is above the smallest one before by three such deviations of the first 1,000 steps, to the end.
+Every run has a recorder with its default cadence, and alarms, which request additional checks of arithmetic and
+gradients. A run with a fault equals its healthy control up to the first step of the fault, and continues in a copy of
+the control's process. It ends soon after its loss is visibly worse: its mean over 50 steps exceeds that of the control
+by three standard deviations of the control's means over 50 steps, for 200 steps. A late failure is visible if the mean
+over 250 steps exceeds the smallest previous one by three such deviations of the first 1,000 steps, until the end.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from workbench.koopman.spectra import RankWarning
 
 TABLE = Path(__file__).parent / "early_warning.nc"
 WINDOW, N_DEVIATIONS, LASTING = 50, 3.0, 200
-#: The control's means are compared with its own trend over so many steps.
+#: Number of steps of the trend with which the control's means are compared.
 TREND = 250
-#: Steps after the onset, of faults that the logged settings give away and of others.
+#: Number of steps after the onset, for faults that the logged settings reveal and for others.
 HORIZON = {True: 100, False: 1000}
 HORIZON_OF_EXAMPLES = 100
 
 
 def means(loss: np.ndarray, window: int = WINDOW) -> np.ndarray:
-    """Mean over the last steps, shape (step,); NaN before there are so many."""
+    """Return the mean over the last ``window`` steps, shape (step,); NaN for the first steps."""
     sums = np.cumsum(np.insert(np.asarray(loss, dtype=float), 0, 0.0))
     found = np.full(len(loss), np.nan)
     found[window - 1 :] = (sums[window:] - sums[:-window]) / window
@@ -60,15 +60,18 @@ def means(loss: np.ndarray, window: int = WINDOW) -> np.ndarray:
 
 
 def deviation(loss: np.ndarray) -> float:
-    """Standard deviation of a healthy run's means over `WINDOW` steps around their trend, from step 200 on, in nats."""
+    """Return the standard deviation of a healthy run's means over `WINDOW` steps around their trend, in nat.
+
+    The first 200 steps are excluded.
+    """
     short, trend = means(loss), means(loss, TREND)
-    shift = (TREND - WINDOW) // 2  # both centred on the same step
+    shift = (TREND - WINDOW) // 2  # both centered on the same step
     left = short[TREND:-shift] - trend[TREND + shift :]
     return float(np.std(left[np.isfinite(left)]))
 
 
 def late_harm(losses: list[float]) -> int | None:
-    """First step from which a run is visibly worse than it was before, to its end; None: it is not."""
+    """Return the first step from which a run remains visibly worse than before until its end; None if there is none."""
     long = means(np.array(losses), TREND)
     best = np.fmin.accumulate(np.where(np.isnan(long), np.inf, long))
     is_worse = long > best + N_DEVIATIONS * deviation(np.array(losses[:1000]))
@@ -77,14 +80,14 @@ def late_harm(losses: list[float]) -> int | None:
 
 
 class Harm:
-    """Whether a run is visibly worse than its control, step by step.
+    """Check step by step whether a run is visibly worse than its control.
 
     Args:
         control: Losses of the control.
         losses: Losses of the run so far.
 
     Attributes:
-        since: First step of the present stretch of visibly worse means; None: there is none.
+        since: First step of the current sequence of visibly worse means; None if there is none.
     """
 
     def __init__(self, control: np.ndarray, losses: list[float]) -> None:
@@ -93,7 +96,7 @@ class Harm:
         self.since: int | None = None
 
     def update(self, step: int, loss: float) -> bool:
-        """Process a loss; whether the harm has lasted."""
+        """Process a loss, and return whether the harm has lasted."""
         self._losses.append(loss)
         is_worse = step < len(self._limit) and float(np.mean(self._losses[-WINDOW:])) > self._limit[step]
         self.since = (step if self.since is None else self.since) if is_worse else None
@@ -101,11 +104,11 @@ class Harm:
 
 
 class Recorded:
-    """A run in training, with all that its recorder observes.
+    """A run in training, with all observations of its recorder.
 
     Args:
-        case: What is trained.
-        device: Where.
+        case: The run to train.
+        device: Device of the training.
     """
 
     def __init__(self, case: Case | LateCase, device: str = "cpu") -> None:
@@ -129,7 +132,7 @@ class Recorded:
             yield record
 
     def save(self, place: Path, visible: int | None = None, **more: Any) -> dict[str, Any]:
-        """Write the observations, what the alarms said (.row), and what came of the run (.json), which is returned."""
+        """Write the observations, the row of the alarms (.row) and the result of the run (.json), which is returned."""
         kept = [(o.step, o.part, dict(o.values), dict(o.coords)) for o in self.observations]
         with replacing(place) as partial, gzip.open(partial, "wb", compresslevel=1) as file:
             pickle.dump(kept, file, protocol=5)
@@ -151,25 +154,25 @@ class Recorded:
 
 
 def loaded(place: Path) -> list[wb.alarms.Observation]:
-    """The observations of a run."""
+    """Return the observations of a run."""
     with gzip.open(place, "rb") as file:
         return [wb.alarms.Observation(*kept) for kept in pickle.load(file)]
 
 
 def place_of(case: Case | LateCase, work: Path) -> Path:
-    """The file of a run's observations."""
+    """Return the file of a run's observations."""
     return work / f"{case.name}.obs"
 
 
 def known(case: Case | LateCase, work: Path) -> dict[str, Any] | None:
-    """What was found of a run that is recorded here, or in the table."""
+    """Return the result of a run from its file or from the table; None if it is not recorded."""
     place = place_of(case, work).with_suffix(".json")
     return json.loads(place.read_text()) if place.exists() else rows_of_table().get(case.name)
 
 
 @functools.cache
 def rows_of_table() -> dict[str, dict[str, Any]]:
-    """Whether runs of the table were harmed, by the name of the run."""
+    """Return whether runs of the table were harmed, by the name of the run."""
     if not TABLE.exists():
         return {}
     with xr.open_dataset(TABLE) as table:
@@ -178,7 +181,7 @@ def rows_of_table() -> dict[str, dict[str, Any]]:
 
 
 def record(case: Case | LateCase, work: Path, device: str = "cpu") -> None:
-    """Train one run without faults."""
+    """Train and record a run without faults."""
     if known(case, work) is None:
         run = Recorded(case, device)
         for _ in run:
@@ -188,7 +191,7 @@ def record(case: Case | LateCase, work: Path, device: str = "cpu") -> None:
 
 
 def record_with_faults(control: Case, faults: list[Case], work: Path) -> None:
-    """Train a control and, from copies of its process, the same run with each fault, by bisection of its dose."""
+    """Train a control and, in copies of its process, the same run with each fault, bisecting the dose."""
     if known(control, work) is not None and all(is_searched(case, work) for case in faults):
         return
     run, waiting = Recorded(control), []
@@ -201,7 +204,7 @@ def record_with_faults(control: Case, faults: list[Case], work: Path) -> None:
 
 
 class Waiting:
-    """A copy of this process that waits to search the doses of a fault, as the control's losses have to be known.
+    """A copy of this process that waits for the losses of the control before it searches the doses of a fault.
 
     Args:
         case: The fault.
@@ -221,14 +224,14 @@ class Waiting:
         os.close(ours)
 
     def go(self) -> None:
-        """Let it search, and wait until it is done."""
+        """Start the search, and wait until it is finished."""
         os.write(self._theirs, b"go")
         os.close(self._theirs)
         wait_for(self._process)
 
 
 def in_a_copy(action: Callable[[], Any]) -> None:
-    """Do something in a forked process, and end it."""
+    """Run a function in a forked process, and end the process."""
     try:
         action()
     except BaseException:  # noqa: BLE001  it must not go on as a second original
@@ -244,7 +247,7 @@ def wait_for(process: int) -> None:
 
 
 def search(case: Case, run: Recorded, work: Path) -> None:
-    """The grossest dose, then the subtlest harmful one by bisection of the doses; every run is kept."""
+    """Run the largest dose, then find the smallest harmful dose by bisection; every run is kept."""
     control = np.array([float(o.values["loss"]) for o in loaded(place_of(case.control, work)) if o.part == "monitors"])
     for dose in doses_of(case, work):
         one = replace(case, dose=dose)
@@ -254,7 +257,7 @@ def search(case: Case, run: Recorded, work: Path) -> None:
 
 
 def doses_of(case: Case, work: Path) -> Iterator[float]:
-    """The doses of a search that are not recorded yet, one at a time: the next follows from what came of this one."""
+    """Yield the unrecorded doses of a search one at a time; the next dose depends on the result of the previous one."""
     if case.is_example:
         yield from () if known(case, work) else (case.dose,)
         return
@@ -275,12 +278,12 @@ def doses_of(case: Case, work: Path) -> Iterator[float]:
 
 
 def is_searched(case: Case, work: Path) -> bool:
-    """Whether all doses of a search are recorded."""
+    """Return whether all doses of a search are recorded."""
     return next(doses_of(case, work), None) is None
 
 
 def branch(case: Case, run: Recorded, control: np.ndarray, work: Path) -> None:
-    """Go on with a fault from its first step on."""
+    """Continue a run with a fault from its first step on."""
     start = case.start or 0
     last_step = start + (HORIZON_OF_EXAMPLES if case.is_example else HORIZON[KINDS[case.kind].is_visible])
     run.case, run.begun = case, time.monotonic()
@@ -295,7 +298,7 @@ def branch(case: Case, run: Recorded, control: np.ndarray, work: Path) -> None:
 
 
 def tell(result: dict[str, Any]) -> None:
-    """What came of a run, in words."""
+    """Print the result of a run."""
     what = f"{result.get('kind') or 'healthy'} {result.get('dose', '')}" if "setup" in result else "late"
     how = result["diverged"] or ("harm" if result["is_harmful"] else "no harm")
     where = f"from {result['start']}, visible {result['visible']}, " if result["start"] is not None else ""
@@ -304,20 +307,20 @@ def tell(result: dict[str, Any]) -> None:
 
 
 def begin(n_threads: int) -> None:
-    """Of a worker process."""
+    """Initialize a worker process."""
     torch.set_num_threads(n_threads)
     threadpool_limits(n_threads)
     warnings.simplefilter("ignore", RankWarning)
 
 
 def main() -> None:
-    """Read the command line and record."""
+    """Read the command line and record the runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("artifacts/warnings"))
     parser.add_argument("--set", choices=("fit", "choose", "locked", "examples"), required=True)
     parser.add_argument("--only", choices=("healthy", "late"))
     parser.add_argument("--plans", type=int, nargs=2, default=(0, 1000), help="first plan, and the one after the last")
-    parser.add_argument("--device", default="cpu", help="of healthy runs without faults")
+    parser.add_argument("--device", default="cpu", help="device of healthy runs without faults")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     work = args.work / args.set
@@ -340,7 +343,7 @@ def main() -> None:
 
 
 def run_all(jobs: list[tuple[Any, ...]], processes: int) -> None:
-    """Run jobs, a function and its arguments each: the longest first, then by the number of the plan."""
+    """Run jobs (function and arguments), the longest first, then by the number of the plan."""
     jobs.sort(key=lambda job: (-len(job[2]) if isinstance(job[2], list) else 0, getattr(job[1], "plan", math.inf)))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=begin, initargs=(1,)) as pool:

@@ -1,9 +1,9 @@
-"""Designs that are known to have trained: published configurations, initializations, peak rates, and where they stand.
+"""Designs that are known to have trained: published configurations, initializations, peak learning rates and sources.
 
-Rates are the published peak rates of AdamW or Adam; None: not published, or of another optimizer. Initializations are
-the published ones where a paper or the code of a training states them, otherwise those of transformers. Families are
-divided into three sets before anything is fitted: on "fit" bands are made, on "choose" numbers and margins are chosen,
-"locked" is read once.
+Rates are the published peak rates of AdamW or Adam; None if not published, or for another optimizer. Initializations
+are the published ones if a paper or the code of the training states them, otherwise those of transformers. Families are
+divided into three sets before any fit: bands are fitted to the training set ("fit"), measurements and margins are
+chosen on the validation set ("choose"), and the test set ("locked") is read once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 import workbench as wb
 from workbench.models.model_sizes import model_sizes
 
-#: Modules that write into the residual stream, by the last part of their name.
+#: Last part of the names of modules that write into the residual stream.
 _OUTPUTS = ("o_proj", "down_proj", "c_proj", "dense_4h_to_h", "out_proj", "fc2", "fc_out", "wo", "w2")
 
 
@@ -27,9 +27,10 @@ class Initialization:
     """Standard deviations of the matrices of a published initialization.
 
     Attributes:
-        name: "config" (as transformers does), "normal" (``std``), "small" (sqrt(2 / (5 width)), and 2 / (blocks
+        name: "config" (that of transformers), "normal" (``std``), "small" (sqrt(2 / (5 width)), and 2 / (blocks
             sqrt(width)) for matrices that write into the stream), "mitchell" (1 / sqrt(fan-in), and 1 / sqrt(2 fan-in
-            blocks) for those), or "mamba" (torch's for linear layers, over sqrt(blocks) for those; embeddings .02).
+            blocks) for those), or "mamba" (torch's default for linear layers, divided by sqrt(blocks) for those;
+            embeddings with 0.02).
         std: Standard deviation.
         scales_outputs: Whether matrices that write into the stream are divided by sqrt(2 blocks).
     """
@@ -46,15 +47,15 @@ MITCHELL = Initialization("mitchell")
 
 @dataclass(frozen=True)
 class Trained:
-    """One design that trained.
+    """A design that trained.
 
     Attributes:
-        name: Its name; that of a known design of `wb.design` where it is one.
-        family: What it is held out with.
-        source: Where it was published.
-        rate: Peak rate.
-        options: Options of transformers with its ``model_type``; empty: a known design.
-        initialization: Of its matrices.
+        name: Name of the design, which is a name of `wb.design` if it is known there.
+        family: Family with which the design is held out.
+        source: Publication of the design.
+        rate: Peak learning rate.
+        options: Options of transformers with its ``model_type``; empty for a known design.
+        initialization: Initialization of its matrices.
     """
 
     name: str
@@ -257,19 +258,19 @@ FAMILIES = tuple(dict.fromkeys(each.family for each in TRAINED))
 
 
 def design_of(each: Trained) -> wb.scaling.Design:
-    """The design at its published size."""
+    """Return the design at its published size."""
     return wb.design(each.options or each.name, name=each.name)
 
 
 def initialize(model: nn.Module, each: Trained, width: int, depth: int, seed: int) -> None:
-    """Draw a thin model's matrices anew, so that its gains are those of the published initialization at full width.
+    """Redraw the matrices of a narrow model so that its gains are those of the published initialization at full width.
 
     Args:
-        model: From `wb.scaling.matched_width`.
+        model: Model from `wb.scaling.matched_width`.
         each: The design.
-        width: Its width.
-        depth: Its blocks.
-        seed: Of the draws.
+        width: Full width of the design.
+        depth: Number of blocks.
+        seed: Seed of the draws.
     """
     how = each.initialization
     if how.name == "config":

@@ -1,8 +1,9 @@
-"""The runs of the study behind the alarms: plans, faults in doses, and failures that arise by themselves.
+"""The runs of the study of alarms: plans, faults with doses, and failures without an injected fault.
 
-Setups, and the families that are held out, are those of the study of failures (failure_cases.py): alarms are made from
-"fit", chosen on "choose", and "locked" judges them. Plans, seeds and first steps of faults are drawn before anything is
-measured. Doses go from gross to subtle; record_warnings.py finds the subtle ones that still do harm by bisection.
+Setups and held-out families are those of the study of failures (failure_cases.py): alarms are fitted to the training
+set ("fit"), chosen on the validation set ("choose") and evaluated on the test set ("locked"). Plans, seeds and first
+steps of faults are drawn before the first measurement. Doses are ordered from large to small; record_warnings.py finds
+the smallest harmful ones by bisection.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import workbench as wb
 from workbench.models.losses import token_loss
 
 SEED = 33
-#: Twelve families that no other study has, each with a rate at which it learns well (best of .003, .01 and .03 in 500
-#: updates). Mostly transformers' own implementations.
+#: Twelve families that no other study has, each with a rate at which it learns well (best of 0.003, 0.01 and 0.03 in
+#: 500 updates). Most are implementations of transformers.
 LOCKED: dict[str, Setup] = {
     "granite bytes": Setup(
         "locked", "Granite", "design",
@@ -83,28 +84,28 @@ LOCKED: dict[str, Setup] = {
         "synthetic_lm", lm(40, 12, 16), 0.008,
     ),
 }  # fmt: skip
-#: The alarms have been judged on the locked setups of the study of failures before, so that here they are for choosing.
+#: The alarms have been evaluated on the test setups of the study of failures before, so here they serve for choosing.
 SETUPS = {
     name: replace(setup, set="choose" if setup.set == "locked" else setup.set)
     for name, setup in SETUPS_OF_FAILURES.items()
 } | LOCKED
-#: Set -> plans drawn for each setup, and updates of each run.
+#: Set -> number of plans drawn for each setup, and updates of each run.
 N_PLANS = {"fit": 5, "choose": 6, "locked": 6}
 N_STEPS = {"fit": 3000, "choose": 3000, "locked": 3000}
-#: Plans of which some have faults; the others are healthy runs alone.
+#: Plans of which some have faults; all others are healthy runs.
 N_FAULTED_PLANS = {"fit": 5, "choose": 6, "locked": 3}
-#: Kinds of faults for each setup; in the locked set those alone that the logged settings do not give away.
+#: Number of kinds of faults for each setup; in the test set without those that the logged settings reveal.
 N_KINDS = {"fit": 6, "choose": 8, "locked": 8}
-#: Updates of runs on text in the locked set: as long as epochs of a small corpus take.
+#: Updates of runs on text in the test set, as many as epochs of a small corpus have.
 N_STEPS_OF_TEXT = 5500
-#: Faults begin somewhere here.
+#: Range of the first steps of faults.
 EARLIEST, LATEST = 400, 900
-#: Updates of runs that may fail by themselves.
+#: Updates of runs that may fail without an injected fault.
 N_STEPS_OF_LATE = 5_000
-#: Updates of runs whose faults are examples for the attribution, and the warm-up of every second of them: some faults
-#: begin while the rate still rises.
+#: Updates of runs whose faults are examples for the attribution, and the warm-up of every second one, so that some
+#: faults begin while the rate still rises.
 N_STEPS_OF_EXAMPLES, LONG_WARMUP = 1000, 500
-#: Number of their plan; no other run has it.
+#: Number of the plan of these runs; no other run has it.
 EXAMPLE_PLAN = 40
 
 
@@ -114,9 +115,9 @@ class Kind:
 
     Attributes:
         cause: Cause that the alarms should name.
-        doses: From gross to subtle.
+        doses: Doses from large to small.
         make: Function from a dose and the first step to faults and callbacks of `wb.train`.
-        is_visible: Whether the logged settings give it away.
+        is_visible: Whether the logged settings reveal the fault.
     """
 
     cause: str
@@ -134,13 +135,13 @@ def _fault(name: str, option: str, **others: Any) -> Callable[[float, int], dict
 
 
 class Changed(wb.Callback):
-    """Something that breaks at a step, and nothing reports it.
+    """Callback that silently changes the training at a step.
 
     Args:
-        what: "weights": the weights of one matrix of the last block are multiplied by the dose. "moments": the
-            optimizer's second moments are divided by it. "loader": from then on the batches of so many steps repeat.
-        dose: How strongly.
-        start: Step at which it happens.
+        what: "weights" multiplies one matrix of the last block by the dose, "moments" divides the second moments of the
+            optimizer by it, and "loader" repeats the batches of that many steps from then on.
+        dose: Strength of the change.
+        start: Step of the change.
     """
 
     name = "changed"
@@ -151,12 +152,12 @@ class Changed(wb.Callback):
         self._step = 0
 
     def describe(self) -> dict[str, Any]:
-        """The settings."""
+        """Return the settings."""
         return {"what": self.what, "dose": self.dose, "start": self.start}
 
     @torch.no_grad()
     def begin_step(self, step: int) -> None:
-        """Break what breaks once."""
+        """Apply the changes that happen once."""
         self._step = step
         if step != self.start:
             return
@@ -169,7 +170,7 @@ class Changed(wb.Callback):
                     state["exp_avg_sq"].div_(self.dose)
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Repeat batches where the loader is stuck."""
+        """Repeat batches if the loader is changed."""
         if self.what != "loader" or self._step < self.start:
             return inputs, targets
         if len(self._kept) < self.dose:
@@ -179,7 +180,7 @@ class Changed(wb.Callback):
 
 
 class Later(wb.Callback):
-    """Nothing, until it becomes the fault of a case."""
+    """Callback that does nothing until it becomes the fault of a case."""
 
     name = "later"
     is_planned = False
@@ -197,31 +198,31 @@ class Later(wb.Callback):
 
     @property
     def rate_factor(self) -> float:
-        """That of the fault."""
+        """Return the rate factor of the fault."""
         return self._fault.rate_factor
 
     def begin_step(self, step: int) -> None:
-        """As the fault."""
+        """Act as the fault."""
         self._fault.begin_step(step)
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """As the fault."""
+        """Act as the fault."""
         return self._fault.change_batch(inputs, targets)
 
     def run_pass(self, one_pass: Any, inputs: Any, targets: Any) -> Any:
-        """As the fault."""
+        """Act as the fault."""
         return self._fault.run_pass(one_pass, inputs, targets)
 
     def around_pass(self) -> Any:
-        """As the fault."""
+        """Act as the fault."""
         return self._fault.around_pass()
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
-        """As the fault."""
+        """Act as the fault."""
         return self._fault.auxiliary_loss(task_loss, auxiliary)
 
     def before_update(self, step: int, numbers: Any) -> None:
-        """As the fault."""
+        """Act as the fault."""
         self._fault.before_update(step, numbers)
 
 
@@ -261,14 +262,14 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run.
+    """A run of the study.
 
     Attributes:
-        setup: Its name.
+        setup: Name of the setup.
         plan: Number of the plan drawn for the setup.
-        kind: Kind of fault; empty: none.
-        dose: Its dose.
-        is_example: Whether it is short, an example for the attribution.
+        kind: Kind of fault; empty if there is none.
+        dose: Dose of the fault.
+        is_example: Whether it is a short run that serves as an example for the attribution.
     """
 
     setup: str
@@ -279,12 +280,12 @@ class Case:
 
     @property
     def set(self) -> str:
-        """The set of its setup."""
+        """Set of the setup."""
         return SETUPS[self.setup].set
 
     @property
     def name(self) -> str:
-        """For a file."""
+        """Name of the run for file names."""
         text = f"{self.setup} {'example' if self.is_example else self.plan}" + (
             f" {self.kind} {self.dose:g}" if self.kind else ""
         )
@@ -292,7 +293,7 @@ class Case:
 
     @property
     def control(self) -> Case:
-        """The same run without its fault."""
+        """The same run without the fault."""
         return replace(self, kind="", dose=math.nan)
 
     @property
@@ -305,17 +306,17 @@ class Case:
 
     @property
     def seed(self) -> int:
-        """Of model, data and training."""
+        """Seed of model, data and training."""
         return 10_000 + 100 * list(SETUPS).index(self.setup) + self.plan
 
 
 def restarting(step: int, *, period: int) -> float:
-    """A schedule of cosine waves, each as high as the first."""
+    """Return the factor of a schedule of cosine waves of equal height."""
     return 0.05 + 0.475 * (1 + math.cos(math.pi * (step % period) / period))
 
 
 def plan_of(case: Case) -> dict[str, Any]:
-    """Keywords of `wb.train` but the faults, drawn for the setup."""
+    """Return keyword arguments of `wb.train` without faults, drawn for the setup."""
     setup = SETUPS[case.setup]
     draw = np.random.default_rng([SEED, list(SETUPS).index(case.setup), case.plan])
     n_steps = N_STEPS[setup.set]
@@ -343,7 +344,7 @@ def plan_of(case: Case) -> dict[str, Any]:
 
 
 def build(case: Case) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Model, task, and keywords of `wb.train`, all fresh."""
+    """Return model, task and keyword arguments of `wb.train`, all newly created."""
     model, task = model_and_task(SETUPS[case.setup], case.seed)
     plan = plan_of(case)
     if case.kind:
@@ -352,7 +353,7 @@ def build(case: Case) -> tuple[nn.Module, Any, dict[str, Any]]:
 
 
 def applies(setup: Setup, kind: str) -> bool:
-    """Whether a fault can act in a setup."""
+    """Return whether a fault can act in a setup."""
     if kind in ("attention", "attention output"):
         return setup.has_attention
     if kind == "auxiliary loss":
@@ -363,12 +364,15 @@ def applies(setup: Setup, kind: str) -> bool:
 
 
 def controls(which: str) -> list[Case]:
-    """Runs of a set without a fault."""
+    """Return the runs of a set without a fault."""
     return [Case(name, i) for name, setup in SETUPS.items() if setup.set == which for i in range(N_PLANS[which])]
 
 
 def searches(which: str) -> list[Case]:
-    """For each setup some kinds of faults, in a drawn plan, with their grossest dose; in the locked set all visible."""
+    """Return kinds of faults for each setup in a drawn plan, with their largest dose.
+
+    Kinds that the logged settings reveal are all added in the test set ("locked").
+    """
     found = []
     for number, (name, setup) in enumerate(SETUPS.items()):
         if setup.set != which:
@@ -383,7 +387,7 @@ def searches(which: str) -> list[Case]:
 
 
 def examples() -> dict[Case, list[Case]]:
-    """Healthy runs, and each with every fault that can act in it, in the grossest and a middle dose."""
+    """Return healthy runs, and for each its runs with all applicable faults at the largest and a medium dose."""
     found = {}
     for name, setup in SETUPS.items():
         if setup.set != "locked":
@@ -397,24 +401,24 @@ def examples() -> dict[Case, list[Case]]:
     return found
 
 
-# Failures that arise by themselves
+# Failures without an injected fault
 
 
 def z_loss(logits: Tensor, targets: Tensor, *, weight: float = 1e-3) -> Tensor:
-    """Cross entropy with a penalty on log Z (Chowdhery et al. 2022, arXiv:2204.02311)."""
+    """Return the cross entropy with a penalty on log Z (Chowdhery et al. 2022, arXiv:2204.02311)."""
     return token_loss(logits, targets) + weight * logits.float().logsumexp(-1).square().mean()
 
 
 @dataclass(frozen=True)
 class LateCase:
-    """A decoder at a high rate, trained for long.
+    """A long run of a decoder at a high learning rate.
 
     Attributes:
         set: "fit" or "locked".
-        norm: Norm of the decoder.
+        norm: Normalization of the decoder.
         remedy: "", "qk_norm" or "z_loss".
-        rate: Peak rate.
-        seed: Of model, data and training.
+        rate: Peak learning rate.
+        seed: Seed of model, data and training.
     """
 
     set: str
@@ -425,12 +429,12 @@ class LateCase:
 
     @property
     def name(self) -> str:
-        """For a file."""
+        """Name of the run for file names."""
         return f"late_{self.norm}_{self.remedy or 'plain'}_{self.rate:g}_{self.seed}"
 
 
 def late_cases(which: str) -> list[LateCase]:
-    """Runs of a set; the locked ones have another norm and other seeds, at rates at which those of "fit" failed."""
+    """Return the runs of a set; "locked" has another normalization and seeds, at rates at which "fit" failed."""
     if which == "choose":
         return []
     norm, rates, seeds = {
@@ -446,7 +450,7 @@ def late_cases(which: str) -> list[LateCase]:
 
 
 def build_late(case: LateCase) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Model, task, and keywords of `wb.train`."""
+    """Return model, task and keyword arguments of `wb.train`."""
     size = {"d_model": 48, "n_layers": 3, "n_heads": 4, "vocab_size": 32, "max_length": 24}
     model = wb.zoo.transformer(case.norm, qk_norm=case.remedy == "qk_norm", **size, seed=case.seed)
     task = wb.tasks.synthetic_lm(vocab_size=32, length=24, batch_size=16, n_sequences=2000, seed=case.seed)

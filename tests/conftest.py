@@ -1,4 +1,4 @@
-"""Fixtures for the whole suite."""
+"""Fixtures of all tests."""
 
 import os
 import sys
@@ -10,23 +10,23 @@ from hypothesis import HealthCheck, settings
 
 from tests.waiting import on_one_thread
 
-# nbformat loads jsonschema, which would then compile a grammar of addresses for 5 seconds; no notebook holds any.
+# nbformat loads jsonschema, which would compile a grammar of addresses for 5 seconds; no notebook has any.
 sys.modules.setdefault("rfc3987_syntax", None)
 
-# How long an example takes says something about the machine and about what is loaded in it, not about the code.
+# The duration of an example depends on the machine and on the loaded modules, so it has no deadline.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread_per_worker():
-    """Two workers on two cores: more threads only wait for each other."""
+    """One thread for each of two workers on two cores, because more threads would wait for each other."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
 
 
 class FakeNotebook:
-    """In the place of a kernel's IPython; ``contents`` holds what a display showed, one after the other."""
+    """Replacement of the IPython of a kernel; ``contents`` holds the successive contents of its displays."""
 
     def __init__(self):
         self.contents, self.n_displays = [], 0
@@ -49,7 +49,7 @@ class FakeNotebook:
 
 @pytest.fixture
 def notebook(monkeypatch):
-    """A notebook in which progress is shown at once."""
+    """A notebook in which progress is shown without delay."""
     shown = FakeNotebook()
     ipython = SimpleNamespace(get_ipython=lambda: SimpleNamespace(kernel=None))
     monkeypatch.setitem(sys.modules, "IPython", ipython)
@@ -61,6 +61,6 @@ def notebook(monkeypatch):
 
 @pytest.fixture
 def one_thread():
-    """As the recorded data were made."""
+    """One thread, with which the recorded data were generated."""
     with on_one_thread():
         yield

@@ -1,4 +1,4 @@
-"""The scripts of data/ as modules."""
+"""Import the scripts of data/ as modules."""
 
 import importlib
 import importlib.util
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[1] / "data"
 
 
 def load_script(name):
-    """A script by its name, without running it as one."""
+    """Import a script without running its main function."""
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look there
@@ -25,7 +25,7 @@ def load_script(name):
 
 @contextmanager
 def script_with_others(name):
-    """A script that imports others of data/; none of them stays imported."""
+    """Import a script that imports other scripts of data/; all are removed from sys.modules afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
         try:

@@ -1,4 +1,4 @@
-"""Everything about a model and the process around it that a call could change, to be compared before and after."""
+"""State of a model and of its process that a call could change, compared before and after the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True, eq=False)
 class Same:
-    """Equal to the very same object alone; holds it, so that no other can take its place in memory."""
+    """Wrapper that is equal only to a wrapper of the same object; it keeps the object alive, so that ids are unique."""
 
     thing: Any
 
@@ -34,13 +34,13 @@ class Same:
 
 
 def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Type, shape and every bit of a tensor."""
+    """Return type, shape and all bits of a tensor."""
     here = tensor.detach().cpu().contiguous()
     return str(tensor.dtype), tuple(tensor.shape), here.flatten().view(torch.uint8).numpy().tobytes()
 
 
 def frozen(value: Any) -> Any:
-    """A value as it is now, comparable later: the contents of containers and tensors, and which objects they are."""
+    """Return a snapshot of a value for comparisons: the identity and contents of containers and tensors."""
     if isinstance(value, _PLAIN):
         return (type(value).__name__, repr(value))
     if isinstance(value, torch.Tensor):
@@ -57,14 +57,14 @@ def frozen(value: Any) -> Any:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Weights, gradients, buffers, flags, hooks and plain attributes of a model, by where they sit."""
+    """Return parameters, gradients, buffers, flags, hooks and other attributes of a model, by their place."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         at = f"{name or 'model'}: "
         found[at + "module"], found[at + "class"] = Same(module), Same(type(module))
         found[at + "forward of its class"] = Same(type(module).forward)
         for key, value in vars(module).items():
-            if key in _TABLES:  # which objects, in which order; what is in them comes below
+            if key in _TABLES:  # identity and order of the objects; their contents follow below
                 found[at + key] = tuple((child, Same(thing)) for child, thing in value.items())
             elif "hooks" in key and isinstance(value, Mapping):
                 found[at + key] = tuple((number, Same(hook)) for number, hook in value.items())
@@ -82,12 +82,12 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def state_of_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Settings, state and hooks of an optimizer."""
+    """Return settings, state and hooks of an optimizer."""
     return {f"optimizer: {key}": frozen(value) for key, value in vars(optimizer).items()}
 
 
 def state_of_process() -> dict[str, Any]:
-    """Random states, and whatever else is set for a whole process."""
+    """Return random states and other global settings of the process."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002  (the legacy state is the global one)
     hooks = {name: table for name, table in vars(torch.nn.modules.module).items() if name.endswith("_hooks")}
     return {
@@ -115,7 +115,7 @@ def state_of_process() -> dict[str, Any]:
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:
-    """What a model returns in eval mode, with every bit and every length; its modes are put back."""
+    """Return the output of a model in eval mode, with all bits and lengths; the modes are restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -127,7 +127,7 @@ def output_of(model: nn.Module, inputs: Any) -> Any:
 
 
 def structure(value: Any) -> Any:
-    """A nested output as types, keys, lengths and bits."""
+    """Convert a nested output to types, keys, lengths and bits."""
     if isinstance(value, torch.Tensor):
         return bits(value)
     if isinstance(value, Mapping):
@@ -138,7 +138,7 @@ def structure(value: Any) -> Any:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Where two states differ, in words."""
-    missing = [f"{name} is gone" for name in before if name not in after]
+    """Describe the differences between two states."""
+    missing = [f"{name} is missing" for name in before if name not in after]
     new = [f"{name} is new" for name in after if name not in before]
     return missing + new + [f"{name} has changed" for name in before if name in after and before[name] != after[name]]

@@ -1,4 +1,4 @@
-"""Synthetic runs with every part that a recorder writes, and a planted story: one head collapses, then all else."""
+"""Synthetic runs with all parts that a recorder writes, and an injected fault: one head collapses before the rest."""
 
 import numpy as np
 import xarray as xr
@@ -7,27 +7,27 @@ from tests.widgets.recorded_runs import spectra_over
 from workbench.io.run_writer import RunWriter
 
 TERMS = ("D2", "D3", "dWq", "dWk", "W")
-#: Where the fault strikes.
+#: Layer and head of the fault.
 LAYER, HEAD = 1, 2
 
 
 def monitored_run(
     n_steps=600, *, fault_at=None, diverges=False, seed=0, n_layers=3, n_heads=4, n_experts=4, every=10, spectra=True
 ):
-    """A run of ``n_steps`` steps; with ``fault_at``, D2 of one head collapses at once, then the gradient norm rises.
+    """Generate a run; with ``fault_at``, D2 of one head collapses immediately, and the gradient norm increases later.
 
-    The alarm of D2 comes 40 steps after the fault, that of the gradient norm halfway to the end, that of the loss
-    three quarters of the way.
+    The alarm of D2 is raised 40 steps after the fault, that of the gradient norm halfway to the end, and that of the
+    loss at three quarters of the way.
     """
     draws = np.random.default_rng(seed)
-    step, looks = np.arange(n_steps), np.arange(0, n_steps, every)
+    step, measured = np.arange(n_steps), np.arange(0, n_steps, every)
     loss = 4 * np.exp(-step / (0.8 * n_steps)) * (1 + 0.03 * draws.normal(size=n_steps))
     norm = 4 * np.exp(0.15 * draws.normal(size=n_steps))
-    rank = 1.6 * np.exp(0.12 * draws.normal(size=(len(looks), n_layers, n_heads, len(TERMS)))) + 0.3
+    rank = 1.6 * np.exp(0.12 * draws.normal(size=(len(measured), n_layers, n_heads, len(TERMS)))) + 0.3
     events = []
     if fault_at is not None:
         half, late = (fault_at + n_steps) // 2, (fault_at + 3 * n_steps) // 4
-        since = np.maximum(looks - fault_at, 0)
+        since = np.maximum(measured - fault_at, 0)
         rank[:, LAYER, HEAD, 0] = 1 + (rank[:, LAYER, HEAD, 0] - 1) * np.exp(-since / 25)
         norm *= np.exp(np.maximum(step - half + 40, 0) / (0.08 * n_steps))
         loss *= np.exp(np.maximum(step - late + 20, 0) / (0.3 * n_steps))
@@ -43,7 +43,7 @@ def monitored_run(
     else:
         events.append((n_steps, "finished", "", np.nan, f"finished after {n_steps} steps", -1, -1))
     layers, heads = np.arange(n_layers), np.arange(n_heads)
-    entropy = np.log(n_experts) * (0.8 + 0.02 * draws.normal(size=(len(looks), n_layers)))
+    entropy = np.log(n_experts) * (0.8 + 0.02 * draws.normal(size=(len(measured), n_layers)))
     parts = {
         "monitors": xr.Dataset(
             {
@@ -58,24 +58,32 @@ def monitored_run(
         "attention": xr.Dataset(
             {
                 "effective_rank": (("step", "layer", "head", "term"), rank),
-                "attention_logit_max": (("step", "layer", "head"), 5 + draws.random((len(looks), n_layers, n_heads))),
+                "attention_logit_max": (
+                    ("step", "layer", "head"),
+                    5 + draws.random((len(measured), n_layers, n_heads)),
+                ),
             },
-            {"step": looks, "layer": layers, "head": heads, "term": list(TERMS)},
+            {"step": measured, "layer": layers, "head": heads, "term": list(TERMS)},
         ),
         "router": xr.Dataset(
             {
                 "routing_entropy": (("step", "layer"), entropy),
                 "expert_load": (
                     ("step", "layer", "expert"),
-                    draws.dirichlet(np.full(n_experts, 50), (len(looks), n_layers)),
+                    draws.dirichlet(np.full(n_experts, 50), (len(measured), n_layers)),
                 ),
             },
-            {"step": looks, "layer": layers},
+            {"step": measured, "layer": layers},
         ),
         "optimizer": xr.Dataset(
-            {"update_ratio": (("step", "module"), 1e-3 * np.exp(0.1 * draws.normal(size=(len(looks), n_layers + 1))))},
             {
-                "step": looks,
+                "update_ratio": (
+                    ("step", "module"),
+                    1e-3 * np.exp(0.1 * draws.normal(size=(len(measured), n_layers + 1))),
+                )
+            },
+            {
+                "step": measured,
                 "module": np.arange(n_layers + 1),
                 "module_name": ("module", [*(f"block {i}" for i in layers), "outside"]),
                 "layer": ("module", [*layers, -1]),
@@ -90,7 +98,7 @@ def monitored_run(
 
 
 def watched_run(n_steps=400, *, fault_at=None, **options):
-    """A monitored run with evidence and probes: with ``fault_at``, the probe finds it at once, D2 40 steps later."""
+    """Generate a run with evidence and probes; the probe finds a fault immediately, and D2 40 steps later."""
     run = monitored_run(n_steps, fault_at=fault_at, **options)
     step = np.arange(9, n_steps, 10)
     names = ["loss", "grad_norm", "effective_rank D2", "effective_rank W", "kurtosis", "log_z", "state_norm"]
@@ -127,7 +135,7 @@ def watched_run(n_steps=400, *, fault_at=None, **options):
 
 
 def events_dataset(rows):
-    """Events from tuples: step, kind, source, score, message, layer, head."""
+    """Convert tuples (step, kind, source, score, message, layer, head) to events."""
     columns = list(zip(*rows, strict=True)) if rows else [()] * 7
     kinds = (np.int64, np.str_, np.str_, float, np.str_, np.int64, np.int64)
     names = ("step", "kind", "source", "score", "message", "layer", "head")
@@ -137,7 +145,7 @@ def events_dataset(rows):
 
 
 def part_until(run, part, start, stop):
-    """The rows of a part from step ``start`` to before step ``stop``."""
+    """Return the rows of a part from step ``start`` up to, but not including, step ``stop``."""
     data = run[part].to_dataset(inherit=False)
     step = data["step"]
     (dim,) = step.dims
@@ -145,14 +153,14 @@ def part_until(run, part, start, stop):
 
 
 class GrowingRun:
-    """A store that grows as that of a run in training: rows of a run, written in blocks."""
+    """Store to which the rows of a run are written in blocks, as during training."""
 
     def __init__(self, run, path, **attrs):
         self.run, self.path, self.n_done = run, path, 0
         self._writer = RunWriter(path, {"subject": "synthetic", "state": "running", "created": "now", **attrs})
 
     def grow(self, stop, **attrs):
-        """Write all rows before step ``stop``, and commit."""
+        """Write and commit all rows before step ``stop``."""
         for part in self.run.children:
             rows = part_until(self.run, part, self.n_done, stop)
             if rows["step"].size:

@@ -1,4 +1,4 @@
-"""The papers' formulas typed in literally: RKSP (arXiv:2602.22988), monitors (arXiv:2606.28116). Slow on purpose."""
+"""Literal, slow implementations of the formulas of RKSP (arXiv:2602.22988) and the monitors (arXiv:2606.28116)."""
 
 import mpmath
 import numpy as np
@@ -8,9 +8,9 @@ TINY = 1e-300
 
 
 def oracle(X, Y, eps):
-    """Spectrum of one layer.
+    """Compute the spectrum of one layer.
 
-    X, Y: d x N, columns pair the same sample; eps: absolute ridge. Modes sorted by falling modulus.
+    X, Y: d x N, whose columns are pairs of one sample; eps: absolute ridge. The moduli decrease.
     """
     d, N = X.shape
     X = X - X.mean(axis=1, keepdims=True)
@@ -52,7 +52,7 @@ def masses(modulus, near=(0.90, 1.05), contractive=0.80):
 
 
 def kreiss_grid(A, n_angles=181, n_distances=80):
-    """Kreiss constant on a dense grid of z outside the unit circle."""
+    """Compute the Kreiss constant on a dense grid of z outside the unit circle."""
     best, identity = 1.0, np.eye(len(A))
     for angle in np.linspace(0, np.pi, n_angles):
         for distance in np.geomspace(1e-6, 5, n_distances):
@@ -62,9 +62,9 @@ def kreiss_grid(A, n_angles=181, n_distances=80):
 
 
 def kss_of_moduli(modulus, *, T, gamma, beta, term="softplus", upper=1.05, lower=0.90, unstable=1.0, functions=np):
-    """The penalty of one layer, as published (KSS); "log" is our other term for the unstable modes.
+    """Compute the published penalty of one layer (KSS); the term "log" for unstable modes is not in the paper.
 
-    functions: who knows exp and log of these numbers.
+    functions: module with exp and log of these numbers.
     """
 
     def sigmoid(z):
@@ -81,9 +81,9 @@ def kss_of_moduli(modulus, *, T, gamma, beta, term="softplus", upper=1.05, lower
 
 
 def kss_penalty(X, Y, *, rank=None, basis=None, **shape):
-    """The penalty of one layer.
+    """Compute the penalty of one layer.
 
-    X, Y: d x N. rank: leading principal directions of X; basis: these very directions instead, d x rank.
+    X, Y: d x N. rank: number of leading principal directions of X; basis: other directions instead, d x rank.
     """
     X = X - X.mean(axis=1, keepdims=True)
     Y = Y - Y.mean(axis=1, keepdims=True)
@@ -95,17 +95,17 @@ def kss_penalty(X, Y, *, rank=None, basis=None, **shape):
 
 
 def kss_penalty_precisely(X, Y, *, digits, **shape):
-    """The same at full rank in many digits; X, Y: d x N, mpmath matrices."""
+    """Compute the same penalty at full rank with many digits; X, Y: d x N, mpmath matrices."""
     with mpmath.workdps(digits):
-        centre = mpmath.eye(X.cols) - mpmath.ones(X.cols) / X.cols
-        X, Y = X * centre, Y * centre
+        centering = mpmath.eye(X.cols) - mpmath.ones(X.cols) / X.cols
+        X, Y = X * centering, Y * centering
         A = (Y * X.T) * mpmath.inverse(X * X.T)
         modulus = [abs(a) for a in mpmath.eig(A, left=False, right=False)]
         return kss_of_moduli(modulus, functions=mpmath, **shape)
 
 
 def effective_rank(M, alpha):
-    """exp of the entropy of p_i = s_i^alpha / sum s^alpha; what is zero within rounding is no singular value."""
+    """Compute exp of the entropy of p_i = s_i^alpha / sum s^alpha, without singular values that are rounding errors."""
     s = np.linalg.svd(M, compute_uv=False)
     s = s[s > max(M.shape) * np.finfo(float).eps * s[0]]
     p = s**alpha / (s**alpha).sum()
@@ -113,13 +113,13 @@ def effective_rank(M, alpha):
 
 
 def qk_terms(wq0, wk0, wq1, wk1):
-    """The d x d products of one head; its factors d x d_k."""
+    """Compute the d x d products of one head from its factors, d x d_k."""
     dq, dk = wq1 - wq0, wk1 - wk0
     return {"D2": dq @ wk0.T + wq0 @ dk.T, "D3": dq @ dk.T, "dWq": dq, "dWk": dk, "W": wq1 @ wk1.T}
 
 
 def attention_rows(q, k, scale, visible):
-    """For one head, the rows that see something: largest logit, entropy in nat, number of tokens seen."""
+    """Compute the largest logit, the entropy in nats and the number of visible tokens of each row of one head."""
     rows = []
     for i in range(len(q)):
         logits = [scale * (q[i] @ k[j]) for j in range(len(k)) if visible[i, j]]
@@ -131,7 +131,7 @@ def attention_rows(q, k, scale, visible):
 
 
 def router_similarity(W):
-    """Mean cosine over pairs of rows."""
+    """Compute the mean cosine over pairs of rows."""
     cosines = [
         W[i] @ W[j] / (np.linalg.norm(W[i]) * np.linalg.norm(W[j]))
         for i in range(len(W))
@@ -142,13 +142,13 @@ def router_similarity(W):
 
 
 def spike_score(values, window, n_sigma, n_least):
-    """Share of values at least n_sigma standard deviations from the mean of the finite ones before."""
-    judged = []
+    """Compute the fraction of values at least n_sigma standard deviations from the mean of the previous finite ones."""
+    is_outlier = []
     for i, value in enumerate(values):
         before = [x for x in values[:i] if np.isfinite(x)][-window:]
         if not np.isfinite(value):
-            judged.append(True)
+            is_outlier.append(True)
         elif len(before) >= n_least:
-            away = abs(value - np.mean(before))
-            judged.append(away > 0 and away >= n_sigma * np.std(before))
-    return np.mean(judged) if judged else np.nan
+            distance = abs(value - np.mean(before))
+            is_outlier.append(distance > 0 and distance >= n_sigma * np.std(before))
+    return np.mean(is_outlier) if is_outlier else np.nan

@@ -8,7 +8,7 @@ SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_leng
 
 @pytest.fixture
 def make_model():
-    """A small transformer, the same weights each time."""
+    """A small transformer, with the same parameters each time."""
 
     def make(norm="pre_ln", **options):
         return wb.zoo.transformer(norm, **{**SMALL, **options})
@@ -22,6 +22,6 @@ def task():
 
 
 def same_weights(one, other):
-    """Whether two modules have bit-identical state."""
+    """Return whether two modules have bitwise identical state."""
     left, right = one.state_dict(), other.state_dict()
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.subprocess
 
 
 def status_and_words(folder, file, in_ci):
-    """What pytest says of one file; without its plugins, which take longer to load than it takes to skip."""
+    """Run pytest on one file without plugins, which are slow to load, and return its exit status and output."""
     environment = os.environ | {
         "CI": in_ci,
         "WORKBENCH_CHROMIUM": "/nonexistent",
@@ -32,8 +32,8 @@ def status_and_words(folder, file, in_ci):
         ("tests/models/test_a.py", "@pytest.mark.slow", "true", 0),
     ],
 )
-def test_what_is_skipped_fails_in_ci_alone_and_only_where_it_must_run(file, marker, in_ci, status, tmp_path):
-    """The project's conftest.py and options, and a test that skips."""
+def test_skipped_tests_fail_only_in_ci_and_only_where_they_must_run(file, marker, in_ci, status, tmp_path):
+    """Uses conftest.py and the options of the project, and a test that skips."""
     shutil.copy(ROOT / "conftest.py", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / file).parent.mkdir(parents=True)

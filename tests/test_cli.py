@@ -1,4 +1,4 @@
-"""The command line: its exit status is a gate, and wrong input is one sentence."""
+"""The command line: its exit status can gate a pipeline, and errors are one sentence."""
 
 import importlib
 import subprocess
@@ -15,7 +15,7 @@ from workbench.schema.statuses import ExitStatus, Verdict
 
 @pytest.fixture
 def assessed(monkeypatch):
-    """The assessment replaced by made trees; keeps what it was called with."""
+    """A replacement of the assessment that returns synthetic trees and keeps its arguments."""
     calls = []
 
     def assess(subject, task=None, *, plan=None, seed=0, progress=False):
@@ -25,8 +25,8 @@ def assessed(monkeypatch):
 
     assess.verdict = "proceed"
     monkeypatch.setattr(importlib.import_module("workbench.assessment.assess"), "assess", assess)
-    room = importlib.import_module("workbench.reports.make_report")
-    monkeypatch.setattr(room, "report", lambda tree, path, overwrite=False: path.write_text(tree.attrs["verdict"]))
+    reports = importlib.import_module("workbench.reports.make_report")
+    monkeypatch.setattr(reports, "report", lambda tree, path, overwrite=False: path.write_text(tree.attrs["verdict"]))
     assess.calls = calls
     return assess
 
@@ -46,7 +46,7 @@ def test_the_verdict_is_the_exit_status(verdict, status, assessed, tmp_path, cap
     assert (subject.name, plan, seed, progress) == ("gpt2", None, 7, True)
 
 
-def test_quiet_says_nothing_but_the_verdict(assessed, capsys):
+def test_quiet_prints_only_the_verdict(assessed, capsys):
     assert cli.main(["assess", "gpt2", "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert assessed.calls[0][-1] is False
@@ -68,21 +68,21 @@ def test_plans_and_options_are_read_from_files(assessed, tmp_path):
     [
         (
             ["assess", "gpt2", "--out", "a.pdf"],
-            "'a.pdf' ends in '.pdf', a report in one of .html, .md, .ipynb; choose one.",
+            "'a.pdf' has the suffix '.pdf', expected one of .html, .md, .ipynb.",
         ),
         (["assess", "gpt2", "--out", "there.html"], "there.html exists already; pass overwrite=True"),
-        (["assess", "gpt2", "--tree", "a.csv"], "'a.csv' ends in '.csv', data in one of .nc, .zarr; choose one."),
+        (["assess", "gpt2", "--tree", "a.csv"], "'a.csv' has the suffix '.csv', expected one of .nc, .zarr."),
         (["assess", "gpt2", "--plan", "nowhere.toml"], "nowhere.toml"),
         (["assess", "gtp2"], "gtp2"),
-        (["assess", "broken.toml"], "broken.toml is no TOML"),
-        (["assess", "broken.json"], "broken.json is no JSON"),
-        (["assess", "weights.bin"], "weights.bin is no description of a design"),
-        (["diagnose", "nowhere.zarr"], "There is no run and no log at nowhere.zarr; check the path."),
+        (["assess", "broken.toml"], "broken.toml is not valid TOML"),
+        (["assess", "broken.json"], "broken.json is not valid JSON"),
+        (["assess", "weights.bin"], "weights.bin does not describe a design"),
+        (["diagnose", "nowhere.zarr"], "There is no run or log at nowhere.zarr; check the path."),
         (["profile", "./nowhere"], "There is no file or folder ./nowhere; check the path."),
         (["lab", "notebooks/nothing.ipynb"], "There is no notebook notebooks/nothing.ipynb"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_status_3(words, sentence, assessed, tmp_path, monkeypatch, capsys):
+def test_invalid_input_is_one_sentence_and_status_3(words, sentence, assessed, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, text in (("there.html", "mine"), ("broken.toml", "norm ="), ("broken.json", "{"), ("weights.bin", "")):
         (tmp_path / name).write_text(text)
@@ -98,7 +98,7 @@ def test_wrong_input_is_one_sentence_and_status_3(words, sentence, assessed, tmp
 
 
 @pytest.mark.parametrize("words", [[], ["assess"], ["asses", "gpt2"], ["assess", "gpt2", "--seed", "x"]])
-def test_wrong_words_are_not_taken_for_a_verdict(words, capsys):
+def test_invalid_arguments_are_not_mistaken_for_a_verdict(words, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
     assert caught.value.code == ExitStatus.BAD_INPUT
@@ -108,7 +108,7 @@ def test_wrong_words_are_not_taken_for_a_verdict(words, capsys):
 @pytest.mark.parametrize(
     ("error", "status"), [(RuntimeError("x"), 5), (KeyboardInterrupt(), 130), (OptionError("bad"), 3)]
 )
-def test_what_breaks_is_not_taken_for_a_verdict(error, status, assessed, monkeypatch):
+def test_errors_are_not_mistaken_for_a_verdict(error, status, assessed, monkeypatch):
     def fail(*_, **__):
         raise error
 
@@ -123,23 +123,23 @@ def test_a_checkpoint_is_profiled(tmp_path, capsys):
     words = ["profile", str(tmp_path / "model"), "--quiet", "--tree", str(tmp_path / "s.nc")]
     status = cli.main([*words, "--text", str(tmp_path / "text.txt")])
     out, err = capsys.readouterr()
-    # Models of the zoo have no tokenizer: a text is then refused in a sentence.
+    # Models of the zoo have no tokenizer, so text is rejected.
     assert (status, out) == (ExitStatus.BAD_INPUT, "")
     assert err.startswith("workbench: ")
 
 
-def test_every_status_means_one_thing_and_the_help_says_which(capsys):
+def test_exit_statuses_are_unique_and_listed_in_the_help(capsys):
     with pytest.raises(SystemExit):
         cli.main(["assess", "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    expected = "0 proceed, 1 at risk, 2 refuse, 3 wrong input, 4 cannot say, 5 the workbench failed."
+    expected = "0 proceed, 1 at risk, 2 refuse, 3 invalid input, 4 cannot say, 5 internal error."
     assert f"Exit status: {expected}" in words
     statuses = [*(verdict.exit_status for verdict in Verdict), *ExitStatus]
     assert len(set(statuses)) == len(statuses)
 
 
 @pytest.mark.subprocess
-def test_help_is_quick_and_loads_nothing_heavy():
+def test_help_loads_no_large_package():
     code = "import sys; from workbench import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
     code += "print([name for name in ('torch', 'xarray', 'numpy', 'matplotlib', 'jinja2') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -156,8 +156,8 @@ def test_the_status_is_that_of_the_process():
 
 @pytest.mark.slow
 @pytest.mark.render
-def test_from_a_design_and_a_plan_to_a_page(tmp_path, monkeypatch, capsys):
-    """Nothing replaced: a tiny design is really assessed."""
+def test_a_design_and_a_plan_are_assessed_and_reported(tmp_path, monkeypatch, capsys):
+    """A complete assessment of a tiny design, without replacements."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(
         'norm = "none"\nd_model = 16\nn_layers = 2\nn_heads = 2\nvocab_size = 32\nmax_length = 16\n'
@@ -168,7 +168,7 @@ def test_from_a_design_and_a_plan_to_a_page(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     tree = wb.open_run(tmp_path / "tree.nc")
     assert status == tree.attrs["exit_status"], err
-    assert status in (1, 2)  # no design is stable at a rate of 3
+    assert status in (1, 2)  # no design converges at a rate of 3
     assert out == f"{tree.attrs['verdict']}: {tree.attrs['summary']}\n"
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert len(html.encode()) < 3_000_000

@@ -1,7 +1,7 @@
-"""What only a CUDA device can show.
+"""Tests that need a CUDA device.
 
-It needs torch, NumPy and pytest alone: ``pytest --noconftest -p no:cacheprovider tests/test_cuda.py``; probes of
-arithmetic also xarray, and stores zarr.
+They need only torch, NumPy and pytest: ``pytest --noconftest -p no:cacheprovider tests/test_cuda.py``. Tests of probes
+of arithmetic also need xarray, and tests of stores need zarr.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import os
 import warnings
 from functools import partial
 
-# Before cuBLAS is called for the first time, so that it repeats itself to the bit.
+# Set before the first call of cuBLAS, so that its results are bitwise reproducible.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import numpy as np
@@ -47,7 +47,7 @@ def test_spectra_agree_with_the_host(smallest):
     expected = layer_spectrum(here)
     with eig_on_device_from(smallest):
         found = layer_spectrum(there)
-    # Conjugate pairs have to stand side by side, the one with positive imaginary part first, also on the device.
+    # Also checks that conjugate pairs are adjacent on the device, the positive imaginary part first.
     np.testing.assert_allclose(np.abs(found.eigenvalue), np.abs(expected.eigenvalue), rtol=1e-8)
     np.testing.assert_allclose(found.residual, expected.residual, rtol=1e-6)
     assert found.values == pytest.approx(expected.values, rel=1e-6)
@@ -109,14 +109,14 @@ FAMILIES = {
 
 @pytest.fixture
 def matmul_by_tf32():
-    """A switch of the format of products, put back afterwards."""
+    """A switch of the format of products, which is restored afterwards."""
     before = torch.get_float32_matmul_precision()
     yield lambda is_on: torch.set_float32_matmul_precision("high" if is_on else "highest")
     torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture
-def same_to_the_bit():
+def bitwise_reproducible():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -124,7 +124,7 @@ def same_to_the_bit():
 
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_arithmetic_is_sound_and_lost_bits_are_seen(family, format_, matmul_by_tf32):
+def test_arithmetic_is_sound_and_lost_bits_are_detected(family, format_, matmul_by_tf32):
     pytest.importorskip("xarray")
     dtype, is_tf32 = FORMATS[format_]
     matmul_by_tf32(is_tf32)
@@ -137,21 +137,21 @@ def test_arithmetic_is_sound_and_lost_bits_are_seen(family, format_, matmul_by_t
     def loss_of(module):
         return torch.nn.functional.cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
 
-    def judged(cut):
+    def errors_with(cut):
         return wb.probes.precision_errors(model, loss_of, around=partial(around, dtype, cut, "cuda"))
 
     healthy = [None] if family == "mamba" else [None, wb.faults.Cut()]
     for cut in healthy:
-        errors = judged(cut)
+        errors = errors_with(cut)
         assert bool(np.isfinite(errors["error_excess"].values).all())
         assert wb.probes.broken_arithmetic(errors) is None, (cut, errors["error_excess"].values)
     if family != "mamba":
-        errors = judged(wb.faults.Cut(n_bits=4, output=True, gradient=True))
+        errors = errors_with(wb.faults.Cut(n_bits=4, output=True, gradient=True))
         assert wb.probes.broken_arithmetic(errors) is not None, errors["error_excess"].values
 
 
 def trained_in_a_loop(n_steps, *, around=lambda model, optimizer: contextlib.nullcontext(), is_compiled=False):
-    """A plain loop on the device, and what watches it."""
+    """Train in a standard loop on the device; return the model and the object that observes it."""
     task = wb.tasks.associative_recall(batch_size=8)
     model = wb.zoo.transformer(d_model=32, n_layers=2, n_heads=2).to("cuda")
     called = torch.compile(model) if is_compiled else model
@@ -173,19 +173,19 @@ def not_recorded(path):
     return events["message"].values[events["kind"].values == "not recorded"].tolist()
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["as it is", "compiled"])
-def test_watching_changes_nothing_and_raises_nothing(tmp_path, same_to_the_bit, is_compiled):
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_watching_does_not_affect_training_and_raises_no_alarm(tmp_path, bitwise_reproducible, is_compiled):
     pytest.importorskip("zarr")
 
     def watching(model, optimizer):
         return wb.watch(model, optimizer, store=tmp_path / "run.zarr", shows=False)
 
-    plain, _ = trained_in_a_loop(60, is_compiled=is_compiled)
+    unwatched, _ = trained_in_a_loop(60, is_compiled=is_compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RecordingWarning)
         model, watched = trained_in_a_loop(60, around=watching, is_compiled=is_compiled)
     assert watched.alarms.raised == []
-    for name, weight in plain.named_parameters():
+    for name, weight in unwatched.named_parameters():
         assert torch.equal(weight, model.get_parameter(name)), name
     run = wb.open_run(tmp_path / "run.zarr")
     assert run["precision"].sizes["step"] == 3
@@ -193,7 +193,7 @@ def test_watching_changes_nothing_and_raises_nothing(tmp_path, same_to_the_bit, 
     assert not not_recorded(tmp_path / "run.zarr")
 
 
-def test_an_attached_fault_is_noticed(tmp_path):
+def test_an_attached_fault_is_detected(tmp_path):
     pytest.importorskip("zarr")
     fault = wb.faults.low_precision_attention(n_bits=6, start=30)
 

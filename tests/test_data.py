@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.about import about
 from tests.data_scripts import load_script
 from workbench.errors import CheckpointError, StoreError
 
@@ -35,7 +36,7 @@ def make_shaping():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_are_the_recorded_ones_and_small(name):
+def test_parameters_are_the_recorded_ones_and_small(name):
     weights = wb.samples.embedded(name) / "model.safetensors"
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == record_of(name)["sha256"]
     assert weights.stat().st_size < 2_000_000
@@ -50,7 +51,7 @@ def test_validation_loss_is_the_recorded_one(name, script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_the_beginning_of_a_re_run_gives_the_recorded_losses(name, script, one_thread):
+def test_the_first_losses_of_a_rerun_are_the_recorded_ones(name, script, one_thread):
     norm, peak_rate = script.RECIPES[name]
     record = record_of(name)
     _, losses = script.train(norm, peak_rate, record["n_steps"], stop_at=21)
@@ -60,7 +61,7 @@ def test_the_beginning_of_a_re_run_gives_the_recorded_losses(name, script, one_t
 
 
 def test_unknown_samples_are_named():
-    with pytest.raises(CheckpointError, match="No sample is called 'gpt'; there are no_norm, pre_ln"):
+    with pytest.raises(CheckpointError, check=about("name", "gpt", ("no_norm", "pre_ln"))):
         wb.samples.embedded("gpt")
 
 
@@ -78,7 +79,7 @@ def test_recorded_files_are_those_of_the_record_and_small():
     assert found == record["sha256"]
 
 
-def test_every_architecture_has_a_healthy_and_a_diverged_run(make_runs):
+def test_all_architectures_have_a_healthy_and_a_diverged_run(make_runs):
     healthy, diverged = wb.samples.recorded_runs("healthy"), wb.samples.recorded_runs("diverged")
     assert list(healthy) == list(make_runs.PARTS["runs"][1])
     assert list(diverged) == list(healthy)
@@ -102,24 +103,24 @@ def test_every_architecture_has_a_healthy_and_a_diverged_run(make_runs):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("No-Norm", "Mamba", "KAN B=4", "ViT Pre-LN")),
     ],
 )
-def test_the_beginning_of_a_re_run_is_the_recorded_one(make_runs, tmp_path, name, one_thread):
+def test_the_first_steps_of_a_rerun_are_the_recorded_ones(make_runs, tmp_path, name, one_thread):
     make_runs.record_run(name, make_runs.RATES[0], tmp_path / "run.zarr", n_steps=4)
-    again, recorded = wb.open_run(tmp_path / "run.zarr"), wb.samples.recorded_runs("healthy")[name]
+    rerun, recorded = wb.open_run(tmp_path / "run.zarr"), wb.samples.recorded_runs("healthy")[name]
     for variable in ("loss", "grad_norm", "accuracy"):
         expected = recorded["monitors"][variable].values[:4]
-        np.testing.assert_allclose(again["monitors"][variable].values, expected, atol=2e-3)
+        np.testing.assert_allclose(rerun["monitors"][variable].values, expected, atol=2e-3)
     for measure in ("near_unit_mass", "nonlinearity_ratio"):
         expected = recorded["spectra"][measure].sel(step=0).values
-        np.testing.assert_allclose(again["spectra"][measure].sel(step=0).values, expected, atol=0.02)
+        np.testing.assert_allclose(rerun["spectra"][measure].sel(step=0).values, expected, atol=0.02)
 
 
 @pytest.mark.parametrize(("table", "name"), [("norms", "Post-LN"), ("architectures", "MoE top-1")])
 def test_a_row_at_initialization_is_the_recorded_one(make_runs, table, name, one_thread):
     recorded = wb.samples.initialization(table).sel(architecture=name, source="ours")
     seed = int(recorded["seed"][0])
-    again = wb.compare({name: make_runs.initial_spectra(name, table, seed)}).sel(architecture=name, source="ours")
+    rerun = wb.compare({name: make_runs.initial_spectra(name, table, seed)}).sel(architecture=name, source="ours")
     for measure in ("near_unit_mass", "contractive_mass", "nonlinearity_ratio"):
-        assert float(again[measure]) == pytest.approx(float(recorded[measure].sel(seed=seed)), abs=0.02)
+        assert float(rerun[measure]) == pytest.approx(float(recorded[measure].sel(seed=seed)), abs=0.02)
 
 
 def test_the_order_of_the_norms_is_the_published_one():
@@ -128,12 +129,12 @@ def test_the_order_of_the_norms_is_the_published_one():
     ordered = published.sortby(ours).values
     assert len(ordered) == 6
     assert (np.diff(ordered) >= 0).all()
-    far = [
+    deviating = [
         name
         for name in table["architecture"].values
         if abs(float(ours.sel(architecture=name) - published.sel(architecture=name))) > 0.15
     ]
-    assert far == ["No-Norm"]  # the README says why
+    assert deviating == ["No-Norm"]  # explained in the README
 
 
 @pytest.mark.slow
@@ -143,13 +144,13 @@ def test_no_norm_diverges_where_pre_ln_never_does(make_runs, one_thread):
     assert not table.sel(architecture="Pre-LN").any()
     assert float(table.sel(architecture="No-Norm").mean()) > 0.9
     rate, seed = float(table["learning_rate"][-1]), int(table["seed"][0])
-    again = make_runs.outcome("No-Norm", rate, seed)
+    rerun = make_runs.outcome("No-Norm", rate, seed)
     recorded = wb.samples.divergence_table().sel(architecture="No-Norm", learning_rate=rate, seed=seed)
-    assert again["has_diverged"]
-    assert again["step"] == pytest.approx(float(recorded["step"]), abs=15)
+    assert rerun["has_diverged"]
+    assert rerun["step"] == pytest.approx(float(recorded["step"]), abs=15)
 
 
-def test_finished_parts_are_not_made_again(make_runs, tmp_path):
+def test_finished_parts_are_not_generated_again(make_runs, tmp_path):
     file = tmp_path / "parts" / "norms-no_norm.nc"
     file.parent.mkdir()
     file.touch()
@@ -168,7 +169,7 @@ def test_the_sweep_is_complete_and_the_recorded_one(make_shaping):
     coords = (runs[name].values.tolist() for name in ("study", "control", "learning_rate", "seed"))
     found = [*zip(*coords, strict=True)]
     assert len(found) == len(set(found)) == record["n_runs"]
-    for study in make_shaping.STUDIES:  # every study whole
+    for study in make_shaping.STUDIES:  # all studies are complete
         assert {row for row in found if row[0] == study} == set(make_shaping.jobs([study])), study
     assert set(runs["seed"].values.tolist()).isdisjoint(make_shaping.TUNING_SEEDS)
     assert set(runs["seed"].values[runs["study"] == "doses"].tolist()).isdisjoint(make_shaping.SEEDS)
@@ -177,7 +178,7 @@ def test_the_sweep_is_complete_and_the_recorded_one(make_shaping):
     assert (runs.attrs["n_steps"], runs.attrs["warmup"]) == (make_shaping.N_STEPS, make_shaping.WARMUP)
 
 
-def test_outcomes_of_the_sweep_do_not_contradict_themselves(make_shaping):
+def test_outcomes_of_the_sweep_are_consistent(make_shaping):
     runs = wb.samples.shaping()
     has_diverged = runs["has_diverged"].values
     assert has_diverged.any()
@@ -192,48 +193,48 @@ def test_outcomes_of_the_sweep_do_not_contradict_themselves(make_shaping):
         assert ((runs[name].fillna(0) >= 0) & (runs[name].fillna(0) <= 1)).all()
 
 
-def test_studies_are_chosen_by_name_and_hold_the_paper_s_controls(make_shaping):
+def test_studies_are_selected_by_name_and_have_the_controls_of_the_paper(make_shaping):
     tables = wb.samples.shaping("controls", "tables")
     assert list(dict.fromkeys(tables["study"].values)) == ["controls", "tables"]
     assert tables.sizes["run"] == len(make_shaping.jobs(["controls", "tables"]))
     assert set(wb.published.shaping_table()["control"].values) <= set(tables["control"].values)
-    with pytest.raises(StoreError, match="No study is called 'dose'; there are controls, tables, doses"):
+    with pytest.raises(StoreError, check=about("study", "dose", ("controls", "tables", "doses"))):
         wb.samples.shaping("dose")
 
 
 @pytest.mark.slow
-def test_a_re_run_of_the_sweep_ends_as_recorded(make_shaping, one_thread):
-    """The cell that broke first without control, and the same cell under the best KSS some steps beyond that."""
+def test_a_rerun_of_the_sweep_ends_as_recorded(make_shaping, one_thread):
+    """The cell that diverged first without a control, and the same cell with the best KSS for some more steps."""
     runs = wb.samples.shaping("controls")
-    alone, shaped = (runs.isel(run=runs["control"].values == name) for name in ("none", "KSS, best"))
+    uncontrolled, shaped = (runs.isel(run=runs["control"].values == name) for name in ("none", "KSS, best"))
     for name in ("learning_rate", "seed"):
-        np.testing.assert_array_equal(alone[name], shaped[name])
-    is_saved = alone["has_diverged"].values & ~shaped["has_diverged"].values
-    first = alone.isel(run=is_saved)
+        np.testing.assert_array_equal(uncontrolled[name], shaped[name])
+    is_prevented = uncontrolled["has_diverged"].values & ~shaped["has_diverged"].values
+    first = uncontrolled.isel(run=is_prevented)
     first = first.isel(run=int(first["step"].values.argmin()))
     rate, seed, step = float(first["learning_rate"]), int(first["seed"]), int(first["step"])
-    again = make_shaping.outcome("controls", "none", rate, seed, n_steps=step + 15)
-    assert again["has_diverged"]
-    assert again["step"] == pytest.approx(step, abs=15)
-    again = make_shaping.outcome("controls", "KSS, best", rate, seed, n_steps=step + 15)
-    assert not again["has_diverged"]
-    assert again["loss"] < 2 * np.log(make_shaping.MODEL["vocab_size"])  # no worse than a blind guess twice over
+    rerun = make_shaping.outcome("controls", "none", rate, seed, n_steps=step + 15)
+    assert rerun["has_diverged"]
+    assert rerun["step"] == pytest.approx(step, abs=15)
+    rerun = make_shaping.outcome("controls", "KSS, best", rate, seed, n_steps=step + 15)
+    assert not rerun["has_diverged"]
+    assert rerun["loss"] < 2 * np.log(make_shaping.MODEL["vocab_size"])  # twice the loss of uniform predictions
 
 
 @pytest.mark.parametrize(
-    ("call", "sentence"),
+    ("call", "name", "value", "expected"),
     [
-        (lambda: wb.samples.recorded_runs("broken"), "No recorded run is 'broken', expected 'healthy' or 'diverged'"),
-        (lambda: wb.samples.initialization("moe"), "No table is called 'moe'; there are architectures, norms"),
+        (lambda: wb.samples.recorded_runs("broken"), "kind", "broken", ("healthy", "diverged")),
+        (lambda: wb.samples.initialization("moe"), "table", "moe", ("architectures", "norms")),
     ],
 )
-def test_unknown_recordings_are_named(call, sentence):
-    with pytest.raises(StoreError, match=sentence):
+def test_unknown_recordings_are_named(call, name, value, expected):
+    with pytest.raises(StoreError, check=about(name, value, expected)):
         call()
 
 
 def test_a_missing_table_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(wb.samples, "_DATA", tmp_path)
     for name, call in (("divergence", wb.samples.divergence_table), ("shaping", wb.samples.shaping)):
-        with pytest.raises(StoreError, match=f"There is no .*{name}.nc; install the workbench again"):
+        with pytest.raises(StoreError, check=about(f"{name}.nc", tmp_path / f"{name}.nc")):
             call()

@@ -1,7 +1,7 @@
-"""Every public function and class has an example in its docstring, and every example of the package gives what it says.
+"""Every public name has an example in its docstring, and every example of the package gives the result that it shows.
 
-The examples are found in the source, so that collecting them imports nothing, and each runs without any name but those
-that it makes or imports itself.
+Public are the names of the package, of its public modules and of the widgets, and the public methods of these classes.
+The examples are found in the source, so that collecting them imports nothing. Each runs in an empty namespace.
 """
 
 import ast
@@ -9,6 +9,7 @@ import doctest
 import importlib
 import inspect
 import random
+import re
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import workbench as wb
+from workbench import widgets
 
 PACKAGE = Path(wb.__file__).parent
 #: Modules whose examples take several seconds.
@@ -52,20 +54,47 @@ def examples_of(name, path):
 
 
 def public():
-    """Name -> each function and class that the stub of the package and its public modules name, but exceptions."""
+    """Name -> each module, class and function in ``dir()`` of the package, its public modules and its widgets."""
     found = {}
-    stub = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
-    for alias in (alias for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names):
-        value = getattr(wb, alias.name)
-        named = {alias.name: value}
+    for name in dir(wb):
+        value = getattr(wb, name)
+        found[f"wb.{name}"] = value
         if inspect.ismodule(value):
-            named = {f"{alias.name}.{name}": getattr(value, name) for name in getattr(value, "__all__", ())}
-        found |= {f"wb.{name}": value for name, value in named.items()}
-    return {
-        name: value
-        for name, value in found.items()
-        if inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, BaseException))
-    }
+            found |= {f"wb.{name}.{inner}": getattr(value, inner) for inner in dir(value) if not inner.startswith("_")}
+    found |= {f"widgets.{name}": getattr(widgets, name) for name in dir(widgets)}
+    found = {name: value for name, value in found.items() if inspect.ismodule(value) or callable(value)}
+    return {name: value for name, value in found.items() if module_of(value).startswith("workbench")}
+
+
+def own(value):
+    """The docstring of an object itself, not one that it inherits."""
+    return (vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__) or ""
+
+
+def methods():
+    """Name -> docstrings of each public method of a public class: its own, and those that it overrides."""
+    found = {}
+    for name, value in public().items():
+        if inspect.isclass(value) and hasattr(value, "__mro__"):
+            bases = [base for base in value.__mro__ if base.__module__.startswith("workbench")]
+            for method in {each for base in bases for each in vars(base) if not each.startswith("_")}:
+                texts = [vars(base)[method] for base in bases if method in vars(base)]
+                texts = [getattr(each, "__func__", each) for each in texts]
+                if inspect.isfunction(texts[0]):
+                    found[f"{name}.{method}"] = "\n".join(each.__doc__ or "" for each in texts)
+    return found
+
+
+def module_of(value):
+    """Name of the module that defines a public name; not one of the package for a type of Python, such as a union."""
+    return value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", "") or ""
+
+
+def see_also(text):
+    """Names in the section "See Also" of a docstring, each between single backticks at the beginning of its line."""
+    _, heading, section = inspect.cleandoc(text).partition("\nSee Also:\n")
+    section = re.split(r"\n(?=\S)", section)[0]
+    return re.findall(r"^ {4}`([\w.]+)`", section, re.MULTILINE) if heading else []
 
 
 MODULES = modules_with_examples()
@@ -101,35 +130,54 @@ def test_examples_give_what_they_say(name, tmp_path, monkeypatch):
     assert not runner.summarize(verbose=False).failed, "".join(said)
 
 
-def test_every_public_function_and_class_has_an_example():
+def test_every_public_name_has_an_example():
     values = public()
-    assert len(values) > 250, "The rule finds too little of what is public."
-    # The docstring of a class that it inherits is no example of it.
-    texts = {
-        name: vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__ for name, value in values.items()
-    }
-    lacking = [name for name, text in texts.items() if ">>> " not in (text or "")]
+    assert len(values) > 300, "The rule finds too few public names."
+    lacking = sorted(name for name, value in values.items() if ">>> " not in own(value))
     assert not lacking, f"Without an example (>>>) in the docstring: {', '.join(lacking)}."
 
 
+def test_every_public_method_has_an_example():
+    """A method that overrides another one may leave the example to it."""
+    texts = methods()
+    assert len(texts) > 150, "The rule finds too few public methods."
+    lacking = sorted(name for name, text in texts.items() if ">>> " not in text)
+    assert not lacking, f"Without an example (>>>) in the docstring: {', '.join(lacking)}."
+
+
+def test_every_public_name_says_what_else_to_see():
+    lacking = sorted(name for name, value in public().items() if not see_also(own(value)))
+    assert not lacking, f"Without 'See Also' in the docstring: {', '.join(lacking)}."
+
+
+@pytest.mark.parametrize("name", sorted(public()))
+def test_what_else_to_see_exists(name):
+    for other in see_also(own(public()[name])):
+        found = importlib.import_module("workbench")
+        assert other.startswith("workbench."), f"{name} names {other}; write its whole name, workbench.{other}."
+        for part in other.split(".")[1:]:
+            found = importlib.import_module("workbench.widgets") if part == "widgets" else getattr(found, part)
+
+
 def test_what_the_package_names_its_modules_do_not_name_again():
-    """One name for one thing, classes and functions alike; exceptions are not asked about."""
+    """Each object has one public name; only the base class of the exceptions has two."""
     again = {id(value): name for name, value in public().items() if "." not in name.removeprefix("wb.")}
     doubled = {name: again[id(value)] for name, value in public().items() if again.get(id(value), name) != name}
-    assert doubled == {}
+    assert doubled == {"wb.errors.WorkbenchError": "wb.WorkbenchError"}
 
 
 def test_every_example_of_a_public_name_is_run():
     """The example stands in the source of a module, where it is found, and not in a text that is made at import."""
     for name, value in public().items():
-        source = importlib.import_module(value.__module__)
-        assert value.__module__ in MODULES, f"{name} is of {value.__module__}, where no example is found."
-        assert source.__file__ == str(MODULES[value.__module__]), name
+        source = importlib.import_module(module_of(value))
+        assert source.__name__ in MODULES, f"{name} is defined in {source.__name__}, where no example is found."
+        assert source.__file__ == str(MODULES[source.__name__]), name
 
 
 def test_every_example_of_a_public_name_begins_with_the_import():
     for name, value in public().items():
-        assert ">>> import workbench as wb" in value.__doc__, f"The example of {name} lacks 'import workbench as wb'."
+        begins = ">>> import workbench as wb" in own(value) or ">>> from workbench.widgets import" in own(value)
+        assert begins, f"The example of {name} does not begin with 'import workbench as wb'."
 
 
 def test_only_modules_that_have_examples_are_marked():

@@ -1,4 +1,4 @@
-"""Numbers as people read them: one module formats them all."""
+"""Formatting of numbers, percentages, names, sizes and durations."""
 
 import math
 
@@ -19,10 +19,10 @@ from workbench.formatting import (
 )
 
 
-@given(st.floats(0, 1))
-def test_only_none_and_all_are_0_and_100_percent(share):
-    assert (percent(share) == "0 %") == (share == 0)
-    assert (percent(share) == "100 %") == (share == 1)
+@given(fraction=st.floats(0, 1))
+def test_only_exact_values_are_0_and_100_percent(fraction):
+    assert (percent(fraction) == "0 %") == (fraction == 0)
+    assert (percent(fraction) == "100 %") == (fraction == 1)
 
 
 @given(st.floats(-1e12, 1e12))
@@ -31,7 +31,7 @@ def test_three_digits_are_within_half_a_unit_of_the_third(value):
     assert float(compact(value)) == pytest.approx(value, rel=6e-2, abs=1e-3)
 
 
-def test_what_is_not_known_is_a_dash():
+def test_unknown_values_are_a_dash():
     assert [percent(math.nan), percent(None), fixed(None), fixed(math.nan), compact(math.nan)] == ["–"] * 5
     assert [fixed(math.inf), compact(-math.inf), fine_percent(math.nan)] == ["∞", "-∞", "not finite"]
 
@@ -47,6 +47,6 @@ def test_long_names_lose_their_end_or_their_middle():
     assert clipped("abcdefgh", 6, keep_end=True) == "abc…gh"
 
 
-def test_sizes_and_times():
+def test_file_sizes_and_durations():
     assert [file_size(3), file_size(2_345_678)] == ["1 kB", "2.3 MB"]
     assert [duration(90), duration(7200), duration(50 * 3600)] == ["2 min", "2 h", "2 days"]

@@ -16,8 +16,8 @@ def class_names(file):
     return [node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)]
 
 
-#: All that needs an interpreter in which nothing has been imported, in one. The order matters: each import draws
-#: or loads something for the first time, and the last question takes packages away.
+#: All checks that need a new interpreter, in one process. The order matters: each import draws random numbers or loads
+#: modules only once, and the last check removes packages.
 _IN_A_FRESH_PYTHON = """
 import inspect, json, random, sys, types
 import numpy, torch
@@ -44,7 +44,7 @@ for name in ("nothing", "Trian", "kss", "_private"):
         found["unknown name"].append(str(error))
 wb.KSS()
 import workbench.callbacks.adapters
-found["frameworks before they are asked for"] = loaded("transformers", "lightning", "pytorch_lightning")
+found["frameworks before they are used"] = loaded("transformers", "lightning", "pytorch_lightning")
 for name in dir(wb):
     getattr(wb, name)
 found["import leaves the states"] = before == states() and n_threads == torch.get_num_threads()
@@ -70,11 +70,11 @@ for record in wb.train(model, task, n_steps=1, spectra_every=1):
     wb.compare({"one": record.spectra})
 found["drawing after computing"] = loaded(*FORBIDDEN)
 
-found["optimizers before they are made"] = (wb.baselines.controls(), loaded("pytorch_optimizer"))[1]
+found["optimizers before they are created"] = (wb.baselines.controls(), loaded("pytorch_optimizer"))[1]
 before = states()
 wb.baselines.Lion()(list(model.parameters()))
 found["optimizers leave the states"] = before == states() and bool(loaded("pytorch_optimizer"))
-found["digits before they are asked for"] = loaded("sklearn.datasets")
+found["digits before they are used"] = loaded("sklearn.datasets")
 before = states()
 wb.tasks.digits().batch(0)
 found["digits leave the states"] = before == states() and bool(loaded("sklearn.datasets"))
@@ -99,7 +99,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    """What a fresh interpreter says."""
+    """The results of the checks in a new interpreter."""
     code = f"FORBIDDEN = {FORBIDDEN!r}\n{_IN_A_FRESH_PYTHON}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -107,7 +107,7 @@ def found():
 
 
 @pytest.mark.subprocess
-def test_workbench_stays_headless_also_after_computing(found):
+def test_computing_loads_no_drawing_library(found):
     assert found["drawing after every name"] == found["drawing after computing"] == []
 
 
@@ -122,25 +122,25 @@ def test_importing_plots_loads_no_drawing_library(found):
 
 
 @pytest.mark.subprocess
-def test_no_framework_is_imported_before_it_is_asked_for(found):
-    assert found["frameworks before they are asked for"] == []
+def test_no_framework_is_imported_before_it_is_used(found):
+    assert found["frameworks before they are used"] == []
 
 
 @pytest.mark.subprocess
-def test_the_optimizer_package_is_loaded_when_one_of_its_optimizers_is_made(found):
-    assert found["optimizers before they are made"] == []
+def test_the_optimizer_package_is_loaded_when_one_of_its_optimizers_is_created(found):
+    assert found["optimizers before they are created"] == []
     assert found["optimizers leave the states"]
 
 
 @pytest.mark.subprocess
-def test_importing_scikit_learn_leaves_the_random_numbers_alone(found):
-    """The first import is the one that draws."""
-    assert found["digits before they are asked for"] == []
+def test_importing_scikit_learn_does_not_change_the_random_states(found):
+    """Only the first import draws random numbers."""
+    assert found["digits before they are used"] == []
     assert found["digits leave the states"]
 
 
 @pytest.mark.subprocess
-def test_unknown_names_say_so(found):
+def test_unknown_names_are_reported(found):
     assert found["unknown name"] == [
         "No workbench attribute nothing",
         "No workbench attribute Trian; did you mean wb.train?",
@@ -150,7 +150,7 @@ def test_unknown_names_say_so(found):
 
 
 @pytest.mark.subprocess
-def test_what_needs_the_lab_says_how_to_install_it(found):
+def test_missing_packages_of_the_lab_are_named_with_their_installation(found):
     head, tail = (
         "need packages that are not installed (",
         '); install them with: pip install "stability-workbench[lab]"',
@@ -164,17 +164,17 @@ def test_what_needs_the_lab_says_how_to_install_it(found):
 
 
 @pytest.mark.subprocess
-def test_every_listing_shows_public_names_alone(found):
+def test_listings_show_only_public_names(found):
     assert found["modules"] > 20
 
 
 @pytest.mark.subprocess
-def test_signatures_show_every_parameter(found):
-    """But the axes of a grid, which are the keywords of the caller's own architectures."""
+def test_signatures_show_all_parameters(found):
+    """The exception are the axes of a grid, which are keywords of custom architectures."""
     assert found["open signatures"] == ["workbench.sweeps.run_settings.grid"]
 
 
-def test_class_names_are_unique_in_what_people_see():
+def test_class_names_are_unique_in_user_facing_packages():
     folders = [
         *(ROOT / "workbench" / name for name in ("plots", "reports", "studies", "io", "schema")),
         ROOT / "widgets",

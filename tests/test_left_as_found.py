@@ -1,4 +1,4 @@
-"""Whatever looks at a model leaves it, and the process, exactly as found, also where it raises."""
+"""Calls that measure a model leave the model and the process unchanged, also if they raise an exception."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LLAMA = {
 }
 GPT2 = {"vocab_size": N_WORDS, "n_embd": 16, "n_layer": 3, "n_head": 2, "n_positions": 16, "bos_token_id": 1,
         "eos_token_id": 2}  # fmt: skip
-#: What a model of transformers then returns beside its logits, by hooks of its own.
+#: Options with which a model of transformers returns further outputs, by its own hooks.
 OUTPUTS = {"output_hidden_states": True, "output_attentions": True}
 
 
@@ -81,7 +81,7 @@ MODELS = {
     "encoder": of_torch,
 }
 ZOO = {"pre_ln", "none", "moe", "mamba", "vit"}
-#: A model of transformers that was run before it is looked at has hooks of its own already, which have to stay.
+#: A model of transformers that was run before has hooks of its own, which must be kept.
 STATES = [*((name, False) for name in MODELS), ("mixtral", True)]
 
 
@@ -90,7 +90,7 @@ class StopError(RuntimeError):
 
 
 class Fuse:
-    """Counts the calls of a model's smallest modules, in copies of it too, and may break at one of them."""
+    """Counter of the calls of all leaf modules of a model and its copies, which may raise an error at one of them."""
 
     def __init__(self, model):
         self.n_calls, self.at = 0, None
@@ -109,7 +109,7 @@ def draw(*shape):
 
 
 class Found:
-    """A model amid somebody's work: mixed modes, a frozen weight, gradients, hooks, an optimizer; and its data."""
+    """Model in use, with mixed modes, a frozen parameter, gradients, hooks and an optimizer; and its data."""
 
     def __init__(self, name, *, was_run=False, shared=None):
         torch.manual_seed(5)
@@ -152,16 +152,16 @@ class Found:
 
 @dataclass(frozen=True)
 class Call:
-    """What is done with a model, which public names it stands for, with which models, and where these break."""
+    """Call with a model: the public names that it covers, its models, and where these raise an error."""
 
     do: Callable[[Found, Path], Any]
     covers: tuple[str, ...] = ()
     only: frozenset[str] = frozenset(MODELS)
-    breaks_at: tuple[float, ...] = (0.4, 1.0)  # share of what the call does with the model
+    breaks_at: tuple[float, ...] = (0.4, 1.0)  # fractions of the calls of the model
 
 
 def checkpoints(of):
-    """A store of one run of the model's kind, and its checkpoints beside it."""
+    """Return the store of one run of a model of the same kind, with its checkpoints next to it."""
     store = of.shared / of.name / "run.zarr"
     if not store.exists():
         options = {"n_steps": 2, "checkpoint_every": 1, "learning_rate": 1e-9}
@@ -170,10 +170,10 @@ def checkpoints(of):
 
 
 def opened(of, folder):
-    """A state dict opened into a module that it does not fit; the model itself, and one that is no checkpoint."""
+    """Open the model itself, and a state dict that does not fit it."""
     assert wb.open_checkpoint(of.model).model is of.model
     torch.save({"other": torch.zeros(2)}, folder / "other.pt")
-    with pytest.raises(wb.WorkbenchError, match="does not fit"):
+    with pytest.raises(wb.WorkbenchError):
         wb.open_checkpoint(folder / "other.pt", module=of.model)
 
 
@@ -190,10 +190,10 @@ def weights_read(of, _):
             reading.read(of.model)
 
 
-def looked(of, _):
-    look = wb.monitors.ModelProbe(of.model, of.anatomy(), of.inputs)
-    look.take()
-    look.take()
+def measured(of, _):
+    probe = wb.monitors.ModelProbe(of.model, of.anatomy(), of.inputs)
+    probe.take()
+    probe.take()
 
 
 def recorded(of, folder):
@@ -242,7 +242,7 @@ def injected(of, _):
 
 
 def recomputed(of, _):
-    handles = wb.faults.FlashAttentionMode().reaches_recomputation(of.model.modules())
+    handles = wb.faults.FlashAttentionMode().register_recomputation_hooks(of.model.modules())
     for handle in handles:
         handle.remove()
 
@@ -261,7 +261,7 @@ def diagnosed(of, _):
     check_fits(next(places.glob("step-*")), model=of.model)
     tree = wb.diagnose(log, model=of.model, checkpoints=places)
     tree["experiments"]["from_step"][:] = 0
-    with suppress(wb.WorkbenchError):  # this log is no run's, so its first loss need not be the model's
+    with suppress(wb.WorkbenchError):  # the log is synthetic, so its first loss may not be that of the model
         wb.run_experiment(tree, 0, model=of.model, task=of.batches, run=log, n_steps=2)
 
 
@@ -362,11 +362,11 @@ CALLS = {
         ("hardware.assess_hardware",),
         breaks_at=(0.5,),
     ),
-    "a look": Call(looked, ("monitors.ModelProbe",)),
+    "probe": Call(measured, ("monitors.ModelProbe",)),
     "sharpness": Call(curved, ("monitors.sharpness",)),
     "sharpness under Adam": Call(curved_for_adam, ("monitors.preconditioned_sharpness",), FEW),
     "arithmetic": Call(with_arithmetic_checked, ("probes.precision_errors",)),
-    # The forward pass is this test's own, and that of transformers leaves hooks of its own.
+    # The forward pass belongs to this test, and that of transformers leaves hooks of its own.
     "gradients": Call(with_gradients_projected, ("probes.GradientProjections",), frozenset({"none"})),
     "effect of an update": Call(with_update_measured, ("probes.update_effect",)),
     "first bad tensor": Call(
@@ -379,7 +379,7 @@ CALLS = {
     "KSS": Call(shaped, ("KSS.attach",)),
     "penalties": Call(penalized, ("baselines.PenaltyTerms",)),
     "faults": Call(injected, ()),
-    "recomputation": Call(recomputed, ("faults.FlashAttentionMode.reaches_recomputation",)),
+    "recomputation": Call(recomputed, ("faults.FlashAttentionMode.register_recomputation_hooks",)),
     "diagnosis": Call(diagnosed, ("diagnose", "run_experiment"), frozenset({"none"})),
     "learning rates": Call(
         lambda of, _: wb.find_rate(of.model, of.batches, n_steps=20, budget=200, progress=False), ("find_rate",), FEW
@@ -396,21 +396,21 @@ CHANGES = {
     "baselines.SpectralNorm.apply": "parametrizes it",
     "baselines.WeightNorm.apply": "parametrizes it",
     "scaling.Parametrization.apply": "parametrizes it (a protocol)",
-    "scaling.Parametrization.optimizer": "a protocol: MuP.optimizer is what does it",
-    "scaling.Workshop.runs": "trains it",
+    "scaling.Parametrization.optimizer": "a protocol, implemented by MuP.optimizer",
+    "scaling.LadderTrainer.runs": "trains it",
 }
 
 
 @cache
 def expected_output(name, was_run):
-    """Of a model that was never measured."""
+    """Return the output of a model that was never measured."""
     untouched = Found(name, was_run=was_run)
     return output_of(untouched.model, untouched.inputs)
 
 
 @pytest.fixture(autouse=True)
 def _process():
-    """Random states that are worth keeping, and put back."""
+    """Restore the random states of the process afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RankWarning)  # tiny models span few directions
@@ -423,7 +423,7 @@ def _process():
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """What no call writes to."""
+    """A folder to which no call writes."""
     return tmp_path_factory.mktemp("shared")
 
 
@@ -443,27 +443,27 @@ CASES = [
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("name", "was_run", "call"), CASES)
-def test_a_model_is_left_as_found(name, was_run, call, tmp_path, shared):
-    """Bit for bit and object for object; then again where the model breaks half way or at the end."""
-    of, wanted = Found(name, was_run=was_run, shared=shared), expected_output(name, was_run)
+def test_a_model_is_unchanged(name, was_run, call, tmp_path, shared):
+    """Bit for bit and object for object, also if the model raises an error halfway or at the end."""
+    of, expected = Found(name, was_run=was_run, shared=shared), expected_output(name, was_run)
     do = CALLS[call].do
-    folder = tmp_path / "whole"
+    folder = tmp_path / "complete"
     folder.mkdir()
     of.fuse.n_calls, before = 0, of.state()
     do(of, folder)
     assert not differences(before, of.state())
     n_calls = of.fuse.n_calls
-    for share in CALLS[call].breaks_at if n_calls else ():
-        folder = tmp_path / f"broken at {share}"
+    for fraction in CALLS[call].breaks_at if n_calls else ():
+        folder = tmp_path / f"broken at {fraction}"
         folder.mkdir()
-        of.fuse.n_calls, of.fuse.at = 0, max(1, math.ceil(share * n_calls))
-        with suppress(StopError, wb.WorkbenchError):  # some say it in words of their own, some go on without
+        of.fuse.n_calls, of.fuse.at = 0, max(1, math.ceil(fraction * n_calls))
+        with suppress(StopError, wb.WorkbenchError):  # some calls raise another error, some continue
             do(of, folder)
         assert of.fuse.n_calls >= of.fuse.at
         of.fuse.at = None
-        assert not differences(before, of.state()), share
+        assert not differences(before, of.state()), fraction
     found = output_of(of.model, of.inputs)
-    assert found == wanted
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_a_model_is_left_as_found(name, was_run, call, tmp_path, shared):
     [wb.baselines.SpectralNorm(), wb.baselines.WeightNorm(), wb.baselines.MuP(8)],
     ids=lambda c: type(c).__name__,
 )
-def test_a_control_that_is_taken_off_leaves_all_but_the_weights_that_it_was_on(control):
+def test_a_control_that_is_removed_changes_only_the_parameters_on_which_it_acted(control):
     of = Found("none")
     needs = {name: weight.requires_grad for name, weight in of.model.named_parameters()}
     before = of.state()
@@ -486,11 +486,11 @@ def test_a_control_that_is_taken_off_leaves_all_but_the_weights_that_it_was_on(c
 
 
 def off(kind):
-    """A fault of that kind that is never switched on."""
+    """Create a fault of a kind that is never switched on."""
     return wb.faults.catalog()[kind].make()
 
 
-#: Attention that a fault could act on is computed in other kernels; test_faults_live.py has it.
+#: Faults of attention need other attention kernels, so test_faults_live.py tests them.
 FAULTS = [kind for kind in wb.faults.catalog() if kind not in ("low_precision_attention", "no_auxiliary_loss")]
 PENALTIES = (
     wb.baselines.GradientPenalty,
@@ -498,29 +498,29 @@ PENALTIES = (
     wb.baselines.JacobianPenalty,
     wb.baselines.ActivationVariance,
 )
-LOOKS = {"attention": 2, "router": 2, "optimizer": 1, "activations": 3, "curvature": None, "spectra": 4}
-#: Name -> arguments of `train`, made anew for each run.
+CADENCE = {"attention": 2, "router": 2, "optimizer": 1, "activations": 3, "curvature": None, "spectra": 4}
+#: Name -> arguments of `train`, created for each run.
 OBSERVERS = {
     "store": lambda folder: {"store": folder / "a.zarr"},
     "spectra": lambda folder: {"spectra_every": 2, "profile_options": {"n_snapshots": 32}},
-    "recorder": lambda folder: {"recorder": wb.Recorder(every=LOOKS, n_probe_tokens=16)},
-    "alarms": lambda folder: {"recorder": wb.Recorder(every=LOOKS), "alarms": wb.Alarms()},
+    "recorder": lambda folder: {"recorder": wb.Recorder(every=CADENCE, n_probe_tokens=16)},
+    "alarms": lambda folder: {"recorder": wb.Recorder(every=CADENCE), "alarms": wb.Alarms()},
     "checkpoints": lambda folder: {"checkpoints": folder / "checkpoints", "checkpoint_every": 2},
     "KSS switched off": lambda folder: {"kss": wb.KSS(enabled=False, interval=1)},
-    "KSS of no strength": lambda folder: {"kss": wb.KSS(strength=0.0, interval=1)},
-    "penalties of no strength": lambda folder: {"penalties": [penalty(0.0) for penalty in PENALTIES]},
+    "KSS of strength 0": lambda folder: {"kss": wb.KSS(strength=0.0, interval=1)},
+    "penalties of strength 0": lambda folder: {"penalties": [penalty(0.0) for penalty in PENALTIES]},
     "faults switched off": lambda folder: {"faults": [off(kind) for kind in FAULTS]},
 }
 
 
 def everything(folder):
-    """All of them at once."""
+    """Return the arguments of all observers together."""
     given = {key: value for make in OBSERVERS.values() for key, value in make(folder).items()}
-    return given | {"recorder": wb.Recorder(every=LOOKS | {"spectra": None})}
+    return given | {"recorder": wb.Recorder(every=CADENCE | {"spectra": None})}
 
 
 def trained(name, observers):
-    """What six steps leave: numbers of each step, weights and the optimizer's state, every bit."""
+    """Train six steps; return the metrics of each step and all bits of the parameters and the optimizer state."""
     model = {"moe": MODELS["moe"], "gpt2": lambda: of_transformers("gpt2", {**GPT2, "resid_pdrop": 0.2})}[name]()
     made, tokens = [], draw(6, N_ROWS, N_TOKENS + 1)
 
@@ -541,22 +541,22 @@ def trained_alone(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["moe", "gpt2"])  # gpt2 draws random numbers as it trains
+@pytest.mark.parametrize("name", ["moe", "gpt2"])  # gpt2 draws random numbers during training
 @pytest.mark.parametrize("observers", [*OBSERVERS, "everything"])
-def test_training_is_the_same_to_the_bit_whoever_watches(observers, name, tmp_path):
+def test_training_is_bitwise_identical_with_all_observers(observers, name, tmp_path):
     before = state_of_process()
     watched = trained(name, everything(tmp_path) if observers == "everything" else OBSERVERS[observers](tmp_path))
     after = state_of_process()
     assert watched == trained_alone(name)
-    if name == "moe":  # a seed is set to make the other
+    if name == "moe":  # a global seed is set to create the other model
         assert not differences(before, after)
 
 
-# --- nothing is forgotten --------------------------------------------------------------------------------------------
+# --- completeness ----------------------------------------------------------------------------------------------------
 
 
 def public_callables():
-    """Name -> callable: the public names, and what the modules and classes among them make public."""
+    """Return name -> callable of the public names, and of the public names of their modules and classes."""
     found = {}
 
     def add(name, thing):
@@ -581,7 +581,7 @@ def public_callables():
 
 
 def takes_a_model(thing):
-    """Whether a parameter is annotated as a module or a subject, or as several; not as a function of one."""
+    """Return whether a parameter is annotated as one or several modules or subjects, but not as a function of one."""
     try:
         signature = inspect.signature(thing)
     except (TypeError, ValueError):
@@ -590,7 +590,7 @@ def takes_a_model(thing):
     return any(re.search(r"\b(Module|Subject)\b", note) for note in notes if "Callable[" not in note)
 
 
-def test_every_public_call_that_takes_a_model_is_tried_here():
+def test_all_public_calls_that_take_a_model_are_tested_here():
     by_thing = {}
     for name, thing in public_callables().items():
         if takes_a_model(thing):

@@ -16,14 +16,14 @@ def lab():
     return module
 
 
-def test_without_a_screen_no_browser_is_opened(lab, monkeypatch):
+def test_no_browser_is_opened_without_a_display(lab, monkeypatch):
     monkeypatch.setattr(sys, "platform", "linux")
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     assert "--no-browser" in lab.command("notebooks/00_start.ipynb", [])
 
 
-def test_with_a_browser_it_is_opened_on_the_notebook(lab, monkeypatch):
+def test_a_browser_is_opened_on_the_notebook(lab, monkeypatch):
     monkeypatch.setenv("DISPLAY", ":0")
     monkeypatch.setattr(lab.webbrowser, "get", lambda: object())
     words = lab.command("notebooks/00_start.ipynb", ["--port=1234"])
@@ -33,7 +33,7 @@ def test_with_a_browser_it_is_opened_on_the_notebook(lab, monkeypatch):
     assert words[-1] == "--port=1234"
 
 
-def test_a_screen_without_browser_prints_the_address(lab, monkeypatch):
+def test_no_browser_is_opened_if_there_is_none(lab, monkeypatch):
     def no_browser():
         raise lab.webbrowser.Error
 
@@ -46,10 +46,10 @@ def test_a_screen_without_browser_prints_the_address(lab, monkeypatch):
 def test_an_unknown_notebook_is_named():
     found = subprocess.run([sys.executable, LAB, "notebooks/99.ipynb"], capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert "There is no notebook notebooks/99.ipynb; see the list in README.md." in found.stderr
+    assert "There is no notebook notebooks/99.ipynb; README.md lists the notebooks." in found.stderr
 
 
-def test_notebooks_are_listed_and_define_nothing():
+def test_notebooks_are_listed_and_define_no_functions_or_classes():
     import nbformat
 
     readme = (LAB.parent.parent / "README.md").read_text()

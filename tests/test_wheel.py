@@ -1,4 +1,4 @@
-"""The wheel holds all that the package needs, and works where there is nothing but it."""
+"""The wheel has all files that the package needs, and works without the source tree."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 pytestmark = [pytest.mark.subprocess, pytest.mark.slow]
 
-#: Run from the unpacked wheel, in a folder of its own, without the tree that it was built from.
+#: Run from the unpacked wheel, in a separate folder, without the source tree.
 _IN_A_FRESH_PYTHON = """
 import sys
 sys.path[:] = [{wheel!r}] + [path for path in sys.path if path and path != {root!r}]
@@ -43,7 +43,7 @@ print("fine")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy, for setuptools leaves folders in the tree."""
+    """The wheel, built from a copy, because setuptools leaves folders in the tree."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -57,7 +57,7 @@ def wheel(tmp_path_factory):
     return file
 
 
-def test_every_file_of_the_packages_is_in_the_wheel(wheel):
+def test_all_files_of_the_packages_are_in_the_wheel(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     endings = {".py", ".pyi", ".js", ".css", ".json", ".jinja", ".typed", ".nc", ".safetensors", ".pt"}
     expected = {
@@ -80,7 +80,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel):
     assert wheel.stat().st_size < 20e6
 
 
-def test_it_works_headless_from_another_folder(wheel, tmp_path):
+def test_the_wheel_works_without_a_display_from_another_folder(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "unpacked")
     code = _IN_A_FRESH_PYTHON.format(wheel=str(tmp_path / "unpacked"), root=str(ROOT))

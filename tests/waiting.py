@@ -1,4 +1,4 @@
-"""What tests wait for, and on how many threads."""
+"""Wait for conditions, and limit the threads of torch."""
 
 import time
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ import torch
 
 
 def wait_for(condition, seconds=120):
-    """Until something has become true in another thread or process."""
+    """Wait until a condition becomes true in another thread or process."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -16,7 +16,7 @@ def wait_for(condition, seconds=120):
 
 @contextmanager
 def on_one_thread():
-    """One thread of torch: as recorded data were made, and faster for tiny models."""
+    """Limit torch to one thread, with which recorded data were generated, and which is faster for tiny models."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Open JupyterLab on a notebook of this repository, with a browser where there is one.
+"""Open JupyterLab on a notebook of this repository, in a browser if there is one.
 
 Call: python tools/lab.py notebooks/00_start.ipynb [further options of jupyter lab]
 """
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def has_browser() -> bool:
-    """Whether a browser window can be opened from here."""
+    """Return whether this machine can open a browser window."""
     has_screen = sys.platform in ("darwin", "win32") or any(os.environ.get(k) for k in ("DISPLAY", "WAYLAND_DISPLAY"))
     if not has_screen:
         return False
@@ -26,7 +26,7 @@ def has_browser() -> bool:
 
 
 def command(notebook: str, extra: list[str]) -> list[str]:
-    """The command line of JupyterLab."""
+    """Return the command line of JupyterLab."""
     words = [sys.executable, "-m", "jupyterlab", f"--ServerApp.root_dir={ROOT}"]
     words.append(f"--LabApp.default_url=/lab/tree/{notebook}")
     if not has_browser():
@@ -40,10 +40,10 @@ def main() -> None:
     """Replace this process by JupyterLab."""
     notebook = sys.argv[1] if len(sys.argv) > 1 else "notebooks/00_start.ipynb"
     if not (ROOT / notebook).exists():
-        sys.exit(f"There is no notebook {notebook}; see the list in README.md.")
+        sys.exit(f"There is no notebook {notebook}; README.md lists the notebooks.")
     words = command(notebook, sys.argv[2:])
     if "--no-browser" in words:
-        print("No browser here: open the address below, which ends in the token, in yours.", flush=True)
+        print("No browser was found: open the address below, which ends with the token, in your browser.", flush=True)
     os.execv(words[0], words)
 
 

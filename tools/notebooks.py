@@ -1,7 +1,7 @@
-"""Run notebooks and keep their outputs, or copy them with their checks.
+"""Run notebooks and save their outputs, or copy them together with their checks.
 
-Call: python tools/notebooks.py run [names]       runs notebooks in place, in a fresh kernel each, and saves the outputs
-      python tools/notebooks.py copies FOLDER     copies all, each with its checks as a last cell, for nbval
+Call: python tools/notebooks.py run [names]       runs notebooks in place, each in a new kernel, and saves their outputs
+      python tools/notebooks.py copies FOLDER     copies all notebooks, each with its checks as the last cell, for nbval
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS, CHECKS = ROOT / "notebooks", ROOT / "tests" / "notebooks" / "checks"
-#: Tells the CPU time of a kernel and of the processes it has started and waited for.
+#: Code that prints the CPU time of a kernel and of its finished child processes.
 _CLOCK = "import os as _os; _t = _os.times(); print(_t.user + _t.system + _t.children_user + _t.children_system)"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def run(path: Path) -> tuple[float, float]:
-    """Run a notebook and save it with its outputs; returns seconds, and seconds of CPU."""
+    """Run a notebook and save it with its outputs; return its wall time and CPU time in seconds."""
     notebook = nbformat.read(path, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell(_CLOCK))
     start = time.monotonic()
@@ -34,7 +34,7 @@ def run(path: Path) -> tuple[float, float]:
     client.execute()
     cpu = float(notebook.cells.pop().outputs[0]["text"])
     for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # the time of day
+        cell.metadata.pop("execution", None)  # time of the execution, which would change the file on every run
         for output in cell.get("outputs", ()):
             for kind, text in output.get("data", {}).items():
                 if kind.startswith("text/"):
@@ -45,7 +45,7 @@ def run(path: Path) -> tuple[float, float]:
 
 
 def copies(folder: Path) -> None:
-    """Copy all notebooks and what they read next to them, without outputs; the checks are their last cells."""
+    """Copy all notebooks and the files they read, without outputs and with the checks as last cells."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(NOTEBOOKS, folder / "notebooks", ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints"))
     (folder / "data").symlink_to(ROOT / "data")
@@ -62,7 +62,7 @@ def copies(folder: Path) -> None:
 
 
 def main() -> None:
-    """See the top of this file."""
+    """Run the command that the command line requests; the docstring of the file lists the commands."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     match sys.argv[1:]:
         case ["run", *names]:
@@ -74,7 +74,7 @@ def main() -> None:
                 print(
                     f"{path.stem}: {seconds:.0f} s, {cpu:.0f} s of CPU, {path.stat().st_size / 1e3:.0f} kB", flush=True
                 )
-            print(f"together {total:.0f} s of CPU")
+            print(f"total {total:.0f} s of CPU")
         case ["copies", folder]:
             copies(Path(folder))
         case _:

@@ -1,4 +1,4 @@
-"""The face of the workbench: widgets for JupyterLab. The public names load when first used."""
+"""Interactive widgets for JupyterLab. The public names are loaded on first use."""
 
 from workbench.errors import require_lab
 from workbench.lazy_names import attach_stub

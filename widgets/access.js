@@ -1,4 +1,4 @@
-// JupyterLab takes arrow keys and Enter for itself from a control that does not say otherwise. ipywidgets gives the handles of its sliders, and some fields, no name that a screen reader could say.
+// JupyterLab intercepts arrow keys and Enter unless a control opts out. ipywidgets gives the handles of its sliders, and some fields, no accessible name.
 const nameOf = (control) => {
   const box = control.closest(".widget-inline-hbox, .widget-inline-vbox, .jupyter-widgets");
   return box?.querySelector(".widget-label")?.textContent.trim() || box?.title || control.title || control.placeholder || "";
@@ -22,7 +22,7 @@ function nameControls(root) {
   }
 }
 
-// Names the controls of the widget around an element, now and whenever some are added, until the signal is aborted.
+// Adds accessible names to the controls of the widget around an element, now and whenever controls are added, until the signal is aborted.
 function nameControlsAround(element, signal) {
   const root = element.closest(".workbench-widget");
   if (!root) { // not on the page yet

@@ -1,4 +1,4 @@
-"""Compare architectures over training: eigenvalues, layers, losses and numbers of several runs at one common step."""
+"""Compare architectures over training: eigenvalues, layer measures, losses and metrics of several runs at one step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.widgets.comparison.eigenvalues import EigenvalueView
 from workbench.widgets.comparison.layers import LayerView
 from workbench.widgets.comparison.radar import RadarView
 from workbench.widgets.comparison.recorded_run import RecordedRun
-from workbench.widgets.comparison.scene import Scene, labelled
+from workbench.widgets.comparison.scene import Scene, labeled
 from workbench.widgets.comparison.table import TableView
 from workbench.widgets.comparison.training import TrainingView
 from workbench.widgets.export import ExportBar
@@ -42,35 +42,49 @@ _VIEWS = {
 }
 #: Value of the control where no layer is highlighted; a dropdown shows nothing for None.
 _NO_LAYER = -1
-#: Traces of a saved page, in addition to those chosen.
+#: Traces of a saved page in addition to the chosen ones.
 _TRACES = ("loss", "grad_norm", "learning_rate", "near_unit_mass", "spectral_radius")
-#: Label -> milliseconds between two steps.
+#: Label -> milliseconds between steps.
 _SPEEDS = {"1 per second": 1000, "2 per second": 500, "5 per second": 200, "10 per second": 100}
 
 
 class ArchitectureComparison(WorkbenchWidget):
     """Several runs side by side at one step of training, with controls of step, models and layers.
 
-    A run shows the latest spectra it recorded at or before the step, and its title states where they are older, or
-    where the run has diverged or ended. Press play to advance the step. While the step is the last one, it follows new
+    Each run shows the latest spectra recorded at or before the step. Its title states the step if they are older, and
+    whether the run has diverged or ended. Press play to advance the step. If the last step is shown, it follows new
     steps from `update`.
 
     Args:
-        runs: Runs by name: a run, a spectra dataset alone (with or without the dimension ``step``), or the path of a
-            stored run. Runs may have recorded different steps, and may differ in depth and width.
-        view: The first view; see `view`.
+        runs: Runs by name: a run, a spectra dataset (with or without the dimension ``step``), or the path of a stored
+            run. Runs may have recorded different steps, and may differ in depth and width.
+        view: The view to start with; see `view`.
         published: Names of the runs to compare with published figures, as in `workbench.compare`.
         theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
-        runs: Every run by name, as `workbench.widgets.comparison.recorded_run.RecordedRun`.
-        views: The views by name, each with its own controls and, once it was visible, its figure.
-        export_bar: The buttons and fields for files.
+        runs: All runs by name, as `workbench.widgets.comparison.recorded_run.RecordedRun`.
+        views: The views by name, each with its own controls and, once it has been visible, its figure.
+        export_bar: Controls for writing files.
 
     Raises:
-        SchemaError: If there is no run, or one has no spectra.
+        SchemaError: If there is no run, or a run has no spectra.
         StoreError: If there is no run at a path.
         OptionError: If there is no such view.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench import widgets
+        >>> runs = wb.samples.recorded_runs()
+        >>> widget = widgets.ArchitectureComparison({name: runs[name] for name in ("Pre-LN", "Mamba")}, view="table")
+        >>> widget.step = 100
+        >>> widget.summary
+        'Comparison of Pre-LN and Mamba: table at step 100.'
+        >>> widget.close()
+
+    See Also:
+        `workbench.compare`: Returns the comparison as a dataset.
+        `workbench.widgets.Timeline`: Shows signals and alarms over steps.
     """
 
     kinds = KINDS
@@ -87,38 +101,45 @@ class ArchitectureComparison(WorkbenchWidget):
         self.published = published
         if not isinstance(runs, Mapping) or not runs:
             kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
-            raise SchemaError(f"The runs are {kind}, expected a non-empty dict of name: run.")
+            raise SchemaError(
+                f"The runs are {kind}, expected a non-empty dict of name: run.",
+                name="runs",
+                value=runs,
+                expected="a non-empty dict of name: run",
+            )
         self.runs = {str(name): RecordedRun(str(name), run) for name, run in runs.items()}
         unknown = [name for name in (published if isinstance(published, Mapping) else ()) if name not in self.runs]
         if unknown:
             raise SchemaError(
-                f"published names the run '{unknown[0]}', which is not there; the runs are {', '.join(self.runs)}."
+                f"published names the run '{unknown[0]}', which does not exist; the runs are {', '.join(self.runs)}.",
+                name="published",
+                value=unknown[0],
+                expected=tuple(self.runs),
             )
         self.views: dict[str, ComparisonView] = {name: kind(self.turn, theme) for name, kind in _VIEWS.items()}
-        if view not in self.views:
-            raise OptionError(f"There is no view '{view}'; choose from {', '.join(self.views)}.")
+        self._check_view(view)
         self._is_writing = False
         self._make_controls(view)
         self.export_bar = ExportBar(self, self.kinds)
         self._body = Stage()
-        self.fill([self._controls, self._body, self.export_bar])
+        self._fill([self._controls, self._body, self.export_bar])
         for control in (self._models, self._layers, self._view, self._highlight):
-            self.watch(control, lambda _: self._draw())
-        self.watch(self._slider, lambda change: setattr(self._play, "value", change["new"]))
-        self.watch(self._slider, lambda _: self._draw())  # last: the next success would clear what it has to say
-        self.watch(self._play, lambda change: setattr(self._slider, "value", change["new"]))
-        self.watch(self._speed, lambda change: setattr(self._play, "interval", change["new"]))
+            self._watch(control, lambda _: self._draw())
+        self._watch(self._slider, lambda change: setattr(self._play, "value", change["new"]))
+        self._watch(self._slider, lambda _: self._draw())  # last, because a later success would clear its error
+        self._watch(self._play, lambda change: setattr(self._slider, "value", change["new"]))
+        self._watch(self._speed, lambda change: setattr(self._play, "interval", change["new"]))
         for each in self.views.values():
-            self.at_close(each.close)
+            self._at_close(each.close)
             each.choose_layer = self._choose_layer
             for control in each.controls:
-                self.watch(control, lambda _: self._draw())
-        with self.attempt():
+                self._watch(control, lambda _: self._draw())
+        with self._attempt():
             self._draw()
 
     @property
     def step(self) -> int:
-        """The step that is shown, one of `steps`; set it to move there."""
+        """The displayed step, one of `steps`; can be set."""
         return self._steps[min(self._slider.value, len(self._steps) - 1)]
 
     @step.setter
@@ -126,17 +147,22 @@ class ArchitectureComparison(WorkbenchWidget):
         if step not in self.steps:
             place = int(np.searchsorted(self.steps, step))
             near = ", ".join(map(str, self.steps[max(0, place - 2) : place + 2]))
-            raise OptionError(f"No run recorded spectra at step {step}; the steps there are {near}.")
+            raise OptionError(
+                f"No run recorded spectra at step {step}; recorded steps nearby are {near}.",
+                name="step",
+                value=step,
+                expected="a recorded step",
+            )
         self._slider.value = self._steps.index(step)
 
     @property
     def steps(self) -> list[int]:
-        """The steps that any run recorded, rising."""
+        """All steps with recorded spectra of any run, in increasing order."""
         return list(self._steps)
 
     @property
     def models(self) -> list[str]:
-        """The names of the runs that are shown; set it to show others."""
+        """Names of the displayed runs; can be set."""
         return list(self._models.value)
 
     @models.setter
@@ -152,7 +178,7 @@ class ArchitectureComparison(WorkbenchWidget):
 
     @property
     def measures(self) -> list[str]:
-        """The measures of the view "layers"; set it to see others."""
+        """The measures of the view "layers"; can be set."""
         return list(self.layer_view.measures.value)
 
     @measures.setter
@@ -161,7 +187,7 @@ class ArchitectureComparison(WorkbenchWidget):
 
     @property
     def layers(self) -> tuple[int, int]:
-        """First and last layer shown; set it to see others."""
+        """First and last displayed layer; can be set."""
         return self._layers.value
 
     @layers.setter
@@ -169,31 +195,38 @@ class ArchitectureComparison(WorkbenchWidget):
         first, last = min(layers), max(layers)
         if not 0 <= first <= last <= self._n_layers - 1:
             raise OptionError(
-                f"There are no layers {first} to {last}; choose first and last from 0 to {self._n_layers - 1}."
+                f"There are no layers {first} to {last}; choose first and last from 0 to {self._n_layers - 1}.",
+                name="layers",
+                value=layers,
+                expected=f"first and last layer from 0 to {self._n_layers - 1}",
             )
         self._layers.value = (first, last)
 
     @property
     def highlight(self) -> int | None:
-        """The layer that all views highlight; None: none. Set it, or select a mode or a marker on the page."""
+        """The layer highlighted in all views, None if there is none; can be set, or chosen by a click on a mode."""
         return None if self._highlight.value == _NO_LAYER else self._highlight.value
 
     @highlight.setter
     def highlight(self, layer: int | None) -> None:
         if layer is not None and not 0 <= layer < self._n_layers:
-            raise OptionError(f"There is no layer {layer}; choose one from 0 to {self._n_layers - 1}, or None.")
+            raise OptionError.of("highlight", layer, f"a layer from 0 to {self._n_layers - 1}, or None")
         self._highlight.value = _NO_LAYER if layer is None else layer
 
     @property
     def view(self) -> str:
-        """Name of the visible view; one of `views`."""
+        """Name of the visible view, one of `views`; can be set."""
         return self._view.value
 
     @view.setter
     def view(self, name: str) -> None:
-        if name not in self.views:
-            raise OptionError(f"There is no view '{name}'; choose from {', '.join(self.views)}.")
+        self._check_view(name)
         self._view.value = name
+
+    def _check_view(self, name: str) -> None:
+        """Raise an exception if there is no such view."""
+        if name not in self.views:
+            raise OptionError.of("view", name, tuple(self.views))
 
     @property
     def scene(self) -> Scene:
@@ -203,26 +236,38 @@ class ArchitectureComparison(WorkbenchWidget):
             OptionError: If no model is shown.
         """
         if not self._models.value:
-            raise OptionError("No model is shown; switch on at least one.")
+            raise OptionError(
+                "No model is shown; switch on at least one.", name="models", expected="at least one model"
+            )
         return Scene(self.runs, tuple(self._models.value), self.step, self.layers, self.published, self.highlight)
 
     def update(self, name: str, run: Run) -> None:
-        """Put a newer state of a run in the place of the older one, or add a run.
+        """Replace a run by a newer state, or add a run.
 
-        The step moves on if it stands at the end. A run of the same model is drawn in place and takes some
-        milliseconds; a model that is new, or of another depth, makes new panels.
+        If the last step is shown, the widget advances to the new last step. Updating a run of the same model takes some
+        milliseconds; a new model, or one of another depth, needs new panels.
 
         Args:
             name: Name of the run.
             run: Run as in the constructor.
 
         Raises:
-            SchemaError: If it has no spectra; nothing has changed then.
+            SchemaError: If it has no spectra; the widget is then unchanged.
             StoreError: If there is no run at the path.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> runs = wb.samples.recorded_runs()
+            >>> widget = widgets.ArchitectureComparison({"Pre-LN": runs["Pre-LN"]}, view="table")
+            >>> widget.update("Mamba", runs["Mamba"])
+            >>> widget.models
+            ['Pre-LN', 'Mamba']
+            >>> widget.close()
         """
         name = str(name)
         recorded = RecordedRun(name, run)
-        with self.attempt():
+        with self._attempt():
             is_at_end = self._slider.value >= len(self._steps) - 1
             had_every_layer = self.layers[1] == self._n_layers - 1
             self._is_writing = True
@@ -245,34 +290,35 @@ class ArchitectureComparison(WorkbenchWidget):
             self._draw()
 
     def figure(self, backend: str = "bokeh") -> Any:
-        """The present view as a figure of its own, to keep or to write with ``workbench.plots.save()``.
+        """Return the current view as a separate figure, for example for ``workbench.plots.save()``.
 
         Raises:
-            OptionError: If the view has none, as the table.
+            OptionError: If the view has no figure, such as the table.
         """
         view = self.views[self.view]
         if ".png" in view.refused_kinds:
-            raise OptionError(view.refused_kinds[".png"])
+            drawn = tuple(name for name, each in self.views.items() if ".png" not in each.refused_kinds)
+            raise OptionError(view.refused_kinds[".png"], name="view", value=self.view, expected=drawn)
         return view.figure(self.scene, backend)
 
     @property
     def summary(self) -> str:
-        """Models, view and step, in one sentence."""
+        """Models, view and step in one sentence."""
         return f"Comparison of {listed(self.models)}: {self.view} at step {self.step}."
 
     @property
     def refused_kinds(self) -> Mapping[str, str]:
-        """Endings of files that cannot be written of the view, and why."""
+        """Suffixes of files that cannot be written of the current view -> reason."""
         return self.views[self.view].refused_kinds
 
     def picture(self) -> bytes:
-        """The present view, as PNG."""
+        """Return the current view as PNG."""
         return self.views[self.view].picture(self.scene)
 
     def page(self) -> str:
-        """Every view as one HTML page: step, layers, models and signals, without a kernel and without a network.
+        """Return one HTML page of all views with controls of step, layers, models and signals.
 
-        Of more than 40 steps, 40 are chosen at even distances.
+        It needs neither a kernel nor a network. Of more than 40 steps, 40 evenly spaced ones are kept.
         """
         trees = {name: run.tree for name, run in self.runs.items()}
         other = ArchitectureComparison(trees, view="table", published=self.published, theme=self.theme)
@@ -294,14 +340,17 @@ class ArchitectureComparison(WorkbenchWidget):
     def _make_controls(self, view: str) -> None:
         label = {"description_width": "64px"}
         self._models = Tags(label="models", options=model_tags(list(self.runs)), value=list(self.runs))
-        # Its values are places in the list of steps, which need not be evenly spaced.
+        # The values are positions in the list of steps, which need not be evenly spaced.
         self._slider = ipywidgets.IntSlider(
             min=0, max=1, description="step", readout=False, style=label, layout={"width": "360px"}
         )
         self._readout = ipywidgets.Label(layout={"width": "64px"})
         self._play = ipywidgets.Play(min=0, max=0, value=0, show_repeat=True)
         self._speed = ipywidgets.Dropdown(
-            options=_SPEEDS, value=500, layout={"width": "124px"}, tooltip="Steps of the slider while it plays"
+            options=_SPEEDS,
+            value=500,
+            layout={"width": "124px"},
+            tooltip="Playback speed in recorded steps per second",
         )
         self._play.interval = self._speed.value
         last = self._n_layers - 1
@@ -313,7 +362,7 @@ class ArchitectureComparison(WorkbenchWidget):
             description="highlight",
             style=label,
             layout={"width": "170px"},
-            tooltip="Layer that is highlighted in every view; or click a mode or a marker",
+            tooltip="Layer to highlight in all views; or click a mode or a marker",
         )
         self._view = ipywidgets.ToggleButtons(
             options=list(self.views),
@@ -324,11 +373,11 @@ class ArchitectureComparison(WorkbenchWidget):
         row = {"align_items": "center", "flex_flow": "row wrap", "grid_gap": "4px 12px"}
         self._step_row = ipywidgets.HBox([self._slider, self._readout, self._play, self._speed], layout=row)
         layer_row = ipywidgets.HBox([self._layers, self._highlight], layout=row)
-        self._controls = ipywidgets.VBox([self._models, self._step_row, layer_row, labelled("view", self._view)])
+        self._controls = ipywidgets.VBox([self._models, self._step_row, layer_row, labeled("view", self._view)])
         self._set_steps(step="first")
 
     def _set_steps(self, step: int | str | None) -> None:
-        """Update the steps of all runs and go to one; None: the last."""
+        """Update the steps of all runs and show one of them; None for the last."""
         self._steps = sorted({int(step) for run in self.runs.values() for step in run.steps})
         last = len(self._steps) - 1
         place = 0 if step == "first" else last if step is None else int(np.searchsorted(self._steps, step))
@@ -338,7 +387,7 @@ class ArchitectureComparison(WorkbenchWidget):
         self._slider.value = min(place, last)
 
     def _draw(self) -> None:
-        """Draw the visible view with the values of the controls."""
+        """Draw the visible view with the current values of the controls."""
         if self._is_writing:
             return
         self._readout.value = str(self.step)
@@ -349,16 +398,16 @@ class ArchitectureComparison(WorkbenchWidget):
         view.highlight(scene.highlight)
         if self._body.shown is not view.box:
             self._body.put(view.box, view.canvas)
-        self.settle()
+        self._settle()
 
     def _choose_layer(self, layer: int | None) -> None:
-        """A point of a layer was selected on the page."""
-        with self.attempt():
+        """Highlight the layer of a point that was selected on the page."""
+        with self._attempt():
             self.highlight = layer
 
 
 def _page_of(comparison: ArchitectureComparison, like: ArchitectureComparison) -> str:
-    """The page of one comparison, which is moved through all steps and views, with the choices of another one."""
+    """Return the page of a comparison by going through all its steps and views, with the choices of another one."""
     steps = chosen_steps(comparison.steps, like.step)
     comparison.measures = list(dict.fromkeys([*like.measures, *comparison.measures]))
     views = []
@@ -388,5 +437,5 @@ def _page_of(comparison: ArchitectureComparison, like: ArchitectureComparison) -
 
 
 def _layer_options(last: int) -> list[tuple[str, int]]:
-    """The layers that can be highlighted, or none."""
+    """Return the options for the highlighted layer, including none."""
     return [("no layer", _NO_LAYER), *((f"layer {layer}", layer) for layer in range(last + 1))]

@@ -1,4 +1,4 @@
-"""The report of an assessment, a diagnosis or a comparison of designs: read it, look into it, save it."""
+"""An interactive report of an assessment, a diagnosis or a comparison of designs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
 from workbench.plots.figure_files import for_backend, picture_of
 from workbench.reports.html import html
-from workbench.reports.make_report import alone, report
+from workbench.reports.make_report import detached, report
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import known
 from workbench.widgets.export import ExportBar
@@ -33,45 +33,58 @@ if TYPE_CHECKING:
 
     from workbench.reports.document import Fact
 
-#: Kind of tree -> name of the view in addition to the report.
+#: Kind of tree -> name of the second view.
 _SECOND_VIEW = {"assessment": "criteria", "diagnosis": "experiments", "comparison": "side by side"}
 _KINDS = {
-    ".html": ("HTML", "One page that needs no network and no other file"),
-    ".md": ("Markdown", "Text, with its pictures in a folder next to it"),
-    ".ipynb": ("notebook", "The same text, with cells that draw the pictures again from the data next to it"),
-    ".nc": ("netCDF", "Everything that was measured; wb.open_run() opens it"),
-    ".png": ("PNG", "The answer and the chosen view as a picture"),
+    ".html": ("HTML", "The report as a single page that needs no network"),
+    ".md": ("Markdown", "The report as Markdown, with its figures in a folder next to it"),
+    ".ipynb": ("Notebook", "The report as a notebook whose cells redraw the figures from a data file next to it"),
+    ".nc": ("netCDF", "All measured data; open it with wb.open_run()"),
+    ".png": ("PNG", "The result and the chosen view as a picture"),
 }
-#: Rows of a table in the picture.
+#: Maximum number of rows of a table in the picture.
 _N_ROWS = 20
 
 
 class AssessmentReport(MeasuringWidget):
-    """An interactive report: click a number to see its source in the data, filter, inspect, and save.
+    """An interactive report in which each number links to its source in the data, with filters, figures and files.
 
-    Pass a tree, or a subject to be measured in the background. The kernel stays free meanwhile; where a cell needs
-    the result, ``await report.finished()``.
+    Pass a tree, or a subject to assess in the background. The kernel stays responsive meanwhile; in a cell that needs
+    the result, use ``await report.finished()``.
 
     Args:
         tree: Tree from ``wb.assess``, ``wb.diagnose`` or ``wb.compare_designs``.
-        subject: Subject to assess instead: a module, an opened checkpoint, or any source that ``wb.design`` takes.
-        plan: Plan of training, hardware and target, as ``wb.assess`` takes it; with ``subject``.
-        task: The task that the subject will be trained on; or, with a diagnosis, the task of its run.
-        seed: Seed of fresh parameters and of data; with ``subject``.
-        model: Model of the diagnosed run; with it and its task, experiments can be run here.
+        subject: Subject to assess instead: a module, an opened checkpoint, or any source that ``wb.design`` accepts.
+        plan: Training plan, hardware and target, as ``wb.assess`` accepts it; only with ``subject``.
+        task: The task to train the subject on; with a diagnosis, the task of its run.
+        seed: Seed of the initial parameters and of the data; only with ``subject``.
+        model: Model of the diagnosed run; with its task, it allows running experiments.
         replay: Further arguments of ``wb.run_experiment``, such as ``run``, ``checkpoints`` and ``faults``.
         theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
-        text: The report's text.
+        text: The text of the report.
         criteria: For an assessment: filters, table and figures.
         side_by_side: For a comparison: two designs and their criteria.
-        experiments: For a diagnosis: the deciding experiments.
-        export_bar: The buttons and fields for files.
+        experiments: For a diagnosis: the proposed experiments.
+        export_bar: Controls for writing files.
 
     Raises:
         OptionError: If not exactly one of tree and subject is given, or there is no such theme.
-        SchemaError: If the tree is none of these, or lacks a number of its report.
+        SchemaError: If the tree is of another kind, or lacks a number of its report.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench import widgets
+        >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
+        >>> report.summary.split(".")[0]
+        'gpt2 may proceed'
+        >>> report.view = "criteria"
+        >>> report.close()
+
+    See Also:
+        `workbench.assess`: Returns the tree of an assessment.
+        `workbench.report`: Writes the same report to a file.
     """
 
     kinds = _KINDS
@@ -90,16 +103,26 @@ class AssessmentReport(MeasuringWidget):
     ) -> None:
         super().__init__(theme=theme)
         if (tree is None) == (subject is None):
-            what = "neither a tree nor a subject" if tree is None else "both a tree and a subject"
-            raise OptionError(f"AssessmentReport() has {what}; pass one: AssessmentReport(wb.assess(...)) or subject=.")
+            what = "neither tree nor subject" if tree is None else "both tree and subject"
+            raise OptionError(
+                f"AssessmentReport received {what}; pass exactly one of them.",
+                name="tree",
+                value=tree,
+                expected="given if and only if subject is not",
+            )
         if subject is None and plan is not None:
-            raise OptionError("A plan goes with subject=; the plan of a tree is the one that it was made with.")
+            raise OptionError(
+                "A plan requires subject=; a tree already contains the plan of its assessment.",
+                name="plan",
+                value=plan,
+                expected="None if a tree is given",
+            )
         self._tree: xr.DataTree | None = None
         self._subject, self._plan, self._task, self._seed = subject, plan, task, seed
         self._model, self._replay = model, dict(replay or {})
         self.text = ReportPage(lock=self.turn)
-        self.criteria = CriteriaView(self, self.show_row)
-        self.side_by_side = SideBySide(self, self.show_row)
+        self.criteria = CriteriaView(self, self._show_row)
+        self.side_by_side = SideBySide(self, self._show_row)
         can_run = model is not None and task is not None
         self.experiments = ExperimentsView(self, self.run_experiment, can_run=can_run)
         self.export_bar = ExportBar(self, self.kinds)
@@ -110,41 +133,56 @@ class AssessmentReport(MeasuringWidget):
             "side by side": self.side_by_side.box,
             "experiments": self.experiments.box,
         }
-        self.watch(self._view, lambda _: self._show_view())
-        self.on_click(self._button, lambda _: self.measure())
+        self._watch(self._view, lambda _: self._show_view())
+        self._on_click(self._button, lambda _: self.measure())
         for part in (self.criteria.table, self.side_by_side.table, self.experiments.table):
-            self.watch(part, lambda _: self.settle(), names="rows")
-            self.watch(part, lambda _: self.settle())
+            self._watch(part, lambda _: self._settle(), names="rows")
+            self._watch(part, lambda _: self._settle())
         if tree is not None:
             self._show_tree(tree)
         else:
-            with self.attempt():
+            with self._attempt():
                 self.measure()
 
     @property
     def tree(self) -> xr.DataTree | None:
-        """The displayed tree; None before the first measurement has ended."""
+        """The displayed tree; None until the first measurement has ended."""
         return self._tree
 
     @property
     def view(self) -> str:
-        """What is visible: "report", or what goes with the tree's kind: "criteria", "side by side" or "experiments"."""
+        """The visible view: "report", or by kind of tree "criteria", "side by side" or "experiments"; can be set."""
         return self._view.value
 
     @view.setter
     def view(self, name: str) -> None:
         if name not in self._view.options:
-            raise OptionError(f"There is no view '{name}'; choose from {', '.join(self._view.options)}.")
+            raise OptionError.of("view", name, tuple(self._view.options))
         self._view.value = name
 
     def measure(self) -> None:
-        """Assess the subject in the background; a running job is dropped.
+        """Assess the subject in the background; a running measurement is dropped.
 
         Raises:
             OptionError: If there is no subject.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
+            >>> try:
+            ...     report.measure()
+            ... except wb.WorkbenchError as error:
+            ...     error.name
+            'subject'
+            >>> report.close()
         """
         if self._subject is None:
-            raise OptionError("There is nothing to measure: this report was made of a tree; pass subject= for another.")
+            raise OptionError(
+                "There is nothing to measure, because this report shows a given tree; create one with subject=.",
+                name="subject",
+                expected="given",
+            )
         subject, task, plan, seed = self._subject, self._task, self._plan, self._seed
 
         from workbench.assessment.assess import PARTS, assess
@@ -155,19 +193,40 @@ class AssessmentReport(MeasuringWidget):
         self._start("assessment", job, PARTS)
 
     def run_experiment(self, experiment: int | str) -> None:
-        """Run an experiment of the diagnosis in the background; the outcome appears in `tree` and on the page.
+        """Run an experiment of the diagnosis in the background; the outcome is added to `tree` and to the page.
 
         Args:
-            experiment: Place in the tree's ``experiments``, or the cause that it is about.
+            experiment: Index in the tree's ``experiments``, or the cause that it tests.
 
         Raises:
-            OptionError: If it is no diagnosis, or model or task was not given.
+            OptionError: If the tree is not a diagnosis, or the model or the task was not given.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
+            >>> try:
+            ...     report.run_experiment(0)
+            ... except wb.WorkbenchError as error:
+            ...     error.name, error.value
+            ('tree', 'assessment')
+            >>> report.close()
         """
-        if self._tree is None or self._tree.attrs.get("kind") != "diagnosis":
-            raise OptionError("Only a diagnosis has experiments; pass a tree from wb.diagnose().")
+        kind = None if self._tree is None else self._tree.attrs.get("kind")
+        if kind != "diagnosis":
+            raise OptionError(
+                "Only a diagnosis has experiments; pass a tree from wb.diagnose().",
+                name="tree",
+                value=kind,
+                expected="a tree from wb.diagnose()",
+            )
         if self._model is None or self._task is None:
-            raise OptionError("An experiment needs the run's model and task; pass model= and task= with the tree.")
-        tree, model, task, replay = self._tree, self._model, self._task, self._replay
+            raise OptionError(
+                "An experiment needs the model and the task of the run; pass model= and task= with the tree.",
+                name="model" if self._model is None else "task",
+                expected="given",
+            )
+        tree, model, task, replay = known(self._tree), self._model, self._task, self._replay
 
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:
             from workbench.diagnosis.experiment_runs import run_experiment
@@ -179,33 +238,34 @@ class AssessmentReport(MeasuringWidget):
 
         self._start("experiment", job, {"two replays": 1})
 
-    def show_row(self, anchor: str) -> None:
-        """Show the report, with a row of its V3 in view and marked.
+    def _show_row(self, anchor: str) -> None:
+        """Show the report, scroll to a row of its data tables, and mark the row.
 
         Args:
-            anchor: Anchor of the row, as `workbench.reports.quantity.Quantity` has it.
+            anchor: Anchor of the row, from `workbench.reports.quantity.Quantity`.
         """
         self.view = "report"
         self.text.lead_to(anchor)
 
     @property
     def summary(self) -> str:
-        """The verdict, in one sentence."""
+        """The verdict in one sentence."""
         if self.text.document is None:
             return "Measuring …" if self._progress is not None else "Nothing has been measured yet."
         return self.text.document.summary
 
     def figure(self, backend: str = "bokeh") -> Any:
-        """The figure of the chosen criterion as a figure of its own.
+        """Return the figure of the chosen criterion.
 
         Raises:
-            OptionError: If none is shown.
+            OptionError: If no figure is shown.
         """
         drawn = self.criteria.evidence.figure if self.view == "criteria" else None
-        return for_backend(known(drawn, "No figure is shown; choose a criterion in the view 'criteria'."), backend)
+        sentence = "No figure is shown; choose a criterion in the view 'criteria'."
+        return for_backend(known(drawn, sentence, name="figure"), backend)
 
     def picture(self) -> bytes:
-        """The answer and the chosen view, as PNG."""
+        """Return the result and the chosen view as PNG."""
         if self.text.document is None:
             return text_picture(self.summary)
         document, part = self.text.document, self._parts().get(self.view)
@@ -213,28 +273,29 @@ class AssessmentReport(MeasuringWidget):
             actions = [f"{number}. {action.text}" for number, action in enumerate(document.actions, 1)]
             facts = [[fact.label, _with_units(fact), fact.remark] for fact in document.facts]
             return text_picture(
-                self.summary, ["What to do:", *actions], [["number", "value", ""], *facts] if facts else None
+                self.summary, ["Recommended actions:", *actions], [["quantity", "value", ""], *facts] if facts else None
             )
         columns, *rows = part.table.texts()
         more = len(rows) - _N_ROWS
-        rest = [f"{counted(more, 'more row')} below these."] if more > 0 else []
+        rest = [f"{counted(more, 'more row')} not shown."] if more > 0 else []
         image = picture_of(self.figure()) if self.view == "criteria" and self.criteria.evidence.figure else None
         return text_picture(self.summary, [*self._answer_lines(), *rest], [columns, *rows[:_N_ROWS]], image)
 
     def page(self) -> str:
-        """The report as one HTML page, without a network."""
-        return html(known(self.text.document, "Nothing has been measured yet; wait for it."), known(self._tree))
+        """Return the report as a single HTML page that needs no network."""
+        sentence = "Nothing has been measured yet; wait for the measurement."
+        return html(known(self.text.document, sentence, name="tree"), known(self._tree))
 
     @property
     def refused_kinds(self) -> Mapping[str, str]:
-        """Endings of files that cannot be written yet, and why."""
+        """Suffixes of files that cannot be written yet -> reason."""
         if self._tree is not None:
             return {}
-        words = "Nothing has been measured yet; wait for it, or call measure()."
+        words = "Nothing has been measured yet; wait for the measurement, or call measure()."
         return dict.fromkeys((ending for ending in self.kinds if ending != ".png"), words)
 
     def close(self) -> None:
-        """Remove the widget and everything in it, visible or not; a running job is dropped."""
+        """Remove the widget and all its parts, visible or hidden; a running measurement is dropped."""
         for view in getattr(self, "_views", {}).values():
             if view not in self._body.children:
                 self._body.children = (*self._body.children, view)
@@ -253,7 +314,7 @@ class AssessmentReport(MeasuringWidget):
         look = ipywidgets.HTML(f"<style>{CSS}</style>", layout={"display": "none"})
         line = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
         self._line = ipywidgets.HBox([self._button, self._doing], layout=line | {"display": "none"})
-        self.fill([look, self._words, self._line, self._view, self._body, self.export_bar])
+        self._fill([look, self._words, self._line, self._view, self._body, self.export_bar])
         self._say_answer()
 
     def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
@@ -271,7 +332,7 @@ class AssessmentReport(MeasuringWidget):
         job: Callable[[Callable[[], None], Callable[[str], None]], xr.DataTree],
         shares: Mapping[str, float],
     ) -> None:
-        """Begin a job, and show how far it is."""
+        """Start a job and show its progress."""
         with self.turn:
             self._begin(title, job, shares)
             self._button.layout.display, self._line.layout.display = "none", None
@@ -279,11 +340,11 @@ class AssessmentReport(MeasuringWidget):
             self._say_answer()
 
     def _take(self, found: xr.DataTree) -> None:
-        """Show what was measured."""
+        """Show the measured tree."""
         self._show_tree(found)
 
     def _show_end(self) -> None:
-        """A subject that was not measured can be measured again, and experiments can be run."""
+        """Enable the buttons for measuring a subject that has no result yet, and for running experiments."""
         can_measure = self._subject is not None and self._tree is None
         self._button.layout.display = None if can_measure else "none"
         self._line.layout.display = None if can_measure or self._status.value else "none"
@@ -291,15 +352,15 @@ class AssessmentReport(MeasuringWidget):
         self._say_answer()
 
     def _answer_lines(self) -> list[str]:
-        """At which rate it trains, and what to do first."""
+        """Return the learning rate of an assessment, and the first recommended action."""
         document = known(self.text.document)
         is_assessment = known(self._tree).attrs["kind"] == "assessment"
         rates = [f"{capitalized(fact.label)}: {_with_units(fact)} ({fact.remark})." for fact in document.facts]
-        actions = [f"What to do: {one.text}" for one in document.actions if one.text not in self.summary]
+        actions = [f"Recommended action: {one.text}" for one in document.actions if one.text not in self.summary]
         return [*rates[: int(is_assessment)], *actions[:1]]
 
     def _say_answer(self) -> None:
-        """Show the answer above everything, and which files can be written of it."""
+        """Update the headline and the buttons for files."""
         document = self.text.document
         if document is None:
             self._words.value = headline(CriterionState.NOT_MEASURED, self.summary)
@@ -308,17 +369,17 @@ class AssessmentReport(MeasuringWidget):
                 document.state or CriterionState.NOT_MEASURED, self.summary, self._answer_lines()
             )
         self.export_bar.offer(self.refused_kinds)
-        self.settle()
+        self._settle()
 
     def _show_tree(self, tree: xr.DataTree) -> None:
         """Show another tree in all views."""
-        tree = alone(tree)
-        self.text.tell(tree)  # first, as it refuses a tree of another kind
+        tree = detached(tree)
+        self.text.tell(tree)  # first, because it raises an exception for trees of another kind
         kind = str(tree.attrs["kind"])
         self._parts()[_SECOND_VIEW[kind]].tell(tree)
         self._tree = tree
         options = ("report", _SECOND_VIEW[kind])
-        if tuple(self._view.options) != options:  # which would go back to the first
+        if tuple(self._view.options) != options:  # setting the options selects the first one
             self._view.options = options
         self.export_bar.suggest(f"reports/{_as_file_name(known(self.text.document).subject)}")
         for part in (self._view, self._body):
@@ -327,7 +388,7 @@ class AssessmentReport(MeasuringWidget):
         self._say_answer()
 
     def _show_view(self) -> None:
-        """Show the chosen view, and draw it if it was not; the others stay as they are, out of sight."""
+        """Show the chosen view, drawing it if necessary, and hide the others."""
         body = self._views[self._view.value]
         body.layout.display = None
         if body not in self._body.children:
@@ -338,17 +399,17 @@ class AssessmentReport(MeasuringWidget):
         for name, part in self._parts().items():
             part.is_visible = name == self._view.value
             part.draw()
-        self.settle()
+        self._settle()
 
     def _parts(self) -> dict[str, Any]:
         return {"criteria": self.criteria, "side by side": self.side_by_side, "experiments": self.experiments}
 
 
 def _with_units(fact: Fact) -> str:
-    """The value of a fact, with its unit."""
+    """Return the value of a fact with its unit."""
     return " ".join(filter(None, [fact.quantity.text, fact.quantity.units]))
 
 
 def _as_file_name(subject: str) -> str:
-    """A subject as the name of a file."""
+    """Return a file name for a subject."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", subject).strip("._") or "report"

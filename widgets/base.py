@@ -1,4 +1,4 @@
-"""The base class of all widgets: errors shown under it, callbacks in turn, a picture that stays, a complete close()."""
+"""Base class of all widgets: error line, serialized callbacks, static picture, files, and cleanup."""
 
 from __future__ import annotations
 
@@ -32,22 +32,33 @@ T = TypeVar("T")
 
 
 class WorkbenchWidget(ipywidgets.VBox):
-    """A column of widgets with a line for errors at its end.
+    """Base class of the widgets: a column of widgets with a line for errors below.
 
-    JupyterLab may run callbacks in a thread of their own, so they take turns, and an exception in one would be seen
-    nowhere: both are handled here for every callback that is registered with `watch`, `on_click` or `guarded`.
+    JupyterLab may run callbacks in a separate thread, and their exceptions would not be visible. Callbacks registered
+    with `_watch`, `_on_click` or `_guarded` run one at a time, and their exceptions are shown under the widget.
 
-    Displayed in a notebook, a widget leaves a picture of its state below, which the saved notebook keeps; call `settle`
-    when what is shown has changed.
+    A displayed widget adds a static picture of its state to the cell output, which the saved notebook keeps. Call
+    `_settle` after the displayed content has changed.
 
     Attributes:
-        kinds: Endings of the files that `save` writes, with label and tip of their buttons.
+        kinds: File suffixes that `save` accepts -> label and tooltip of their buttons.
 
     Args:
         theme: ``"page"``, or ``"projector"`` for large type.
 
     Raises:
         OptionError: If there is no such theme.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench import widgets
+        >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
+        >>> sorted(widget.kinds)
+        ['.html', '.nc', '.png', '.svg']
+        >>> widget.close()
+
+    See Also:
+        `workbench.widgets.show`: Shows a single figure.
     """
 
     kinds: Mapping[str, tuple[str, str]] = {ending: KINDS[ending] for ending in (".png", ".svg", ".html")}
@@ -67,69 +78,109 @@ class WorkbenchWidget(ipywidgets.VBox):
         if theme != "page":
             self.add_class(f"workbench-{theme}")
 
-    def fill(self, children: Sequence[ipywidgets.Widget]) -> None:
-        """Put the children above the line for errors."""
+    def _fill(self, children: Sequence[ipywidgets.Widget]) -> None:
+        """Set the children above the line for errors."""
         self.children = [self._presence, *children, self.message]
 
     @property
     def summary(self) -> str:
-        """What is shown, in one sentence; for readers that show no pictures."""
+        """The displayed content in one sentence, for programs that show no pictures."""
         return type(self).__name__
 
     def figure(self, backend: str = "bokeh") -> Any:
-        """What is shown as a figure of its own, to keep or to write with ``workbench.plots.save()``."""
+        """Return the displayed content as a separate figure, for example for ``workbench.plots.save()``.
+
+        Args:
+            backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
+            >>> wb.plots.save(widget.figure("matplotlib"), "timeline.svg").name
+            'timeline.svg'
+            >>> widget.close()
+        """
         raise NotImplementedError
 
     def picture(self) -> bytes:
-        """What is shown, as PNG."""
+        """Return the displayed content as PNG.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
+            >>> widget.picture()[1:4]
+            b'PNG'
+            >>> widget.close()
+        """
         return picture_of(self.figure("matplotlib"))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write what is shown to a file, completely or not at all; its folder is made.
+        """Write the displayed content to a file atomically; missing folders are created.
 
         Args:
-            path: Path of the file; its ending, one of `kinds`, decides what is written. ``.html`` is one page that
-                stays interactive, without a kernel and without a network.
+            path: File to write. The suffix, one of `kinds`, selects the format. ``.html`` is a single page that stays
+                interactive without a kernel and without a network.
             overwrite: Whether to replace an existing file.
 
         Returns:
             The path.
 
         Raises:
-            StoreError: If the ending is unknown, what is shown has no such file, the file exists, or the disk is full.
+            StoreError: If the suffix is unknown, the content cannot be written in this format, the file exists, or the
+                disk is full.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
+            >>> widget.save("exports/run.nc").name
+            'run.nc'
+            >>> widget.close()
         """
         with self.turn:
             path = Path(path).expanduser()
             ending = ending_of(path, self.kinds)
-            if ending in self.refused_kinds:
-                raise StoreError(self.refused_kinds[ending])
+            if ending in (refused := self.refused_kinds):
+                available = tuple(kind for kind in self.kinds if kind not in refused)
+                raise StoreError(refused[ending], name="path", value=path, expected=available)
             check_free(path, overwrite=overwrite)
             make_folder(path)
             return self._write(path, ending, overwrite=overwrite)
 
     @property
     def refused_kinds(self) -> Mapping[str, str]:
-        """Endings of files that cannot be written of what is shown, and why."""
+        """Suffixes of files that cannot be written at present -> reason."""
         return {}
 
     def page(self) -> str:
-        """What is shown as one HTML page that stays interactive, without a kernel and without a network."""
+        """Return a single HTML page that stays interactive without a kernel and without a network.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
+            >>> widget.page()[:15]
+            '<!DOCTYPE html>'
+            >>> widget.close()
+        """
         raise NotImplementedError
 
-    def settle(self) -> None:
-        """Draw the picture in the notebook again, once nothing has changed for a moment; from any thread."""
+    def _settle(self) -> None:
+        """Schedule a redraw of the static picture once nothing has changed for a moment; callable from any thread."""
         self._picture.settle()
 
     @property
     def error(self) -> str:
-        """The sentence shown under the widget; empty if all is well."""
+        """The error shown under the widget; empty if there is none."""
         return self._error
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Run the block alone; show its exception under the widget, or clear the line if there is none.
+    def _attempt(self) -> Iterator[None]:
+        """Hold the lock while the block runs; show its exception under the widget, or clear the line if there is none.
 
-        One control may move another, whose callbacks then run inside: what failed there stays on the line.
+        A control may change another one, whose callbacks then run inside the block; their errors stay on the line.
         """
         with self.turn:
             is_inner, self._is_inside = self._is_inside, True
@@ -138,7 +189,7 @@ class WorkbenchWidget(ipywidgets.VBox):
                 yield
             except WorkbenchError as error:
                 self._fail(str(error))
-            except Exception as error:  # noqa: BLE001  (a bug of ours: the widget stays usable, the log has the traceback)
+            except Exception as error:  # noqa: BLE001  (a bug: the widget stays usable, and the log has the traceback)
                 _log.exception("A callback of %s failed.", type(self).__name__)
                 self._fail(f"{type(error).__name__}: {error}")
             finally:
@@ -146,35 +197,44 @@ class WorkbenchWidget(ipywidgets.VBox):
             if not self._has_failed:
                 self._show("")
 
-    def guarded(self, callback: Callable[..., None]) -> Callable[..., None]:
-        """The callback, run inside `attempt`."""
+    def _guarded(self, callback: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that runs the callback inside `_attempt`."""
 
-        @functools.wraps(callback)  # bokeh looks at the signature
+        @functools.wraps(callback)  # bokeh checks the signature
         def run(*args: Any) -> None:
-            with self.attempt():
+            with self._attempt():
                 callback(*args)
 
         return run
 
-    def watch(self, control: ipywidgets.Widget, callback: Callable[[Any], None], names: str = "value") -> None:
-        """Call ``callback(change)`` when a control changes, until the widget is closed."""
-        run = self.guarded(callback)
+    def _watch(self, control: ipywidgets.Widget, callback: Callable[[Any], None], names: str = "value") -> None:
+        """Call ``callback(change)`` whenever a control changes, until the widget is closed."""
+        run = self._guarded(callback)
         control.observe(run, names)
         self._undo.append(lambda: control.unobserve(run, names))
 
-    def on_click(self, button: ipywidgets.Button, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(button)`` at each click, until the widget is closed."""
-        run = self.guarded(callback)
+    def _on_click(self, button: ipywidgets.Button, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(button)`` on each click, until the widget is closed."""
+        run = self._guarded(callback)
         button.on_click(run)
         self._undo.append(lambda: button.on_click(run, remove=True))
 
-    def at_close(self, action: Callable[[], None]) -> None:
-        """Run an action when the widget is closed; the last one registered runs first."""
+    def _at_close(self, action: Callable[[], None]) -> None:
+        """Run an action when the widget is closed; actions run in reverse order of registration."""
         self._undo.append(action)
 
     def close(self) -> None:
-        """Stop all callbacks and remove the widget, with everything in it, from the page and the kernel."""
-        if not hasattr(self, "_picture"):  # it was refused as it was made
+        """Stop all callbacks, and remove the widget and its children from the page and the kernel.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
+            >>> widget.close()
+            >>> widget.comm is None
+            True
+        """
+        if not hasattr(self, "_picture"):  # the constructor raised an exception
             return
         self._picture.close()
         while self._undo:
@@ -184,7 +244,7 @@ class WorkbenchWidget(ipywidgets.VBox):
         super().close()
 
     def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
-        """Write one of the kinds of files; all checks are done."""
+        """Write a file of one kind, after all checks."""
         if ending != ".html":
             return save_figure(self.figure("matplotlib"), path, overwrite=overwrite)
         content = self.page()
@@ -199,7 +259,7 @@ class WorkbenchWidget(ipywidgets.VBox):
         with self.turn:
             try:
                 return self.picture()
-            except WorkbenchError as error:  # there is nothing to draw yet
+            except WorkbenchError as error:  # there is no figure yet
                 return text_picture(self.summary, [str(error)])
 
     def _fail(self, sentence: str) -> None:
@@ -213,18 +273,23 @@ class WorkbenchWidget(ipywidgets.VBox):
 
 
 def close_tree(widget: ipywidgets.Widget) -> None:
-    """Close a widget and everything in it."""
+    """Close a widget and all its descendants."""
     for child in getattr(widget, "children", ()):
         close_tree(child)
     widget.close()
 
 
-def known(value: T | None, sentence: str = "Nothing is shown yet; call tell() first.") -> T:
-    """A value that must exist by now.
+def known(value: T | None, sentence: str = "There is nothing to show yet.", *, name: str = "data") -> T:
+    """Return a value that must not be None.
+
+    Args:
+        value: The value.
+        sentence: Message of the exception.
+        name: Name of the value in the exception.
 
     Raises:
-        OptionError: If it does not, with the sentence.
+        OptionError: If the value is None.
     """
     if value is None:
-        raise OptionError(sentence)
+        raise OptionError(sentence, name=name, expected="available")
     return value

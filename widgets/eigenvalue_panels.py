@@ -1,4 +1,4 @@
-"""Eigenvalue maps built once and then written in place: what SpectrumExplorer and ArchitectureComparison share."""
+"""Eigenvalue maps that are built once and updated in place, for SpectrumExplorer and ArchitectureComparison."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 
     from workbench.plots.plane_view import PlaneView
 
-#: Pixels; a narrower panel has its texts in two lines, and its name shortened.
+#: In pixels; a narrower panel has its texts in two lines and a shortened name.
 _NARROW = 240
-#: Pixels; a smaller panel has fewer ticks, and less room between its numbers.
+#: In pixels; a smaller panel has fewer ticks.
 _SMALL = 180
 ZOOM_TIPS = [
-    "Every mode: true to scale around the unit circle, logarithmic beyond",
-    "The square around 1, true to scale",
+    "All modes: linear scale around the unit circle, logarithmic scale beyond",
+    "The square around 1, on a linear scale",
 ]
 
 
 class EigenvaluePanels:
-    """One panel per model on common axes; data, texts and ranges can be changed, the panels stay.
+    """One panel per model on shared axes; data, texts and ranges are updated in place.
 
     Args:
-        spectra: Spectra by name; they decide the colours of depth, so give all layers.
+        spectra: Spectra by name, with all layers, because they determine the colors of depth.
         theme: A theme of widgets.
 
     Attributes:
         root: The bokeh layout of all panels.
         figures: The panels by name.
         sources: The modes drawn, by name.
-        view: The view written last; None before the first.
+        view: The last view; None before the first.
     """
 
     def __init__(self, spectra: Mapping[str, xr.Dataset], *, theme: str = "page") -> None:
@@ -63,7 +63,7 @@ class EigenvaluePanels:
             parts = {label: part.handles["source"] for (_, label), part in panel.subplots.items()}
             self.figures[name], self.sources[name] = panel.state, parts["Modes"]
             self._ground[name] = parts
-            for place in ("above", "below"):  # where there is no text yet, there may be later
+            for place in ("above", "below"):  # an empty note may be filled later
                 note_bokeh("", place=place)(panel, None)
                 self._notes[name, place] = panel.state.select_one({"name": f"note_{place}"})
         (self._depth_bar,) = self.root.select({"type": ColorBar})
@@ -71,7 +71,7 @@ class EigenvaluePanels:
         self.arrange(list(spectra))
 
     def columns(self, name: str, spectra: xr.Dataset, *, reliable_only: bool = False) -> dict[str, np.ndarray]:
-        """The drawn columns of some or all layers of a model."""
+        """Return the columns to draw for some or all layers of a model."""
         return mode_columns(spectra, n_layers=self._depths[name], reliable_only=reliable_only)
 
     def write(
@@ -83,13 +83,13 @@ class EigenvaluePanels:
         *,
         remark: str = "",
     ) -> None:
-        """Write the modes and texts of one panel.
+        """Update the modes and texts of one panel.
 
         Args:
-            name: Name of the model, shortened where the panel is narrow.
+            name: Name of the model; shortened if the panel is narrow.
             spectra: The layers shown; dims ``layer`` and ``mode``.
             columns: Result of `columns`.
-            view: The view that the panel will have.
+            view: The view of the panel.
             remark: Remark after the name.
         """
         self.sources[name].data = columns
@@ -113,14 +113,14 @@ class EigenvaluePanels:
             words = {"template": "M {:.2f}   ρ {:.3g}"} if is_narrow else {}
             is_empty = remark and not spectra.sizes["layer"]
             above = "nothing to show yet" if is_empty else headline(spectra, columns, view, **words)
-        if is_narrow:  # a second line, empty or not, keeps the panels where they are
+        if is_narrow:  # the second line is always present, so that the panels do not move
             first, outside = above.rsplit("   ", 1) if above.endswith("outside") else (above, "")
             above = f"{first}\n{', '.join(filter(None, [remark, outside])) or ' '}"
         self._notes[name, "above"].text = above
         self._notes[name, "below"].text = silent_layers(spectra)
 
     def set_view(self, view: PlaneView) -> None:
-        """Move the common axes, if the view is another one than before; a zoom by hand stays until then."""
+        """Set the range of the shared axes if the view has changed; otherwise the user's zoom is kept."""
         if view == self.view:
             return
         self.view = view
@@ -135,7 +135,7 @@ class EigenvaluePanels:
             axis.update(start=start, end=end, reset_start=start, reset_end=end)
 
     def arrange(self, names: Sequence[str]) -> None:
-        """Show these panels alone, in rows as even as possible."""
+        """Show only these panels, in rows of about equal length."""
         n_columns, side = grid_of(len(names), self._theme)
         for panel in self.figures.values():
             panel.right = [item for item in panel.right if item is not self._depth_bar]
@@ -154,13 +154,13 @@ class EigenvaluePanels:
 
 
 def grid_of(n_panels: int, theme: str = "page") -> tuple[int, int]:
-    """Panels in a row, and the side of one in pixels, before they are made as wide as the page."""
+    """Return the number of panels per row and the side of a panel in pixels before scaling to the page width."""
     if n_panels in (1, 2, 4) or theme != "page":
         return min(n_panels, 2), {1: 420, 2: 300}.get(n_panels, 260)
     return (3, 204) if n_panels <= 6 else (4, 150)
 
 
 def key_in_words(spectra: Iterable[xr.Dataset]) -> str:
-    """What markers, shading and numbers mean, in one line of HTML."""
+    """Return the meaning of markers, shading and numbers as one line of HTML."""
     keys = dict.fromkeys(key(data).replace("\n", " &ensp; ") for data in spectra)
-    return " &ensp; ".join([*keys, "M: mean over layers, ρ: largest"])
+    return " &ensp; ".join([*keys, "M: mean over layers, ρ: largest over layers"])

@@ -1,4 +1,4 @@
-"""Buttons that write what a widget shows to files."""
+"""Buttons that write the content of a widget to files."""
 
 from __future__ import annotations
 
@@ -19,31 +19,29 @@ if TYPE_CHECKING:
 
 
 class ExportBar(ipywidgets.VBox):
-    """A path, a button for each kind of file, and a line that says what was written.
+    """A path, a button for each kind of file, and a line with the last file written.
 
     Args:
-        owner: The widget, whose ``save`` writes the files; it shows the errors.
-        kinds: Ending -> label and tip of its button.
+        owner: The widget; its ``save`` writes the files, and it shows the errors.
+        kinds: Suffix -> label and tooltip of its button.
 
     Attributes:
-        path: The text field; without an ending.
-        buttons: Buttons by ending.
-        overwrite: The checkbox.
-        note: Note on the last file written.
+        path: Text field for the path without suffix.
+        buttons: Buttons by suffix.
+        overwrite: Checkbox for replacing existing files.
+        note: The last file written, and its size.
     """
 
     def __init__(self, owner: WorkbenchWidget, kinds: Mapping[str, tuple[str, str]]) -> None:
         self._suggested = ""
         self._kinds = kinds
         self.path = ipywidgets.Text(
-            description="save as",
+            description="Save as",
             style={"description_width": "64px"},
             layout={"width": "300px", "max_width": "98%"},
             continuous_update=False,
         )
-        self.overwrite = ipywidgets.Checkbox(
-            description="overwrite", tooltip="Replace a file that is already there", indent=False
-        )
+        self.overwrite = ipywidgets.Checkbox(description="Overwrite", tooltip="Replace an existing file", indent=False)
         self.overwrite.layout.width = "auto"
         self.buttons = {
             ending: ipywidgets.Button(description=label, tooltip=tip, layout={"width": "88px"})
@@ -61,16 +59,16 @@ class ExportBar(ipywidgets.VBox):
             self.say_written(owner.save(with_ending(self.path.value, ending), overwrite=self.overwrite.value))
 
         for ending, button in self.buttons.items():
-            owner.on_click(button, partial(_ignoring, click, ending))
+            owner._on_click(button, partial(_ignoring, click, ending))
 
     def suggest(self, path: str) -> None:
-        """Put a path into the field, unless the user has written another one there."""
+        """Put a path into the text field unless the user has entered another one."""
         if self.path.value == self._suggested:
             self.path.value = path
         self._suggested = path
 
     def offer(self, kinds: Mapping[str, str]) -> None:
-        """Enable every button but those of these endings; the sentences say why not."""
+        """Disable the buttons of these suffixes, with the reason as tooltip, and enable all others."""
         for ending, button in self.buttons.items():
             button.disabled = ending in kinds
             button.tooltip = kinds.get(ending) or self._kinds[ending][1]
@@ -81,10 +79,10 @@ class ExportBar(ipywidgets.VBox):
         self.note.value = f'<div role="status" style="{style}">{html.escape(sentence)}</div>' if sentence else ""
 
     def say_written(self, path: Path) -> None:
-        """Show where a file was written, and how large it is."""
-        self.say(f"Wrote {path.resolve()} ({file_size(path.stat().st_size)}).")
+        """Show the path and size of a written file."""
+        self.say(f"Saved {path.resolve()} ({file_size(path.stat().st_size)}).")
 
 
 def _ignoring(act: Callable[[str], None], ending: str, _: Any) -> None:
-    """Perform the action of a click, ignoring its event."""
+    """Call the action of a click without its event."""
     act(ending)

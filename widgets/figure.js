@@ -1,4 +1,4 @@
-// A bokeh document of the kernel on the page: it is asked for, patched, and told of selections and ranges.
+// A bokeh document of the kernel on the page: fetched, patched, and kept in sync with selections and ranges.
 const ask = (model, question, signal) => new Promise((resolve) => {
   const id = crypto.randomUUID?.() ?? String(Math.random());
   const answer = (content, buffers) => {
@@ -61,7 +61,7 @@ async function render({ model, el, signal }) {
   el.classList.add("workbench-alive");
   requestAnimationFrame(() => model.send({ drawn: true }));
 
-  // Sent to the kernel: selections and the visible range; the latest of each, at most 20 times a second.
+  // Selections and visible ranges are sent to the kernel: the latest of each, at most 20 times a second.
   const changed = new Map();
   figure.on_change((event) => {
     if (is_patching || event.kind !== "ModelChanged" || !["indices", "start", "end"].includes(event.attr)) return;

@@ -1,8 +1,8 @@
-"""A bokeh figure as a Jupyter widget: offline, following the notebook's theme, and as wide as the page.
+"""A bokeh figure as a Jupyter widget: offline, in the notebook's theme, and as wide as the page.
 
-BokehJS comes from the kernel when the page does not have it yet, so no extension call, no network and no copy of the
-library in each notebook is needed. The figure itself is fetched from the kernel too: a reloaded page shows what
-the kernel holds now, not what it held when the cell ran.
+If the page has not loaded BokehJS, the kernel sends it. No extension call, no network and no copy of the library in the
+notebook is needed. The figure is fetched from the kernel too, so a reloaded page shows its current state, not its state
+when the cell ran.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from bokeh.models import LayoutDOM
     from ipywidgets import DOMWidget
 
-# bokeh reads these variables where it paints: text and lines take the colours of JupyterLab's theme.
+# bokeh reads these variables when it paints, so text and lines have the colors of JupyterLab's theme.
 _CSS = """
 .workbench-figure {
   overflow-x: auto;
@@ -49,15 +49,15 @@ _CSS = """
 
 
 class Figure(anywidget.AnyWidget):
-    """One bokeh layout on the page; changes to its models in Python are drawn at once.
+    """A bokeh layout on the page; changes to its models in Python are drawn immediately.
 
     Attributes:
         is_drawn: Whether a page has drawn it.
 
     Args:
-        root: The layout to show; alone in its document, if it has one.
-        lock: Held while the figure's models change; give the one that callbacks of these models take too.
-        draw: Returns what is shown as PNG, for the picture that stays in the notebook; None: leave none.
+        root: The layout to show. If it belongs to a document, it must be the only root.
+        lock: Held while the figure's models change; pass the lock that callbacks of these models hold.
+        draw: Returns the figure as PNG for the static picture in the notebook; None for no picture.
     """
 
     _esm = fit_script() + Path(__file__).with_name("figure.js").read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ class Figure(anywidget.AnyWidget):
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Send all changes made inside as one message, so that the page paints once."""
+        """Send all changes made inside the block as one message, so that the page paints once."""
         with self.lock:
             if self._batch is not None:
                 yield
@@ -99,11 +99,11 @@ class Figure(anywidget.AnyWidget):
                     self._send_patch(events)
 
     def when_drawn(self, action: Callable[[], None]) -> None:
-        """Call an action once, when a page has drawn the figure."""
+        """Call an action once a page has drawn the figure."""
         self._when_drawn.append(action)
 
     def withdraw(self) -> None:
-        """Leave the figure as it is on the page, and its models to another figure."""
+        """Stop following the models, so that another figure can use them; the page keeps what it has drawn."""
         if self._is_open:
             self._is_open = False
             self.document.remove_on_change(self)
@@ -155,19 +155,32 @@ class Figure(anywidget.AnyWidget):
 
 
 def show(figure: Any, *, theme: str = "page") -> DOMWidget | Image:
-    """Turn a figure into something that JupyterLab displays, as wide as the page.
+    """Return a figure as an object that JupyterLab displays as wide as the page.
 
-    Below the live figure, its picture stays in the saved notebook.
+    The saved notebook keeps a static picture below the live figure.
 
     Args:
         figure: Figure from a function of ``workbench.plots``, for either backend.
         theme: ``"page"``, or ``"projector"`` for large type.
 
     Returns:
-        A `Figure` (backend bokeh), or an image (backend matplotlib).
+        A widget (backend bokeh), or an image (backend matplotlib).
 
     Raises:
         OptionError: If there is no such theme.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench import widgets
+        >>> figure = wb.plots.reliability(wb.risk.reliability([0.9, 0.1], [True, False]))
+        >>> shown = widgets.show(figure, theme="projector")
+        >>> shown.is_drawn
+        False
+        >>> shown.close()
+
+    See Also:
+        `workbench.plots.save`: Writes a figure to a file.
+        `workbench.widgets.SpectrumExplorer`: Shows eigenvalues with controls.
     """
     check_theme(theme)
     if drawn_backends(figure) == ["matplotlib"]:
@@ -179,6 +192,6 @@ def show(figure: Any, *, theme: str = "page") -> DOMWidget | Image:
 
 @cache
 def _library() -> bytes:
-    """BokehJS of the installed bokeh, compressed: a third of a megabyte."""
+    """Return the BokehJS of the installed bokeh, compressed to about 0.3 MB."""
     source = files("bokeh").joinpath("server/static/js/bokeh.min.js").read_bytes()
     return gzip.compress(source, 6)

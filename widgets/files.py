@@ -1,4 +1,4 @@
-"""Files of what widgets show: their kinds and paths, and several runs in one file; nothing is replaced unasked."""
+"""Files that widgets write: formats, paths, and several runs in one file. Files are replaced only on request."""
 
 from __future__ import annotations
 
@@ -14,62 +14,79 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Ending -> label and tip of the button that writes such a file.
+#: Suffix -> label and tooltip of the button that writes such a file.
 KINDS = {
-    ".png": ("PNG", "The figure as a picture of 200 dots per inch"),
-    ".svg": ("SVG", "The figure as vectors, for print"),
-    ".html": ("HTML", "A page of its own that stays interactive, without a kernel and without a network"),
-    ".nc": ("netCDF", "Everything recorded of the models shown, all steps; a group for each"),
+    ".png": ("PNG", "The figure as a bitmap with 200 dots per inch"),
+    ".svg": ("SVG", "The figure as vector graphics, for print"),
+    ".html": ("HTML", "A single page that stays interactive without a kernel and without a network"),
+    ".nc": ("netCDF", "All recorded data of the models shown, at all steps, one group per model"),
 }
 
 
 def with_ending(path: str, ending: str) -> Path:
-    """A path with its ending, which may be left out.
+    """Return a path with its suffix, which may be missing.
 
     Raises:
         StoreError: If the path is empty.
     """
     given = Path(path.strip()).expanduser()
     if not given.name:
-        raise StoreError("There is no file name; write one, such as exports/figure.")
+        raise StoreError(
+            "The file name is empty; enter one, such as exports/figure.", name="path", expected="non-empty"
+        )
     return given if given.suffix.lower() == ending else given.with_name(given.name + ending)
 
 
 def ending_of(path: str | os.PathLike[str], kinds: Iterable[str]) -> str:
-    """The ending of a path, which decides what is written.
+    """Return the suffix of a path, which selects the format.
 
     Raises:
-        StoreError: If no such file can be written.
+        StoreError: If files of this format cannot be written.
     """
     ending = Path(path).suffix.lower()
     if ending not in kinds:
-        raise StoreError(f"'{Path(path).name}' ends in '{ending}', expected one of {', '.join(kinds)}.")
+        raise StoreError(
+            f"'{Path(path).name}' has the suffix '{ending}', expected one of {', '.join(kinds)}.",
+            name="path",
+            value=path,
+            expected=tuple(kinds),
+        )
     return ending
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder that a file will be in.
+    """Create the folder of a file.
 
     Raises:
-        StoreError: If that is not possible.
+        StoreError: If the folder cannot be created.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"The folder {path.parent} cannot be made ({error.strerror}); choose another.") from error
+        raise StoreError(
+            f"The folder {path.parent} cannot be created ({error.strerror}); choose another one.",
+            name="path",
+            value=path.parent,
+            expected="a folder that can be created",
+        ) from error
 
 
 def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool = False) -> Path:
-    """Write several runs into one netCDF file, a group for each with its parts as groups in it.
+    """Write several runs to one netCDF file, with one group per run and one subgroup per part of the run.
 
-    ``wb.open_run(path)[name]`` is the run again. A slash in a name, which would make one more group, becomes a bar.
+    ``wb.open_run(path)[name]`` returns a run. A slash in a name would add another group, and is replaced by "|".
 
     Raises:
-        StoreError: If the path is taken, or the disk is full.
+        StoreError: If the file exists, the disk is full, or two names are equal after the replacement.
     """
     import xarray as xr
 
     groups = {name.replace("/", "|"): run for name, run in runs.items()}
     if len(groups) < len(runs):
-        raise StoreError("Two runs have the same name once their slashes are replaced; rename one of them.")
+        raise StoreError(
+            "Two runs have the same name after their slashes are replaced; rename one of them.",
+            name="runs",
+            value=tuple(runs),
+            expected="distinct names",
+        )
     return export_netcdf(xr.DataTree(children=groups), path, overwrite=overwrite)

@@ -1,4 +1,4 @@
-"""The answer above everything else of a widget: will it train, at which rate, what is wrong, what to do."""
+"""The headline of a widget: the result in one sentence, in the color of its state."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CSS = f"""
 .workbench-answer p {{ margin: 0; }}
 .workbench-answer .sentence {{ color: var(--tone); font-size: 1.3em; line-height: 1.4; font-weight: 600; }}
 """
-#: The same for a page that follows the theme of the system.
+#: The same style for a page that follows the theme of the operating system.
 PAGE_CSS = f"{CSS} @media (prefers-color-scheme: dark) {{ .workbench-answer {{ {_DARK} }} }}"
 
 
 def headline(state: str, sentence: str, more: Sequence[str] = ()) -> str:
-    """A sentence in the colour and with the sign of a state, and smaller ones below; as HTML."""
+    """Return HTML of a sentence in the color and with the sign of a state, and smaller sentences below."""
     sentence, *more = (html.escape(line).replace(" %", "&nbsp;%") for line in (sentence, *more))
     rest = "".join(f"<p>{line}</p>" for line in more)
     return (

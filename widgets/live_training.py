@@ -1,4 +1,4 @@
-"""Train interactively: switch KSS and faults on and off, and see whether the run converges."""
+"""Train interactively: switch KSS and faults on and off during training, and compare with a control run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from workbench.widgets.live.buttons import Buttons
 from workbench.widgets.live.fault_panel import FaultPanel
 from workbench.widgets.live.kss_panel import KSSPanel
 from workbench.widgets.live.live_canvas import LiveCanvas
-from workbench.widgets.live.live_runs import OVER, PAUSED, TRAINING, LiveRuns
+from workbench.widgets.live.live_runs import ENDED, PAUSED, TRAINING, Listener, LiveRuns
 from workbench.widgets.live.paired_runs import PairedRuns
 from workbench.widgets.live.setup import Setup
 from workbench.widgets.live.starts import Start, recorded_histories
@@ -51,65 +51,78 @@ if TYPE_CHECKING:
     from workbench.widgets.live.switches import State
     from workbench.zoo import ArchitectureConfig
 
-#: Settings of a run that are not on the page, unless the caller has set them.
+#: Defaults of settings without a control.
 _SETTINGS = {"warmup": 20, "flush_every": 25, "profile_options": {"n_snapshots": 512}}
-#: Given by the controls.
+#: Settings that the controls provide.
 _TAKEN = ("n_steps", "learning_rate", "seed", "spectra_every", "store", "checkpoints")
-#: Seconds that a widget which is closed leaves to its runs for closing their stores.
+#: Seconds that the runs have for closing their stores when the widget is closed.
 _SECONDS_AT_CLOSE = 60.0
 
 
 class LiveTraining(WorkbenchWidget):
-    """A model in training with switches for KSS and faults and, next to it, the same run without; or another model.
+    """A training run with switches for KSS and faults, and a control run or another architecture for comparison.
 
-    Both runs have the same data and seed, and treatment and control the same parameters, so that these differ only in
-    what is switched on; as long as nothing is, they are the same to the bit. With ``versus=`` the second run is of
-    another architecture, and both are switched together.
+    Both runs have the same data and seed. Treatment and control also have the same parameters, so they differ only in
+    what is switched on; as long as nothing is switched on, they are bitwise identical. With ``versus=`` the second run
+    trains another architecture, and both runs are switched together.
 
-    The runs take turns in a process of their own, and the picture moves also while a cell runs in the kernel. ``kss``
-    and ``faults`` act from the next step on wherever they are changed, on the page or in a cell. The process gets
-    copies of all else: functions and objects of the notebook are sent there (by cloudpickle), and what they change
-    there stays there. In a script, or where a cell needs the end: ``live.wait()``, or ``await live.finished()``.
+    The runs take turns in a separate process, so the figure is updated even while a cell runs in the kernel. Changes of
+    ``kss`` and ``faults``, on the page or in a cell, take effect from the next step. The process receives copies of all
+    other objects: functions and objects of the notebook are sent by cloudpickle, and their changes stay in the process.
+    To wait for the end, use ``live.wait()`` in a script, or ``await live.finished()`` in a notebook.
 
     A slider shows the modes of any recorded step. Every start and restart records its runs, with checkpoints, in a new
-    folder; a restart goes on with copies from a checkpoint, by default the latest before the divergence, and the runs
-    that it leaves stay in sight as pale lines. Running the cell again ends the training of the widget that it made
-    before, and so does a widget that records into the same folder. The process ends with the kernel, too.
+    folder. A restart continues copies of the runs from a checkpoint, by default the latest before the divergence; the
+    previous runs stay visible as pale lines. Running the cell again ends the training of the widget that it created
+    before, and so does a new widget that records into the same folder. The process also ends with the kernel.
 
     Args:
-        architecture: A configuration of ``wb.zoo``, which the controls then change; or any model, which is copied for
-            each run and not changed. None: a small transformer without normalization, which soon diverges.
-        task: A task, or any data that ``wb.train`` takes and that can be read again; or the name of one of the choices.
-            None: associative recall.
-        versus: Another configuration or model, to train next to the first in place of the control.
-        learning_rate: Peak rate.
-        n_steps: Updates of a run.
-        seed: Seed of fresh parameters, of training, and of the data of a task chosen by name.
-        kss: The KSS to switch; None: the recommended one, switched off where there are faults or two architectures.
-        compare: Whether a second run trains next to the first.
+        architecture: A configuration of ``wb.zoo``, which the controls can change; or any model, which is copied for
+            each run and not changed. None for a small transformer without normalization, which diverges early.
+        task: A task, any data that ``wb.train`` accepts and that can be read repeatedly, or the name of one of the
+            choices. None for associative recall.
+        versus: Another configuration or model to train in place of the control.
+        learning_rate: Peak learning rate.
+        n_steps: Updates per run.
+        seed: Seed of the initial parameters, of training, and of the data of a task chosen by name.
+        kss: The KSS to switch. None for the recommended one, switched off if there are faults or two architectures.
+        compare: Whether to train a second run.
         spectra_every: Steps between two measurements of the eigenvalues.
-        folder: Folder in which the runs are recorded; None: a temporary one, which is removed when the kernel ends.
+        folder: Folder for the records of the runs. None for a temporary one, which is removed when the kernel ends.
         faults: Faults from ``wb.faults``, each with a switch on the page; treatment and control are then called "with
             faults" and "without faults".
-        recorder: Records mechanism monitors; the second run gets one with the same settings.
-        alarms: Alarms on the recorder's monitors, for both runs: the first one and its likely cause stay in sight, the
-            strongest evidence is a trace, with a mark for each measurement of a probe, and the newest alarms are listed
-            under the figure.
-        actions: Actions that alarms may trigger; not in a control.
+        recorder: Recorder of mechanism monitors; the second run has one with the same settings.
+        alarms: Alarms on the recorder's monitors, for both runs. The first alarm and its likely cause stay visible, the
+            strongest evidence is a trace with a mark for each measurement of a probe, and the newest alarms are listed
+            below the figure.
+        actions: Actions that alarms may trigger; a control has none.
         theme: ``"page"``, or ``"projector"`` for large type.
         **settings: Further settings of ``wb.train``, such as ``optimizer``, ``warmup`` or ``checkpoint_every``.
 
     Attributes:
-        kss: The `workbench.KSS` of the first run; change it here or on the page.
-        faults: Those of the first run; ``live.faults[0].enabled = True``, here or on the page.
-        folder: Folder in which the runs are recorded.
+        kss: The `workbench.KSS` of the first run; can be changed here or on the page.
+        faults: The faults of the first run; can be switched here (``live.faults[0].enabled = True``) or on the page.
+        folder: Folder that contains the records of the runs.
         setup: The controls of what is trained, by name.
         canvas: The figure.
-        alarm_list: The list of the alarms.
-        export_bar: Buttons that write the figure or the runs.
+        alarm_list: The list of alarms.
+        export_bar: Controls for writing files.
 
     Raises:
-        OptionError: If a setting is unknown or impossible.
+        OptionError: If a setting is unknown or invalid.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench import widgets
+        >>> live = widgets.LiveTraining(learning_rate=3e-3, n_steps=200, faults=[wb.faults.LargeRate(factor=30)])
+        >>> live.status
+        'ready: press Start'
+        >>> live.faults[0].enabled = True
+        >>> live.close()
+
+    See Also:
+        `workbench.train`: Trains without a widget.
+        `workbench.widgets.Timeline`: Follows runs that train elsewhere.
     """
 
     kinds = KINDS
@@ -141,7 +154,10 @@ class LiveTraining(WorkbenchWidget):
         known += ["loss", "penalties"]
         if unknown := [name for name in settings if name not in known]:
             raise OptionError(
-                f"LiveTraining knows no setting '{unknown[0]}'; besides its own it takes {', '.join(known)}."
+                f"LiveTraining has no setting '{unknown[0]}'; the further settings are {', '.join(known)}.",
+                name=unknown[0],
+                value=settings[unknown[0]],
+                expected=tuple(known),
             )
         self._pair = PairedRuns(kss, faults, recorder, alarms, actions, is_off=versus is not None)
         self.kss, self.faults = self._pair.kss, self._pair.faults
@@ -158,33 +174,33 @@ class LiveTraining(WorkbenchWidget):
         self._next: Callable[[], None] | None = None
         self._start = 0
         self._switched: list[str] = []
-        self.canvas = LiveCanvas(lambda: self.status, self._note, self.guarded, self.settle)
+        self.canvas = LiveCanvas(lambda: self.status, self._note, self._guarded, self._settle)
         self.alarm_list = AlarmList()
-        self.at_close(self.alarm_list.close)
-        self._panel = KSSPanel(self.kss, self.guarded)
-        self._panels = [self._panel, *([FaultPanel(self.faults, self.guarded)] if self.faults else [])]
+        self._at_close(self.alarm_list.close)
+        self._panel = KSSPanel(self.kss, self._guarded)
+        self._panels = [self._panel, *([FaultPanel(self.faults, self._guarded)] if self.faults else [])]
         self._thread: str | None = None
         self._switches = Switches(self.kss, self.faults, self._tell_switched)
-        self.at_close(self._switches.close)
+        self._at_close(self._switches.close)
         switched: tuple[KSS | Fault, ...] = (self.kss, *self.faults)
         for each in switched:
-            self.at_close(each.observe(lambda name, before, after: self.canvas.refresh()))
+            self._at_close(each.observe(lambda name, before, after: self.canvas.refresh()))
         self._buttons = Buttons(self)
         self.export_bar = ExportBar(self, self.kinds)
         self.export_bar.suggest("exports/live_training")
-        told = [self.alarm_list] if alarms is not None else []
-        self.fill([self.setup.box, self._buttons.box, *self._panels, self.canvas, *told, self.export_bar])
+        alarm_lists = [self.alarm_list] if alarms is not None else []
+        self._fill([self.setup.box, self._buttons.box, *self._panels, self.canvas, *alarm_lists, self.export_bar])
         for control in (self.setup.first.family, self.setup.task, self.setup.second.family, self.setup.compare):
-            self.watch(control, lambda _: self.setup.adapt())
+            self._watch(control, lambda _: self.setup.adapt())
         self._offer()
         cells.succeed(self, self.folder)
 
     @property
     def state(self) -> str:
-        """``"ready"``, ``"starting"``, ``"training"``, ``"pausing"``, ``"paused"``, ``"stopping"`` or ``"over"``."""
+        """``"ready"``, ``"starting"``, ``"training"``, ``"pausing"``, ``"paused"``, ``"stopping"`` or ``"ended"``."""
         if self._runs is not None:
             return self._runs.state
-        return OVER if self.canvas.histories else "ready"
+        return ENDED if self.canvas.histories else "ready"
 
     @property
     def status(self) -> str:
@@ -196,23 +212,23 @@ class LiveTraining(WorkbenchWidget):
         line = f"{state} · step {n_done} of {self.canvas.n_steps}"
         if state == TRAINING and self._runs is not None:
             return f"{line} · {self._runs.per_second:.0f} steps per second"
-        if state == OVER:
+        if state == ENDED:
             return " · ".join([line, *(f"{name}: {history.verdict}" for name, history in histories.items())])
         return line
 
     @property
     def summary(self) -> str:
-        """The status, for readers that show no pictures."""
+        """The status, for programs that show no pictures."""
         return f"LiveTraining, {self.status}."
 
     @property
     def is_running(self) -> bool:
-        """Whether there are runs that have not ended, paused or not."""
+        """Whether any run has not ended; paused runs count as running."""
         return self._runs is not None
 
     @property
     def step(self) -> int | None:
-        """Step whose modes are shown; None: the latest. Set it to go there, to the latest recorded step up to it."""
+        """Step whose modes are shown, None for the latest; can be set to a recorded step."""
         return self.canvas.step
 
     @step.setter
@@ -221,77 +237,145 @@ class LiveTraining(WorkbenchWidget):
 
     @property
     def runs(self) -> dict[str, xr.DataTree]:
-        """The runs of the latest start by name, as recorded up to their last block; for any plot or widget."""
+        """The records of the latest start by run, up to the last block written; for any plot or widget."""
         return self.runs_of(self._start)
 
     @property
     def n_starts(self) -> int:
-        """Number of the latest start in the folder; 0: none yet."""
+        """Number of starts in the folder; 0 if there is none."""
         return self._branches.n_starts
 
     def runs_of(self, start: int) -> dict[str, xr.DataTree]:
-        """The runs of an earlier start by name, from 1 to `n_starts`; none if it has recorded nothing."""
+        """Return the records of a start by run; empty if it has recorded nothing.
+
+        Args:
+            start: Number of the start, from 1 to `n_starts`.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> live = widgets.LiveTraining()
+            >>> live.runs_of(1)
+            {}
+            >>> live.close()
+        """
         return {name: open_run(store) for name, store in self._branches.stores(start).items()}
 
     @property
     def checkpoints(self) -> list[SavedStep]:
-        """Every checkpoint in the folder, from which `restart` can continue; the latest first."""
+        """All checkpoints in the folder, from which `restart` can continue, latest first."""
         return self._branches.saved_steps()
 
     def start(self) -> None:
-        """Train from the start with the values of the controls; active runs are stopped first.
+        """Train from the beginning with the values of the controls; active runs are stopped first.
 
-        What the controls alone cannot tell, the process says when it has begun; it is under the widget then.
+        Errors that occur only in the training process are shown under the widget.
 
         Raises:
-            WorkbenchError: If the controls ask for something impossible, or the model or the task cannot be sent to the
+            WorkbenchError: If the values of the controls are invalid, or the model or the task cannot be sent to the
                 process.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> live = widgets.LiveTraining(n_steps=200)
+            >>> live.start()  # doctest: +SKIP
+            >>> live.wait()
+            >>> live.close()
         """
         self._after_stop(self._begin)
 
     def restart(self, checkpoint: SavedStep | None = None) -> None:
-        """Continue from a checkpoint, in a new branch, with the present switches.
+        """Continue from a checkpoint in a new branch, with the current switches.
 
-        A checkpoint of other settings than the controls have now is refused, under the widget.
+        If the settings of the checkpoint differ from the controls, an error is shown under the widget.
 
         Args:
-            checkpoint: One of `checkpoints`; None: the latest before the divergence if a run of the present start
-                diverged, else the latest.
+            checkpoint: One of `checkpoints`. None for the latest before the divergence if a run of the current start
+                has diverged, otherwise the latest.
 
         Raises:
-            StoreError: If there is none.
-            OptionError: If it is that of the last step already.
+            StoreError: If there is no checkpoint.
+            OptionError: If the checkpoint is not before the last step.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> live = widgets.LiveTraining()
+            >>> try:
+            ...     live.restart()
+            ... except wb.errors.StoreError as error:
+            ...     error.name
+            'checkpoint'
+            >>> live.close()
         """
         checkpoint = checkpoint or best_step(self.checkpoints, self._start, self.canvas.histories)
         if checkpoint is None:
-            raise StoreError("There is no checkpoint yet; train for some steps, or pass a smaller checkpoint_every.")
+            raise StoreError(
+                "There is no checkpoint yet; train for more steps, or pass a smaller checkpoint_every.",
+                name="checkpoint",
+                expected="available",
+            )
         if checkpoint.step >= self.setup.n_steps.value:
             raise OptionError(
-                f"The checkpoint is of step {checkpoint.step}, and the run has {self.setup.n_steps.value} steps; set "
-                "more steps, or choose an earlier checkpoint."
+                f"The checkpoint is at step {checkpoint.step}, but the run has only {self.setup.n_steps.value} steps; "
+                "set more steps, or choose an earlier checkpoint.",
+                name="checkpoint",
+                value=checkpoint.step,
+                expected=f"before step {self.setup.n_steps.value}",
             )
         self._after_stop(partial(self._begin, checkpoint))
 
     def pause(self) -> None:
-        """Pause after the present step."""
+        """Pause after the current step.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> live = widgets.LiveTraining()
+            >>> live.pause()  # no effect before the start
+            >>> live.state
+            'ready'
+            >>> live.close()
+        """
         with self.turn:
             if self._runs is not None:
                 self._runs.pause()
 
     def resume(self) -> None:
-        """Continue after a pause."""
+        """Continue after a pause.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> live = widgets.LiveTraining()
+            >>> live.resume()  # no effect before the start
+            >>> live.state
+            'ready'
+            >>> live.close()
+        """
         with self.turn:
             if self._runs is not None:
                 self._runs.resume()
 
     def stop(self) -> None:
-        """End the runs after the present step and close their records; does not wait. A second time: end at once."""
+        """End the runs after the current step and close their records, without waiting; a second call kills them.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> live = widgets.LiveTraining()
+            >>> live.stop()  # no effect before the start
+            >>> live.is_running
+            False
+            >>> live.close()
+        """
         with self.turn:
             if self._runs is not None:
                 self._runs.stop()
 
-    def retire(self, reason: str) -> None:
-        """End the training because another widget takes this one's place."""
+    def _retire(self, reason: str) -> None:
+        """End the training because another widget replaces this one."""
         with self.turn:
             if self._runs is not None:
                 self._next = None
@@ -299,26 +383,42 @@ class LiveTraining(WorkbenchWidget):
                 self._runs.stop()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the runs have ended; the kernel runs no other cell meanwhile, but the picture moves.
+        """Wait until the runs have ended; the kernel runs no other cell meanwhile, but the figure is updated.
 
         Args:
-            timeout: Seconds to wait at most; None: as long as it takes.
+            timeout: Maximum seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: If they are not over by then.
+            TimeoutError: If the runs have not ended by then.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> live = widgets.LiveTraining()
+            >>> live.wait(timeout=60)
+            >>> live.close()
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
-        while (runs := self._runs) is not None:  # a restart makes others
+        while (runs := self._runs) is not None:  # a restart creates others
             if not runs.join(max(0.0, min(end - time.monotonic(), 3600.0))) and time.monotonic() >= end:
-                raise TimeoutError(f"The runs were not over after {timeout:g} s.")
+                raise TimeoutError(f"The runs did not end within {timeout:g} s.")
 
     async def finished(self) -> None:
-        """Wait until the runs have ended, while the page stays responsive: ``await live.finished()``."""
+        """Wait until the runs have ended, while the page responds: ``await live.finished()``.
+
+        Example:
+            >>> import workbench as wb
+            >>> import asyncio
+            >>> from workbench import widgets
+            >>> live = widgets.LiveTraining()
+            >>> asyncio.run(live.finished())
+            >>> live.close()
+        """
         while self.is_running:
             await asyncio.sleep(0.05)
 
     def figure(self, backend: str = "bokeh") -> Any:
-        """What is shown as a figure of its own: the modes of each run at the shown step, and the traces below.
+        """Return a separate figure: the modes of each run at the displayed step, and the traces below.
 
         Raises:
             OptionError: If there are no modes yet.
@@ -326,20 +426,20 @@ class LiveTraining(WorkbenchWidget):
         return live_figure(self.canvas.histories, step=self.canvas.step, backend=backend)
 
     def page(self) -> str:
-        """The figure as one HTML page that stays interactive, without a kernel and without a network."""
+        """Return the figure as one HTML page that stays interactive without a kernel and without a network."""
         with tempfile.TemporaryDirectory() as folder:
             return save_figure(self.figure("bokeh"), Path(folder) / "page.html").read_text(encoding="utf-8")
 
     @property
     def refused_kinds(self) -> Mapping[str, str]:
-        """Endings of files that cannot be written now, and why."""
+        """Suffixes of files that cannot be written at present -> reason."""
         if any(history.modes is not None for history in self.canvas.histories.values()):
             return {}
-        return dict.fromkeys(self.kinds, "There is nothing to write yet; press Start and wait for the first step.")
+        return dict.fromkeys(self.kinds, "There is nothing to save yet; press Start and wait for the first step.")
 
     def close(self) -> None:
-        """Stop training, close the runs properly, and remove the widget; the recorded runs stay."""
-        if not hasattr(self, "_picture"):  # its settings were refused: nothing was made
+        """Stop training, close the runs, and remove the widget; the records stay."""
+        if not hasattr(self, "_picture"):  # the constructor raised an exception
             return
         cells.forget(self)
         if self._runs is not None:
@@ -357,64 +457,64 @@ class LiveTraining(WorkbenchWidget):
             return export_runs(self.runs, path, overwrite=overwrite)
         return super()._write(path, ending, overwrite=overwrite)
 
-    # What LiveRuns calls, in the thread that hears the process.
+    # `LiveRuns` calls the following methods in the thread that receives messages from the process.
 
-    def run_in_page(self, function: Any, *arguments: Any) -> None:
-        """Call a function so that what it sends is answered also while a cell runs; its errors are shown."""
+    def _run_in_page(self, function: Any, *arguments: Any) -> None:
+        """Call a function in the context of the page, which is answered even while a cell runs; show its errors."""
 
         def run() -> None:
             try:
                 function(*arguments)
-            except Exception as error:  # noqa: BLE001  (a bug of ours: the training goes on)
+            except Exception as error:  # noqa: BLE001  (a bug: the training continues)
                 self._fail(f"{type(error).__name__}: {error}")
 
         self.canvas.context.copy().run(run)
 
-    def take_step(self, name: str, news: StepNews) -> None:
-        """A run has made a step."""
+    def _take_step(self, name: str, news: StepNews) -> None:
+        """Show a step of a run."""
         if news.actions and name == next(iter(self.canvas.histories)) and self._pair.actions is not None:
             self._pair.actions.done.extend(news.actions)
         self.alarm_list.hear(name, news)
         self.canvas.refresh()
 
-    def take_end(self, name: str) -> None:
-        """A run is over by itself."""
+    def _take_end(self, name: str) -> None:
+        """Show that a run has ended by itself."""
         self.canvas.refresh()
-        with self.attempt():
+        with self._attempt():
             self._offer()
 
-    def take_state(self) -> None:
-        """The state is another one."""
-        self._let_controls_be_heard()
+    def _take_state(self) -> None:
+        """Show a change of the state."""
+        self._move_controls()
         self.canvas.is_active = self.is_running
         self._offer()
         self.canvas.refresh()
         if self.state == PAUSED:
-            self.settle()
+            self._settle()
 
-    def take_refusal(self, sentence: str) -> None:
-        """The runs could not begin: what was shown before is shown again."""
+    def _take_refusal(self, sentence: str) -> None:
+        """Show that the runs could not start, and restore the previous display."""
         self._sentences.append(sentence)
         self._put_back()
 
-    def take_sign_of_life(self) -> None:
-        """Nothing has happened, but the process is there."""
+    def _take_heartbeat(self) -> None:
+        """Let the page know that the process is running."""
         self.canvas.say_alive()
-        self._let_controls_be_heard()
+        self._move_controls()
 
-    def take_exit(self) -> None:
-        """All runs are closed."""
-        with self.attempt():
+    def _take_exit(self) -> None:
+        """Show that all runs are closed, and run the waiting action, such as a restart."""
+        with self._attempt():
             if self._runs is not None:
                 self._sentences += self._runs.sentences
             self._runs, action, self._next = None, self._next, None
             if action is not None:
                 action()
-            self.take_state()
-        self.settle()
+            self._take_state()
+        self._settle()
 
     def _begin(self, saved: SavedStep | None = None) -> None:
-        """Start the runs, in a new folder, from the start or from a checkpoint."""
+        """Start the runs in a new folder, from the beginning or from a checkpoint."""
         start = Start.of(self.setup, self._pair, self._branches, self._settings, saved)
         before = (self.canvas.histories, self.canvas.earlier, self.canvas.n_steps, self._start, self._switched)
         earlier = {} if saved is None else self._left_by(saved)
@@ -435,18 +535,27 @@ class LiveTraining(WorkbenchWidget):
         for name, store in start.stores.items() if saved is not None else ():
             self.alarm_list.learn(name, open_run(store))
         self.alarm_list.refresh()
-        self._runs = LiveRuns(start.job, histories, self._switches, self)
-        self.take_state()
+        listener = Listener(
+            run_in_page=self._run_in_page,
+            take_step=self._take_step,
+            take_end=self._take_end,
+            take_state=self._take_state,
+            take_refusal=self._take_refusal,
+            take_heartbeat=self._take_heartbeat,
+            take_exit=self._take_exit,
+        )
+        self._runs = LiveRuns(start.job, histories, self._switches, listener)
+        self._take_state()
 
     def _left_by(self, saved: SavedStep) -> dict[tuple[str, int], RunHistory]:
-        """The runs that a restart from a checkpoint leaves, and those that they left."""
+        """Return the runs that a restart from a checkpoint replaces, and the earlier ones that are still shown."""
         histories, earlier = self.canvas.histories, self.canvas.earlier
         if saved.start != self._start:
             histories, earlier = recorded_histories(self._branches.stores(saved.start)), {}
         return earlier | {(name, saved.start): history for name, history in histories.items()}
 
-    def _let_controls_be_heard(self) -> None:
-        """Let clicks be heard while a cell runs: the kernel hears a control in the thread that sent to it last."""
+    def _move_controls(self) -> None:
+        """Let controls respond while a cell runs: the kernel receives clicks in the thread that last sent to them."""
         if (thread := cells.page_thread()) is None or thread == self._thread:
             return
         self._thread = thread
@@ -457,7 +566,7 @@ class LiveTraining(WorkbenchWidget):
             control.send_state("disabled")
 
     def _after_stop(self, action: Callable[[], None]) -> None:
-        """Run an action when no run is active: now, or when the present ones are closed."""
+        """Run an action when no run is active: now, or once the current runs are closed."""
         with self.turn:
             if self._runs is None:
                 action()
@@ -474,11 +583,11 @@ class LiveTraining(WorkbenchWidget):
             self._runs.switch(changed)
 
     def _show(self, sentence: str) -> None:
-        """Show a sentence, or what has to be known of runs that ended badly until others begin."""
+        """Show a sentence, or errors of the runs until others start."""
         super()._show(sentence or " ".join([*self._sentences, *(self._runs.sentences if self._runs else [])]))
 
     def _offer(self) -> None:
-        """Enable what makes sense now, and offer the checkpoints that there are."""
+        """Enable the controls that apply to the current state, and list the checkpoints."""
         saved, histories = self.checkpoints, self.canvas.histories
         remarks = remarks_on(saved, self._start, histories)
         best = best_step(saved, self._start, histories)

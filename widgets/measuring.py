@@ -1,4 +1,4 @@
-"""Progress of a measurement in the background: what is done, what goes on, and the time that is left."""
+"""Progress of a measurement in the background: completed parts, current part, and remaining time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from workbench.formatting import duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-#: Seconds between two changes of the text within a part.
+#: Minimum seconds between two updates of the text within a part.
 _EVERY = 0.2
 _COUNT = re.compile(r"\b([\d,]+) of ([\d,]+)\b")
 _STYLE = "line-height:1.5;white-space:normal;color:var(--jp-ui-font-color1,#222)"
 
 
 class MeasuringProgress:
-    """What has been measured, what is being measured, and how long it takes.
+    """Progress of a job that consists of parts.
 
     Args:
         title: Title of the job.
-        on_change: Called with the text as HTML, in the thread that calls `tell`.
-        shares: Part -> share of the time that it usually takes, in any unit, in the order of the parts; without, or in
-            a part that is not in it, the time that is left is not known.
+        on_change: Called with the progress as HTML, in the thread that calls `tell`.
+        shares: Part -> typical duration in any unit, in the order of the parts. Without it, or in a part that it does
+            not contain, the remaining time is unknown.
     """
 
     def __init__(self, title: str, on_change: Callable[[str], None], shares: Mapping[str, float] | None = None) -> None:
@@ -37,9 +37,9 @@ class MeasuringProgress:
         self._step, self._fraction = "", 0.0
 
     def tell(self, words: str) -> None:
-        """Begin with a part, and the one before is done; or, with ``"part: step"``, with a step of a part.
+        """Report the current part as ``"part"`` or ``"part: step"``; a new part completes the previous one.
 
-        A count in the words, such as "12 of 400 updates", says how much of the part is done.
+        A count in the text, such as "12 of 400 updates", sets the completed fraction of the part.
         """
         part, _, self._step = words.partition(": ")
         is_new = not self._parts or part != self._parts[-1][0]
@@ -55,18 +55,18 @@ class MeasuringProgress:
 
     @property
     def done(self) -> list[tuple[str, float]]:
-        """The parts that are over, with the seconds that each took."""
+        """The completed parts, each with its duration in seconds."""
         starts = [start for _, start in self._parts]
         return [(part, end - start) for (part, start), end in zip(self._parts, starts[1:], strict=False)]
 
     @property
     def current(self) -> str:
-        """The part that goes on, with its step; empty before the first."""
+        """The current part with its step; empty before the first."""
         return ": ".join(filter(None, [self._parts[-1][0], self._step])) if self._parts else ""
 
     @property
-    def share(self) -> float | None:
-        """Share of the job that is done; None: not known."""
+    def fraction(self) -> float | None:
+        """Completed fraction of the job; None if unknown."""
         part, names = self._parts[-1][0] if self._parts else "", list(self._shares)
         if part not in names:
             return None
@@ -74,21 +74,21 @@ class MeasuringProgress:
         return (before + self._fraction * self._shares[part]) / sum(self._shares.values())
 
     def html(self) -> str:
-        """A bar, what goes on, the time so far and the time left; below, the parts that are done."""
-        share, elapsed = self.share, time.monotonic() - self._begun
+        """Return a progress bar, the current part, elapsed and remaining time, and the completed parts."""
+        fraction, elapsed = self.fraction, time.monotonic() - self._begun
         times = duration(elapsed)
-        if share:
-            times += f", about {duration(max(1.0, elapsed * (1 - share) / share))} left"
-        goes_on = f": {html.escape(self.current)}" if self.current else ""
-        value = "" if share is None else f' value="{share:.3f}"'
+        if fraction:
+            times += f", about {duration(max(1.0, elapsed * (1 - fraction) / fraction))} left"
+        current = f": {html.escape(self.current)}" if self.current else ""
+        value = "" if fraction is None else f' value="{fraction:.3f}"'
         look = "vertical-align:middle;width:140px;accent-color:var(--jp-brand-color1,#1976d2)"
         done = " · ".join(f"✓ {html.escape(part)} ({duration(seconds)})" for part, seconds in self.done)
         return (
             f'<div style="{_STYLE}"><progress aria-label="{html.escape(self.title)}"{value} style="{look}"></progress> '
-            f"<b>{html.escape(self.title)}</b>{goes_on} … · {times}{f'<div>{done}</div>' if done else ''}</div>"
+            f"<b>{html.escape(self.title)}</b>{current} … · {times}{f'<div>{done}</div>' if done else ''}</div>"
         )
 
 
-def said(sentence: str) -> str:
-    """A sentence in the place of the progress."""
+def status_html(sentence: str) -> str:
+    """Return HTML of a sentence to show in place of the progress."""
     return f'<div role="status" style="{_STYLE}">{html.escape(sentence)}</div>' if sentence else ""

@@ -1,4 +1,4 @@
-"""Common parts of panels that are updated in place: a grid with one toolbar, and ranges that fit the data."""
+"""Helpers for panels that are updated in place: a grid with one toolbar, and ranges that fit the data."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 def own_panel(drawing: Any, x_range: Range1d, *, frame_width: int) -> tuple[Any, figure, Title]:
-    """The one panel of a drawing, to be put into a grid of ours and written in place.
+    """Return the single panel of a figure, for use in a grid and for updates in place.
 
     Args:
         drawing: Figure from a function of ``workbench.plots``, of one panel.
-        x_range: Shared by the panels of the grid.
+        x_range: Range shared by the panels of the grid.
         frame_width: Width of the panel, in pixels.
 
     Returns:
-        The holoviews plot of the panel, its figure without a legend, and the line above it.
+        The holoviews plot of the panel, its bokeh figure without a legend, and the note above it.
     """
     plot = bokeh_plot(drawing)
     (panel,) = plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
-    plot.state.document.clear()  # the panel moves into a grid of ours
+    plot.state.document.clear()  # the panel moves into another grid
     panel.state.update(x_range=x_range, frame_width=frame_width)
     note_bokeh("")(panel, None)
     for legend in panel.state.legend:
@@ -39,13 +39,13 @@ def own_panel(drawing: Any, x_range: Range1d, *, frame_width: int) -> tuple[Any,
 
 
 def grid(figures: Sequence[figure], *, n_columns: int) -> GridPlot:
-    """Panels in rows with one toolbar."""
+    """Arrange panels in rows with one toolbar."""
     options = {"logo": None, "active_drag": None, "autohide": False}
     return gridplot(list(figures), ncols=n_columns, merge_tools=True, toolbar_location="above", toolbar_options=options)
 
 
 def fit(axis: Range1d, values: np.ndarray, *, is_logarithmic: bool = False, padding: float = 0.08) -> None:
-    """Set a range to hold the finite ones of these values, with some room; if there are none, leave it."""
+    """Fit a range to the finite values with some padding; without finite values it stays unchanged."""
     values = values[np.isfinite(values)]
     if is_logarithmic:
         values = np.log10(values[values > 0])
@@ -58,6 +58,6 @@ def fit(axis: Range1d, values: np.ndarray, *, is_logarithmic: bool = False, padd
 
 
 def set_range(axis: Range1d, start: float, end: float) -> None:
-    """Move a range; one that is there already is not written again, so that a zoom by hand stays."""
+    """Set a range; an unchanged range is not written again, so that the user's zoom is kept."""
     if (axis.reset_start, axis.reset_end) != (start, end):
         axis.update(start=start, end=end, reset_start=start, reset_end=end)

@@ -1,4 +1,4 @@
-"""Will it learn well at this rate? Choose a model and a plan, see the risk, and find the rate by a pilot."""
+"""Explore the risk of a planned training: choose a model and a plan, see the risk, and run a pilot."""
 
 from __future__ import annotations
 
@@ -51,40 +51,54 @@ _CSS = f"""
 _NOTHING = "Nothing has been measured yet;"
 _SMALLEST_BUDGET, _LARGEST_BUDGET = 200, 100_000
 _KINDS = {
-    ".png": ("PNG", "The answer, its figures and the curve as a picture"),
-    ".svg": ("SVG", "The curve as vectors, for print"),
-    ".html": ("HTML", "A page with the answer and a curve that stays interactive, without a kernel and a network"),
-    ".nc": ("netCDF", "What was measured, and the risk over the learning rate; a group for each"),
+    ".png": ("PNG", "The result, its metrics and the curve as a picture"),
+    ".svg": ("SVG", "The curve as vector graphics, for print"),
+    ".html": ("HTML", "A page with the result and an interactive curve, without a kernel and without a network"),
+    ".nc": ("netCDF", "The measured case, and the risk over the learning rate, one group each"),
 }
 
 
 class RiskExplorer(MeasuringWidget):
     """The risk that a planned training does not learn well, with controls of model, task and plan, and a pilot.
 
-    A model is measured once, in the background, by a forward pass and its spectra. From then on the sliders act at
-    once, as the plan enters as numbers. A small model of the zoo is measured whenever its controls change; a checkpoint
-    or module when you press Measure. A pilot (`workbench.find_rate`) trains copies for a few hundred updates and
-    narrows the risk; it holds until another setting than the learning rate changes.
+    A model is measured once in the background, by a forward pass and its spectra. Changes of the plan then take effect
+    immediately. A small model of the zoo is measured whenever its controls change, a checkpoint or module when you
+    press Measure. A pilot (`workbench.find_rate`) trains copies for a few hundred updates and makes the estimate more
+    certain. It stays valid until a setting other than the learning rate changes.
 
-    Outside of what was measured the reason is stated and no figure is given. The kernel stays free; where a cell needs
-    the result, ``await explorer.finished()``.
+    If the training is outside the range of the recorded runs, the reason is shown instead of a risk. The kernel stays
+    responsive; in a cell that needs the result, use ``await explorer.finished()``.
 
     Args:
-        model: A configuration of ``wb.zoo``, which the controls then change; a path or hub name of a checkpoint; an
-            opened one; any module; or None: a small Pre-LN transformer.
-        task: A task, or any data that ``wb.train`` takes; or the name of one of the choices. None: associative recall;
-            random tokens for a model that is not of the zoo.
-        risk: Model of the risk; None: the one that ships with the workbench.
+        model: A configuration of ``wb.zoo``, which the controls can change; a path or hub name of a checkpoint; an
+            opened checkpoint; or any module. None for a small Pre-LN transformer.
+        task: A task, any data that ``wb.train`` accepts, or the name of one of the choices. None for associative
+            recall, or for random tokens if the model is not from the zoo.
+        risk: Risk model; None for the one included in the workbench.
         theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
         setup: The controls of model and task, by name.
         plan: The controls of the plan, by name, such as ``explorer.plan.learning_rate.value = 0.03``.
-        budget: The control of the updates of a pilot.
-        export_bar: The buttons and fields for files.
+        budget: The control of the maximum number of updates of a pilot.
+        export_bar: Controls for writing files.
 
     Raises:
-        OptionError: If the model or the task is none of these, or there is no such theme.
+        OptionError: If the model or the task has another type or name, or there is no such theme.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench import widgets
+        >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=64)
+        >>> explorer = widgets.RiskExplorer(model)
+        >>> explorer.plan.learning_rate.value = 0.03
+        >>> explorer.summary
+        'Press Measure to estimate the risk of this model.'
+        >>> explorer.close()
+
+    See Also:
+        `workbench.risk.predict`: Returns the risk as numbers.
+        `workbench.find_rate`: Runs a pilot.
     """
 
     kinds = _KINDS
@@ -107,27 +121,27 @@ class RiskExplorer(MeasuringWidget):
         self._canvas = Figure(self._curve.figure, lock=self.turn)
         self._make_parts()
         for control in self.setup.controls:
-            self.watch(control, lambda _: self._change_model())
+            self._watch(control, lambda _: self._change_model())
         for control in self.plan.controls:
-            self.watch(control, lambda _: self._draw())
-        self.on_click(self._button, lambda _: self.measure())
-        self.on_click(self._start, lambda _: self.run_pilot())
-        with self.attempt():
+            self._watch(control, lambda _: self._draw())
+        self._on_click(self._button, lambda _: self.measure())
+        self._on_click(self._start, lambda _: self.run_pilot())
+        with self._attempt():
             self._change_model()
 
     @property
     def case(self) -> xr.Dataset | None:
-        """The planned training as it is shown, dim ``run`` of 1; None before the first measurement."""
+        """The displayed planned training, with dim ``run`` of size 1; None before the first measurement."""
         return None if self._measured is None else self._measured.planned(self.plan.settings())
 
     @property
     def risk(self) -> Risk | None:
-        """Its risk, as from `workbench.risk.predict`; None before the first measurement."""
+        """The risk of the planned training, from `workbench.risk.predict`; None before the first measurement."""
         return self._risk
 
     @property
     def pilot(self) -> FoundRates | None:
-        """The pilot of the plan that is shown; None: there is none."""
+        """The pilot of the displayed plan; None if there is none."""
         if self._pilot is None:
             return None
         plan, found = self._pilot
@@ -135,40 +149,67 @@ class RiskExplorer(MeasuringWidget):
 
     @property
     def summary(self) -> str:
-        """Whether the planned training will learn well, in one sentence."""
+        """The predicted outcome of the planned training in one sentence."""
         return self._answer.sentence
 
     def measure(self) -> None:
-        """Measure the model that the controls describe, in the background; what is under way is dropped.
+        """Measure the model of the controls in the background; a running measurement is dropped.
 
         Raises:
-            OptionError: If the controls ask for something impossible.
+            OptionError: If the values of the controls are invalid.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=64)
+            >>> explorer = widgets.RiskExplorer(model, "random tokens")
+            >>> explorer.measure()
+            >>> explorer.wait()
+            >>> explorer.case.sizes["run"]
+            1
+            >>> explorer.close()
         """
         with self.turn:
             self._worker.drop()
             self._mark_stale()
             choice, settings = self.setup.choice(), self.plan.settings()
-            self._begin(f"measuring {choice.name}", lambda check, _: measure(choice, settings, self._model, check))
+            self._begin(f"Measuring {choice.name}", lambda check, _: measure(choice, settings, self._model, check))
             self._say_answer()
 
     def run_pilot(self) -> None:
-        """Run a pilot of the measured model and the plan, in the background; what is under way is dropped.
+        """Run a pilot of the measured model and the plan in the background; a running pilot is dropped.
 
         Raises:
             OptionError: If nothing has been measured yet.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=64)
+            >>> explorer = widgets.RiskExplorer(model)
+            >>> try:
+            ...     explorer.run_pilot()
+            ... except wb.WorkbenchError as error:
+            ...     error.name, error.expected
+            ('model', 'measured')
+            >>> explorer.close()
         """
         with self.turn:
             if self._measured is None or self._worker.is_busy:
-                raise OptionError("The model has not been measured yet; wait for it, or press Measure.")
+                raise OptionError(
+                    "The model has not been measured yet; wait for the measurement, or press Measure.",
+                    name="model",
+                    expected="measured",
+                )
             choice, settings, budget = self._measured.choice, self.plan.settings(), self.budget.value
 
             def job(check: Callable[[], None], tell: Callable[[str], None]) -> Any:
                 return run_pilot(choice, settings, budget, lambda words: tell(f"training copies: {words}"))
 
-            self._begin("pilot", job, {"training copies": 1})
+            self._begin("Pilot", job, {"training copies": 1})
 
     def figure(self, backend: str = "bokeh", *, kind: str = "curve") -> Any:
-        """The present view as a separate figure, to keep or to write with ``workbench.plots.save()``.
+        """Return the curve or the pilot as a separate figure, for example for ``workbench.plots.save()``.
 
         Args:
             backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
@@ -176,20 +217,24 @@ class RiskExplorer(MeasuringWidget):
 
         Raises:
             OptionError: If there is no such figure, or nothing has been measured.
-            SchemaError: If the risk is not known.
+            SchemaError: If the risk is unknown.
         """
         if kind not in ("curve", "pilot"):
-            raise OptionError(f"There is no figure '{kind}', expected 'curve' or 'pilot'.")
+            raise OptionError.of("kind", kind, ("curve", "pilot"))
         if kind == "pilot":
             if self.pilot is None:
-                raise OptionError("There is no pilot of this plan; call run_pilot().")
+                raise OptionError(
+                    "There is no pilot of this plan; call run_pilot().", name="pilot", expected="available"
+                )
             return plots.pilot_losses(self.pilot.data, backend=backend)
         if self._over is None or self._risk is None:
-            raise OptionError(f"{_NOTHING} wait for it, or call measure().")
+            raise OptionError(
+                f"{_NOTHING} wait for the measurement, or call measure().", name="model", expected="measured"
+            )
         return plots.risk_curve(self._over, learning_rate=self._risk.learning_rate, backend=backend)
 
     def picture(self) -> bytes:
-        """The answer, the figures and the curve, as PNG."""
+        """Return the result, its metrics and the curve as PNG."""
         if self._risk is None:
             return text_picture(self._answer.sentence)
         cards = self._cards_of(self._risk)
@@ -203,19 +248,20 @@ class RiskExplorer(MeasuringWidget):
         return text_picture(self._answer.sentence, [self._title, self._answer.more, *found], table, curve)
 
     def page(self) -> str:
-        """The answer, the figures and the curve, as one HTML page that stays interactive, without a network."""
-        risk = known(self._risk, f"{_NOTHING} wait for it.")
+        """Return the result, its metrics and the interactive curve as one HTML page that needs no network."""
+        risk = known(self._risk, f"{_NOTHING} wait for the measurement.", name="model")
         return page(self._title, self._answer, self._cards_of(risk), None if risk.reason else self.figure())
 
     @property
     def refused_kinds(self) -> Mapping[str, str]:
-        """Endings of files that cannot be written of what is shown, and why."""
+        """Suffixes of files that cannot be written at present -> reason."""
         if self._risk is None:
-            return dict.fromkeys((".svg", ".html", ".nc"), f"{_NOTHING} wait for it, or press Measure.")
-        return {".svg": f"There is no curve, as the risk is unknown. {self._risk.reason}"} if self._risk.reason else {}
+            return dict.fromkeys((".svg", ".html", ".nc"), f"{_NOTHING} wait for the measurement, or press Measure.")
+        reason = f"There is no curve, because the risk is unknown. {self._risk.reason}"
+        return {".svg": reason} if self._risk.reason else {}
 
     def close(self) -> None:
-        """Remove the widget and everything that belongs to it; what is still being measured is dropped."""
+        """Remove the widget and all its parts; a running measurement is dropped."""
         super().close()
         if hasattr(self, "_canvas"):
             self._canvas.document.clear()
@@ -234,15 +280,15 @@ class RiskExplorer(MeasuringWidget):
         self._button = ipywidgets.Button(
             description="Measure",
             layout={"width": "104px"},
-            tooltip="Look at the model as training would begin with it",
+            tooltip="Measure the model before training",
         )
         self.budget = ipywidgets.BoundedIntText(
-            1000, min=_SMALLEST_BUDGET, max=_LARGEST_BUDGET, step=100, description="pilot of at most",
-            style={"description_width": "initial"}, layout={"width": "200px"}, tooltip="Updates over all rates",
+            1000, min=_SMALLEST_BUDGET, max=_LARGEST_BUDGET, step=100, description="Pilot, at most",
+            style={"description_width": "initial"}, layout={"width": "200px"}, tooltip="Updates in total",
         )  # fmt: skip
         self._start = ipywidgets.Button(
-            description="Run a pilot", button_style="primary", layout={"width": "120px"},
-            tooltip="Train copies at several rates for a few updates each",
+            description="Run pilot", button_style="primary", layout={"width": "120px"},
+            tooltip="Train copies of the model at several learning rates for a few updates each",
         )  # fmt: skip
         self._words, self._cards, self._found = ipywidgets.HTML(), ipywidgets.HTML(), ipywidgets.HTML()
         self._cards.layout = {"flex": "1 1 430px", "min_width": "0", "width": "auto"}
@@ -253,7 +299,7 @@ class RiskExplorer(MeasuringWidget):
         row = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
         setup = ipywidgets.HBox([*self.setup.shown, self._button], layout=row)
         updates = ipywidgets.Label("updates")
-        # As high as with a progress, so that nothing below moves when one comes and goes.
+        # The height includes a progress bar, so that nothing below moves when it appears or disappears.
         self._doing.layout.flex, self._doing.layout.min_height = "1 1 600px", "36px"
         pilot = ipywidgets.HBox([self.budget, updates, self._start, self._doing], layout=row)
         risk = ipywidgets.HBox([self._cards, curve], layout=row | {"align_items": "flex-start"})
@@ -262,10 +308,10 @@ class RiskExplorer(MeasuringWidget):
         self.export_bar = ExportBar(self, self.kinds)
         self.export_bar.suggest("exports/risk")
         look = ipywidgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"})
-        self.fill([look, self._words, setup, self.plan.box, pilot, self._shown, self.export_bar])
+        self._fill([look, self._words, setup, self.plan.box, pilot, self._shown, self.export_bar])
 
     def _change_model(self) -> None:
-        """The controls describe another model or task."""
+        """Adapt to a change of the model or task controls."""
         if self._is_adapting:
             return
         self._is_adapting = True
@@ -283,7 +329,7 @@ class RiskExplorer(MeasuringWidget):
         self._say_answer()
 
     def _take(self, found: Any) -> None:
-        """Show the risk of the model that was measured, or what the pilot found."""
+        """Show the risk of the measured model, or the result of a pilot."""
         if isinstance(found, Measured):
             self._measured, self._pilot = found, None
         else:
@@ -297,33 +343,33 @@ class RiskExplorer(MeasuringWidget):
 
     @property
     def _title(self) -> str:
-        """What is to be trained, in a few words."""
+        """Model, task, number of updates and optimizer of the planned training."""
         choice = known(self._measured).choice
         task = choice.task if isinstance(choice.task, str) else choice.task.describe()["task"]
         return f"{choice.name} on {task}, {self.plan.n_steps.value:,} updates with {self.plan.optimizer.value}"
 
     @property
     def _answer(self) -> RiskAnswer:
-        """Whether the planned training will learn well; while another model is measured, that of the model before."""
+        """The predicted outcome; while another model is being measured, that of the previous model."""
         if self._risk is None or self._over is None:
             words = (
                 "Measuring the model …"
                 if self._progress is not None
-                else "Press Measure to learn the risk of this model."
+                else "Press Measure to estimate the risk of this model."
             )
             return risk_words.RiskAnswer(CriterionState.NOT_MEASURED, words, "")
         return risk_words.answer(self._risk, self._over, self.pilot)
 
     @property
     def _answer_of_pilot(self) -> FoundRates | None:
-        """The pilot, if it has an answer."""
+        """The pilot if it has a result, else None."""
         return None if self.pilot is None or self.pilot.reason else self.pilot
 
     def _cards_of(self, risk: Risk) -> list[risk_words.Card]:
         return risk_words.cards(risk, known(self.case), self._answer_of_pilot)
 
     def _draw(self) -> None:
-        """Show the planned training."""
+        """Show the risk of the planned training."""
         if (case := self.case) is None:
             return
         self._risk = predict(case, pilot=self._answer_of_pilot, model=self._model)
@@ -338,19 +384,18 @@ class RiskExplorer(MeasuringWidget):
         self._say_answer()
 
     def _say_answer(self) -> None:
-        """Show the answer above everything, and which files can be written of it."""
+        """Update the headline and the buttons for files."""
         answer = self._answer
         more = [answer.more]
         if self._risk is not None and self._is_stale:
-            more = [
-                f"This is the answer for the model before. {'' if self._progress else 'Press Measure for this one.'}"
-            ]
+            remedy = "" if self._progress else "Press Measure to update it."
+            more = [f"This is the result of the previous model. {remedy}"]
         self._words.value = headline.headline(answer.state, answer.sentence, more)
         self.export_bar.offer(self.refused_kinds)
-        self.settle()
+        self._settle()
 
     def _draw_losses(self) -> None:
-        """Show the losses of the pilot; nothing without one."""
+        """Show the losses of the pilot, or nothing if there is none."""
         pilot = self.pilot if self.pilot is not None and self.pilot.rounds else None
         if pilot is self._losses_of:
             return
@@ -358,6 +403,6 @@ class RiskExplorer(MeasuringWidget):
         self._losses.draw(None if pilot is None else plots.pilot_losses(pilot.data))
 
     def _mark_stale(self) -> None:
-        """What is shown is not what the controls describe."""
+        """Mark the displayed result as out of date."""
         self._is_stale = True
         self._shown.add_class(_STALE)

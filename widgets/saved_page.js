@@ -1,4 +1,4 @@
-// The controls of a saved page, and what they write into its figures.
+// The controls of a saved page, and the updates of its figures.
 const content = JSON.parse(document.getElementById("content").textContent);
 const page = document.getElementById("page");
 
@@ -10,7 +10,7 @@ const made = (tag, attributes = {}, ...children) => {
 };
 const bytes = (text) => Uint8Array.from(atob(text), (one) => one.charCodeAt(0)).buffer;
 
-// A value as it was recorded -> as bokeh takes it.
+// Converts a recorded value to the form that bokeh expects.
 function unpacked(value) {
   if (value === null || typeof value !== "object") return value;
   if (Array.isArray(value)) return value.map(unpacked);
@@ -35,7 +35,7 @@ class View {
     this.above.innerHTML = saved.above;
     this.signals = made("div");
     this.box = made("section", { "aria-label": saved.name }, this.signals, this.above, this.figure, this.below);
-    this.sources = new Map(); // columns with layers, before any is left out
+    this.sources = new Map(); // columns with layers, before filtering
     this.isWriting = false;
   }
 
@@ -115,7 +115,7 @@ async function update() {
   view.write();
 }
 
-// Controls, of which only those that have a choice are shown.
+// Controls; those without a choice are hidden.
 const toggle = (text, isOn, act) => {
   const button = made("button", { type: "button", "aria-pressed": isOn }, text);
   button.onclick = act;

@@ -1,7 +1,7 @@
-"""Figures of a widget as one HTML page that stays interactive: steps, layers, models and signals without a kernel.
+"""Figures of a widget as one HTML page with controls of steps, layers, models and signals, without a kernel.
 
-A widget writes its figures in place, step by step; here the columns, texts and ranges that it wrote are recorded, and a
-script on the page writes them again.
+A widget updates its figures in place, step by step. The columns, texts and ranges that it writes are recorded here, and
+a script on the page writes them again.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ _PAGE = """<!DOCTYPE html>
 <body><header><h1>{title}</h1></header><main id="page"></main>
 <script type="application/json" id="content">{content}</script><script>{script}</script></body></html>
 """
-#: What a widget writes while a step changes: kind of model -> its properties.
+#: What a widget writes when the step changes: bokeh model -> properties.
 _WRITTEN = {ColumnDataSource: ("data",), Title: ("text",), Range1d: ("start", "end"), Span: ("location",)}
-#: Steps of a page; of more, so many are chosen at even distances.
+#: Maximum number of steps of a page; of more steps, evenly spaced ones are kept.
 MOST_STEPS = 40
 
 
 @dataclass
 class SavedView:
-    """One figure of a page, with what can be switched in it.
+    """One figure of a page, and the parts of it that can be hidden.
 
     Attributes:
         name: Name of its tab.
-        root: Layout of the figure; None for a view of text alone.
-        models: Name of a model -> what is hidden with it.
-        signals: Name of a signal -> what is hidden with it.
+        root: Layout of the figure; None for a view that is only text.
+        models: Name of a model -> parts of the figure that are hidden with it.
+        signals: Name of a signal -> parts of the figure that are hidden with it.
         shown: Signals that are visible at first.
-        planes: Figures of eigenvalues, which can be zoomed to the square around 1.
+        planes: Eigenvalue maps, which can be zoomed to the square around 1.
         above: HTML above the figure.
         below: HTML below the figure.
+        frames: The recorded states, one per step.
+        texts: The HTML below the figure, one per step.
     """
 
     name: str
@@ -65,7 +67,7 @@ class SavedView:
     texts: list[str] = field(default_factory=list)
 
     def record(self, below: str | None = None) -> None:
-        """Add the state of the figure, and of the HTML below it, as one more step."""
+        """Record the state of the figure and of the HTML below it as another step."""
         written: dict[str, dict[str, Any]] = {}
         for model in self.root.references() if self.root is not None else ():
             for kind, names in _WRITTEN.items():
@@ -75,7 +77,7 @@ class SavedView:
         self.texts.append(self.below if below is None else below)
 
     def content(self) -> dict[str, Any]:
-        """Everything as JSON; of the steps only what differs between them."""
+        """Return the view as JSON; the steps contain only what differs between them."""
         first = self.frames[0] if self.frames else {}
         moving = {
             (model, name)
@@ -102,7 +104,7 @@ class SavedView:
 
 
 def _item(root: LayoutDOM) -> dict[str, Any]:
-    """As bokeh's ``json_item``, which would warn that callbacks in Python do not act on a page without a kernel."""
+    """Return the result of bokeh's ``json_item`` without its warning that Python callbacks need a kernel."""
     with OutputDocumentFor([root]):
         documents, _ = standalone_docs_json_and_render_items([root], suppress_callback_warning=True)
         (document,) = documents.values()
@@ -112,13 +114,13 @@ def _item(root: LayoutDOM) -> dict[str, Any]:
 def saved_page(
     title: str, views: Sequence[SavedView], *, steps: Sequence[int], step: int, n_layers: int, layers: tuple[int, int]
 ) -> str:
-    """A page of several figures, with one set of controls.
+    """Return an HTML page of several figures with one set of controls.
 
     Args:
         title: Title of the page.
-        views: The figures, each with one recorded state a step.
+        views: The figures, each with one recorded state per step.
         steps: The steps.
-        step: The one that is shown first.
+        step: The step that is shown first.
         n_layers: Number of layers that can be chosen.
         layers: First and last layer shown at first.
     """
@@ -140,13 +142,13 @@ def saved_page(
 
 
 def chosen_steps(steps: Sequence[int], step: int) -> list[int]:
-    """At most `MOST_STEPS` of the steps at even distances, and the one that is shown."""
+    """Return at most `MOST_STEPS` evenly spaced steps, and the step that is shown."""
     places = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).round().astype(int))
     return sorted({*(steps[place] for place in places), step})
 
 
 def _packed(value: Any) -> Any:
-    """A value of a model as JSON; columns of numbers as base64."""
+    """Return a value of a bokeh model as JSON, with numeric columns as base64."""
     if isinstance(value, dict) or hasattr(value, "items"):
         return {name: _packed_column(column) for name, column in value.items()}
     return _plain(value)
@@ -162,7 +164,7 @@ def _packed_column(column: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, words and nested lists of them; NaN and infinity become null."""
+    """Return numbers, strings and nested lists of them as JSON; NaN and infinity become null."""
     if isinstance(value, np.ndarray):
         if value.dtype == np.uint32 and value.ndim == 2:
             return {"image": base64.b64encode(value.tobytes()).decode(), "shape": list(value.shape)}

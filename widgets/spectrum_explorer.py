@@ -1,4 +1,4 @@
-"""Look at eigenvalues of one or several models: choose layers and thresholds, select modes, read the masses."""
+"""Explore eigenvalues of one or several models: choose layers and thresholds, select modes, read the masses."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class SpectrumExplorer(WorkbenchWidget):
-    """Eigenvalues of each model in a linked panel, with controls of layers, reliability and thresholds.
+    """Eigenvalues of each model in linked panels, with controls of layers, reliability and thresholds.
 
-    Moving a threshold updates the masses and redraws the band. Selecting modes (box, lasso or click) in one panel lists
-    them in a table, and highlights their layers in the other panels. Thresholds that contradict each other leave the
-    last figure and show an error under the widget.
+    Moving a threshold updates the masses and the band. Selecting modes (box, lasso or click) in one panel lists them in
+    a table and highlights their layers in the other panels. If thresholds contradict each other, the figure stays
+    unchanged and an error is shown under the widget.
 
     Args:
         spectra: One spectra dataset, or several by name; dims ``layer`` and ``mode``.
@@ -46,11 +46,26 @@ class SpectrumExplorer(WorkbenchWidget):
     Attributes:
         layers, near_unit_lower, near_unit_upper, contractive_upper, reliable_residual, reliable_only, zoom: The
             controls; set their ``value`` to drive the widget from code.
-        sources: The points drawn, one ``ColumnDataSource`` for each model.
-        measured: The spectra as they are shown, with the masses for the present thresholds.
+        sources: The displayed modes, one ``ColumnDataSource`` per model.
+        measured: The displayed spectra, with the masses for the current thresholds.
 
     Raises:
-        SchemaError: If a dataset is no spectra dataset, or runs over steps or runs.
+        SchemaError: If a dataset is not a spectra dataset, or has a dimension of steps or runs.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench import widgets
+        >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=3, n_heads=2, vocab_size=256)
+        >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
+        >>> widget = widgets.SpectrumExplorer({"Pre-LN": spectra})
+        >>> widget.layers.value = (1, 2)
+        >>> widget.summary
+        'Eigenvalues of Pre-LN, layers 1 to 2, all modes.'
+        >>> widget.close()
+
+    See Also:
+        `workbench.profile`: Measures the spectra.
+        `workbench.plots.eigenvalue_map`: Draws the same figure without controls.
     """
 
     kinds = KINDS
@@ -71,32 +86,43 @@ class SpectrumExplorer(WorkbenchWidget):
         self.masses, self.selection = ipywidgets.HTML(layout=SCROLLING), ipywidgets.HTML(layout=SCROLLING)
         self.export_bar = ExportBar(self, self.kinds)
         self.export_bar.suggest("exports/spectra")
-        self.fill([self._controls, self.key, self.canvas, self.masses, self.selection, self.export_bar])
+        self._fill([self._controls, self.key, self.canvas, self.masses, self.selection, self.export_bar])
         for control in (*self._thresholds.values(), self.layers, self.reliable_only, self.zoom):
-            self.watch(control, lambda _: self.update())
-        pick = self.guarded(lambda attr, old, new: self._read_selection())
+            self._watch(control, lambda _: self.update())
+        pick = self._guarded(lambda attr, old, new: self._read_selection())
         for source in self.sources.values():
             source.selected.on_change("indices", pick)
-            self.at_close(partial(source.selected.remove_on_change, "indices", pick))
-        with self.attempt():
+            self._at_close(partial(source.selected.remove_on_change, "indices", pick))
+        with self._attempt():
             self.update()
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """The thresholds set by the sliders, by the names that ``workbench.remeasure()`` takes."""
+        """The thresholds of the sliders, by the argument names of ``workbench.remeasure()``."""
         return {name: float(slider.value) for name, slider in self._thresholds.items()}
 
     @property
     def summary(self) -> str:
-        """Models and layers, in one sentence."""
+        """Models and layers in one sentence."""
         first, last = self.layers.value
         return f"Eigenvalues of {listed(self.spectra)}, layers {first} to {last}, {self.zoom.value}."
 
     def update(self) -> None:
-        """Draw what the controls say.
+        """Redraw the widget with the current values of the controls; it is called whenever a control changes.
 
         Raises:
-            OptionError: If the thresholds contradict each other; then nothing has changed.
+            OptionError: If the thresholds contradict each other; the widget is then unchanged.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=256)
+            >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
+            >>> widget = widgets.SpectrumExplorer(spectra)
+            >>> widget.update()
+            >>> widget.error
+            ''
+            >>> widget.close()
         """
         reliable_only = bool(self.reliable_only.value)
         measured = {
@@ -120,10 +146,24 @@ class SpectrumExplorer(WorkbenchWidget):
         self.masses.value = mass_table(measured)
         self._highlight()
         self.selection.value = mode_table(self.selected())
-        self.settle()
+        self._settle()
 
     def selected(self) -> list[dict[str, Any]]:
-        """The selected modes of the shown layers, one dict each: model, layer, mode, eigenvalue, residual, ..."""
+        """Return the selected modes of the displayed layers as dicts.
+
+        The keys are model, layer, mode, eigenvalue, modulus, residual and is_reliable.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=256)
+            >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
+            >>> widget = widgets.SpectrumExplorer({"Pre-LN": spectra})
+            >>> widget.sources["Pre-LN"].selected.indices = [0, 1]
+            >>> [(row["model"], row["layer"]) for row in widget.selected()]
+            [('Pre-LN', 0), ('Pre-LN', 0)]
+            >>> widget.close()
+        """
         rows = []
         for name, picked in self._picked.items():
             data = self.measured[name]
@@ -144,7 +184,7 @@ class SpectrumExplorer(WorkbenchWidget):
         return rows
 
     def figure(self, backend: str = "bokeh") -> Any:
-        """The current view as a separate figure, to keep or to write with ``workbench.plots.save()``."""
+        """Return the current view as a separate figure, for example for ``workbench.plots.save()``."""
         chosen: dict[str, Any] = self.thresholds
         reliable_only = bool(self.reliable_only.value)
         measured = {name: remeasure(data, **chosen) for name, data in self.spectra.items()}
@@ -157,14 +197,14 @@ class SpectrumExplorer(WorkbenchWidget):
         )
 
     def close(self) -> None:
-        """Remove the widget and everything that belongs to it."""
+        """Remove the widget and all its parts."""
         super().close()
         if hasattr(self, "canvas"):
             self.canvas.document.clear()
 
     def page(self) -> str:
-        """The panels as one HTML page: zoom, hover, choose models and layers, without a kernel or a network."""
-        panels = EigenvaluePanels(self.spectra, theme=self.theme)  # the page has a document of its own
+        """Return the panels as one HTML page with zoom, tooltips, and a choice of models and layers."""
+        panels = EigenvaluePanels(self.spectra, theme=self.theme)  # the page needs a separate bokeh document
         chosen: dict[str, Any] = self.thresholds
         measured = {name: remeasure(data, **chosen) for name, data in self.spectra.items()}
         columns = {
@@ -207,15 +247,15 @@ class SpectrumExplorer(WorkbenchWidget):
             bounds = {"min": min(lowest, value), "max": max(highest, value)}
             return ipywidgets.FloatSlider(value=value, description=label, **bounds, **fine)
 
-        self.near_unit_lower = threshold("near_unit_lower", "near unit, from", 0.5, 1.2)
-        self.near_unit_upper = threshold("near_unit_upper", "near unit, to", 0.8, 1.5)
+        self.near_unit_lower = threshold("near_unit_lower", "near-unit from", 0.5, 1.2)
+        self.near_unit_upper = threshold("near_unit_upper", "near-unit to", 0.8, 1.5)
         self.contractive_upper = threshold("contractive_upper", "contractive below", 0.0, 1.2)
         self.reliable_residual = threshold("reliable_residual", "residual at most", 0.0, 1.0)
         self.layers = ipywidgets.IntRangeSlider(
             value=(0, last), min=0, max=max(last, 1), description="layers", disabled=last == 0, **look
         )
         self.reliable_only = ipywidgets.Checkbox(
-            value=False, description="only reliable modes", indent=False, layout={"width": "auto"}
+            value=False, description="Reliable modes only", indent=False, layout={"width": "auto"}
         )
         self.zoom = ipywidgets.ToggleButtons(
             options=list(ZOOMS),
@@ -244,18 +284,18 @@ class SpectrumExplorer(WorkbenchWidget):
         self._panels.write(name, data, columns, view)
 
     def _drawn(self, name: str) -> list[tuple[int, int]]:
-        """Layer and mode of each point, in their order."""
+        """Return layer and mode of each point, in the order of the points."""
         data = self.sources[name].data
         return list(zip(data["layer"].tolist(), data["mode"].tolist(), strict=True))
 
     def _read_selection(self) -> None:
-        """Take the modes that were selected in one panel; the others highlight the modes of the same layers."""
+        """Read the modes selected in one panel, and highlight the modes of their layers in the others."""
         if self._is_writing:
             return
         for name, source in self.sources.items():
             points = self._drawn(name)
             now = {points[i] for i in source.selected.indices}
-            # Modes that a filter hides stay selected until something else is.
+            # Modes that a filter hides stay selected until the selection changes.
             if now != self._highlighted[name] & set(points):
                 self._picked = {other: now if other == name else set() for other in self.sources}
                 break
@@ -263,7 +303,7 @@ class SpectrumExplorer(WorkbenchWidget):
         self.selection.value = mode_table(self.selected())
 
     def _highlight(self) -> None:
-        """Mark the selected modes in their panel, and those of their layers in the others."""
+        """Highlight the selected modes in their panel, and the modes of their layers in the others."""
         layers = {layer for picked in self._picked.values() for layer, _ in picked}
         with self.canvas.batch():
             self._is_writing = True
@@ -278,7 +318,7 @@ class SpectrumExplorer(WorkbenchWidget):
                 self._is_writing = False
 
     def _all_points(self, name: str) -> set[tuple[int, int]]:
-        """Layer and mode of every mode of a model, hidden ones too."""
+        """Return layer and mode of all modes of a model, including hidden ones."""
         data = self.spectra[name]
         rows, modes = np.nonzero(np.isfinite(data["eigenvalue"].transpose("layer", "mode").values))
         return set(zip(data["layer"].values[rows].tolist(), modes.tolist(), strict=True))

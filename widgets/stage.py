@@ -1,4 +1,4 @@
-"""Places for one widget or figure at a time: it stays until the next one has been drawn, so that no page goes blank."""
+"""Containers that show one widget or figure at a time, and replace it only after the next one has been drawn."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from workbench.widgets.base import close_tree
 from workbench.widgets.figure import Figure, show
 from workbench.widgets.theme import THEMES
 
-# Drawn as wide as it will be, but neither seen nor taking any height.
+# A hidden widget is drawn at its final width, but is invisible and takes no height.
 _HIDDEN = {"height": "0px", "overflow": "hidden", "visibility": "hidden"}
 _SHOWN: dict[str, str | None] = {"height": None, "overflow": "auto hidden", "visibility": None}
 
 
 class Stage(ipywidgets.VBox):
-    """Shows one of several widgets, and changes to another when the figure in it has been drawn.
+    """A container that shows one of several widgets, and switches to another once its figure has been drawn.
 
-    Each has a slot of its own, which keeps its place: a page draws all children anew that follow a removed one.
+    Each widget has a slot with a fixed place, because the page redraws all children that follow a removed one.
 
     Attributes:
-        shown: The widget that is shown, or will be as soon as it is drawn; None: none yet.
+        shown: The widget that is shown, or will be shown once drawn; None if there is none.
     """
 
     def __init__(self) -> None:
@@ -33,12 +33,12 @@ class Stage(ipywidgets.VBox):
     def put(
         self, widget: ipywidgets.Widget, canvas: Figure | None = None, *, replaces: ipywidgets.Widget | None = None
     ) -> None:
-        """Show a widget; at once where it is drawn already, has no figure, or no page shows the present one.
+        """Show a widget: immediately if it is drawn or has no figure, or if no page shows the current one.
 
         Args:
-            widget: The widget; one that was here before is still drawn.
-            canvas: The figure in it, or the widget itself; None: it has none.
-            replaces: Widget that is closed when this one is shown; None: the present one is kept, out of sight.
+            widget: The widget; one that was shown before is still drawn.
+            canvas: The figure in it, or the widget itself; None if it has no figure.
+            replaces: Widget to close when this one is shown; None keeps the current one, hidden.
         """
         before, self.shown, self._canvas = self._canvas, widget, canvas
         self._slot_of(widget)
@@ -49,7 +49,7 @@ class Stage(ipywidgets.VBox):
         canvas.when_drawn(lambda: self._reveal(widget, replaces))
 
     def clear(self) -> None:
-        """Close everything, and show nothing."""
+        """Close all widgets and show nothing."""
         self.shown = self._canvas = None
         for slot in self._slots:
             for child in slot.children:
@@ -57,7 +57,7 @@ class Stage(ipywidgets.VBox):
             slot.children = ()
 
     def _slot_of(self, widget: ipywidgets.Widget) -> ipywidgets.Box:
-        """The slot of a widget; a free one, or one more, if it has none."""
+        """Return the slot of a widget, or assign a free or a new one."""
         for slot in self._slots:
             if widget in slot.children:
                 return slot
@@ -82,14 +82,14 @@ class Stage(ipywidgets.VBox):
 
 
 class FigureStage(Stage):
-    """Shows a figure of ``workbench.plots``; each stays until the next one has been drawn.
+    """A container for figures of ``workbench.plots``; each stays until the next one has been drawn.
 
     Args:
         theme: Theme of the figures.
 
     Attributes:
-        figure: The figure that is shown, or will be as soon as it is drawn; None: none.
-        canvas: The same on the page.
+        figure: The figure that is shown, or will be shown once drawn; None if there is none.
+        canvas: The widget of the figure.
     """
 
     def __init__(self, theme: str) -> None:
@@ -98,11 +98,11 @@ class FigureStage(Stage):
         self.canvas: Figure | None = None
 
     def draw(self, figure: Any, *, min_width: int = 0) -> None:
-        """Show another figure; None: nothing.
+        """Show another figure.
 
         Args:
-            figure: The figure, of backend bokeh.
-            min_width: Width in pixels below which its text would have no room; it scrolls on a narrower page.
+            figure: A figure for the backend bokeh; None to show nothing.
+            min_width: Minimum width in pixels that its text needs; on a narrower page the figure scrolls.
         """
         before, self.figure, self.canvas = self.canvas, figure, None
         if figure is None:

@@ -1,8 +1,8 @@
-"""The picture of a widget that stays in the saved notebook, below the live view, which hides it while it is alive.
+"""The static picture of a widget in a saved notebook, which is hidden while the live view works.
 
-JupyterLab always prefers the live view of an output to its other forms, and shows "model not found" without a kernel.
-The picture is therefore an output of its own, which any reader of notebooks can show. A few lines of CSS, the first
-output, hide the picture where the live view is alive, and the live view where it is not.
+JupyterLab always prefers the live view of an output to its other representations, and shows "model not found" without a
+kernel. The picture is therefore a separate output, which every notebook viewer can show. The first output contains CSS
+that hides the picture while the live view works, and the live view otherwise.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-#: Seconds after the last change until the picture is drawn again.
+#: Seconds between the last change and the redraw of the picture.
 _REST = 1.5
 
-# An output whose widget has no model holds text alone. The first output, which holds nothing but this, is hidden too.
+# An output whose widget has no model contains only text. The first output, which contains only this style, is hidden.
 _CSS = """<style class="workbench-static">
 .jp-OutputArea-child:has(style.workbench-static),
 .jp-OutputArea-child:has(style.workbench-static)
@@ -51,7 +51,7 @@ export default { render };
 """
 
 
-# What all widgets share; controls alone are enlarged as a whole, since figures have text sizes of their own.
+# Style of all widgets. For the projector only controls are zoomed, since figures have their own text sizes.
 _WIDGET_CSS = """
 .workbench-widget :is(button, input, select, .noUi-handle):focus-visible {
   outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: 1px;
@@ -64,9 +64,9 @@ _WIDGET_CSS = """
 
 
 class Presence(anywidget.AnyWidget):
-    """An invisible part of a live view: it marks the view as alive once the kernel has answered it.
+    """An invisible part of a live view that marks the view as working once the kernel has answered.
 
-    It also gives names to controls that have none for a screen reader.
+    It also adds accessible names to controls that have none.
     """
 
     _esm = Path(__file__).with_name("access.js").read_text(encoding="utf-8") + _ESM
@@ -78,11 +78,11 @@ class Presence(anywidget.AnyWidget):
 
 
 class StaticPicture:
-    """The picture of one widget in the outputs of its cells.
+    """The static picture of one widget in the outputs of its cells.
 
     Args:
-        draw: Returns the present state as PNG; called in turn with nothing, from any thread.
-        words: Returns the state in one sentence, for readers that show no pictures.
+        draw: Returns the current state as PNG; called from any thread, without a lock.
+        words: Returns the state in one sentence, for programs that show no pictures.
     """
 
     def __init__(self, draw: Callable[[], bytes], words: Callable[[], str]) -> None:
@@ -94,7 +94,7 @@ class StaticPicture:
         self._shell: Any = None
 
     def display(self, model_id: str) -> None:
-        """Add the live view of a widget and its picture to the outputs of the present cell."""
+        """Add the live view of a widget and its picture to the outputs of the current cell."""
         from IPython import get_ipython
         from IPython.display import display
 
@@ -105,12 +105,12 @@ class StaticPicture:
         display({WIDGET: {"version_major": 2, "version_minor": 0, "model_id": model_id}, "text/plain": ""}, raw=True)
         with self._drawing:
             self._is_stale = False
-            # Where it cannot be drawn now, it may be later.
+            # A picture that cannot be drawn yet may be drawn later.
             bundle = self._bundle() or {"text/plain": self._words()}
             self._ids = [*self._ids[-7:], display(bundle, raw=True, display_id=True).display_id]
 
     def settle(self) -> None:
-        """Draw the picture again as soon as nothing has changed for a while, or at the end of the running cell."""
+        """Schedule a redraw once nothing has changed for a while, or at the end of the running cell."""
         self._is_stale = True
         if not self._ids:
             return
@@ -121,7 +121,7 @@ class StaticPicture:
         self._timer.start()
 
     def refresh(self) -> None:
-        """Replace the picture in every output that has it by one of the present state, if it has changed."""
+        """Redraw the picture in all outputs if the state has changed."""
         from IPython.display import update_display
 
         with self._drawing:
@@ -133,7 +133,7 @@ class StaticPicture:
                 update_display(bundle, display_id=display_id, raw=True)
 
     def close(self) -> None:
-        """Draw no more; the picture stays where it is."""
+        """Stop redrawing; the picture stays in the outputs."""
         if self._timer is not None:
             self._timer.cancel()
         if self._shell is not None:

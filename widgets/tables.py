@@ -1,4 +1,4 @@
-"""Tables as HTML in JupyterLab's colours: masses of models, selected modes."""
+"""HTML tables in JupyterLab's colors: masses of models, selected modes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: From the circle's middle outwards; the same order in the table and in its bars.
+#: From the center of the circle outwards; the order of the columns of the table and of the parts of its bars.
 _MASS_COLORS = {
     "contractive_mass": "#7f7f7f",
     "intermediate_mass": "#0f8f66",
     "near_unit_mass": "#1f77d4",
     "expansive_mass": "#d55e00",
 }
-#: Rows of a table of modes.
+#: Maximum number of rows of a table of modes.
 _N_ROWS = 40
 CELL = "padding:2px 12px 2px 0;text-align:right;white-space:nowrap"
 NAME = "padding:2px 12px 2px 0;text-align:left;white-space:nowrap"
-#: Layout of a widget that holds a table: a narrow page scrolls it.
+#: Layout of a widget that contains a table, which scrolls on a narrow page.
 SCROLLING = {"overflow": "auto hidden"}
-#: Style of a heading, and of what matters less.
+#: Styles of headings and of secondary text.
 HEAD = "font-weight:700;font-size:15px;line-height:1.4;color:var(--jp-ui-font-color1,#222)"
 MUTED = "font-size:12px;line-height:1.4;white-space:normal;color:var(--jp-ui-font-color2,#616161)"
 TABLE = "border-collapse:collapse;font-variant-numeric:tabular-nums;line-height:1.5;color:var(--jp-ui-font-color1)"
 
 
 def mass_table(measured: Mapping[str, xr.Dataset]) -> str:
-    """Mean masses over the layers of each model, as bars and numbers, and the largest spectral radius."""
+    """Return a table with the mean masses and the largest spectral radius over the layers of each model."""
     names = list(_MASS_COLORS)
     head = "".join(
         f'<th style="{CELL};font-weight:600"><span style="color:{_MASS_COLORS[name]}">■</span> '
@@ -56,8 +56,8 @@ def mass_table(measured: Mapping[str, xr.Dataset]) -> str:
             mean, lowest, highest = (float(summary[name].sel(statistic=kind)) for kind in ("mean", "min", "max"))
             spread = f"lowest {lowest:.2f}, highest {highest:.2f} of {data.sizes['layer']} layers"
             cells += f'<td style="{CELL}" title="{spread}">{fixed(mean)}</td>'
-            share = 0 if np.isnan(mean) else 100 * mean
-            bar += f'<span style="width:{share:.2f}%;background:{_MASS_COLORS[name]}"></span>'
+            width = 0 if np.isnan(mean) else 100 * mean
+            bar += f'<span style="width:{width:.2f}%;background:{_MASS_COLORS[name]}"></span>'
         bar = f'<span style="display:flex;width:120px;height:10px;border-radius:2px;overflow:hidden">{bar}</span>'
         radius = float(summary["spectral_radius"].sel(statistic="max"))
         rows.append(
@@ -71,7 +71,7 @@ def mass_table(measured: Mapping[str, xr.Dataset]) -> str:
 
 
 def mode_table(rows: list[dict[str, Any]]) -> str:
-    """The first rows of `SpectrumExplorer.selected`, or how to select some."""
+    """Return a table of the first rows of `SpectrumExplorer.selected`, or a hint if nothing is selected."""
     if not rows:
         hint = "Select modes in a panel (box, lasso or click) to list them here."
         return f'<span style="color:var(--jp-ui-font-color2)">{hint}</span>'
@@ -101,7 +101,7 @@ def mode_table(rows: list[dict[str, Any]]) -> str:
         body += f'<tr><td style="{NAME}">{html.escape(row["model"])}</td>'
         body += "".join(f'<td style="{CELL}">{cell}</td>' for cell in cells) + "</tr>"
     more = (
-        f"<div>and {len(rows) - _N_ROWS} more; <code>selected()</code> has them all</div>"
+        f"<div>and {len(rows) - _N_ROWS} more; <code>selected()</code> returns all of them</div>"
         if len(rows) > _N_ROWS
         else ""
     )
@@ -109,7 +109,7 @@ def mode_table(rows: list[dict[str, Any]]) -> str:
 
 
 def muted(sentence: str) -> str:
-    """A line of explanation as HTML."""
+    """Return HTML of a line of explanation."""
     return f'<div style="color:var(--jp-ui-font-color2);line-height:1.5;white-space:normal">{sentence}</div>'
 
 

@@ -1,4 +1,4 @@
-"""Names to switch on and off, each with the colour, marker and dash it has in the figures: a control and a legend."""
+"""A control for switching names on and off, which is also a legend with the styles of the figures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ function render({ model, el }) {
     el.setAttribute("role", "group");
     el.setAttribute("aria-label", model.get("label"));
     const tags = options.map((option) => {
-      const tip = (option.tip ? option.tip + "\\n" : "") + "Click to show or hide; with Alt, to show this one alone.";
+      const tip = (option.tip ? option.tip + "\\n" : "") + "Click to show or hide; Alt-click to show only this one.";
       const tag = button(option.text, tip, (event) => {
         const rest = [...chosen].filter((name) => name !== option.name);
         choose(event.altKey ? [option.name] : chosen.has(option.name) ? rest : [...chosen, option.name]);
@@ -63,7 +63,7 @@ function render({ model, el }) {
       return tag;
     });
     const is_full = options.every((option) => chosen.has(option.name));
-    const all = button("all", "Show every one of them", () => choose(options.map((option) => option.name)));
+    const all = button("All", "Show all", () => choose(options.map((option) => option.name)));
     all.className = "workbench-tags-all";
     all.disabled = is_full;
     const list = document.createElement("div");
@@ -111,23 +111,29 @@ class Tags(anywidget.AnyWidget):
 
     @property
     def names(self) -> list[str]:
-        """Every name, switched on or not."""
+        """All names, whether switched on or not."""
         return [option["name"] for option in self.options]
 
     def choose(self, names: str | Iterable[str]) -> None:
-        """Switch these names on and the others off.
+        """Switch these names on and all others off.
 
         Raises:
-            OptionError: If one of them does not exist, or there is none.
+            OptionError: If a name does not exist, or no name is given.
         """
         names = [names] if isinstance(names, str) else list(names)
         unknown = [name for name in names if name not in self.names]
         if unknown or not names:
-            wrong = f"There is nothing called '{unknown[0]}' among the {self.label}" if unknown else "Nothing is chosen"
-            raise OptionError(f"{wrong}; choose from {', '.join(self.names)}.")
+            raise OptionError(
+                f"The {self.label} do not include '{unknown[0]}'; choose from {', '.join(self.names)}."
+                if unknown
+                else f"None of the {self.label} is chosen; choose from {', '.join(self.names)}.",
+                name=self.label,
+                value=unknown[0] if unknown else None,
+                expected=tuple(self.names),
+            )
         self.value = [name for name in self.names if name in names]
 
 
 def model_tags(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Options for models, each with its style in figures that hold all of them."""
+    """Return options for models, each with its style in figures that show all of them."""
     return [{"name": name, "text": name, **model_style(index)} for index, name in enumerate(names)]

@@ -1,4 +1,4 @@
-"""Sentences, a table and an image as one small PNG: what stays of a widget in a saved notebook."""
+"""Text, a table and an image as one small PNG, for the static picture of a widget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.plots.figure_files import small_png
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: In pixels.
+#: In pixels; the last one in pixels per inch.
 _WIDTH, _MARGIN, _GAP, _DPI = 1000, 16, 22, 100
 _TITLE = FontProperties(size=13, weight="bold")
 _TEXT, _CELL, _HEAD = FontProperties(size=10.5), FontProperties(size=9.5), FontProperties(size=9.5, weight="bold")
@@ -32,16 +32,16 @@ def text_picture(
     table: Sequence[Sequence[str]] | None = None,
     image: bytes | None = None,
 ) -> bytes:
-    """Draw a title, paragraphs, a table and an image below each other; all text is wrapped, and none is cut off.
+    """Draw a title, paragraphs, a table and an image from top to bottom; text is wrapped and never cut off.
 
     Args:
         title: Title, in bold.
         paragraphs: Paragraphs.
-        table: Rows of as many cells each; the first row holds the heads.
-        image: A PNG, which is made smaller where it is too wide.
+        table: Rows with equal numbers of cells; the first row is the header.
+        image: A PNG, scaled down if it is too wide.
 
     Returns:
-        A PNG 1,000 pixels wide, with a palette.
+        A PNG with a palette, 1,000 pixels wide.
     """
     paper = _Paper()
     paper.write(title, _TITLE)
@@ -49,14 +49,14 @@ def text_picture(
         paper.write(paragraph, _TEXT)
     if table:
         paper.tabulate(table)
-    whole = paper.image()
+    picture = paper.image()
     if image is not None:
-        whole = _above(whole, Image.open(io.BytesIO(image)).convert("RGB"))
-    return small_png(whole)
+        picture = _above(picture, Image.open(io.BytesIO(image)).convert("RGB"))
+    return small_png(picture)
 
 
 class _Paper:
-    """Lines of text from top to bottom; their places are in pixels until the height is known."""
+    """Lines of text from top to bottom; positions are in pixels until the height is known."""
 
     def __init__(self) -> None:
         self._figure = Figure(figsize=(_WIDTH / _DPI, 1), dpi=_DPI, facecolor="white")
@@ -67,11 +67,11 @@ class _Paper:
         self._y: float = _MARGIN
 
     def write(self, text: str, font: FontProperties) -> None:
-        """A paragraph over the whole width."""
+        """Write a paragraph over the full width."""
         self._y = 5 + self._put(text, _MARGIN, _WIDTH - 2 * _MARGIN, font)
 
     def tabulate(self, table: Sequence[Sequence[str]]) -> None:
-        """Rows under heads, in columns as wide as their cells, or narrower where there is no room."""
+        """Write a table; columns are as wide as their cells, or narrower if the page is too narrow."""
         widths = self._column_widths(table)
         self._y += 6
         for row in table:
@@ -83,7 +83,7 @@ class _Paper:
             self._y = bottom + 7
 
     def image(self) -> Image.Image:
-        """All that was written."""
+        """Return everything written so far as an image."""
         height = math.ceil(self._y + _MARGIN / 2)
         self._figure.set_size_inches(_WIDTH / _DPI, height / _DPI)
         for x, y, text, font in self._lines:
@@ -100,15 +100,15 @@ class _Paper:
 
     def _column_widths(self, table: Sequence[Sequence[str]]) -> list[float]:
         widths = [max(self._width(cell, _HEAD) for cell in column) + 1 for column in zip(*table, strict=True)]
-        # The widest give way first: none gets more than an equal share of what the narrower ones leave.
-        left, limit = float(_WIDTH - 2 * _MARGIN - _GAP * (len(widths) - 1)), 0.0
+        # The widest columns shrink first: each gets at most an equal part of the width that narrower columns leave.
+        remaining, limit = float(_WIDTH - 2 * _MARGIN - _GAP * (len(widths) - 1)), 0.0
         for place, width in enumerate(sorted(widths)):
-            limit = max(limit, left / (len(widths) - place))
-            left -= min(width, limit)
+            limit = max(limit, remaining / (len(widths) - place))
+            remaining -= min(width, limit)
         return [min(width, limit) for width in widths]
 
     def _put(self, text: str, x: float, width: float, font: FontProperties) -> float:
-        """Write a wrapped text from the present height on, and return where it ends."""
+        """Write a wrapped text at the current height and return its lower end."""
         height, y = 1.4 * font.get_size_in_points() * _DPI / 72, self._y
         for line in self._wrapped(text, width, font):
             self._lines.append((x, y, line, font))
@@ -131,10 +131,10 @@ class _Paper:
 
 
 def _above(top: Image.Image, bottom: Image.Image) -> Image.Image:
-    """Two images below each other, the second one no wider than the first."""
+    """Return an image of two images, one above the other; the lower one is scaled to the width of the upper one."""
     if bottom.width > top.width:
         bottom = bottom.resize((top.width, round(bottom.height * top.width / bottom.width)), Image.Resampling.LANCZOS)
-    whole = Image.new("RGB", (top.width, top.height + bottom.height), "white")
-    whole.paste(top, (0, 0))
-    whole.paste(bottom, (0, top.height))
-    return whole
+    picture = Image.new("RGB", (top.width, top.height + bottom.height), "white")
+    picture.paste(top, (0, 0))
+    picture.paste(bottom, (0, top.height))
+    return picture

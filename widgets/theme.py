@@ -1,4 +1,4 @@
-"""The themes of widgets: for a page, and with large type for a projector."""
+"""Themes of widgets: "page", and "projector" with large type."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from workbench.errors import OptionError
 if TYPE_CHECKING:
     from bokeh.models import LayoutDOM
 
-#: Name -> how much larger than on a page all text is.
+#: Theme -> factor of all text sizes.
 THEMES = {"page": 1.0, "projector": 1.5}
 
 
 def check_theme(theme: str) -> None:
-    """Refuse a theme that does not exist.
+    """Raise an exception if a theme does not exist.
 
     Raises:
         OptionError: If there is no such theme.
     """
     if theme not in THEMES:
-        raise OptionError(f"The theme is {theme!r}, expected one of {', '.join(THEMES)}.")
+        raise OptionError.of("theme", theme, tuple(THEMES))
 
 
 def enlarge_text(root: LayoutDOM, theme: str) -> None:
-    """Set all text of a bokeh layout in the size of a theme; text that has it already stays."""
+    """Scale all text of a bokeh layout to a theme; text that is already scaled stays unchanged."""
     factor = THEMES[theme]
     if factor == 1:
         return

@@ -1,4 +1,4 @@
-"""A background thread for work that would block a slider, and the base class of widgets that have one."""
+"""A background thread for measurements, and the base class of widgets that measure in the background."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import ipywidgets
 import torch
 
 from workbench.widgets.base import WorkbenchWidget
-from workbench.widgets.measuring import MeasuringProgress, said
+from workbench.widgets.measuring import MeasuringProgress, status_html
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-class Dropped(Exception):  # noqa: N818  (no error: the result is not needed any more)
-    """Ends a job that was dropped."""
+class Dropped(Exception):  # noqa: N818  (not an error)
+    """Ends a job whose result is no longer needed."""
 
 
 class BackgroundWorker:
-    """Does jobs one after the other; of those that wait only the newest, and an older one's result is dropped.
+    """A background thread that runs one job at a time; a new job cancels the waiting one and drops the running one.
 
     Args:
-        on_done: Called with result and error, one of them None, in the worker's thread; not for jobs that `is_latest`
-            says are out of date.
+        on_done: Called in the worker's thread with the number of the job, its result and its error, one of which is
+            None. It is not called for jobs that raised `Dropped`; check others with `is_latest`.
     """
 
     def __init__(self, on_done: Callable[[int, Any, Exception | None], None]) -> None:
@@ -37,46 +37,46 @@ class BackgroundWorker:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job runs or waits."""
+        """Whether a job is running or waiting."""
         return self._future is not None and not self._future.done()
 
     def is_latest(self, number: int) -> bool:
-        """Whether no newer job was given since the one of this number, and the worker is not closed."""
+        """Return whether the job of this number is the newest one, and the worker is open."""
         return number == self._number
 
     def drop(self) -> None:
-        """Forget the present job: it ends where it next checks, and what it finds is not wanted."""
+        """Drop the current job: it ends at its next check, and its result is ignored."""
         self._number += 1
         if self._future is not None:
             self._future.cancel()
             self._future = None
 
     def submit(self, job: Callable[[Callable[[], None]], Any]) -> None:
-        """Do a job as soon as the present one is over.
+        """Run a job once the current one has ended.
 
         Args:
-            job: Gets a function to call now and then, which ends the job by an exception once it was dropped.
+            job: Receives a function to call regularly, which ends the job by an exception once it has been dropped.
         """
         self.drop()
         self._future = self._pool.submit(self._work, self._number, job)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until no job runs or waits.
+        """Wait until no job is running or waiting.
 
         Raises:
-            TimeoutError: If it takes longer than so many seconds.
+            TimeoutError: If this takes longer than ``timeout`` seconds.
         """
         end = None if timeout is None else time.monotonic() + timeout
         while (future := self._future) is not None and not future.done():
             try:
                 future.result(None if end is None else max(0.0, end - time.monotonic()))
-            except CancelledError:  # a newer one is there
+            except CancelledError:  # by a newer job
                 continue
             except TimeoutError:
-                raise TimeoutError(f"The measurement was not over after {timeout:g} s.") from None
+                raise TimeoutError(f"The measurement did not end within {timeout:g} s.") from None
 
     def close(self) -> None:
-        """Take no more jobs and drop what the present one finds; does not wait for it."""
+        """Accept no more jobs and drop the current one, without waiting for it."""
         self.drop()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -88,7 +88,7 @@ class BackgroundWorker:
         if not self.is_latest(number):
             return
         n_threads = torch.get_num_threads()
-        # For this thread alone: one core is left to the page and the kernel, which the sliders need.
+        # This applies to this thread only. One core stays free for the page and the kernel, so that sliders respond.
         torch.set_num_threads(max(1, n_threads - 1))
         try:
             found, error = job(check), None
@@ -97,14 +97,14 @@ class BackgroundWorker:
         except Exception as failure:  # noqa: BLE001  (shown under the widget)
             found, error = None, failure
         finally:
-            torch.set_num_threads(n_threads)  # which new threads begin with
+            torch.set_num_threads(n_threads)  # new threads inherit this value
         self._on_done(number, found, error)
 
 
 class MeasuringWidget(WorkbenchWidget):
-    """A widget that measures in the background: `_begin` starts a job, whose result goes to `_take`.
+    """Base class of widgets that measure in the background: `_begin` starts a job, `_take` receives its result.
 
-    While it goes on, ``_doing`` shows how far it is, with a button that stops it; put it on the page.
+    ``_doing`` shows the progress and a button that stops the job; subclasses put it on the page.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -112,43 +112,69 @@ class MeasuringWidget(WorkbenchWidget):
         self._worker = BackgroundWorker(self._hear)
         self._progress: MeasuringProgress | None = None
         self._stop = ipywidgets.Button(
-            description="Stop", tooltip="End what goes on", layout={"width": "70px", "display": "none"}
+            description="Stop", tooltip="Stop the measurement", layout={"width": "70px", "display": "none"}
         )
         self._status = ipywidgets.HTML(layout={"flex": "1 1 260px", "min_width": "0"})
         self._doing = ipywidgets.HBox(
             [self._stop, self._status], layout={"flex": "1 1 420px", "align_items": "center", "grid_gap": "2px 12px"}
         )
-        self.on_click(self._stop, lambda _: self.stop())
-        self.at_close(self._worker.close)
+        self._on_click(self._stop, lambda _: self.stop())
+        self._at_close(self._worker.close)
 
     @property
     def is_measuring(self) -> bool:
-        """Whether something is being measured, so that what is shown is older."""
+        """Whether a measurement is running, so that the displayed result is out of date."""
         return self._worker.is_busy
 
     def stop(self) -> None:
-        """End what goes on, where it next looks whether it is still wanted; what is shown stays."""
+        """Stop the measurement at its next check; the displayed result stays.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
+            >>> report.stop()
+            >>> report.is_measuring
+            False
+            >>> report.close()
+        """
         with self.turn:
             if not self.is_measuring:
                 return
             self._worker.drop()
             at = f" at {self._progress.current}" if self._progress is not None and self._progress.current else ""
-            self._end(f"Stopped{at}; nothing of it is kept.")
+            self._end(f"Stopped{at}; the partial result was discarded.")
             self._show_end()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until nothing is being measured. The page stands still meanwhile; in a notebook use `finished`.
+        """Wait until the measurement has ended. The page does not respond meanwhile; in a notebook use `finished`.
 
         Args:
-            timeout: Seconds to wait at most; None: as long as it takes.
+            timeout: Maximum seconds to wait; None for no limit.
 
         Raises:
-            TimeoutError: If it takes longer.
+            TimeoutError: If the measurement takes longer.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
+            >>> report.wait(timeout=60)
+            >>> report.close()
         """
         self._worker.wait(timeout)
 
     async def finished(self) -> None:
-        """Wait until nothing is being measured, while the page goes on: ``await widget.finished()``."""
+        """Wait until the measurement has ended, while the page responds: ``await widget.finished()``.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> import asyncio
+            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
+            >>> asyncio.run(report.finished())
+            >>> report.close()
+        """
         while self.is_measuring:
             await asyncio.sleep(0.05)
 
@@ -158,13 +184,13 @@ class MeasuringWidget(WorkbenchWidget):
         job: Callable[[Callable[[], None], Callable[[str], None]], Any],
         shares: Mapping[str, float] | None = None,
     ) -> None:
-        """Do a job in the background; what is under way is dropped.
+        """Run a job in the background; a running job is dropped.
 
         Args:
             title: Title of the job.
-            job: Gets two functions to call now and then, of which the second one tells how far it is, as
-                `MeasuringProgress.tell` takes it; both end the job by an exception once it was dropped.
-            shares: As in `MeasuringProgress`.
+            job: Receives two functions to call regularly: the first only checks whether the job has been dropped, the
+                second also reports the progress (see `MeasuringProgress.tell`). Both end a dropped job by an exception.
+            shares: Typical durations of the parts, as in `MeasuringProgress`.
         """
         with self.turn:
             self._worker.drop()
@@ -182,29 +208,29 @@ class MeasuringWidget(WorkbenchWidget):
             self._worker.submit(run)
 
     def _say(self, progress: MeasuringProgress, words: str) -> None:
-        """Show the progress of a job; that of a dropped one is ignored."""
+        """Show the progress of a job unless it has been dropped."""
         with self.turn:
             if progress is self._progress:
                 self._status.value = words
 
     def _end(self, sentence: str) -> None:
-        """Show a sentence in the place of the progress."""
+        """Show a sentence in place of the progress."""
         self._progress = None
-        self._status.value = said(sentence)
+        self._status.value = status_html(sentence)
         self._stop.layout.display = "none"
 
     def _take(self, found: Any) -> None:
-        """Show what a job found; in the worker's thread, in turn with the callbacks."""
+        """Show the result of a job; called in the worker's thread while the lock is held."""
         raise NotImplementedError
 
     def _show_end(self) -> None:
-        """Show that nothing goes on any more: a job has found something, has failed, or was stopped."""
+        """Update the display after a job has succeeded, failed, or been stopped."""
 
     def _hear(self, number: int, found: Any, error: Exception | None) -> None:
         with self.turn:
-            if not self._worker.is_latest(number):  # it must not touch what the line for errors says
+            if not self._worker.is_latest(number):  # a dropped job must not change the line for errors
                 return
-            with self.attempt():
+            with self._attempt():
                 self._end("")
                 try:
                     if error is not None:

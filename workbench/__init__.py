@@ -1,7 +1,7 @@
-"""Stability Workbench: Koopman spectra of transformers, and what they say about training stability.
+"""Stability Workbench: Koopman spectra of transformers, and training stability.
 
-The public names are those of ``__init__.pyi``; each loads when it is first used, so that ``import workbench`` is quick
-and stays headless.
+The public names are listed in ``__init__.pyi``. Each is loaded when it is first used, so that ``import workbench`` is
+fast and needs no display.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""``python -m workbench`` is the command line, `workbench.cli`."""
+"""Entry point of ``python -m workbench``, the command line of `workbench.cli`."""
 
 import sys
 

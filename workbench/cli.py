@@ -1,7 +1,7 @@
-"""The command line: assess a design before it is trained, diagnose a run that failed, look at a checkpoint.
+"""Command line: assess a design before training, diagnose a failed run, or measure a checkpoint.
 
-Exit status of ``workbench assess``: 0 proceed, 1 at risk, 2 refuse, 4 cannot say, so that it can gate a pipeline. Of
-every command: 3 where the input is wrong (one sentence says how), 5 where the workbench itself fails.
+The exit status of ``workbench assess`` can gate a pipeline: 0 proceed, 1 at risk, 2 refuse, 4 cannot say. All commands
+return 3 for invalid input, with one sentence that describes the error, and 5 for an internal error of the workbench.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _TREE_SUFFIXES = (".nc", ".zarr")
 _ROOT = Path(__file__).resolve().parent.parent
 _STATUSES: dict[int, str] = {verdict.exit_status: verdict for verdict in Verdict}
-_STATUSES |= {ExitStatus.BAD_INPUT: "wrong input", ExitStatus.BROKEN: "the workbench failed"}
+_STATUSES |= {ExitStatus.BAD_INPUT: "invalid input", ExitStatus.BROKEN: "internal error"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Words of the command line; None: those of this process.
+        arguments: Arguments of the command line; None uses those of this process.
 
     Returns:
         The exit status.
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("workbench: stopped.", file=sys.stderr)
         return ExitStatus.INTERRUPTED
-    except Exception:  # noqa: BLE001  (Python's own status for it is 1, which a pipeline would read as "at risk")
+    except Exception:  # noqa: BLE001  (Python's own exit status is 1, which means "at risk" here)
         traceback.print_exc()
         return ExitStatus.BROKEN
 
@@ -79,7 +79,12 @@ def _diagnose(given: argparse.Namespace) -> int:
 
     run = given.run_path
     if not run.exists():
-        raise StoreError(f"There is no run and no log at {run}; check the path.")
+        raise StoreError(
+            f"There is no run or log at {run}; check the path.",
+            name="RUN",
+            value=run,
+            expected="an existing run or log",
+        )
     is_log = run.suffix == ".csv" or (run.is_dir() and not (run / "zarr.json").exists())
     tree = diagnose(read_log(run) if is_log else run)
     _write(tree, given)
@@ -96,7 +101,12 @@ def _profile(given: argparse.Namespace) -> int:
         try:
             inputs = [line for line in given.text.read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
-            raise StoreError(f"{given.text} cannot be read as text ({error}); pass a text file in UTF-8.") from error
+            raise StoreError(
+                f"{given.text} cannot be read as text ({error}); pass a text file in UTF-8.",
+                name="--text",
+                value=given.text,
+                expected="a text file in UTF-8",
+            ) from error
     else:
         from workbench.tasks import reference_passages
 
@@ -104,27 +114,36 @@ def _profile(given: argparse.Namespace) -> int:
     spectra = wb.profile(subject, inputs, n_snapshots=given.n_snapshots, seed=given.seed, progress=not given.quiet)
     if given.tree is not None:
         _save(spectra, given.tree, overwrite=given.overwrite)
-        _said(given, given.tree)
+        _report_file(given, given.tree)
     summary = wb.summarize(spectra)
     for name in ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio"):
-        worst, mean = (float(summary[name].sel(statistic=which)) for which in ("max", "mean"))
-        print(f"{summary[name].attrs.get('long_name', name)}: mean {mean:.3g}, largest {worst:.3g}")
+        largest, mean = (float(summary[name].sel(statistic=which)) for which in ("max", "mean"))
+        print(f"{summary[name].attrs.get('long_name', name)}: mean {mean:.3g}, largest {largest:.3g}")
     return 0
 
 
 def _lab(given: argparse.Namespace) -> int:
     script = _ROOT / "tools" / "lab.py"
     if not script.exists():
-        raise StoreError("The notebooks are not installed with the package; run 'make lab' in the repository.")
+        raise StoreError(
+            "The notebooks are not installed with the package; run 'make lab' in the repository.",
+            name=str(script),
+            expected="present, as in the repository",
+        )
     if not (_ROOT / given.notebook).exists():
-        raise StoreError(f"There is no notebook {given.notebook} in {_ROOT}; see the list in README.md.")
-    words = [sys.executable, str(script), given.notebook]
+        raise StoreError(
+            f"There is no notebook {given.notebook} in {_ROOT}; see the list in README.md.",
+            name="NOTEBOOK",
+            value=given.notebook,
+            expected="an existing notebook",
+        )
+    command = [sys.executable, str(script), given.notebook]
     sys.stdout.flush()
-    os.execv(words[0], words)
+    os.execv(command[0], command)
 
 
 def _subject(model: str, *, own_weights: bool) -> Any:
-    """What to assess: a design by name or from a file, or a checkpoint with the weights that it has."""
+    """Return the design or checkpoint to assess."""
     import workbench as wb
 
     path = Path(model).expanduser()
@@ -136,19 +155,32 @@ def _subject(model: str, *, own_weights: bool) -> Any:
         try:
             return wb.design(tomllib.loads(path.read_text(encoding="utf-8")), name=path.stem)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise OptionError(f"{path} is no TOML ({error}); write options of wb.zoo, one a line.") from error
+            raise OptionError(
+                f"{path} is not valid TOML ({error}); write one option of wb.zoo per line.",
+                name="MODEL",
+                value=path,
+                expected="a file in TOML",
+            ) from error
     if path.is_file() and path.suffix == ".json" and path.name != "config.json":
         try:
             options = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise OptionError(f"{path} is no JSON ({error}); write options of wb.zoo or a config.json.") from error
-        # A configuration of transformers under another name says which model it is of.
+            raise OptionError(
+                f"{path} is not valid JSON ({error}); write options of wb.zoo or a config.json.",
+                name="MODEL",
+                value=path,
+                expected="a file in JSON",
+            ) from error
+        # A configuration of transformers with another file name has the type of the model.
         is_of_transformers = isinstance(options, dict) and "model_type" in options
         return wb.design(path if is_of_transformers else options, name=path.stem)
     if path.is_file() and path.suffix not in (".json", ".toml"):
         raise CheckpointError(
-            f"{path} is no description of a design; pass a known name, a config.json, a checkpoint folder or options "
-            "of wb.zoo as .toml or .json, or add --own-weights to assess a checkpoint with the weights that it has."
+            f"{path} does not describe a design; pass a known name, a config.json, a checkpoint folder or options of "
+            "wb.zoo as .toml or .json, or add --own-weights to assess a checkpoint with its own parameters.",
+            name="MODEL",
+            value=path,
+            expected="a design",
         )
     return wb.design(str(path) if path.exists() else model)
 
@@ -156,13 +188,13 @@ def _subject(model: str, *, own_weights: bool) -> Any:
 def _write(tree: xr.DataTree, given: argparse.Namespace) -> None:
     from workbench.reports.make_report import report
 
-    # The data first: they took the longest.
+    # The data are written first, because they took the longest to compute.
     if given.tree is not None:
         _save(tree, given.tree, overwrite=given.overwrite)
-        _said(given, given.tree)
+        _report_file(given, given.tree)
     for path in given.out:
         report(tree, path, overwrite=given.overwrite)
-        _said(given, path)
+        _report_file(given, path)
 
 
 def _save(data: Any, path: Path, *, overwrite: bool) -> None:
@@ -172,7 +204,7 @@ def _save(data: Any, path: Path, *, overwrite: bool) -> None:
     write(data, path, overwrite=overwrite)
 
 
-def _said(given: argparse.Namespace, path: Path) -> None:
+def _report_file(given: argparse.Namespace, path: Path) -> None:
     if not given.quiet:
         print(f"wrote {path}", file=sys.stderr, flush=True)
 
@@ -182,13 +214,16 @@ def _check_tree_path(path: Path | None, *, overwrite: bool) -> None:
         return
     if path.suffix not in _TREE_SUFFIXES:
         raise StoreError(
-            f"'{path.name}' ends in '{path.suffix}', data in one of {', '.join(_TREE_SUFFIXES)}; choose one."
+            f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(_TREE_SUFFIXES)}.",
+            name="--tree",
+            value=path.suffix,
+            expected=_TREE_SUFFIXES,
         )
     check_free(path, overwrite=overwrite)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wrong words are bad input: argparse's own status for them is 2, which would read as "refuse"."""
+    """Parser that exits with the status of invalid input; that of argparse, 2, means "refuse" here."""
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}; see {self.prog} --help.", file=sys.stderr)
@@ -202,8 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     assess = commands.add_parser(
         "assess",
         help="will this design train under this plan?",
-        description="Assess a design and a plan before compute is committed. Exit status: "
-        + ", ".join(f"{status} {words}" for status, words in sorted(_STATUSES.items()))
+        description="Assess a design and a plan before training. Exit status: "
+        + ", ".join(f"{status} {meaning}" for status, meaning in sorted(_STATUSES.items()))
         + ".",
     )
     assess.add_argument(
@@ -216,17 +251,19 @@ def _parser() -> argparse.ArgumentParser:
         "--plan", type=Path, metavar="PLAN.toml", help="training, hardware and target (default: AdamW at 1e-3)"
     )
     assess.add_argument(
-        "--own-weights", action="store_true", help="assess the weights of the checkpoint instead of fresh ones"
+        "--own-weights",
+        action="store_true",
+        help="assess the parameters of the checkpoint instead of newly initialized ones",
     )
-    assess.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
+    assess.add_argument("--seed", type=int, default=0, help="seed of parameters and data (default 0)")
     _add_outputs(assess)
     assess.set_defaults(run=_assess)
 
     diagnose = commands.add_parser(
         "diagnose",
         help="why did this run fail?",
-        description="Name the causes that a run's record does not exclude, or that nothing is wrong. Exit status: 0 "
-        "done, 3 wrong input.",
+        description="Name the causes that the record of a run does not exclude, or report that no fault was found. "
+        "Exit status: 0 done, 3 invalid input, 5 internal error.",
     )
     diagnose.add_argument(
         "run_path", type=Path, metavar="RUN", help="a store of wb.train, a CSV log, or a folder of TensorBoard events"
@@ -238,13 +275,13 @@ def _parser() -> argparse.ArgumentParser:
         "profile", help="Koopman spectra of a checkpoint", description="Measure the Koopman spectra of a checkpoint."
     )
     profile.add_argument("model", metavar="MODEL", help="a checkpoint folder, hub name or .gguf file")
-    profile.add_argument("--text", type=Path, help="a text file, one sequence a line (default: reference passages)")
+    profile.add_argument("--text", type=Path, help="a text file, one sequence per line (default: reference passages)")
     profile.add_argument("--n-snapshots", type=int, default=2048, metavar="N", help="token states (default 2048)")
-    profile.add_argument("--seed", type=int, default=0, help="of the choice of tokens (default 0)")
+    profile.add_argument("--seed", type=int, default=0, help="seed of the choice of tokens (default 0)")
     _add_data_output(profile)
     profile.set_defaults(run=_profile)
 
-    lab = commands.add_parser("lab", help="open JupyterLab on the notebooks", description="Open JupyterLab.")
+    lab = commands.add_parser("lab", help="open the notebooks in JupyterLab", description="Open JupyterLab.")
     lab.add_argument("notebook", nargs="?", default="notebooks/00_start.ipynb", metavar="NOTEBOOK")
     lab.set_defaults(run=_lab)
     return parser
@@ -257,14 +294,14 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="REPORT",
-        help="report to write: .html, .md or .ipynb; may be given several times",
+        help="report to write: .html, .md or .ipynb; may be repeated",
     )
     _add_data_output(parser)
 
 
 def _add_data_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tree", type=Path, metavar="DATA", help="everything measured, as .nc or .zarr")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
+    parser.add_argument("--tree", type=Path, metavar="DATA", help="data to write: all measurements, .nc or .zarr")
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 

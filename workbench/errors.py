@@ -1,9 +1,27 @@
-"""The exceptions a user may meet. Each message is one sentence: what was wrong, what was expected, what to do."""
+"""Exceptions of the workbench.
+
+Each message is one sentence: what was wrong, what was expected, and how to correct it. The same facts are attributes of
+the exception, so that a program never has to parse the sentence.
+
+Example:
+    >>> import workbench as wb
+    >>> try:
+    ...     wb.zoo.transformer(norm="group", d_model=16, n_layers=1, n_heads=2, vocab_size=8)
+    ... except wb.WorkbenchError as error:
+    ...     error.name, error.value, "pre_ln" in error.expected
+    ('norm', 'group', True)
+
+See Also:
+    `workbench.WorkbenchError`: Base class, which describes the attributes.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any, Self
 
 __all__ = [
     "AnatomyError",
@@ -17,59 +35,261 @@ __all__ = [
     "WorkbenchError",
 ]
 
+#: Entries of a collection that an error keeps.
+_MAX_ENTRIES = 20
+
 
 class WorkbenchError(Exception):
-    """Base of every error that the workbench raises on purpose."""
+    """Base class of all exceptions that the workbench raises deliberately.
+
+    Args:
+        message: One sentence: what was wrong, what was expected, and how to correct it.
+        name: What was wrong: the name of an argument, option, variable, tensor or file.
+        value: The value found; None where nothing was found. Objects other than numbers, text, paths and small
+            collections of them are replaced by a short description, so that an exception can be pickled and keeps no
+            model in memory.
+        expected: What was expected: a phrase that completes "must be", or a tuple of the allowed values.
+
+    Attributes:
+        name: As above.
+        value: As above.
+        expected: As above.
+
+    Example:
+        >>> import workbench as wb
+        >>> try:
+        ...     wb.TrainingPlan(n_steps=0, learning_rate=1e-3)
+        ... except wb.WorkbenchError as error:
+        ...     error.name, error.value
+        ('n_steps', 0)
+
+    See Also:
+        `workbench.errors.OptionError`: An argument has an invalid value.
+        `workbench.errors.StoreError`: A run cannot be read or written.
+    """
+
+    name: str
+    value: Any
+    expected: str | tuple[Any, ...]
+
+    def __init__(
+        self, message: str = "", *, name: str = "", value: object = None, expected: str | tuple[Any, ...] = ""
+    ) -> None:
+        super().__init__(message)
+        self.name = str(name)
+        self.value = as_data(value)
+        self.expected = expected if isinstance(expected, str) else as_data(tuple(expected))
+
+    @classmethod
+    def of(cls, name: str, value: object, expected: str | tuple[Any, ...], *, remedy: str = "") -> Self:
+        """Create an exception with the standard sentence, "NAME must be EXPECTED, got VALUE; REMEDY".
+
+        Args:
+            name: Name of the argument or option.
+            value: The value found.
+            expected: A phrase that completes "must be", or a tuple of the allowed values.
+            remedy: What to do, in the imperative and without a period.
+
+        Example:
+            >>> import workbench as wb
+            >>> print(wb.errors.OptionError.of("n_steps", 0, "at least 1"))
+            n_steps must be at least 1, got 0.
+            >>> print(wb.errors.OptionError.of("norm", "group", ("pre_ln", "none")))
+            norm must be one of 'pre_ln', 'none', got 'group'.
+        """
+        phrase = expected if isinstance(expected, str) else f"one of {', '.join(_text(each) for each in expected)}"
+        end = f"; {remedy}." if remedy else "."
+        return cls(f"{name} must be {phrase}, got {_text(value)}{end}", name=name, value=value, expected=expected)
+
+    def within(self, place: str) -> Self:
+        """Return the same exception with the place where it occurred in front of its sentence.
+
+        Args:
+            place: For example the name of a file or of a section of it.
+
+        Example:
+            >>> import workbench as wb
+            >>> error = wb.errors.OptionError.of("n_steps", 0, "at least 1").within("plan.toml")
+            >>> print(error)
+            plan.toml: n_steps must be at least 1, got 0.
+            >>> error.name
+            'n_steps'
+        """
+        return type(self)(f"{place}: {self}", name=self.name, value=self.value, expected=self.expected)
 
 
 class CheckpointError(WorkbenchError):
-    """A checkpoint cannot be opened."""
+    """A checkpoint cannot be opened.
+
+    Example:
+        >>> import workbench as wb
+        >>> try:
+        ...     wb.open_checkpoint("no/such/folder/")
+        ... except wb.errors.CheckpointError as error:
+        ...     error.name, error.value
+        ('source', 'no/such/folder/')
+
+    See Also:
+        `workbench.open_checkpoint`: Raises it.
+    """
 
 
 class AnatomyError(WorkbenchError):
-    """The residual stream of a model cannot be read with certainty."""
+    """The blocks or the residual stream of a model cannot be identified with certainty.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> try:
+        ...     wb.read_anatomy(torch.nn.Linear(2, 2), torch.ones(1, 2))
+        ... except wb.errors.AnatomyError as error:
+        ...     error.value
+        'Linear'
+
+    See Also:
+        `workbench.read_anatomy`: Raises it.
+    """
 
 
 class SnapshotError(WorkbenchError):
-    """Snapshots cannot be analysed: too few, constant, or not finite."""
+    """Snapshots cannot be analyzed: there are too few, or they are constant or not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> try:
+        ...     wb.koopman.whitened_dmd(np.full((8, 2), np.nan), np.ones((8, 2)))
+        ... except wb.errors.SnapshotError as error:
+        ...     error.expected
+        'finite'
+
+    See Also:
+        `workbench.profile`: Raises it.
+    """
 
 
 class OptionError(WorkbenchError, ValueError):
-    """A setting or argument is impossible."""
+    """An argument or option has an invalid value.
+
+    Example:
+        >>> import workbench as wb
+        >>> try:
+        ...     wb.KSS(strength=-1.0)
+        ... except wb.errors.OptionError as error:
+        ...     error.name, error.value
+        ('strength', -1.0)
+
+    See Also:
+        `workbench.WorkbenchError`: Describes the attributes.
+    """
 
 
 class SchemaError(WorkbenchError):
-    """A dataset does not follow the schema."""
+    """A dataset does not follow the schema.
+
+    Example:
+        >>> import xarray as xr
+        >>> import workbench as wb
+        >>> try:
+        ...     wb.schema.validate_spectra(xr.Dataset())
+        ... except wb.errors.SchemaError as error:
+        ...     error.name
+        'eigenvalue'
+
+    See Also:
+        `workbench.schema`: Describes the data.
+    """
 
 
 class StoreError(WorkbenchError):
-    """A run cannot be written to or read from disk."""
+    """A run cannot be written to disk, or read from it.
+
+    Example:
+        >>> import workbench as wb
+        >>> try:
+        ...     wb.open_run("no/such/run.zarr")
+        ... except wb.errors.StoreError as error:
+        ...     error.name, error.value.name
+        ('path', 'run.zarr')
+
+    See Also:
+        `workbench.open_run`: Raises it.
+        `workbench.save`: Raises it.
+    """
 
 
 class SweepError(WorkbenchError):
-    """A sweep cannot reach its cluster, or some of its runs failed."""
+    """A sweep cannot reach its cluster, or some of its runs failed.
+
+    Example:
+        >>> import workbench as wb
+        >>> issubclass(wb.errors.SweepError, wb.WorkbenchError)
+        True
+
+    See Also:
+        `workbench.sweeps.run`: Raises it.
+    """
 
 
-class MissingPackageError(WorkbenchError, ImportError):
-    """Something was asked for that an optional package does."""
+class MissingPackageError(WorkbenchError, ImportError):  # type: ignore[misc]  # the name of an ImportError may be None
+    """A function needs an optional package that is not installed.
+
+    Example:
+        >>> import workbench as wb
+        >>> issubclass(wb.errors.MissingPackageError, ImportError)
+        True
+
+    See Also:
+        `workbench.plots`: Needs the packages of the extra ``lab``.
+    """
+
+
+def as_data(value: object) -> Any:
+    """Return a value that can be pickled and is small: the value itself, or a short description of it.
+
+    Args:
+        value: Numbers, text, paths, None, and collections of up to 20 of them are kept.
+    """
+    shape = getattr(value, "shape", None)
+    if shape == () and callable(item := getattr(value, "item", None)):
+        return as_data(item())
+    if isinstance(value, bool | int | float | complex | str | bytes | os.PathLike | None):
+        return value
+    if isinstance(value, Mapping):
+        return {as_data(key): as_data(each) for key, each in list(value.items())[:_MAX_ENTRIES]}
+    if isinstance(value, list | tuple | set | frozenset):
+        entries = list(value) if isinstance(value, list | tuple) else sorted(value, key=repr)
+        return tuple(as_data(each) for each in entries[:_MAX_ENTRIES])
+    if isinstance(value, type):
+        return value.__name__
+    kind = type(value).__name__
+    return kind if shape is None else f"{kind} of shape {tuple(shape)}"
+
+
+def _text(value: object) -> str:
+    """Return the value as text for a sentence."""
+    data = as_data(value)
+    return f"'{data}'" if isinstance(data, str) and isinstance(value, str | os.PathLike) else str(data)
 
 
 def require_lab(what: str, *packages: str) -> None:
-    """Refuse what needs packages of the extra ``lab`` where they are not installed; nothing is imported.
+    """Raise an exception if packages of the extra ``lab`` are missing; nothing is imported.
 
     Args:
-        what: That needs them, as the beginning of a sentence, in the plural, such as "Figures".
-        packages: Names that are imported.
+        what: What needs the packages: the plural subject of a sentence, such as "Figures".
+        packages: Names under which they are imported.
 
     Raises:
-        MissingPackageError: That says which are missing, and how to install them.
+        MissingPackageError: Names the missing packages and how to install them.
     """
     missing = [name for name in packages if sys.modules.get(name) is None and find_spec(name) is None]
     if missing:
-        named = ", ".join({"PIL": "pillow"}.get(name, name) for name in missing)
+        missing = [{"PIL": "pillow"}.get(name, name) for name in missing]
         raise MissingPackageError(
-            f"{what} need packages that are not installed ({named}); install them with: "
-            'pip install "stability-workbench[lab]"'
+            f"{what} need packages that are not installed ({', '.join(missing)}); install them with: "
+            'pip install "stability-workbench[lab]"',
+            name=", ".join(missing),
+            expected="installed",
         )
 
 

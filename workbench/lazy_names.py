@@ -1,4 +1,4 @@
-"""Public names that load when they are first used, listed in the stub ``__init__.pyi`` that type checkers read too."""
+"""Lazy loading of public names, listed in the stub ``__init__.pyi`` that type checkers also read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The names of a package as its stub lists them; nothing is imported before it is asked for.
+    """Create the module functions that load the names in the stub of a package when they are first used.
 
-    It needs the standard library alone, so that a machine with torch and NumPy can import the package.
+    Only the standard library is needed, so that a machine with only torch and NumPy can import the package.
 
     Args:
         package: ``__name__`` of the package.
@@ -23,7 +23,8 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__`` of the package (PEP 562).
     """
-    places: dict[str, tuple[str, str | None]] = {}  # name -> its module, and its name there (None: the module itself)
+    # Name -> its module, and its name there; None for the module itself.
+    places: dict[str, tuple[str, str | None]] = {}
     for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -37,7 +38,7 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
         path, inner = places[name]
         module = importlib.import_module(path, package)
         value = module if inner is None else getattr(module, inner)
-        setattr(sys.modules[package], name, value)  # from now on it is found without this function
+        setattr(sys.modules[package], name, value)  # later look-ups do not call this function
         return value
 
     return __getattr__, lambda: list(names), names

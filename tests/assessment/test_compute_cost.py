@@ -1,4 +1,4 @@
-"""What a run costs, against counts by hand."""
+"""The compute cost of a run, compared with counts by hand."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_work_and_budget_follow_the_usual_count():
     assert np.isnan(steps_in_budget(wb.hardware.read_plan({}), 10.0))
 
 
-def test_experts_that_a_token_skips_cost_nothing():
+def test_experts_that_a_token_does_not_use_have_no_cost():
     plan = wb.hardware.read_plan({})
     work = {
         top_k: flops_per_token(measured_model({"family": "moe", **SIZE, "n_experts": 4, "top_k": top_k}), plan)

@@ -1,4 +1,4 @@
-"""Trials of a plan on copies: they break where training breaks, and leave the model alone."""
+"""Trials of a plan on copies: they diverge if training diverges, and do not change the model."""
 
 import copy
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.about import about
 from workbench.assessment.plan_changes import possible_changes, try_changes
 from workbench.assessment.plan_trials import try_plan
 from workbench.errors import OptionError
@@ -28,7 +29,7 @@ def plan(rate, **options):
     return wb.TrainingPlan(n_steps=10_000, learning_rate=rate, **options)
 
 
-def test_a_rate_that_breaks_everything_breaks_every_trial(model, task):
+def test_at_a_far_too_large_rate_every_trial_diverges(model, task):
     found = try_plan(model, task, plan(1e3), n_updates=12)
     assert found["has_diverged"].values.all()
     assert float(found["share_broken"]) == 1
@@ -37,7 +38,7 @@ def test_a_rate_that_breaks_everything_breaks_every_trial(model, task):
         assert str(found["cause"].values[trial])
 
 
-def test_a_small_rate_breaks_none_and_the_model_is_left_alone(model, task):
+def test_at_a_small_rate_no_trial_diverges_and_the_model_is_unchanged(model, task):
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     found = try_plan(model, task, plan(1e-3), n_updates=12)
     assert not found["has_diverged"].values.any()
@@ -48,12 +49,14 @@ def test_a_small_rate_breaks_none_and_the_model_is_left_alone(model, task):
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_a_trial_is_training_on_batches_of_its_own(model, task):
+def test_a_trial_trains_on_separate_batches(model, task):
     found = try_plan(model, task, plan(1e-2), n_updates=6, n_trials=2)
 
     class Later:
         def stream(self, start=0):
-            return task.stream(12 + start)  # the second trial's: after those of the run and of the first trial
+            return task.stream(
+                12 + start
+            )  # the batches of the second trial follow those of the run and of the first trial
 
         probe, describe = task.probe, task.describe
 
@@ -66,9 +69,9 @@ def test_a_long_warmup_is_shortened_to_half_of_a_trial(model, task):
     assert try_plan(model, task, plan(1e-3, warmup=2), n_updates=6, n_trials=1).attrs["warmup"] == 2
 
 
-def test_a_ready_optimizer_is_refused(model, task):
+def test_an_optimizer_object_is_rejected(model, task):
     ready = plan(None, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(OptionError, match="cannot be tried on a copy"):
+    with pytest.raises(OptionError, check=about("optimizer", "SGD")):
         try_plan(model, task, ready)
 
 
@@ -90,11 +93,11 @@ def test_a_lower_rate_is_the_best_one_of_the_pilot_or_a_quarter_of_the_planned_o
     assert (lower.setting, lower.plan.learning_rate) == ("learning_rate", tried)
 
 
-def test_what_a_change_does_is_measured(model, task):
+def test_the_effect_of_a_change_is_measured(model, task):
     changes = [c for c in possible_changes(plan(1e3), best_rate=1e-3) if c.setting in ("clip_norm", "learning_rate")]
-    said = []
-    found = try_changes(model, task, changes, n_updates=8, say=said.append)
-    assert said == ["clip_norm none → 1", "learning_rate 1000 → 0.001"]
+    messages = []
+    found = try_changes(model, task, changes, n_updates=8, report=messages.append)
+    assert messages == ["clip_norm none → 1", "learning_rate 1000 → 0.001"]
     assert found["setting"].values.tolist() == ["clip_norm", "learning_rate"]
     assert found["n_broken"].values.tolist() == [2, 0]  # no clipping saves a rate of 1,000 under Adam
     assert np.isnan(found["last_loss"].values[0])

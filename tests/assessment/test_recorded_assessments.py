@@ -1,4 +1,4 @@
-"""The recorded assessments: what they conclude follows from the numbers that they hold, and from no others."""
+"""The recorded assessments: their conclusions follow from their measurements."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def assert_same(found, recorded):
             assert found[name].values.tolist() == recorded[name].values.tolist()
 
 
-def test_conclusions_follow_from_the_numbers(comparison, names):
+def test_conclusions_follow_from_the_measurements(comparison, names):
     for name in names:
         recorded = comparison[name].copy()
         tree = recorded.copy(deep=True)

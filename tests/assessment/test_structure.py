@@ -1,4 +1,4 @@
-"""Scale-free numbers of fresh models: from planted flows, and on models that are known to be sound or not."""
+"""Scale-free measurements at initialization: from known flows, and on models known to be healthy or faulty."""
 
 import math
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.assessment.standard_start import with_standard_start
-from workbench.assessment.structure import gains, measure_structure, structure_numbers
+from workbench.assessment.structure import average_structure, gains, measure_structure
 
 SIZE = {"d_model": 32, "n_heads": 4, "vocab_size": 64, "max_length": 32}
 PLAN = wb.TrainingPlan(100, 1e-3)
@@ -26,7 +26,7 @@ def flow_of(rms, gradients, **others):
 
 
 def number(flow, name, **outputs):
-    return float(structure_numbers([flow], [outputs])[name])
+    return float(average_structure([flow], [outputs])[name])
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=9))
@@ -41,7 +41,7 @@ def test_an_even_explosion_or_decay_counts_alike():
     depth = 6
     for factor in (1.5, 1 / 1.5):
         gradients = factor ** np.arange(depth, -1.0, -1)
-        gradients[0] *= 1e6  # of the first block, whose input may have tokens of 0
+        gradients[0] *= 1e6  # the first block is excluded, as its input may have token states of 0
         assert number(flow_of(np.ones(depth + 1), gradients), "gain_by_depth") == pytest.approx(
             1.5 ** math.sqrt(depth - 1)
         )
@@ -51,21 +51,21 @@ def test_an_even_explosion_or_decay_counts_alike():
     ("gradients", "expected"),
     [([1.0, 0.0, 1.0, 1.0], math.inf), ([1.0, math.inf, 1.0, 1.0], math.inf), ([math.nan] * 4, None)],
 )
-def test_a_gradient_that_vanishes_or_overflows_is_no_finite_gain_and_an_unseen_one_none(gradients, expected):
+def test_a_vanishing_or_overflowing_gradient_has_an_infinite_gain_and_an_unknown_one_none(gradients, expected):
     found = number(flow_of(np.ones(4), gradients), "gain_by_depth")
     assert math.isnan(found) if expected is None else found == expected
 
 
-def test_the_growth_of_the_stream_is_that_after_the_first_block_for_the_root_of_the_depth():
+def test_the_growth_of_the_stream_is_that_after_the_first_block_per_root_of_the_depth():
     for depth, last in ((16, 2.0**4), (16, 2.0**-4), (5, 2.0 ** math.sqrt(8))):
         sizes = [0.02, 1.0, *np.full(depth - 1, 1.1), last]
         assert number(flow_of(sizes, np.ones(depth + 2)), "growth_by_depth") == pytest.approx(2.0)
     assert number(flow_of([1.0, 1.0, 0.0, 1.0], np.ones(4)), "growth_by_depth") == math.inf
 
 
-def test_numbers_of_several_seeds_are_averaged_as_they_are_compared():
+def test_measurements_of_several_seeds_are_averaged_on_their_scale():
     flows = [flow_of(np.ones(4), gain ** np.arange(3, -1.0, -1)) for gain in (2.0, 8.0)]
-    found = structure_numbers(
+    found = average_structure(
         flows, [{"function_change": 0.1}, {"function_change": 0.4}], log_errors={"gain_by_depth": 0.15}
     )
     assert float(found["gain_by_depth"]) == pytest.approx(4.0 ** math.sqrt(2))  # of two blocks after the first
@@ -75,17 +75,17 @@ def test_numbers_of_several_seeds_are_averaged_as_they_are_compared():
     assert math.isnan(float(found["loss_over_guess"]))
 
 
-def structure_of(options, *, width_ratio=1.0, plant=None, seed=0):
+def structure_of(options, *, width_ratio=1.0, inject=None, seed=0):
     model = wb.design(options).build(seed=seed) if not isinstance(options, torch.nn.Module) else options
-    if plant is not None:
+    if inject is not None:
         with torch.no_grad():
-            plant(model)
+            inject(model)
     task = wb.tasks.random_tokens(length=32, vocab_size=64, batch_size=8)
     others = task.batch(1)[0]
     return measure_structure([model], task.batch(0), others, PLAN, width_ratio=width_ratio)[0]
 
 
-def test_a_sound_model_has_gains_near_one_and_explosive_weights_do_not():
+def test_a_healthy_model_has_gains_near_one_and_one_with_exploding_weights_has_not():
     options = {**SIZE, "norm": "none", "n_layers": 12}
 
     def enlarge(model):
@@ -93,24 +93,24 @@ def test_a_sound_model_has_gains_near_one_and_explosive_weights_do_not():
             if weight.ndim == 2 and "embed" not in name:
                 weight.mul_(20)
 
-    sound, planted = structure_of({**options, "norm": "pre_ln"}), structure_of(options, plant=enlarge)
-    assert float(sound["gain_by_depth"]) < 1.1
-    assert float(planted["gain_by_depth"]) > 2
-    assert float(planted["loss_over_guess"]) > 2 > float(sound["loss_over_guess"])
+    healthy, faulty = structure_of({**options, "norm": "pre_ln"}), structure_of(options, inject=enlarge)
+    assert float(healthy["gain_by_depth"]) < 1.1
+    assert float(faulty["gain_by_depth"]) > 2
+    assert float(faulty["loss_over_guess"]) > 2 > float(healthy["loss_over_guess"])
 
 
-def test_a_thin_model_with_matched_variances_shows_the_structure_of_the_wide_one():
+def test_a_narrow_model_with_matched_variances_has_the_structure_of_the_wide_one():
     design = wb.design({**SIZE, "d_model": 256, "n_layers": 6, "norm": "pre_ln"})
     wide = structure_of(design.build())
-    thin = structure_of(wb.scaling.matched_width(design, 32), width_ratio=8.0)
+    narrow = structure_of(wb.scaling.matched_width(design, 32), width_ratio=8.0)
     unscaled = structure_of(wb.scaling.matched_width(design, 32))
     for name, factor in {"gain_by_depth": 1.05, "growth_by_depth": 1.2, "function_change": 2.5}.items():
-        ratio = float(thin[name]) / float(wide[name])
+        ratio = float(narrow[name]) / float(wide[name])
         assert 1 / factor < ratio < factor, name
-    assert float(unscaled["function_change"]) < float(thin["function_change"]) / 2
+    assert float(unscaled["function_change"]) < float(narrow["function_change"]) / 2
 
 
-def test_nothing_of_the_model_is_changed():
+def test_the_model_is_unchanged():
     model = wb.zoo.transformer(**SIZE, n_layers=2)
     before, state = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
     structure_of(model)
@@ -121,13 +121,13 @@ def test_nothing_of_the_model_is_changed():
 
 def test_the_worst_block_is_named():
     rms, gradients = np.ones(6), np.array([8.0, 8.0, 8.0, 1.0, 1.0, 1.0])
-    assert structure_numbers([flow_of(rms, gradients)], [{}])["gain_by_depth"].attrs["block"] == 2
+    assert average_structure([flow_of(rms, gradients)], [{}])["gain_by_depth"].attrs["block"] == 2
     rms = np.array([0.1, 1.0, 1.0, 1.0, 9.0, 9.0])
-    assert structure_numbers([flow_of(rms, 1 / rms)], [{}])["growth_by_depth"].attrs["block"] == 3
+    assert average_structure([flow_of(rms, 1 / rms)], [{}])["growth_by_depth"].attrs["block"] == 3
 
 
 @pytest.mark.parametrize("options", [{**SIZE, "norm": "none", "n_layers": 6, "init_std": 0.5}, {"model_type": "gpt2"}])
-def test_a_standard_start_brings_a_wild_model_back_and_leaves_it_alone(options):
+def test_a_standard_start_repairs_a_copy_of_a_bad_initialization(options):
     if "model_type" in options:
         options |= {
             "n_embd": 32,

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import streaming
 
 
-def test_what_a_profile_takes_is_measured_and_estimated(tmp_path, capsys):
+def test_memory_and_time_of_a_profile_are_measured_and_estimated(tmp_path, capsys):
     streaming.write_checkpoint(tmp_path, 64, 128, 2)
     streaming.main(["--measure", str(tmp_path), "streamed", "8"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -17,7 +17,7 @@ def test_what_a_profile_takes_is_measured_and_estimated(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_the_estimate_of_memory_is_an_upper_bound_and_not_far_off(tmp_path):
+def test_the_estimate_of_memory_is_an_upper_bound_within_a_factor_of_three(tmp_path):
     streaming.write_checkpoint(tmp_path, 1152, 2048, 2)
     for rank in (0, 64):
         found = streaming.in_a_process("--measure", str(tmp_path), "streamed", str(rank))

@@ -1,4 +1,4 @@
-"""One JupyterLab and one Chromium for all browser tests: own folders, no network, nothing of the user's touched."""
+"""One JupyterLab and one Chromium for all browser tests, with separate folders and without a network."""
 
 import os
 import shutil
@@ -86,7 +86,7 @@ def lab(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def playwright():
-    """The one driver of a process: a second one would find the first one's event loop running, and refuse."""
+    """The only driver of a process; a second one would fail, because the event loop of the first one is running."""
     from playwright.sync_api import sync_playwright
 
     if not CHROMIUM.exists():
@@ -109,7 +109,7 @@ def page(playwright, lab, artifacts, tmp_path_factory):
         page.on("console", lambda message: log.write(f"{message.type}: {message.text}\n"))
         page.on("pageerror", lambda error: log.write(f"error: {error}\n"))
         yield page
-    # What the page showed last; the picture to look at after a failure.
+    # A screenshot of the last state of the page, for debugging after a failure.
     page.screenshot(path=artifacts / "last.png")
     context.close()
 

@@ -1,4 +1,4 @@
-"""What the browser tests do with a page: run its notebook, ask its kernel, wait, and count pixels."""
+"""Actions of browser tests on a page: run its notebook, query its kernel, wait, and count pixels."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from workbench.plots.style import DEPTH_RAMP
 
 
 def write_notebook(path, sources):
-    """A notebook of code cells that have not run."""
+    """Write a notebook of code cells without outputs."""
     cells = [
         {"cell_type": "code", "id": f"c{i}", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
         for i, source in enumerate(sources)
@@ -23,7 +23,7 @@ def write_notebook(path, sources):
 
 
 def open_and_run(lab, page, notebook, *, seconds=120):
-    """Open a notebook and run all its cells; returns the list of errors that the page goes on to fill."""
+    """Open a notebook and run all its cells; return the list to which the page adds its errors."""
     complaints = []
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -39,7 +39,7 @@ def run_all(page, *, seconds=120):
 
 
 def start_all(page):
-    """Begin to run all cells."""
+    """Start running all cells."""
     page.wait_for_function(
         "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status === 'idle'",
         timeout=60_000,
@@ -64,7 +64,7 @@ def wait_until_done(page, *, seconds=120):
 
 
 def ask_kernel(page, expression):
-    """Evaluate an expression in the notebook's kernel, over the page's own connection; the result's repr."""
+    """Evaluate an expression in the notebook's kernel over the page's connection, and return the repr of the result."""
     return page.evaluate(
         """async (code) => {
           const kernel = jupyterapp.shell.currentWidget.sessionContext.session.kernel;
@@ -95,12 +95,12 @@ def pixels(locator):
 
 
 def colored(locator):
-    """Pixels close to a colour of the depth ramp; grey, black and white are far from all of them."""
+    """Count pixels close to a color of the depth ramp; gray, black and white are far from all of them."""
     return int(_is_colored(locator).sum())
 
 
 def place_of_color(locator):
-    """Where a mode is drawn: x and y of the pixel with the most coloured ones around it, left of the colour bar."""
+    """Return x and y of a drawn mode: the pixel with the most colored pixels around it, left of the color bar."""
     found = _is_colored(locator)
     found[:, int(0.8 * found.shape[1]) :] = False
     near = sum(np.roll(found, (dy, dx), (0, 1)) for dy in range(-2, 3) for dx in range(-2, 3))
@@ -115,7 +115,7 @@ def _is_colored(locator):
 
 
 def text_contrast(page, figure):
-    """Contrast (WCAG 2) between the strongest text pixel of the panel's title row and the ground beside it."""
+    """Return the contrast (WCAG 2) between the strongest text pixel of the panel's title row and the background."""
     title = pixels(figure)[:26, :]
     ground = np.median(title.reshape(-1, 3), axis=0)
     ink = title.reshape(-1, 3)[np.abs(title.reshape(-1, 3) - ground).sum(-1).argmax()]

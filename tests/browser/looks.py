@@ -1,4 +1,4 @@
-"""What browser tests check of a widget's looks: accessibility in both themes, and text that is cut off."""
+"""Checks of a widget's appearance: accessibility in both themes, and text that is cut off."""
 
 from tests.browser.driver import wait
 
@@ -17,7 +17,7 @@ _FITS = "element => element.scrollWidth <= element.clientWidth + 1"
 
 
 def check_widths(page, widget, *, widths=(1100, 1600, 2560), height=1300):
-    """At each width of the page nothing of a widget is cut off, and it is as wide as its cell."""
+    """Assert that at each page width nothing is cut off, and the widget is as wide as its cell."""
     for width in widths:
         page.set_viewport_size({"width": width, "height": height})
         wait(lambda: widget.evaluate(_FITS), f"a widget that fits a page of {width} px")
@@ -29,7 +29,7 @@ def check_widths(page, widget, *, widths=(1100, 1600, 2560), height=1300):
 
 
 def check_accessible(page, selector):
-    """axe finds nothing in part of a page, in the light and in the dark theme."""
+    """Assert that axe finds no violation in a part of a page, in the light and in the dark theme."""
     from axe_playwright_python.sync_playwright import Axe
 
     for theme in ("JupyterLab Dark", "JupyterLab Light"):

@@ -1,4 +1,4 @@
-"""Three short runs beside each other in JupyterLab: step, play, change the view, hide a model, write files."""
+"""Three short runs side by side in JupyterLab: step, play, change the view, hide a model, write files."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, noteb
     wait(lambda: min(colored(panels.nth(i)) for i in range(3)) > 100, "modes on all panels")
     page.screenshot(path=artifacts / "comparison_eigenvalues.png")
 
-    # The slider moves the modes of every model, in the panels that are there.
+    # The slider moves the modes of every model in the existing panels.
     before = [pixels(panels.nth(i)) for i in range(3)]
     handle = widget.locator(".widget-slider", has_text="step").locator(".noUi-handle")
     handle.focus()
@@ -59,7 +59,7 @@ def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, noteb
     wait(lambda: ask_kernel(page, "comparison.step") == "20", "step 20")
     wait(lambda: all(_differ(panels.nth(i), before[i]) for i in range(3)), "other pictures")
 
-    # Play goes on to the end, with the slider.
+    # Play advances the slider to the end.
     widget.get_by_role("combobox").first.select_option("5 per second")
     widget.locator(".jupyter-widget-play button, .widget-play button").first.click()
     wait(lambda: ask_kernel(page, "comparison.step") == "40", "the last step")
@@ -67,12 +67,12 @@ def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, noteb
     assert widget.locator(".widget-label", has_text="40").is_visible()
     assert "diverged at step 33" in _texts(page)
 
-    # A model less, without a redrawn notebook; and all of them again.
+    # Hide a model without redrawing the notebook, and show all of them again.
     tag("Post-LN").click()
     wait(lambda: panels.count() == 2, "two panels")
     assert ask_kernel(page, "comparison.models") == "['Pre-LN', 'No-Norm']"
     wait(lambda: min(colored(panels.nth(i)) for i in range(2)) > 100, "modes on two panels")
-    widget.get_by_role("button", name="all", exact=True).first.click()
+    widget.get_by_role("button", name="All", exact=True).first.click()
     wait(lambda: panels.count() == 3, "three panels again")
 
     view("layers")
@@ -91,7 +91,7 @@ def test_comparison_steps_plays_switches_and_exports(lab, page, artifacts, noteb
     page.screenshot(path=artifacts / "comparison_table.png")
     assert no_error()
 
-    # A file of the figure, never written over, and the runs in one file.
+    # A file of the figure, which is not overwritten, and the runs in one file.
     view("eigenvalues")
     page.get_by_role("button", name="PNG", exact=True).click()
     exports = lab.root / "notebooks" / "exports"
@@ -119,13 +119,13 @@ def _differ(locator, before):
 
 
 def _model_colors(locator):
-    """Pixels that are clearly coloured; text, axes and grid are grey."""
+    """Count colored pixels; text, axes and grid are gray."""
     image = pixels(locator)
     return int(((image.max(-1) - image.min(-1)) > 80).sum())
 
 
 def _texts(page):
-    """The titles that the figures on the page have."""
+    """Return the titles of the figures on the page."""
     return page.evaluate("() => Bokeh.documents.map((one) => JSON.stringify(one.to_json())).join()")
 
 

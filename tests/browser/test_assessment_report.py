@@ -1,4 +1,4 @@
-"""AssessmentReport in JupyterLab: from a sentence to its number and back, by state to a picture, in both themes."""
+"""AssessmentReport in JupyterLab: links between text and numbers, filters, figures, and both themes."""
 
 import ast
 
@@ -62,20 +62,20 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
         return ast.literal_eval(ask_kernel(page, expression))
 
     def within(element):
-        """Whether an element is in the part of the report that is seen."""
+        """Return whether an element is in the visible part of the report."""
         inner, outer = element.bounding_box(), box.bounding_box()
         return outer["y"] <= inner["y"] and inner["y"] + inner["height"] <= outer["y"] + outer["height"]
 
-    # The verdict is there before any picture is drawn.
+    # The verdict is visible before any figure is drawn.
     answer = widget.locator(".workbench-answer")
     wait(lambda: report.locator(".verdict").count() == 1, "the report")
     assert "No-Norm, 3 blocks is at risk as planned" in answer.inner_text()
-    assert not report.locator(".verdict .word").is_visible()  # it stands above, in every view
+    assert not report.locator(".verdict .word").is_visible()  # it is shown above every view
     assert report.locator("h2 .key").all_inner_texts() == ["V1", "V2", "V3", "V4"]
     widget.evaluate("element => element.scrollIntoView()")
     page.screenshot(path=artifacts / "assessment_report.png")
 
-    # From a number in a sentence to its row, with the notebook standing still, and back.
+    # From a number in the text to its row and back, without scrolling the notebook.
     link = report.locator("#v2 a.n").first
     anchor = link.get_attribute("href")[1:]
     link.scroll_into_view_if_needed()
@@ -94,7 +94,7 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
     report.get_by_role("button", name="back to the sentence").click()
     wait(lambda: abs(box.evaluate("box => box.scrollTop") - place) < 40 and within(link), "the sentence again")
 
-    # Criteria of one state; another row, another picture; and from there to the report.
+    # Criteria of one state, another row with another figure, and the link to the report.
     widget.get_by_role("button", name="criteria", exact=True).click()
     table, figure = widget.locator(".workbench-choice:visible"), widget.locator(".bk-Figure")
     wait(lambda: table.locator("tbody tr").count() == 6, "the criteria")
@@ -108,10 +108,10 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
     wait(lambda: table.locator("tbody tr").count() == 4, "two criteria less")
     worst, *about = widget.evaluate(CONTRAST)
     assert worst > 4.5, about
-    widget.get_by_role("button", name="Show in the report").click()
+    widget.get_by_role("button", name="Show in report").click()
     wait(lambda: marked.count() == 1 and within(marked), "the row of the criterion")
 
-    # In the dark theme every word is still to be read, and on a narrow page nothing is cut off.
+    # All text is readable in the dark theme, and nothing is cut off on a narrow page.
     worst, *about = widget.evaluate(CONTRAST)
     assert worst > 4.5, about
     page.evaluate("() => jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'})")

@@ -1,4 +1,4 @@
-"""Live training in JupyterLab: modes that move while a cell runs, switches, earlier steps, and an end that is said."""
+"""Live training in JupyterLab: updates while a cell runs, switches, earlier steps, and the end of the kernel."""
 
 import ast
 import json
@@ -49,7 +49,7 @@ def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
         now = pixels(locator)
         return now.shape == before.shape and int((np.abs(now - before).sum(-1) > 90).sum()) > 20
 
-    # It starts, and the modes of both runs are there and move.
+    # After the start, the modes of both runs appear and move.
     press("Start")
     wait(lambda: maps.count() == 2, "two maps")
     page.locator(".jp-OutputArea .workbench-widget").evaluate("element => element.scrollIntoView()")
@@ -58,7 +58,7 @@ def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
     wait(lambda: all(has_moved(maps.nth(i), before[i]) for i in range(2)), "modes that move")
     assert shaded(loss) < 20
 
-    # One click: KSS is on from one step on, and stays; the traces say since when.
+    # One click switches KSS on from one step on; the traces show since when.
     assert switch.get_attribute("aria-checked") == "false"
     switch.click()
     wait(lambda: switch.get_attribute("aria-checked") == "true", "a switch that is on")
@@ -75,11 +75,11 @@ def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
     wait(lambda: kernel("live.kss.strength") == 4.0, "what the page has set, in the kernel")
     page.screenshot(path=artifacts / "live_training.png")
 
-    # Paused it holds still, in the kernel and on the page; then it goes on.
+    # A pause stops it in the kernel and on the page; then it continues.
     press("Pause")
     wait(lambda: kernel("live.state") == "paused", "a pause")
 
-    def is_still():  # the last picture has been painted
+    def is_still():  # the last state has been painted
         n_before = n_done()
         page.wait_for_timeout(500)
         return n_done() == n_before and kernel("live.canvas.n_painted == live.canvas.n_sent")
@@ -97,7 +97,7 @@ def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
     zoom.click()
     wait(lambda: not has_moved(maps.first, still[0]), "the whole plane again")
 
-    # A page that is loaded again shows what the kernel holds.
+    # A reloaded page shows the state of the kernel.
     page.evaluate("() => jupyterapp.commands.execute('docmanager:save')")
     wait(lambda: any(c["outputs"] for c in json.loads((lab.root / NOTEBOOK).read_text())["cells"]), "a saved notebook")
     page.reload()
@@ -118,13 +118,13 @@ def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
     page.screenshot(path=artifacts / "live_training_dark.png")
     page.evaluate("() => jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
 
-    # The record says what was done, and when.
+    # The record contains the changes and their steps.
     press("Stop")
     wait(lambda: not kernel("live.is_running"), "the end")
     enabled = kernel("live.runs['with KSS']['monitors']['kss_enabled'].values.astype(int).tolist()")
     strengths = kernel("live.runs['with KSS']['monitors']['kss_strength'].values.tolist()")
     (switched_at,) = np.flatnonzero(np.diff(enabled)) + 1
-    assert switched_at <= clicked_at + 2  # a step may have been on its way to the kernel
+    assert switched_at <= clicked_at + 2  # a step may have been in transit to the kernel
     assert enabled == [0] * switched_at + [1] * (len(enabled) - switched_at)
     assert [value for i, value in enumerate(strengths) if i == 0 or value != strengths[i - 1]] == [2.0, 7.0, 4.0]
     kinds = kernel("live.runs['with KSS']['events']['kind'].values.tolist()")
@@ -139,7 +139,7 @@ def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
     assert not complaints
 
 
-def test_it_goes_on_while_a_cell_runs_and_says_when_it_has_ended(lab, page, artifacts, notebook):
+def test_it_continues_while_a_cell_runs_and_reports_its_end(lab, page, artifacts, notebook):
     complaints = open_and_run(lab, page, notebook)
     status = page.locator(".workbench-live-status")
 
@@ -156,7 +156,7 @@ def test_it_goes_on_while_a_cell_runs_and_says_when_it_has_ended(lab, page, arti
     wait(lambda: kernel("live.state") == "training" and n_done() > 8, "steps", seconds=60)
     wait(lambda: kernel("live._panel.comm._reply_subshell_id is not None"), "controls that are heard", seconds=20)
 
-    # The picture moves, and a switch acts, while a cell blocks the kernel.
+    # The figure is updated and a switch acts while a cell blocks the kernel.
     page.evaluate(
         """() => {
           const kernel = jupyterapp.shell.currentWidget.sessionContext.session.kernel;
@@ -176,7 +176,7 @@ def test_it_goes_on_while_a_cell_runs_and_says_when_it_has_ended(lab, page, arti
     assert kernel("switched_in_time") is True
 
     # Earlier steps by keyboard and by a click into the traces; the pointer shows values.
-    slider = page.get_by_role("slider", name="modes of step")
+    slider = page.get_by_role("slider", name="modes at step")
     page.get_by_role("button", name="Pause", exact=True).click()
     wait(lambda: kernel("live.state") == "paused", "a pause")
     wait(lambda: kernel("live.canvas.n_painted == live.canvas.n_sent"), "the last picture")
@@ -195,7 +195,7 @@ def test_it_goes_on_while_a_cell_runs_and_says_when_it_has_ended(lab, page, arti
     tip = page.locator(".workbench-live-tip")
     assert "step " in tip.inner_text()
     assert "with KSS: " in tip.inner_text()
-    page.get_by_role("button", name="latest", exact=True).click()
+    page.get_by_role("button", name="Latest", exact=True).click()
     wait(lambda: kernel("live.step") is None, "the latest step")
     plane = page.get_by_role("img", name="Eigenvalues of the run").first
     box = plane.bounding_box()
@@ -209,7 +209,7 @@ def test_it_goes_on_while_a_cell_runs_and_says_when_it_has_ended(lab, page, arti
 
     wait(is_told, "a mode under the pointer")
 
-    # All of it can be had as a picture, by a program that reads pages aloud, and at any width.
+    # It is accessible in both themes and fits any page width.
     for theme in ("Light", "Dark"):
         page.evaluate(f"() => jupyterapp.commands.execute('apputils:change-theme', {{theme: 'JupyterLab {theme}'}})")
         is_light = str(theme == "Light").lower()
@@ -228,7 +228,7 @@ def test_it_goes_on_while_a_cell_runs_and_says_when_it_has_ended(lab, page, arti
         page.set_viewport_size({"width": 1280, "height": 1000})
     page.evaluate("() => jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
 
-    # Running the cell again ends the training that it had started.
+    # Running the cell again ends the training that it started before.
     pid = kernel("live._runs.pid")
     run_all(page)
     wait(lambda: not os.path.exists(f"/proc/{pid}"), "the end of the old process", seconds=30)
@@ -236,17 +236,17 @@ def test_it_goes_on_while_a_cell_runs_and_says_when_it_has_ended(lab, page, arti
     wait(lambda: kernel("live.state") == "training", "training", seconds=60)
     new = kernel("live._runs.pid")
 
-    # A kernel that is gone is said, and its process is gone too.
+    # The page reports that the kernel has ended, and the process has ended too.
     page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()")
-    wait(lambda: "The kernel is gone" in status.inner_text(), "what has happened, on the page")
+    wait(lambda: "The kernel has ended" in status.inner_text(), "what has happened, on the page")
     assert "training" not in status.inner_text()
     wait(lambda: not os.path.exists(f"/proc/{new}"), "the end of the process", seconds=30)
     assert not complaints
-    page.goto("about:blank")  # where nothing waits for the new kernel
+    page.goto("about:blank")  # so that nothing waits for the new kernel
 
 
 def clipped(page):
-    """Texts of the widget that are wider than their box, or lie outside of it."""
+    """Return texts of the widget that are wider than their box or outside of it."""
     return page.evaluate(
         """() => {
           const root = document.querySelector('.jp-OutputArea .workbench-widget'), edge = root.getBoundingClientRect();
@@ -261,5 +261,5 @@ def clipped(page):
 
 
 def shaded(locator):
-    """Pixels of the shading that marks the steps with KSS."""
+    """Count the pixels of the shading that marks steps with KSS."""
     return int((np.abs(pixels(locator) - SHADE).sum(-1) < 12).sum())

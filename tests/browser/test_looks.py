@@ -24,7 +24,7 @@ FIGURES = {
 
 @pytest.fixture
 def data(lab):
-    """Cells that name the files of some runs and spectra."""
+    """Cells that define the paths of some runs and spectra."""
     runs = {
         "Pre-LN": run_of([0, 10, 20], width=32),
         "No-Norm": run_of([0, 10, 20], n_steps=25, diverges=True, radius=0.8, drift=0.2, width=32, seed=30),
@@ -51,7 +51,7 @@ def own_page(page):
 
 
 def check_text(page, what):
-    """No text on a canvas overlaps another one or is cut."""
+    """Assert that no text on a canvas overlaps another one or is cut."""
     found = [sentence for canvas in drawn_texts(page) for sentence in complaints_of(canvas)]
     assert not found, f"{what}: {found}"
 

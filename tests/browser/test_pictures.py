@@ -1,4 +1,4 @@
-"""What stays of a notebook: run in JupyterLab, saved, and opened again without a kernel; in HTML, and as PNG alone."""
+"""Static pictures: a notebook is run in JupyterLab, saved, and reopened without a kernel, as HTML and as PNG."""
 
 import nbformat
 import pytest
@@ -31,7 +31,7 @@ NOTEBOOKS = [
 def test_every_figure_and_widget_leaves_a_picture(lab, page, artifacts, name):
     path = f"notebooks/{name}.ipynb"
     open_and_run(lab, page, path, seconds=300)
-    page.wait_for_timeout(2500)  # the pictures of widgets that have come to rest
+    page.wait_for_timeout(2500)  # until the pictures of the widgets are drawn
     page.evaluate("() => jupyterapp.commands.execute('docmanager:save')")
     saved = lab.root / path
     wait(lambda: not page.evaluate("() => jupyterapp.shell.currentWidget.context.model.dirty"), "the saved notebook")
@@ -44,7 +44,7 @@ def test_every_figure_and_widget_leaves_a_picture(lab, page, artifacts, name):
     assert saved.stat().st_size < 1e6
     n_pictures = sum("image/png" in output["data"] for output in outputs)
 
-    # HTML, and a reader that knows PNG alone.
+    # HTML, and a viewer that supports only PNG.
     html, _ = HTMLExporter().from_notebook_node(notebook)
     assert html.count('src="data:image/png;base64,') == n_pictures
     assert "model not found" not in html
@@ -81,7 +81,7 @@ def test_a_picture_follows_its_widget_and_hides_while_it_is_alive(lab, page):
 
 
 def _open_without_kernel(lab, page, path):
-    """Open a saved notebook again, where the kernel that made it is gone and no other one runs."""
+    """Reopen a saved notebook without its kernel and without starting another one."""
     page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     page.goto(lab.address(path))
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
@@ -89,7 +89,7 @@ def _open_without_kernel(lab, page, path):
     page.evaluate("() => jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     page.evaluate("() => jupyterapp.commands.execute('docmanager:reload')")
     page.wait_for_timeout(1500)
-    # JupyterLab draws cells that are out of sight later; look at each.
+    # JupyterLab draws invisible cells later, so scroll to each one.
     page.evaluate(
         """async () => {
           const notebook = jupyterapp.shell.currentWidget.content;

@@ -26,7 +26,7 @@ def address(request, tmp_path_factory):
 
 
 def opened(chromium, address, **options):
-    """The page, and what it asked for or complained about."""
+    """Return the page, its requests and its errors."""
     page = chromium.new_context(**options).new_page()
     complaints = []
     page.on("console", lambda message: complaints.append(message.text))
@@ -74,7 +74,7 @@ def test_a_number_leads_to_its_row(chromium, address):
 
 
 def test_a_link_to_a_folded_row_opens_its_table(chromium, tmp_path):
-    path = report(made_trees.with_weak_signs(60), tmp_path / "folded.html")
+    path = report(made_trees.with_weak_symptoms(60), tmp_path / "folded.html")
     page, _ = opened(chromium, path.as_uri(), viewport={"width": 1200, "height": 900})
     anchor = page.locator("details td[id]").last.get_attribute("id")
     assert not page.locator(f"[id='{anchor}']").is_visible()
@@ -86,7 +86,7 @@ def test_a_link_to_a_folded_row_opens_its_table(chromium, tmp_path):
 
 
 def test_it_prints_without_clipping(chromium, address, tmp_path):
-    page, _ = opened(chromium, address, viewport={"width": 680, "height": 960})  # about A4 less its margins
+    page, _ = opened(chromium, address, viewport={"width": 680, "height": 960})  # about A4 without margins
     page.emulate_media(media="print")
     width = page.evaluate("document.documentElement.clientWidth")
     wide = page.evaluate(
@@ -97,6 +97,6 @@ def test_it_prints_without_clipping(chromium, address, tmp_path):
     )
     assert wide == []
     numbers = page.evaluate("getComputedStyle(document.querySelector('#v1 a.n'), '::after').content")
-    assert "[" in numbers  # paper has the row's number where the screen has a link
+    assert "[" in numbers  # a printed page has the number of the row in place of a link
     assert page.pdf(prefer_css_page_size=True).startswith(b"%PDF")
     page.context.close()

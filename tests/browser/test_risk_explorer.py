@@ -44,17 +44,17 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     def handle(name):
         return widget.locator(".widget-slider", has_text=name).locator(".noUi-handle")
 
-    # It measures unasked, and draws.
+    # It measures automatically, and draws the result.
     wait(settled, "the first measurement", seconds=60)
     widget.evaluate("element => element.scrollIntoView()")
     wait(lambda: curve.count() == 1 and line_pixels(curve) > 100, "the curve")
-    assert "well at a rate of 0.003: " in answer.inner_text()
+    assert "well at a learning rate of 0.003 (risk: " in answer.inner_text()
     assert answer.bounding_box()["y"] < widget.get_by_label("family", exact=True).bounding_box()["y"]
     calm = risk()
     shows(in_words(calm))
     page.screenshot(path=artifacts / "risk_explorer.png")
 
-    # Every control has a name that a screen reader says.
+    # Every control has an accessible name.
     unnamed = widget.evaluate(
         """element => [...element.querySelectorAll('select, input:not([type=hidden])')]
              .filter((control) => !control.labels?.length && !control.ariaLabel)
@@ -62,7 +62,7 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     )
     assert unnamed == []
 
-    # By keyboard: the rate up, and the risk with it, at once and in the same figure.
+    # Raising the rate by keyboard raises the risk immediately, in the same figure.
     before = pixels(curve)
     knob = handle("learning rate")
     knob.focus()
@@ -74,7 +74,7 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     assert raised > calm
     shows(in_words(raised))
 
-    # More updates than were measured: the number goes, the reason comes, and nothing moves.
+    # More updates than in the recorded runs: a reason replaces the number, and nothing moves.
     place = curve.bounding_box()["y"] - widget.bounding_box()["y"]
     knob = handle("steps")
     knob.focus()
@@ -89,28 +89,28 @@ def test_the_risk_follows_the_hand(lab, page, artifacts, notebook):
     wait(lambda: "unknown" not in answer.inner_text(), "an answer")
     wait(lambda: line_pixels(curve) > 100, "the line again")
 
-    # A pilot narrows it.
+    # A pilot makes the estimate more certain.
     kernel("setattr(explorer.budget, 'value', 300) or 0")
-    widget.get_by_role("button", name="Run a pilot").click()
+    widget.get_by_role("button", name="Run pilot").click()
     stop = widget.get_by_role("button", name="Stop")
     wait(lambda: "of 300 trial updates" in widget.inner_text() and stop.is_visible(), "its progress")
     assert abs(curve.bounding_box()["y"] - widget.bounding_box()["y"] - place) < 2
     wait(lambda: kernel("explorer.pilot is not None"), "the pilot", seconds=120)
     assert not stop.is_visible()
     assert widget.locator("progress").count() == 0
-    shows("after the pilot")
+    shows("from the pilot")
     wait(lambda: curve.count() == 2, "the losses of the pilot")
     wait(lambda: widget.get_by_text("the best learning rate is about").count() == 1, "what it found")
     page.screenshot(path=artifacts / "risk_explorer_pilot.png")
 
-    # Another model has another pilot.
+    # Another model needs another pilot.
     widget.get_by_label("norm", exact=True).select_option("No-Norm")
     wait(lambda: kernel("explorer.setup.norm.value == 'none'") and settled(), "No-Norm", seconds=60)
     wait(lambda: curve.count() == 1, "no losses of a pilot")
     shows("before any training")
     assert kernel("explorer.error") == ""
 
-    # On a narrow page nothing is cut off: what is too wide scrolls in a box of its own.
+    # On a narrow page nothing is cut off: wide parts scroll in their boxes.
     page.set_viewport_size({"width": 800, "height": 1000})
     wait(lambda: widget.evaluate("element => element.scrollWidth <= element.clientWidth + 1"), "a narrow layout")
     wait(lambda: line_pixels(curve) > 100, "the curve on a narrow page")
@@ -135,7 +135,7 @@ def test_everybody_can_use_it_and_nothing_is_cut_off(lab, page, artifacts, theme
         check_accessible(page, ".jp-OutputArea .workbench-widget")
     finally:
         page.set_viewport_size({"width": 1280, "height": 1000})
-    # Every control is reached by the keyboard, in order, and shows that it has the focus.
+    # Every control is reachable by keyboard, in order, with a visible focus.
     controls = "button, input:not([type=hidden]), select, .noUi-handle"
     names = widget.locator(controls).evaluate_all(
         """all => all.filter((one) => one.checkVisibility() && !one.disabled)
@@ -147,7 +147,7 @@ def test_everybody_can_use_it_and_nothing_is_cut_off(lab, page, artifacts, theme
 
 
 def in_words(probability):
-    """As the widget writes it."""
+    """Format a number as the widget does."""
     if 0 < probability < 0.01:
         return "< 1 %"
     return "> 99 %" if 0.99 < probability < 1 else f"{100 * probability:.0f} %"

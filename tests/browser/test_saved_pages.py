@@ -1,4 +1,4 @@
-"""Pages that widgets save: opened from disk without a network, they zoom, hover, and choose what is shown."""
+"""Saved pages of widgets, opened from disk without a network: zoom, tooltips and controls."""
 
 import re
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.browser
 
 @pytest.fixture
 def offline(page):
-    """A page of its own that can reach nothing, with what it asked for and complained of."""
+    """Return a page without network, with its requests and errors."""
     other = page.context.new_page()
     other.context.set_offline(True)
     other.asked, other.errors = [], []
@@ -53,7 +53,7 @@ def test_an_explorer_chooses_layers_models_and_zoom(offline, tmp_path):
     assert offline.evaluate(start) < 0
     offline.get_by_label("zoom of eigenvalues").select_option("near 1")
     wait(lambda: offline.evaluate(start) == 0.7, "the square around 1")
-    # The pointer on a mode tells its numbers.
+    # The tooltip of a mode shows its values.
     offline.get_by_label("zoom of eigenvalues").select_option("all modes")
     offline.get_by_role("button", name="calm").click()
     offline.wait_for_timeout(400)

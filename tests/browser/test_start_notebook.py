@@ -1,4 +1,4 @@
-"""A new user's first minutes: open JupyterLab, run 00_start, move a slider, look, change the theme, save."""
+"""First steps of a user: open JupyterLab, run 00_start, move a slider, change the theme, save."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_start_notebook_draws_answers_and_saves(lab, page, artifacts):
     page.screenshot(path=artifacts / "explorer_light.png")
     assert text_contrast(page, panels.first) > 4.5
 
-    # A threshold: more modes become reliable, so more markers are filled, in the kernel and on the page.
+    # With a larger threshold more modes are reliable, so more markers are filled, in the kernel and on the page.
     fill = "{name: float(source.data['fill'].sum()) for name, source in explorer.sources.items()}"
     before, n_colored = ask_kernel(page, fill), colored(panels.first)
     handle = page.locator(".workbench-widget .widget-slider", has_text="residual at most").locator(".noUi-handle")
@@ -33,10 +33,10 @@ def test_start_notebook_draws_answers_and_saves(lab, page, artifacts):
     for _ in range(3):
         handle.press("PageUp")
     wait(lambda: ask_kernel(page, fill) != before, "new data after the slider has moved")
-    wait(lambda: colored(panels.first) > 1.02 * n_colored, "more colour after the slider has moved")
+    wait(lambda: colored(panels.first) > 1.02 * n_colored, "more color after the slider has moved")
     assert ask_kernel(page, "explorer.error") == "''"
 
-    # A selection in the picture reaches the kernel and comes back as a table.
+    # A selection in the figure reaches the kernel and is listed in a table.
     box = panels.first.bounding_box()
     page.mouse.move(box["x"] + 0.45 * box["width"], box["y"] + 0.25 * box["height"])
     page.mouse.down()
@@ -46,7 +46,7 @@ def test_start_notebook_draws_answers_and_saves(lab, page, artifacts):
     page.get_by_role("columnheader", name="|λ|", exact=True).wait_for(timeout=5_000)
     page.screenshot(path=artifacts / "explorer_selection.png")
 
-    # Modes crowd around 1: the view zooms there, in the kernel and on the page.
+    # The view zooms to the modes around 1, in the kernel and on the page.
     n_colored = colored(panels.nth(1))
     page.get_by_role("button", name="near 1", exact=True).click()
     wait(lambda: float(ask_kernel(page, "explorer._axes.x_range.start")) > 0, "another range")

@@ -1,4 +1,4 @@
-"""The timeline in JupyterLab: it draws, the wheel zooms all panels, alarms open maps, a run grows elsewhere."""
+"""The timeline in JupyterLab: drawing, zoom by wheel, maps of alarms, and a run that grows in another process."""
 
 import ast
 import subprocess
@@ -46,12 +46,12 @@ def training(tmp_path):
 
 
 def inked(locator, color=ORANGE):
-    """Pixels of a colour."""
+    """Count pixels of a color."""
     return int((np.abs(pixels(locator) - color).sum(-1) < 60).sum())
 
 
 def accessible(page):
-    """Whether axe finds nothing wrong with the widget."""
+    """Return whether axe finds no violation in the widget."""
     from axe_playwright_python.sync_playwright import Axe
 
     found = Axe().run(page, context=".workbench-timeline")
@@ -71,9 +71,9 @@ def test_it_zooms_shows_where_and_follows_a_run_elsewhere(lab, page, artifacts, 
         return ast.literal_eval(ask_kernel(page, expression))
 
     def panel(title):
-        return page.get_by_role("img", name=f"{title} over the steps")
+        return page.get_by_role("img", name=f"{title} over steps")
 
-    lane = page.get_by_role("img", name="What happened")
+    lane = page.get_by_role("img", name="Events")
     loss, norm, rank = (
         panel("loss (nat)"),
         panel("gradient norm"),
@@ -82,28 +82,28 @@ def test_it_zooms_shows_where_and_follows_a_run_elsewhere(lab, page, artifacts, 
     rank.wait_for(timeout=20_000)
     page.locator(".workbench-timeline").evaluate("element => element.scrollIntoView()")
 
-    # Lines of both runs in every panel, and what happened above.
+    # Lines of both runs in every panel, and the events above.
     wait(lambda: min(inked(one) for one in (lane, loss, norm, rank)) > 60, "lines of the second run")
     assert min(inked(one, [31, 119, 212]) for one in (lane, loss, norm, rank)) > 60
     assert "arithmetic, 141 steps before grad_norm" in lane.get_attribute("aria-label")
-    page.get_by_role("button", name="training running, to step 299").wait_for()
+    page.get_by_role("button", name="training running, up to step 299").wait_for()
 
-    # Another process writes more steps: they come by themselves.
+    # Another process writes more steps, which appear automatically.
     training.stdin.write("\n")
     training.stdin.flush()
     page.get_by_role("button", name="training diverged at step 399").wait_for(timeout=20_000)
     assert "last in view" in norm.get_attribute("aria-label")
     assert kernel("timeline.canvas.extent") == (0.0, 400.0)
 
-    # The first alarm and its likely cause, the evidence up to it, and what the probes found.
+    # The first alarm, its likely cause, its evidence, and the findings of probes.
     accounts = page.get_by_role("note", name="First alarms")
     first = "First alarm: step 109, 9 steps after the fault: arithmetic of attention, layer 1, head 0 (probe)."
     assert f"{first} Likely cause: low precision attention (100 %)." in accounts.inner_text()
     assert "twin  No alarm up to step 400." in accounts.inner_text()
     evidence = panel("evidence of a change: training")
-    wait(lambda: inked(evidence, [164, 62, 85]) > 40, "the evidence of D2, in the third colour")
+    wait(lambda: inked(evidence, [164, 62, 85]) > 40, "the evidence of D2, in the third color")
     wait(lambda: inked(lane, [224, 11, 75]) > 100, "probes that found a fault")
-    # It stays in sight when the page is scrolled.
+    # It stays visible when the page is scrolled.
     shift = "shift => document.querySelector('.jp-WindowedPanel-outer').scrollBy(0, shift)"
     before = [one.bounding_box()["y"] for one in (accounts, norm)]
     page.evaluate(shift, 250)
@@ -139,18 +139,18 @@ def test_it_zooms_shows_where_and_follows_a_run_elsewhere(lab, page, artifacts, 
     heat = page.get_by_role("img", name="effective_rank D2 of training by layer and head: lowest")
     heat.wait_for(timeout=10_000)
     assert heat.get_attribute("aria-label").endswith("at layer 1, head 2")
-    wait(lambda: len(np.unique(pixels(heat).reshape(-1, 3), axis=0)) > 12, "a coloured map")
+    wait(lambda: len(np.unique(pixels(heat).reshape(-1, 3), axis=0)) > 12, "a colored map")
     modes = page.get_by_role("img", name="Eigenvalues of training")
     wait(lambda: colored(modes) > 8, "modes of the layer that is highlighted")
     assert kernel("(timeline.selection.step, timeline.selection.run)") == (140, "training")
     page.screenshot(path=artifacts / "timeline.png")
 
-    # The same mark on its line, by the mouse: from another selection back to it.
+    # Select the same mark on its line by mouse, from another selection.
     ask_kernel(page, "timeline.select(None)")
     wait(lambda: heat.count() == 0, "an empty side")
     page.locator(".workbench-timeline").evaluate("element => element.scrollIntoView()")
-    page.wait_for_timeout(500)  # the page has got shorter
-    picture = pixels(rank)  # which scrolls it into sight
+    page.wait_for_timeout(500)  # the page has become shorter
+    picture = pixels(rank)  # which scrolls it into view
     box = rank.bounding_box()
     (first, last), inset = (-6.0, 406.0), (58, 14)
     x = box["x"] + inset[0] + (140 - first) / (last - first) * (box["width"] - sum(inset))

@@ -42,7 +42,7 @@ def saved(folder, runs, **options):
 
 
 def opened(chromium, address, *, width=1280, height=1000, scheme="light"):
-    """The page, and what it asked for or complained about."""
+    """Return the page, its requests and its errors."""
     page = chromium.new_context(color_scheme=scheme, viewport={"width": width, "height": height}).new_page()
     complaints = []
     page.on("console", lambda message: complaints.append(message.text))
@@ -56,7 +56,7 @@ def opened(chromium, address, *, width=1280, height=1000, scheme="light"):
 
 
 def rest(page):
-    """Wait for the answer to what was asked last, and until it is painted."""
+    """Wait until the answer to the last request is painted."""
     page.wait_for_timeout(150)
     asked = "element => (element.dataset.asked ?? '0') === (element.dataset.answered ?? '0')"
     wait(lambda: page.locator(".workbench-timeline").evaluate(asked), "an answer")
@@ -64,7 +64,7 @@ def rest(page):
 
 
 def panel(page, title):
-    return page.get_by_role("img", name=f"{title} over the steps")
+    return page.get_by_role("img", name=f"{title} over steps")
 
 
 def view(page):
@@ -84,7 +84,7 @@ def test_a_saved_page_works_offline(chromium, runs, tmp_path):
     page, complaints = opened(chromium, saved(tmp_path, runs, signals=["loss", "effective_rank D2"]))
     loss = panel(page, "loss (nat)")
     assert min(inked(loss, color) for color in (BLUE, ORANGE)) > 60
-    # Zoom by the wheel after a click, by dragging, and by keys; the axis of values follows what is in view.
+    # Zoom by wheel after a click, by dragging, and by keys; the value axis follows the view.
     box = loss.bounding_box()
     page.mouse.click(box["x"] + 300, box["y"] + 20)
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_a_saved_page_works_offline(chromium, runs, tmp_path):
     page.keyboard.press("-")
     rest(page)
     assert view(page)[1] - view(page)[0] > second[1] - second[0]
-    # The cursor reads the lines, and goes on doing so when the view changes below it.
+    # The cursor shows the values of the lines, also when the view changes.
     page.mouse.move(box["x"] + 300, box["y"] + 20)
     flag = page.locator(".workbench-timeline-cursor span")
     before = flag.inner_text()
@@ -135,7 +135,7 @@ def test_a_saved_page_works_offline(chromium, runs, tmp_path):
     assert heat.get_attribute("aria-label").endswith("at layer 1, head 2")
     modes = page.get_by_role("img", name="Eigenvalues of training: step 100")
     assert colored(modes) > 8
-    # The alarm's layer is highlighted; another one from the list, by a click on its cell, or on a mode.
+    # The alarm's layer is highlighted; another one by the list, by a click on its cell, or on a mode.
     layers = page.get_by_label("layer to highlight")
     assert layers.input_value() == "1"
     pale = colored(modes)
@@ -146,19 +146,19 @@ def test_a_saved_page_works_offline(chromium, runs, tmp_path):
     assert layers.input_value() == "2"
     layers.select_option("all layers")
     rest(page)
-    ramp = [int(DEPTH_RAMP[0][i : i + 2], 16) for i in (1, 3, 5)]  # of the first layer
+    ramp = [int(DEPTH_RAMP[0][i : i + 2], 16) for i in (1, 3, 5)]  # color of the first layer
     y, x = np.argwhere(np.abs(pixels(modes) - ramp).sum(-1) < 60)[0]
     modes.click(position={"x": int(x), "y": int(y)})
     assert layers.input_value() == "0"
     page.keyboard.press("Escape")
 
-    # The step that is kept nearest to one that was clicked, by name.
+    # The stored step nearest to the clicked one is named.
     box = loss.bounding_box()
     page.mouse.click(box["x"] + 0.8 * box["width"], box["y"] + 30)
     rest(page)
     details = page.get_by_role("region", name="details and alarms")
     assert "step 300" in details.inner_text()
-    assert "of the steps in this file the nearest to step 3" in details.inner_text()
+    assert "nearest step in this file to step 3" in details.inner_text()
     assert complaints == []
     page.context.close()
 
@@ -200,7 +200,14 @@ def test_every_control_is_reached_by_keys_and_what_is_shown_is_said(chromium, ru
             page.keyboard.press("n")  # the first alarm
             rest(page)
             page.keyboard.press("Shift+ArrowRight")
-    for name in ("calmto step", "signals: 1 of", "Timeline.", "Remove loss", "details and alarms", "close the details"):
+    for name in (
+        "calmup to step",
+        "signals: 1 of",
+        "Timeline.",
+        "Remove loss",
+        "details and alarms",
+        "close the details",
+    ):
         assert any(words.replace("calm ", "calm").startswith(name) for words in reached), (name, reached)
     assert page.get_by_role("status").inner_text().startswith("step 20")
     assert "loss (nat) calm " in page.get_by_role("status").inner_text()

@@ -1,4 +1,4 @@
-"""Notebook 03 as it is meant to be seen: the maps move while the cell that trains is still running."""
+"""Notebook 03 in JupyterLab: the maps are updated while the training cell is running."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_the_maps_move_while_it_trains(lab, page, artifacts):
     start_all(page)
     panels = page.locator(".workbench-widget .bk-Figure")
     wait(lambda: page.evaluate(IS_TRAINING), "training", seconds=120)
-    page.evaluate(SHOW_WIDGET)  # Run All leaves the page at the notebook's end
+    page.evaluate(SHOW_WIDGET)  # after Run All the page is at the end of the notebook
     wait(lambda: panels.count() >= 2, "panels while it trains", seconds=120)
     panels.last.scroll_into_view_if_needed()
     wait(lambda: colored(panels.last) > 30, "modes on the panel without normalization")

@@ -1,4 +1,4 @@
-"""Where text is drawn on canvases: whether two texts overlap, or one is cut by its canvas or by a clipping rectangle.
+"""Text on canvases: checks for overlapping texts, and for texts cut by the canvas or a clipping rectangle.
 
 Call `record_text` before the page is opened, then `assert_text_fits`. Canvases in shadow roots, such as bokeh's, are
 seen too. Text that is drawn on a hidden canvas, which is then copied to a visible one, counts where it is copied to.
@@ -89,12 +89,12 @@ def record_text(page):
 
 
 def drawn_texts(page):
-    """The canvases in the page that hold text now, with the box of each text, in pixels of the canvas."""
+    """Return the canvases of the page that contain text, with the box of each text in pixels of the canvas."""
     return page.evaluate("drawnTexts()")
 
 
 def complaints_of(canvas):
-    """What is wrong with the text on a canvas, in sentences."""
+    """Return the problems of the text on a canvas as sentences."""
     least, found = _TOLERANCE * canvas["ratio"], []
     whole = {"left": 0, "top": 0, "right": canvas["width"], "bottom": canvas["height"]}
     seen = []
@@ -119,7 +119,7 @@ def complaints_of(canvas):
 
 
 def assert_text_fits(page, *, at_least=1):
-    """Fail where texts on a canvas overlap or are cut, or where a page is wider than its window."""
+    """Assert that no texts on canvases overlap or are cut, and that the page is not wider than its window."""
     canvases = drawn_texts(page)
     assert sum(len(canvas["texts"]) for canvas in canvases) >= at_least, "no text was drawn"
     assert [sentence for canvas in canvases for sentence in complaints_of(canvas)] == []
@@ -127,7 +127,7 @@ def assert_text_fits(page, *, at_least=1):
 
 
 def _shared(one, other):
-    """Width and height of what two boxes share; zeros if they share nothing."""
+    """Return width and height of the intersection of two boxes; zeros if it is empty."""
     wide = min(one["right"], other["right"]) - max(one["left"], other["left"])
     high = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
     return (wide, high) if wide > 0 and high > 0 else (0, 0)

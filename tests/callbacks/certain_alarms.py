@@ -1,4 +1,4 @@
-"""Alarms that put everything down to one cause."""
+"""Alarms that attribute every change to one cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of callbacks share: the small model and task of training, and silence of the trainers."""
+"""Fixtures of the tests of callbacks: the small model and task, and a fixture that silences the trainers."""
 
 import logging
 import warnings
@@ -10,7 +10,7 @@ from tests.small_training import make_model, task  # noqa: F401 (fixtures)
 
 @pytest.fixture
 def quiet():
-    """Both trainers say much on the way."""
+    """Suppress the log messages and warnings of both trainers."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

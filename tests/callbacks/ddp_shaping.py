@@ -1,6 +1,6 @@
-"""Two processes that train together; each writes what it ended with. Run by test_kss_ranks.py.
+"""Two processes that train one model and save the results of each rank; run by test_kss_ranks.py.
 
-Forking saves importing torch for every rank.
+The processes are forked, so that torch is imported only once.
 """
 
 import math
@@ -50,7 +50,7 @@ def parts(n_snapshots=(40, 25)):
 
 
 def train(subject, shaping, batches, *, called=None, rate=0.05, before=lambda i, shaper: None):
-    """A plain loop; what each step did."""
+    """Train in a standard loop, and return the records of all steps."""
     optimizer = torch.optim.SGD(subject.parameters(), lr=rate)
     shapings = []
     with shaping.attach(called or subject, optimizer) as shaper:
@@ -73,27 +73,29 @@ def train(subject, shaping, batches, *, called=None, rate=0.05, before=lambda i,
     }
 
 
-def own_rows(rank, i):
+def examples_of(rank, i):
     tokens, targets = task().batch(i)
     return tokens[rank::N_RANKS], targets[rank::N_RANKS]
 
 
 def together(rank, coupling):
-    """What one process does on all rows is to come out."""
+    """Train on the examples of a rank; the result is that of one process on all examples."""
     subject = model()
-    return train(subject, kss(coupling), [own_rows(rank, i) for i in range(3)], called=DistributedDataParallel(subject))
+    return train(
+        subject, kss(coupling), [examples_of(rank, i) for i in range(3)], called=DistributedDataParallel(subject)
+    )
 
 
 def one_broken(rank):
-    """Layer 2 has no finite states on rank 1."""
+    """Train with a layer 2 without finite states on rank 1."""
     subject = model()
     if rank == 1:
         subject.blocks[2].register_forward_hook(lambda block, args, y: y if block.training else y * math.nan)
-    return train(subject, kss(), [own_rows(rank, i) for i in range(2)], called=DistributedDataParallel(subject))
+    return train(subject, kss(), [examples_of(rank, i) for i in range(2)], called=DistributedDataParallel(subject))
 
 
 class Padded(nn.Module):
-    """Hides every token of a batch from KSS if it begins with token 0."""
+    """A model that receives an attention mask, which KSS reads, and ignores it."""
 
     def __init__(self):
         super().__init__()
@@ -104,25 +106,24 @@ class Padded(nn.Module):
 
 
 def one_without_states(rank):
-    """All tokens of rank 1 are padding."""
+    """Train with padding in place of all tokens on rank 1."""
     subject = Padded()
     parallel = DistributedDataParallel(subject)
     mask = torch.full((4, 12), 1 - rank)
-    called = [lambda tokens: parallel(tokens, attention_mask=mask)]
     optimizer = torch.optim.SGD(subject.parameters(), lr=0.05)
     with kss().attach(parallel, optimizer) as shaper:
-        called[0](own_rows(rank, 0)[0]).square().mean().backward()
+        parallel(examples_of(rank, 0)[0], attention_mask=mask).square().mean().backward()
         optimizer.step()
         skipped = dict(shaper.last.skipped)
     return {"weights": [w.detach().clone() for w in subject.parameters()], "skipped": [skipped]}
 
 
-def turned(rank):
-    """Rank 0 alone turns controls; rank 1 is set otherwise and overruled."""
-    subject, shaping, heard = model(), kss(), []
-    shaping.observe(lambda *change: heard.append(change))
+def changed_controls(rank):
+    """Change controls on rank 0, and others on rank 1, which are overridden."""
+    subject, shaping, observed = model(), kss(), []
+    shaping.observe(lambda *change: observed.append(change))
 
-    def turn(i, shaper):
+    def change_controls(i, shaper):
         if rank == 0 and i == 1:
             shaping.set(strength=0.25, layers=(1, 3))
         if rank == 0 and i == 3:
@@ -130,21 +131,21 @@ def turned(rank):
         if rank == 1 and i == 2:
             shaping.strength = 99.0
 
-    batches = [own_rows(rank, i) for i in range(5)]
-    result = train(subject, shaping, batches, called=DistributedDataParallel(subject), before=turn)
-    return result | {"heard": heard, "end": shaping.state_dict()}
+    batches = [examples_of(rank, i) for i in range(5)]
+    result = train(subject, shaping, batches, called=DistributedDataParallel(subject), before=change_controls)
+    return result | {"observed": observed, "end": shaping.state_dict()}
 
 
 def uneven(rank):
-    """Ranks whose last batches differ in size draw the same layers; a controller turns all alike."""
+    """Train with batches of different sizes on the ranks, and with a controller."""
     subject, shaping = model(), kss(layers="half", controller=BandController(low=0.0, high=0.5))
-    batches = [tuple(part[: 4 - rank * (i % 2)] for part in own_rows(rank, i)) for i in range(6)]
+    batches = [tuple(part[: 4 - rank * (i % 2)] for part in examples_of(rank, i)) for i in range(6)]
     result = train(subject, shaping, batches, called=DistributedDataParallel(subject))
     return result | {"end": shaping.state_dict()}
 
 
 def moments(rank):
-    """Of both parts, and the gradient of a function of them in the own part."""
+    """Return the moments of both parts, and the gradient of a function of them in the part of this rank."""
     x, y = (values.clone().requires_grad_() for values in parts()[rank])
     added = SnapshotMoments(5).update(x, y).all_reduce()
     value = torch.linalg.solve(added.c_xx, added.c_dx).sin().sum() + added.c_dd.trace()
@@ -156,7 +157,7 @@ def moments(rank):
 
 
 def in_lightning(rank):
-    """Under Lightning's DDP, which calls the training step in the place of forward."""
+    """Train under Lightning's DDP, which calls the training step instead of ``forward``."""
     import lightning
 
     class Shell(lightning.LightningModule):
@@ -185,7 +186,7 @@ def in_lightning(rank):
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         callbacks=[callback, Observer()],
     )  # fmt: skip
-    trainer.fit(subject, DataLoader([own_rows(rank, i) for i in range(3)], batch_size=None))
+    trainer.fit(subject, DataLoader([examples_of(rank, i) for i in range(3)], batch_size=None))
     weights = [weight.detach().clone() for weight in subject.model.parameters()]
     return {"weights": weights, "penalty": [s.penalty for s in seen], "acting": [s.n_acting for s in seen]}
 
@@ -194,7 +195,7 @@ SCENARIOS = {
     **{coupling: lambda rank, coupling=coupling: together(rank, coupling) for coupling in COUPLINGS},
     "one broken": one_broken,
     "one without states": one_without_states,
-    "turned": turned,
+    "changed controls": changed_controls,
     "uneven": uneven,
     "moments": moments,
     "lightning": in_lightning,

@@ -1,4 +1,4 @@
-"""Records a run on a made-up device whose tensors hold no values; prints what it costs there, as JSON.
+"""Records a run on a simulated device whose tensors have no values; prints its cost there as JSON.
 
 PyTorch refuses to mix tensors of two devices there too. Call: python -m tests.callbacks.device_recording.
 """
@@ -34,13 +34,13 @@ READERS = (device_numbers.__file__, str(Path(PACKAGE, "models", "probing.py")))
 
 
 def place() -> str:
-    """The line of the package that is running."""
+    """Return the line of the package that is running."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(PACKAGE) and f.filename not in READERS]
     return f"{Path(frames[-1].filename).relative_to(PACKAGE)}:{frames[-1].lineno}" if frames else "elsewhere"
 
 
 class Costs(TorchDispatchMode):
-    """Counts, of a step, what the host waits for, and the operations of each part."""
+    """Counts the waits of the host and the operations of each part in a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ COSTS = Costs()
 
 
 def pretend_values() -> None:
-    """Let tensors of the device give numbers, so that the host may ask for them."""
+    """Let tensors of the device return numbers, so that the host can read them."""
     for name, value in {"item": 1.0, "__bool__": False, "__float__": 1.0, "__int__": 1}.items():
         setattr(torch.Tensor, name, _asked(getattr(torch.Tensor, name), value))
     given = torch.Tensor.numpy
@@ -101,7 +101,7 @@ def register_device() -> None:
 
 
 def move(model: torch.nn.Module, reading: ModelReading, mode: FakeTensorMode) -> None:
-    """Move a model to the device; what was read of it stays on the host."""
+    """Move a model to the device, and keep its reading on the host."""
     for recipe in (r for each in reading.query_keys for r in (each.query_recipe, each.key_recipe)):
         for name in ("index", "bias_index"):
             object.__setattr__(recipe, name, mode.from_tensor(getattr(recipe, name)))
@@ -129,18 +129,18 @@ def label_parts() -> None:
 
 
 def main() -> None:
-    """Record, and print one entry for some steps."""
+    """Record a run, and print one entry for each of some steps."""
     register_device()
     pretend_values()
     label_parts()
-    device_numbers.Tensor = FakeTensor  # those that are read together
-    precision._disable_current_modes = nullcontext  # the mode that makes up the device must stay
+    device_numbers.Tensor = FakeTensor  # tensors that are read together
+    precision._disable_current_modes = nullcontext  # the mode that simulates the device must stay active
     model = wb.zoo.transformer(d_model=16, n_layers=N_LAYERS, n_heads=2, vocab_size=16, max_length=8)
     tokens = torch.randint(0, 16, (8, 8))
-    # Projections of gradients draw random numbers on the device, which has none.
+    # Projections of gradients would draw random numbers on the device, which has no generator.
     recorder, parts = wb.Recorder(every={"reduction": None}), []
     recorder.observe(lambda observation: parts.append(observation.part))
-    recorder.prepare(model, tokens)  # what a model consists of is read from its values
+    recorder.prepare(model, tokens)  # the structure of a model is read from its values
     found = {}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         move(model, recorder._reading, mode)

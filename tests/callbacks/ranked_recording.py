@@ -1,4 +1,4 @@
-"""Two processes that train together and record; each writes what its observers heard. Run by test_recorder_ranks.py.
+"""Two processes that train together and record; each writes its observations. Run by test_recorder_ranks.py.
 
 Forking saves importing torch for every rank.
 """
@@ -41,7 +41,7 @@ def recorder(path=None, **options):
 
 
 def train(subject, recording, batches, *, called=None, log=lambda loss: {"loss": loss}):
-    """A plain loop; what observers heard, and the weights (of this rank) in the end."""
+    """Train in a standard loop, and return the observations and the final weights (of this rank)."""
     called = subject if called is None else called
     optimizer = torch.optim.AdamW(subject.parameters(), lr=1e-2)
     heard = []
@@ -73,7 +73,7 @@ def batches(rank):
 
 
 def in_ddp(rank, folder):
-    """What one process records on all rows is to come out."""
+    """The record equals that of one process on all examples."""
     subject = model()
     return train(subject, recorder(folder / "ddp.zarr"), batches(rank), called=DistributedDataParallel(subject))
 
@@ -85,25 +85,25 @@ def sharded(subject):
 
 
 def in_fsdp(rank, folder):
-    """Read as it is, in shards."""
+    """Read the sharded model."""
     subject = sharded(model("dense"))
     return train(subject, recorder(folder / "fsdp.zarr"), batches(rank))
 
 
 def plain_fsdp(rank, folder):
-    """Without a recorder."""
+    """Train without a recorder."""
     return train(sharded(model("dense")), None, batches(rank))
 
 
 def prepared_fsdp(rank, folder):
-    """Read before it is sharded."""
+    """Read the model before sharding it."""
     subject, recording = model("dense"), recorder()
     recording.prepare(subject, task().probe(64))
     return train(sharded(subject), recording, batches(rank))
 
 
 def with_first_batch(rank, folder):
-    """The probe is of rank 0."""
+    """Use the probe of rank 0."""
     subject = model("dense")
     recording = recorder()
     recording.probe = None
@@ -111,7 +111,7 @@ def with_first_batch(rank, folder):
 
 
 def one_logs(rank, folder):
-    """Rank 0 alone says what the loss is."""
+    """Only rank 0 logs the loss."""
     subject = model("dense")
     return train(
         subject,
@@ -123,7 +123,7 @@ def one_logs(rank, folder):
 
 
 def refused(rank, folder):
-    """What rank 0 cannot write no rank goes on without."""
+    """No rank continues if rank 0 cannot write."""
     (folder / "taken.zarr").mkdir(exist_ok=True)
     distributed.barrier()
     recording = recorder()
@@ -136,14 +136,14 @@ def refused(rank, folder):
 
 
 def without_second_rank(state, bucket):
-    """A hook of DDP that loses what rank 1 computed."""
+    """Drop the gradients of rank 1 in a hook of DDP."""
     if distributed.get_rank() == 1:
         bucket.buffer().zero_()
     return default_hooks.allreduce_hook(None, bucket)
 
 
 def checked(rank, *, shards=False, hook=None):
-    """What alarms say of the gradients, and the verdicts on them."""
+    """Return the alarms about gradients, and the verdicts on them."""
     alarms = wb.Alarms()
     subject = sharded(model("dense")) if shards else model("dense")
     called = subject if shards else DistributedDataParallel(subject)
@@ -156,17 +156,17 @@ def checked(rank, *, shards=False, hook=None):
 
 
 def honest_gradients(rank, folder):
-    """Nothing is wrong."""
+    """Train without a fault."""
     return checked(rank)
 
 
 def lost_gradients(rank, folder):
-    """The reduction loses those of rank 1."""
+    """The reduction drops the gradients of rank 1."""
     return checked(rank, hook=without_second_rank)
 
 
 def sharded_gradients(rank, folder):
-    """A sum with a known answer stands for gradients that nobody sees."""
+    """A sum with a known answer replaces gradients that no hook sees."""
     return checked(rank, shards=True)
 
 

@@ -1,4 +1,4 @@
-"""Two processes that train together and are watched; each writes what it saw. Run by test_watch_ranks.py."""
+"""Two processes that train one model, are watched, and save the results of each rank; run by test_watch_ranks.py."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ EVERY = {"attention": 2, "router": 2, "optimizer": 2, "activations": 3, "precisi
 
 
 class Terminal(io.StringIO):
-    """A terminal that keeps what is written."""
+    """A terminal that stores the written text."""
 
     def isatty(self):
         return True
@@ -35,7 +35,7 @@ class AlarmError(Exception):
 
 
 def wrapped(kind, dtype=torch.float32):
-    """The model, and what the loop calls."""
+    """Return the model, and the module that the loop calls."""
     options = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16, "seed": 1}
     model = wb.zoo.transformer("pre_ln", **options)
     if kind == "ddp":
@@ -48,7 +48,7 @@ def wrapped(kind, dtype=torch.float32):
 
 
 def n_hooks(model, optimizer):
-    """How many hooks there are."""
+    """Return the number of hooks on the model and the optimizer."""
     tables = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     for module in model.modules():
         tables += [module._forward_pre_hooks, module._forward_hooks]
@@ -59,7 +59,7 @@ def train(
     rank, kind, store=None, *, dtype=torch.float32, hook=None, fault=None, before=lambda i: None, after=lambda i: None,
     in_eval=False, is_watched=True, n_steps=N_STEPS, **options,
 ):  # fmt: skip
-    """A plain loop, watched; what came of it on this rank."""
+    """Train in a standard loop that is watched, and return the results on this rank."""
     model, called = wrapped(kind, dtype)
     if hook is not None:
         called.register_comm_hook(None, hook)
@@ -101,43 +101,43 @@ def train(
 
 
 def without_second_rank(state, bucket):
-    """A hook of DDP that loses what rank 1 computed in one of the buckets."""
+    """Reduce gradients as a hook of DDP that loses those of rank 1 in one bucket."""
     if distributed.get_rank() == 1 and bucket.index() == 0:
         bucket.buffer().zero_()
     return default_hooks.allreduce_hook(None, bucket)
 
 
 def without_a_bucket(state, bucket):
-    """A hook of DDP that loses one of the buckets."""
+    """Reduce gradients as a hook of DDP that loses one bucket on all ranks."""
     if bucket.index() == 0:
         bucket.buffer().zero_()
     return default_hooks.allreduce_hook(None, bucket)
 
 
 def pairs(rank, folder):
-    """Each kind of ranks and number format, watched and not."""
+    """Train with each kind of parallelism and number format, watched and not watched."""
     found = {}
     for kind in ("ddp", "fsdp"):
         for dtype in (torch.float32, torch.bfloat16):
             name = f"{kind} {str(dtype).removeprefix('torch.')}"
             found[name] = train(rank, kind, folder / f"{name}.zarr", dtype=dtype)
-            found[f"{name} alone"] = train(rank, kind, dtype=dtype, is_watched=False)
+            found[f"{name} not watched"] = train(rank, kind, dtype=dtype, is_watched=False)
     return found
 
 
 def one_raises(rank, folder):
-    """Rank 1 ends by an error, the other one because it is told to; then they train on together."""
+    """End training on rank 1 by an error and on rank 0 by the loop, then train again."""
 
     def leave(i):
         if i == 3:
-            raise AlarmError("an error of rank 1 alone" if rank == 1 else "a word of the loop")
+            raise AlarmError("an error of rank 1 alone" if rank == 1 else "stopped by the loop")
 
     found = train(rank, "ddp", folder / "raises.zarr", before=leave)
     return found | {"weights after": train(rank, "ddp", is_watched=False, n_steps=2)["weights"]}
 
 
 def alarm_stops(rank, folder):
-    """An alarm about one rank ends the training of both."""
+    """Train with a fault on one rank, whose alarm ends the training on both."""
 
     def stop(alarm):
         raise AlarmError(alarm.signal)
@@ -147,46 +147,47 @@ def alarm_stops(rank, folder):
 
 
 def lossy_shards(rank, folder):
-    """What rank 1 computed is lost while FSDP2 adds up gradients."""
+    """Train with FSDP2 while the gradients of rank 1 are lost in the reduction."""
     name = "reduce_scatter_single" if hasattr(distributed, "reduce_scatter_single") else "reduce_scatter_tensor"
-    honest = getattr(distributed, name)
+    correct = getattr(distributed, name)
 
     def without_second(output, input, **kwargs):
         if rank == 1:
             input.zero_()
-        return honest(output, input, **kwargs)
+        return correct(output, input, **kwargs)
 
     setattr(distributed, name, without_second)
     try:
         return train(rank, "fsdp", folder / "shards.zarr")
     finally:
-        setattr(distributed, name, honest)
+        setattr(distributed, name, correct)
 
 
-def changed_rate(rank, folder):
-    """Rank 1 alone has another rate."""
+def changed_weight_decay(rank, folder):
+    """Train while the weight decay changes on rank 1 only."""
+    steps = []
 
     def change(optimizer):
-        if rank == 1 and watched_steps.append(0) is None and len(watched_steps) == 4:
+        steps.append(len(steps))
+        if rank == 1 and len(steps) == 4:
             optimizer.param_groups[0]["weight_decay"] = 0.5
 
-    watched_steps = []
-    return train(rank, "fsdp", folder / "rate.zarr", after=change)
+    return train(rank, "fsdp", folder / "weight_decay.zarr", after=change)
 
 
 def on_one_rank(rank, make):
-    """A fault on rank 1 alone."""
+    """Return a fault on rank 1, and None on rank 0."""
     return make() if rank == 1 else None
 
 
 SCENARIOS = {
-    "lost of one rank": lambda rank, _: train(rank, "ddp", shows=False, hook=without_second_rank),
-    "lost of all": lambda rank, folder: train(rank, "ddp", folder / "all.zarr", hook=without_a_bucket),
-    "broken attention": lambda rank, folder: train(
+    "gradients lost on one rank": lambda rank, _: train(rank, "ddp", shows=False, hook=without_second_rank),
+    "gradients lost on all ranks": lambda rank, folder: train(rank, "ddp", folder / "all.zarr", hook=without_a_bucket),
+    "low precision on one rank": lambda rank, folder: train(
         rank, "ddp", folder / "attention.zarr",
         fault=on_one_rank(rank, lambda: wb.faults.low_precision_attention(n_bits=6, start=2)),
     ),
-    "dropped on one": lambda rank, folder: train(
+    "dropped on one rank": lambda rank, folder: train(
         rank, "ddp", folder / "one.zarr",
         fault=on_one_rank(rank, lambda: wb.faults.dropped_bucket(share=1.0, start=2)),
     ),
@@ -197,11 +198,11 @@ SCENARIOS = {
     "dropped shards": lambda rank, folder: train(
         rank, "fsdp", folder / "dropped.zarr", fault=wb.faults.dropped_bucket(share=1.0, start=2)
     ),
-    "dropped shards of one": lambda rank, folder: train(
+    "dropped shards on one rank": lambda rank, folder: train(
         rank, "fsdp", folder / "dropped_one.zarr", dtype=torch.bfloat16,
         fault=on_one_rank(rank, lambda: wb.faults.dropped_bucket(share=1.0, start=2)),
     ),
-    "changed setting": changed_rate,
+    "changed setting": changed_weight_decay,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Learning rates as schedulers give them, step by step: of torch, of transformers, and written by hand."""
+"""Learning rates of schedulers of torch, of transformers, and written by hand, for each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NOTED = ("initial_lr", "max_lr", "swa_lr")
 
 
 class Stairs:
-    """A scheduler that moves once an epoch."""
+    """A scheduler that steps once per epoch."""
 
     def __init__(self, make, optimizer, every=100):
         self.inner, self.every, self.n = make(optimizer), every, 0
@@ -28,7 +28,7 @@ class Stairs:
 
 
 class OnPlateau(schedulers.ReduceLROnPlateau):
-    """A loss that never falls."""
+    """A scheduler with a loss that never falls."""
 
     def step(self):
         super().step(1.0)
@@ -107,7 +107,7 @@ OF_TORCH = {
     "per epoch: polynomial": per_epoch(lambda o: schedulers.PolynomialLR(o, 5)),
 }
 
-#: Cycles whose own steps are so large that some planted changes look like them.
+#: Cycles with such large steps that some injected changes are indistinguishable from them.
 STEEP = {
     "restarts, short",
     "triangles, short",
@@ -140,7 +140,7 @@ OF_TRANSFORMERS = {
 
 
 def names():
-    """Of all schedules of schedulers."""
+    """Return the names of all schedules of schedulers."""
     warm_ups = [f"transformers: {name}, {n}" for name in OF_TRANSFORMERS for n in (0, 1, 10, 300)]
     without = ("inverse_sqrt, 0", "constant, 1", "constant, 10", "constant, 300")
     fixed = ("reduce_lr_on_plateau, 1", "reduce_lr_on_plateau, 10", "reduce_lr_on_plateau, 300")
@@ -165,7 +165,7 @@ def _of_transformers(name, optimizer):
 
 @cache
 def rates(name):
-    """Rates of all steps, and the rates that the scheduler has noted by then."""
+    """Return the rates of all steps, and the rates that the scheduler has stored at each of them."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK, momentum=0.9)
     make = OF_TORCH[name] if name in OF_TORCH else partial(_of_transformers, name)
     found, noted = [], []
@@ -200,7 +200,7 @@ RISES = {
 
 
 def by_hand(*, peak, warmup, n_steps, rise, fall, floor, offset, n_cycles, rewarm):
-    """A warm-up and a fall to a floor, again and again; each cycle begins at the peak or with a ramp of some steps."""
+    """Return cycles of a warm-up and a fall to a floor; each begins at the peak or with a ramp."""
     found = []
     for cycle in range(n_cycles):
         n_rising = warmup if cycle == 0 else rewarm

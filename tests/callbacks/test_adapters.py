@@ -1,4 +1,4 @@
-"""The adapters: trained twice with one callback, checkpoints of the first version, and the example of the docs."""
+"""The adapters: several trainings with one callback, checkpoints of the first version, and the example of the docs."""
 
 import json
 import re
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_kss_shaper import kss_with
@@ -20,15 +21,15 @@ from workbench.training.callback import TrainingRun
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
-DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = Path(__file__).parents[2] / "docs" / "how_to" / "write_a_callback.md"
 
 
 def everything():
-    """Callbacks of every kind that act outside of the loop of `workbench.train`, such that each leaves a state."""
+    """Callbacks of every kind that acts outside of `workbench.train`, all with a state at the end of a training."""
     return (
-        wb.KSS.recommended(strength=10.0),  # the trust region ends with smaller updates
+        wb.KSS.recommended(strength=10.0),  # at the end, the trust region has reduced the updates
         wb.faults.large_rate(start=1),
-        wb.faults.stale_reduction(start=0),  # ends with gradients that are still to come
+        wb.faults.stale_reduction(start=0),  # at the end, delayed gradients are stored
         wb.baselines.RandomL2(0.5),
         wb.Recorder(every={"attention": 2}),
         wb.Alarms(),
@@ -37,31 +38,31 @@ def everything():
 
 
 class TestOneCallbackForSeveralTrainings:
-    """What a training leaves in the callback does not reach the next one."""
+    """The state of a callback after a training does not affect the next one."""
 
     @pytest.mark.framework
     def test_in_a_hugging_face_trainer(self, tmp_path):
-        first, again, anew = (without_dropout(gpt2) for _ in range(3))
-        callback, options = wb.trainer_callback(*everything()), {"max_steps": 4, "learning_rate": 0.03}
-        for model, of_it in ((first, callback), (again, callback), (anew, wb.trainer_callback(*everything()))):
-            subject = trainer(model, tmp_path, of_it, **options)
+        first, second, control = (without_dropout(gpt2) for _ in range(3))
+        shared, options = wb.trainer_callback(*everything()), {"max_steps": 4, "learning_rate": 0.03}
+        for model, callback in ((first, shared), (second, shared), (control, wb.trainer_callback(*everything()))):
+            subject = trainer(model, tmp_path, callback, **options)
             subject.train()
         assert subject.state.log_history[-2]["kss_update_size"] < 1
-        assert all(weight.isfinite().all() for weight in anew.parameters())
-        assert same_weights(again, anew)
-        assert same_weights(first, anew)
+        assert all(parameter.isfinite().all() for parameter in control.parameters())
+        assert same_weights(second, control)
+        assert same_weights(first, control)
 
     @pytest.mark.framework
     def test_in_lightning(self, lightning, task):  # noqa: F811
-        first, again, anew = (without_dropout(gpt2) for _ in range(3))
-        callback = wb.lightning_callback(*everything())
-        for model, of_it in ((first, callback), (again, callback), (anew, wb.lightning_callback(*everything()))):
-            fit(lightning, lightning_module(lightning, model), of_it, task=task, n_batches=1)
-        assert all(weight.isfinite().all() for weight in anew.parameters())
-        assert same_weights(again, anew)
-        assert same_weights(first, anew)
+        first, second, control = (without_dropout(gpt2) for _ in range(3))
+        shared = wb.lightning_callback(*everything())
+        for model, callback in ((first, shared), (second, shared), (control, wb.lightning_callback(*everything()))):
+            fit(lightning, lightning_module(lightning, model), callback, task=task, n_batches=1)
+        assert all(parameter.isfinite().all() for parameter in control.parameters())
+        assert same_weights(second, control)
+        assert same_weights(first, control)
 
-    def test_a_cut_of_the_rate_ends_with_its_training(self):
+    def test_a_reduced_learning_rate_ends_with_its_training(self):
         (guard,) = gather([wb.Recorder(every=None), wb.Alarms(), wb.Actions(policy={}, otherwise=("cut_rate",))])
         for resumes, factor in ((True, 0.5), (False, 1.0)):
             model = gpt2()
@@ -74,7 +75,7 @@ class TestOneCallbackForSeveralTrainings:
 
 
 def states_of_the_first_version(now):
-    """A checkpoint's states as the first version wrote them: one callback for KSS, one for the recorder."""
+    """Return the states of a checkpoint as written by the first version, which had callbacks for KSS and recorder."""
     states = {"KSSCallback": {"options": now["kss"]["options"], "shaper": now["kss"]["state"]}}
     return states | {"RecorderCallback": now["guard"]["state"]["recorder"]}
 
@@ -84,12 +85,12 @@ def states_of_the_first_version(now):
 class TestCheckpointsOfTheFirstVersion:
     def test_of_a_hugging_face_trainer(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-        through = without_dropout(gpt2)
+        uninterrupted = without_dropout(gpt2)
         parts = (
             kss_with(layers="half", n_snapshots=24),
-            wb.Recorder(tmp_path / "through.zarr", every={"attention": 2}),
+            wb.Recorder(tmp_path / "uninterrupted.zarr", every={"attention": 2}),
         )
-        trainer(through, tmp_path, wb.trainer_callback(*parts), **options).train()
+        trainer(uninterrupted, tmp_path, wb.trainer_callback(*parts), **options).train()
         file = tmp_path / "checkpoint-3" / "trainer_state.json"
         state = json.loads(file.read_text())
         now = state["stateful_callbacks"].pop("WorkbenchCallback")["attributes"]["saved"]
@@ -101,22 +102,22 @@ class TestCheckpointsOfTheFirstVersion:
         subject = trainer(resumed, tmp_path / "resumed", wb.trainer_callback(kss, recorder), **options)
         subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
         assert kss.strength == 1.0
-        assert same_weights(resumed, through)
-        whole, second = (wb.open_run(tmp_path / f"{name}.zarr") for name in ("through", "resumed"))
+        assert same_weights(resumed, uninterrupted)
+        complete, second = (wb.open_run(tmp_path / f"{name}.zarr") for name in ("uninterrupted", "resumed"))
         assert second["monitors"]["step"].values.tolist() == [3, 4, 5]
-        # Measured on the probe of the first half, which is not in the data again.
+        # The measurements use the probe of the first half, which does not occur again in the data.
         step = second["attention"]["step"].values
         for name in ("entropy_mean", "max_logit") if "entropy_mean" in second["attention"] else ():
-            np.testing.assert_array_equal(second["attention"][name], whole["attention"][name].sel(step=step))
+            np.testing.assert_array_equal(second["attention"][name], complete["attention"][name].sel(step=step))
 
     def test_of_lightning(self, lightning, task, tmp_path):  # noqa: F811
         def parts(path, **options):
             return kss_with(layers="half", n_snapshots=24, **options), wb.Recorder(path, every={"attention": 2})
 
         data = {"task": task, "n_batches": 1}
-        through, half = without_dropout(gpt2), without_dropout(gpt2)
-        callback = wb.lightning_callback(*parts(tmp_path / "through.zarr"))
-        fit(lightning, lightning_module(lightning, through), callback, n_steps=6, **data)
+        uninterrupted, half = without_dropout(gpt2), without_dropout(gpt2)
+        callback = wb.lightning_callback(*parts(tmp_path / "uninterrupted.zarr"))
+        fit(lightning, lightning_module(lightning, uninterrupted), callback, n_steps=6, **data)
         callback = wb.lightning_callback(*parts(tmp_path / "half.zarr"))
         subject = fit(lightning, lightning_module(lightning, half), callback, n_steps=3, **data)
         subject.save_checkpoint(tmp_path / "at-3.ckpt")
@@ -129,13 +130,13 @@ class TestCheckpointsOfTheFirstVersion:
         options = {"n_steps": 6, "checkpoint": tmp_path / "first.ckpt", **data}
         fit(lightning, lightning_module(lightning, resumed), callback, **options)
         assert kss.strength == 1.0
-        assert same_weights(resumed, through)
+        assert same_weights(resumed, uninterrupted)
         assert wb.open_run(tmp_path / "resumed.zarr")["monitors"]["step"].values.tolist() == [3, 4, 5]
 
 
 def example_of_the_docs():
-    """The callback that docs/callbacks.md shows."""
-    code = re.search(r"```python\n(import workbench.*?)```", (DOCS / "callbacks.md").read_text(), re.DOTALL).group(1)
+    """Return the example callback of the guide."""
+    code = re.search(r"```python\n(import workbench.*?)```", GUIDE.read_text(), re.DOTALL).group(1)
     assert len(code.splitlines()) <= 12
     names = {}
     exec(code, names)
@@ -181,7 +182,7 @@ class FailsAt(wb.Callback):
 
 
 class Watching(wb.Callback):
-    """Notes its calls, and whether a pass goes on while it is called."""
+    """A callback that notes its calls, and checks that a pass has ended where it should have."""
 
     def __init__(self):
         self.calls, self.inside, self.numbers = [], False, []
@@ -220,7 +221,7 @@ class Watching(wb.Callback):
 
 
 class OfFirstStates(wb.Callback):
-    """Has a state that JSON does not keep."""
+    """A callback with a state that JSON would change."""
 
     state = None
 
@@ -233,7 +234,7 @@ class OfFirstStates(wb.Callback):
 
 @pytest.mark.framework
 class TestHuggingFace:
-    def test_a_training_that_failed_leaves_nothing_to_the_next(self, tmp_path):
+    def test_a_failed_training_does_not_affect_the_next_one(self, tmp_path):
         model, watching, fails = without_dropout(gpt2), Watching(), FailsAt(2)
         recorder = wb.Recorder(tmp_path / "run.zarr", every=None)
         callback = wb.trainer_callback(watching, fails, wb.baselines.RandomL2(0.1), recorder)
@@ -245,15 +246,15 @@ class TestHuggingFace:
         assert not model._forward_hooks
         assert wb.open_run(tmp_path / "run.zarr").attrs["state"] == "stopped"
         fails.step, watching.calls = None, []
-        with pytest.raises(StoreError, match="exists already"):  # another run, and the first one is kept
+        with pytest.raises(StoreError, check=about("path", tmp_path / "run.zarr")):  # the first run is not overwritten
             subject.train()
-        again = Watching()
-        subject = trainer(model, tmp_path, wb.trainer_callback(again, wb.baselines.RandomL2(0.1)), max_steps=4)
+        other = Watching()
+        subject = trainer(model, tmp_path, wb.trainer_callback(other, wb.baselines.RandomL2(0.1)), max_steps=4)
         subject.train()
-        assert again.count("change_batch") == again.count("begin_step") == 4
+        assert other.count("change_batch") == other.count("begin_step") == 4
         assert not model._forward_pre_hooks
 
-    def test_a_training_that_failed_and_is_begun_again_at_once(self, tmp_path):
+    def test_a_failed_training_may_be_restarted_immediately(self, tmp_path):
         model, watching, fails = without_dropout(gpt2), Watching(), FailsAt(2)
         subject = trainer(model, tmp_path, wb.trainer_callback(watching, fails), max_steps=4)
         with pytest.raises(KeyError):
@@ -263,7 +264,7 @@ class TestHuggingFace:
         assert watching.count("change_batch") == 4
         assert not model._forward_pre_hooks
 
-    def test_the_loss_of_a_smaller_batch_is_a_mean_too(self, tmp_path):
+    def test_the_loss_of_a_smaller_batch_is_a_mean(self, tmp_path):
         losses = []
         for callbacks in ((), (wb.trainer_callback(wb.faults.small_batch(n_rows=1, start=0)),)):
             subject = trainer(without_dropout(gpt2), tmp_path, *callbacks, max_steps=1)
@@ -272,16 +273,16 @@ class TestHuggingFace:
         assert losses[1] == pytest.approx(losses[0], rel=0.2)
         assert losses[1] != losses[0]
 
-    def test_other_options_than_those_of_the_checkpoint_are_refused(self, tmp_path):
+    def test_other_options_than_those_of_the_checkpoint_are_rejected(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
         trainer(gpt2(), tmp_path, wb.trainer_callback(wb.baselines.RandomL2(0.1)), **options).train()
         other = trainer(
             gpt2(), tmp_path, wb.trainer_callback(wb.baselines.RandomL2(0.5)), **{**options, "max_steps": 4}
         )
-        with pytest.raises(StoreError, match="made with penalties options"):
+        with pytest.raises(StoreError, check=about("penalties.RandomL2.coefficient", 0.5)):
             other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
-    def test_states_come_back_as_they_were(self, tmp_path):
+    def test_states_that_json_would_change_are_restored(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
         trainer(gpt2(), tmp_path, wb.trainer_callback(OfFirstStates()), **options).train()
         resumed = OfFirstStates()
@@ -300,7 +301,7 @@ class TestLightning:
         assert watching.count("change_batch") == 6
         assert all(numbers["learning_rate"] == 0.01 for numbers in watching.numbers)
 
-    def test_a_training_step_that_takes_the_batch_alone(self, lightning, task):  # noqa: F811
+    def test_a_training_step_that_takes_only_the_batch(self, lightning, task):  # noqa: F811
         class OfBatch(type(lightning_module(lightning, without_dropout(gpt2)))):
             def training_step(self, batch):
                 return super().training_step(batch, 0)
@@ -311,41 +312,34 @@ class TestLightning:
         assert watching.count("change_batch") == 2
         assert "training_step" not in vars(module)
 
-    def test_losses_of_a_training_that_failed_are_not_those_of_the_next(self, lightning, task):  # noqa: F811
+    def test_losses_of_a_failed_training_are_not_used_in_the_next_one(self, lightning, task):  # noqa: F811
         model, seen = without_dropout(gpt2), Watching()
         callback = wb.lightning_callback(seen)
-        breaks = model.lm_head.register_full_backward_hook(lambda *_: 1 / 0)
+        handle = model.lm_head.register_full_backward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fit(lightning, lightning_module(lightning, model), callback, n_steps=1, task=task, n_batches=1)
-        breaks.remove()
+        handle.remove()
         with torch.no_grad():
-            model.lm_head.weight.mul_(50.0)  # another loss than that which was left behind
+            model.lm_head.weight.mul_(50.0)  # changes the loss
         fit(lightning, lightning_module(lightning, model), callback, n_steps=1, task=task, n_batches=1)
-        anew = Watching()
-        again = without_dropout(gpt2)
+        expected, control = Watching(), without_dropout(gpt2)
         with torch.no_grad():
-            again.lm_head.weight.mul_(50.0)
-        fit(
-            lightning,
-            lightning_module(lightning, again),
-            wb.lightning_callback(anew),
-            n_steps=1,
-            task=task,
-            n_batches=1,
-        )
-        assert seen.numbers[-1]["loss"] == anew.numbers[-1]["loss"]
+            control.lm_head.weight.mul_(50.0)
+        callback = wb.lightning_callback(expected)
+        fit(lightning, lightning_module(lightning, control), callback, n_steps=1, task=task, n_batches=1)
+        assert seen.numbers[-1]["loss"] == expected.numbers[-1]["loss"]
 
-    def test_a_store_is_not_written_twice(self, lightning, task, tmp_path):  # noqa: F811
+    def test_an_existing_store_is_not_overwritten(self, lightning, task, tmp_path):  # noqa: F811
         module = lightning_module(lightning, without_dropout(gpt2))
         callback = wb.lightning_callback(wb.Recorder(tmp_path / "run.zarr", every=None))
         fit(lightning, module, callback, n_steps=3, task=task)
-        with pytest.raises(StoreError, match="exists already"):
+        with pytest.raises(StoreError, check=about("path", tmp_path / "run.zarr")):
             fit(lightning, module, callback, n_steps=2, task=task)
         assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 3
 
 
 @pytest.mark.parametrize("trains_in", ["train", pytest.param("trainer", marks=pytest.mark.framework)])
-def test_events_of_the_beginning_and_the_end_are_kept(trains_in, make_model, task, tmp_path):
+def test_events_at_the_beginning_and_the_end_are_recorded(trains_in, make_model, task, tmp_path):
     path = tmp_path / "run.zarr"
     if trains_in == "train":
         list(wb.train(make_model(), task, n_steps=2, store=path, callbacks=[Watching()]))

@@ -1,9 +1,10 @@
-"""Alarms from observations: which, when, where, once, causal, and again in a replay."""
+"""Alarms from observations: signal, step, place, cause, causality, and the same alarms in a replay."""
 
 import numpy as np
 import pytest
 import xarray as xr
 
+from tests.about import about
 from workbench.callbacks.alarms import WATCHED, Alarms, Attributor, observations
 from workbench.callbacks.alarms.lead_times import lead_time
 from workbench.callbacks.alarms.replaying import replay
@@ -24,8 +25,8 @@ def alarms(attributor):
     return Alarms(attributor=attributor)
 
 
-def looks(n=700, *, broken=None, loss_from=None, layers=(0, 2)):
-    """A run: the D2 rank of one head falls from step ``broken`` on, the loss rises from ``loss_from`` on."""
+def measurements(n=700, *, broken=None, loss_from=None, layers=(0, 2)):
+    """Return the observations of a run whose D2 rank of one head falls, and whose loss rises, from given steps on."""
     random = np.random.default_rng(0)
     coords = {"layer": np.array(layers), "head": np.arange(4), "term": TERMS}
     for step in range(n):
@@ -40,18 +41,18 @@ def looks(n=700, *, broken=None, loss_from=None, layers=(0, 2)):
 
 
 def heard(alarms, stream):
-    return [alarm for look in stream for alarm in alarms.observe(look)]
+    return [alarm for observation in stream for alarm in alarms.observe(observation)]
 
 
-def test_a_healthy_run_is_left_alone(alarms):
-    assert heard(alarms, looks()) == []
+def test_a_healthy_run_raises_no_alarm(alarms):
+    assert heard(alarms, measurements()) == []
     assert set(alarms.scores()) >= {"loss", "grad_norm", "effective_rank D2"}
     assert all(score < 1 for score in alarms.scores().values())
 
 
-def test_a_collapse_is_said_with_signal_layer_head_and_words(alarms):
+def test_a_collapse_is_reported_with_signal_layer_head_and_message(alarms):
     assert alarms.onset("effective_rank D2") is None
-    raised = heard(alarms, looks(broken=500, loss_from=540))
+    raised = heard(alarms, measurements(broken=500, loss_from=540))
     first = next(alarm for alarm in raised if not alarm.is_outcome)
     assert raised[0] == first
     assert (first.signal, first.layer, first.head) == ("effective_rank D2", 2, 2)
@@ -66,34 +67,34 @@ def test_a_collapse_is_said_with_signal_layer_head_and_words(alarms):
 
 
 def test_the_onset_and_the_cause_are_known_at_the_alarm(alarms):
-    for look in looks(broken=500):
-        if alarms.observe(look):
+    for observation in measurements(broken=500):
+        if alarms.observe(observation):
             break
     assert 489 <= alarms.onset("effective_rank D2") <= 509
     assert alarms.attribute().cause == "low_precision_attention"
-    found = alarms.new_attribution(alarms.raised)
+    found = alarms._new_attribution(alarms.raised)
     assert found is not None
-    assert alarms.new_attribution(alarms.raised) is None  # said already
+    assert alarms._new_attribution(alarms.raised) is None  # already reported
 
 
-def test_the_first_alarm_of_a_change_shows_its_cause_and_later_ones_do_not(attributor):
-    """Consequences, here the loss, say something else."""
+def test_the_cause_follows_from_the_first_alarm_of_a_change(attributor):
+    """Consequences, here of the loss, would point to another cause."""
     attributor = Attributor.fit([({"effective_rank D2": 2.0}, "low_precision_attention"), ({"loss": 2.0}, "other")] * 5)
     alarms, causes = Alarms(attributor=attributor), {}
-    for look in looks(broken=500, loss_from=530):
-        for alarm in alarms.observe(look):
+    for observation in measurements(broken=500, loss_from=530):
+        for alarm in alarms.observe(observation):
             causes.setdefault(alarm.signal, alarms.attribute().cause)
     assert causes["loss"] == causes["effective_rank D2"] == "low_precision_attention"
     alone = Alarms(attributor=attributor)
-    heard(alone, looks(loss_from=530))
+    heard(alone, measurements(loss_from=530))
     assert alone.attribute().cause == "other"
 
 
-def test_what_a_probe_has_found_sound_is_not_the_cause(alarms):
-    """A measurement of the arithmetic after the change excludes its fault; one before it does not."""
+def test_a_fault_excluded_by_a_probe_is_not_the_cause(alarms):
+    """A sound measurement of the arithmetic excludes its fault if it is after the change."""
     sound = {name: np.ones(2) for name in ("error_excess", "gradient_error")}
     sound |= {name: np.ones((2, 4)) for name in ("query_error_excess", "query_gradient_error")}
-    heard(alarms, looks(540, broken=500))
+    heard(alarms, measurements(540, broken=500))
     assert alarms.attribute().cause == "low_precision_attention"
     alarms.observe(Observation(480, "precision", sound | {"excess_limit": np.array(25.0)}))
     assert alarms.attribute().cause == "low_precision_attention"
@@ -103,43 +104,49 @@ def test_what_a_probe_has_found_sound_is_not_the_cause(alarms):
 
 
 def test_alarms_are_causal(alarms, attributor):
-    """What comes later changes nothing that was said before."""
-    whole = heard(alarms, looks(broken=500))
-    until = heard(Alarms(attributor=attributor), looks(560, broken=500))
+    """Later observations do not change earlier alarms."""
+    whole = heard(alarms, measurements(broken=500))
+    until = heard(Alarms(attributor=attributor), measurements(560, broken=500))
     assert until == [alarm for alarm in whole if alarm.step < 560] != []
 
 
-def test_the_rate_of_false_alarms_is_the_knob(attributor):
+def test_a_larger_rate_of_false_alarms_leads_to_earlier_alarms(attributor):
     steps = []
     for rate in (100.0, 1.0, 1e-4):
         alarms = Alarms(false_alarms=rate, attributor=attributor)
-        steps.append(next(alarm.step for alarm in heard(alarms, looks(loss_from=450)) if alarm.signal == "loss"))
+        steps.append(next(alarm.step for alarm in heard(alarms, measurements(loss_from=450)) if alarm.signal == "loss"))
     assert 450 < steps[0] <= steps[1] <= steps[2]
     alarms.false_alarms = 0.5
     assert alarms.false_alarms == 0.5
-    with pytest.raises(OptionError, match="false_alarms is -2"):
+    with pytest.raises(OptionError, check=about("false_alarms", -2)):
         alarms.false_alarms = -2
-    with pytest.raises(OptionError, match="false_alarms is 0"):
+    with pytest.raises(OptionError, check=about("false_alarms", 0)):
         Alarms(false_alarms=0, attributor=attributor)
 
 
-def test_a_signal_that_turns_nan_is_an_alarm_and_no_crash(alarms):
+def test_a_signal_that_becomes_nan_raises_an_alarm(alarms):
     raised = []
-    for look in looks():
-        if look.part == "attention" and look.step > 350:
-            look = Observation(look.step, look.part, {"effective_rank": np.full((2, 4, 5), np.nan)}, look.coords)
-        raised += alarms.observe(look)
+    for observation in measurements():
+        if observation.part == "attention" and observation.step > 350:
+            observation = Observation(
+                observation.step, observation.part, {"effective_rank": np.full((2, 4, 5), np.nan)}, observation.coords
+            )
+        raised += alarms.observe(observation)
     assert {alarm.signal for alarm in raised} == {w.name for w in WATCHED if w.variable == "effective_rank"}
-    assert all(alarm.message.endswith("is not finite any more.") for alarm in raised)
+    assert all(alarm.message.endswith("is no longer finite.") for alarm in raised)
     assert {alarm.step for alarm in raised} == {359}
 
 
-def test_an_alarm_sounds_once_until_the_signal_has_recovered(alarms):
+def test_an_alarm_is_raised_once_until_the_signal_has_recovered(alarms):
     stream = [
-        Observation(look.step, look.part, {**look.values, "loss": look.values["loss"] + (500 <= look.step < 900)})
-        if look.part == "monitors"
-        else look
-        for look in looks(1500)
+        Observation(
+            observation.step,
+            observation.part,
+            {**observation.values, "loss": observation.values["loss"] + (500 <= observation.step < 900)},
+        )
+        if observation.part == "monitors"
+        else observation
+        for observation in measurements(1500)
     ]
     steps = [alarm.step for alarm in heard(alarms, stream) if alarm.signal == "loss"]
     assert steps == [500]
@@ -148,45 +155,45 @@ def test_an_alarm_sounds_once_until_the_signal_has_recovered(alarms):
     assert [alarm.step for alarm in heard(alarms, stream)] == [500, 1499]
 
 
-def test_after_a_rest_the_new_level_is_no_alarm_and_a_later_change_is(alarms):
+def test_after_a_rest_only_later_changes_raise_alarms(alarms):
     raised = []
-    for look in looks(900, broken=500, loss_from=800):
-        raised += alarms.observe(look)
-        if look.step == 499 and look.part == "monitors":
+    for observation in measurements(900, broken=500, loss_from=800):
+        raised += alarms.observe(observation)
+        if observation.step == 499 and observation.part == "monitors":
             alarms.rest(500, n_steps=40)
     assert {alarm.signal for alarm in raised} == {"loss"}
     assert raised[0].step >= 800
 
 
 def as_run(stream):
-    """A recorded run of these looks."""
+    """Return a recorded run with these observations."""
     rows = {}
-    for look in stream:
-        rows.setdefault(look.part, []).append(look)
+    for observation in stream:
+        rows.setdefault(observation.part, []).append(observation)
     parts = {}
     for part, found in rows.items():
         coords = found[0].coords
         dims = {"effective_rank": ("layer", "head", "term")}
         variables = {
-            name: (("step", *dims.get(name, ())), np.stack([look.values[name] for look in found]))
+            name: (("step", *dims.get(name, ())), np.stack([observation.values[name] for observation in found]))
             for name in found[0].values
         }
-        parts[part] = xr.Dataset(variables, {"step": [look.step for look in found], **coords})
+        parts[part] = xr.Dataset(variables, {"step": [observation.step for observation in found], **coords})
     return xr.DataTree.from_dict(parts)
 
 
 def test_a_replay_of_the_record_raises_the_same_alarms(alarms, attributor):
-    live = heard(alarms, looks(broken=500, loss_from=540))
-    run = as_run(looks(broken=500, loss_from=540))
+    live = heard(alarms, measurements(broken=500, loss_from=540))
+    run = as_run(measurements(broken=500, loss_from=540))
     assert replay(run, Alarms(attributor=attributor)) == live != []
-    order = [(look.step, look.part) for look in observations(run)]
-    assert order == [(look.step, look.part) for look in looks()]
-    with pytest.raises(SchemaError, match="no monitors to replay"):
+    order = [(observation.step, observation.part) for observation in observations(run)]
+    assert order == [(observation.step, observation.part) for observation in measurements()]
+    with pytest.raises(SchemaError, check=about("monitors")):
         replay(xr.DataTree(), alarms)
 
 
-def test_a_part_is_judged_with_the_learning_rate_of_its_own_step(alarms):
-    """Where a schedule begins again, the first large update moves the weights far, and that is planned."""
+def test_a_part_is_evaluated_with_the_learning_rate_of_its_own_step(alarms):
+    """When a schedule restarts, the first large update changes the weights a lot, as planned."""
     coords = {"layer": np.array([0]), "head": np.arange(2), "term": TERMS}
     random = np.random.default_rng(0)
     raised = []
@@ -205,28 +212,30 @@ def labelled(agreements):
         yield Observation(step, "monitors", {"loss": np.array(2.0), "label_agreement": np.array(agreement)})
 
 
-def test_labels_that_are_no_longer_tokens_are_an_alarm_at_once(alarms):
+def test_labels_that_are_no_longer_tokens_raise_an_alarm_immediately(alarms):
     (alarm,) = heard(alarms, labelled([1.0] * 25 + [0.95] * 5 + [1.0]))
     assert (alarm.signal, alarm.step) == ("data", 25)
-    expected = "5% of the labels are not the tokens of their inputs, as all labels of the 25 batches before were"
+    expected = (
+        "5% of the labels differ from the tokens of their inputs, whereas all labels of the 25 batches before agreed"
+    )
     assert alarm.message.replace("5 %", "5%").startswith(expected)
     assert alarms.attribute().cause == "corrupted_data"
 
 
 @pytest.mark.parametrize("agreements", [[0.9, *[1.0] * 40, 0.5], [1.0] * 19 + [0.5] * 5, [np.nan] * 40 + [0.5]])
-def test_where_labels_are_other_things_nothing_is_said(alarms, agreements):
+def test_labels_that_are_not_tokens_raise_no_alarm(alarms, agreements):
     assert heard(alarms, labelled(agreements)) == []
 
 
-def test_lead_times_of_what_is_missing():
+def test_lead_times_with_missing_alarms():
     assert np.isnan(lead_time([]).steps)
     assert not lead_time([]).is_first
     assert lead_time([], divergence=9).divergence == 9
 
 
-def test_what_ships_can_be_opened():
+def test_the_shipped_files_can_be_opened():
     alarms = Alarms()
-    assert heard(alarms, looks(layers=(0, 1))) == []
+    assert heard(alarms, measurements(layers=(0, 1))) == []
     assert set(alarms.calibration.tails) <= {watched.name for watched in WATCHED}
     assert set(alarms.attributor.causes) >= {"low_precision_attention", "corrupted_data"}
     assert alarms.calibration.n_steps >= 100_000

@@ -1,4 +1,4 @@
-"""Faults in a loop of one's own, switched on by one line around it."""
+"""Faults in a custom training loop."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 import transformers
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.test_recorder import adam, dense, loss_of, of_part, recorder_with, task  # noqa: F401
 from tests.small_training import same_weights
 from workbench.errors import OptionError
 
 
 def trained(model, task, fault=None, recorder=None, *, n_steps=8):  # noqa: F811
-    """A plain loop: a recorder is attached first, then the fault."""
+    """Train in a standard loop, to which a recorder is attached first, then the fault."""
     optimizer = adam(model)
     attached = [each.attach(model, optimizer) for each in (recorder, fault) if each is not None]
     for i in range(n_steps):
@@ -41,16 +42,16 @@ MAKERS = {
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_it_acts_while_it_is_on_and_leaves_no_trace(name, task):  # noqa: F811
-    plain = trained(dense(), task)
+def test_a_fault_acts_only_while_it_is_on(name, task):  # noqa: F811
+    control = trained(dense(), task)
     off = trained(dense(), task, MAKERS[name]())
-    if name == "attention":  # it is computed by the fault's attention also while it is off
-        for one, other in zip(plain.parameters(), off.parameters(), strict=True):
+    if name == "attention":  # the attention of the fault is used also while it is off
+        for one, other in zip(control.parameters(), off.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     else:
-        assert same_weights(plain, off)
-    broken = trained(dense(), task, MAKERS[name](start=3))
-    assert any((a - b).abs().max() > 1e-6 for a, b in zip(off.parameters(), broken.parameters(), strict=True))
+        assert same_weights(control, off)
+    faulty = trained(dense(), task, MAKERS[name](start=3))
+    assert any((a - b).abs().max() > 1e-6 for a, b in zip(off.parameters(), faulty.parameters(), strict=True))
     assert same_weights(off, trained(dense(), task, MAKERS[name](start=8)))
 
 
@@ -62,7 +63,7 @@ def test_it_acts_while_it_is_on_and_leaves_no_trace(name, task):  # noqa: F811
         ("stale", "reduction", "gradients"),
     ],
 )
-def test_a_recorder_that_was_there_before_sees_it(name, part, signal, task):  # noqa: F811
+def test_a_recorder_that_was_attached_before_detects_the_fault(name, part, signal, task):  # noqa: F811
     alarms = wb.Alarms()
     recorder = recorder_with(every={part: 2}, alarms=alarms)
     trained(dense(), task, MAKERS[name](start=4), recorder)
@@ -70,7 +71,7 @@ def test_a_recorder_that_was_there_before_sees_it(name, part, signal, task):  # 
     assert (first.signal, first.step) == (signal, 5)
 
 
-def test_a_recorder_sees_the_rate_that_acts(task):  # noqa: F811
+def test_a_recorder_records_the_changed_learning_rate(task):  # noqa: F811
     recorder = recorder_with(every=None)
     trained(dense(), task, MAKERS["rate"](start=5), recorder)
     rates = [float(o.values["learning_rate"]) for o in of_part(recorder, "monitors")]
@@ -78,7 +79,7 @@ def test_a_recorder_sees_the_rate_that_acts(task):  # noqa: F811
     assert rates[:5] == pytest.approx([rates[0]] * 5)
 
 
-def test_labels_that_go_through_the_model_are_changed():
+def test_labels_among_the_inputs_of_the_model_are_changed():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -88,36 +89,39 @@ def test_labels_that_go_through_the_model_are_changed():
     fault = wb.faults.corrupted_data(what="labels", start=0)
     before = float(model(input_ids=ids, labels=ids).loss.detach())
     with fault.attach(model, adam(model)):
-        broken = float(model(input_ids=ids, labels=ids).loss.detach())
-    assert broken != before
+        faulty = float(model(input_ids=ids, labels=ids).loss.detach())
+    assert faulty != before
     assert float(model(input_ids=ids, labels=ids).loss.detach()) == before
 
 
-@pytest.mark.parametrize("kind", ["labels", "rows"])
-def test_a_fault_of_labels_that_it_cannot_see_says_what_to_do(kind, task):  # noqa: F811
-    make = {"labels": lambda: wb.faults.corrupted_data(start=0), "rows": lambda: wb.faults.small_batch(start=0)}[kind]
-    model = dense()
-    with pytest.raises(OptionError, match="pass each batch through change_batch"), make().attach(model, adam(model)):
+@pytest.mark.parametrize("kind", ["labels", "examples"])
+def test_labels_that_the_model_does_not_receive_need_change_batch(kind, task):  # noqa: F811
+    makers = {
+        "labels": lambda: wb.faults.corrupted_data(start=0),
+        "examples": lambda: wb.faults.small_batch(start=0),
+    }
+    make, model = makers[kind], dense()
+    with pytest.raises(OptionError, check=about("labels")), make().attach(model, adam(model)):
         model(task.batch(0)[0])
     assert not model._forward_pre_hooks
     inputs, targets = task.batch(0)
     with make().attach(model, adam(model)) as attached:
         changed, labels = attached.change_batch(inputs, targets)
         model(changed)
-    assert len(changed) == len(labels) == (2 if kind == "rows" else len(inputs))
-    assert kind == "rows" or not torch.equal(labels, targets)
+    assert len(changed) == len(labels) == (2 if kind == "examples" else len(inputs))
+    assert kind == "examples" or not torch.equal(labels, targets)
 
 
-def test_what_only_the_own_loop_can_do_is_refused(task):  # noqa: F811
+def test_faults_that_need_the_loop_of_the_workbench_are_rejected(task):  # noqa: F811
     model = dense()
     for fault in (wb.faults.no_auxiliary_loss(start=0), wb.faults.low_precision_reduction(start=0)):
-        with pytest.raises(OptionError, match=r"only wb.train\(\) lets it do"):
+        with pytest.raises(OptionError, check=about("faults", fault.name)):
             fault.attach(model, adam(model))
     assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("name", ["attention", "rate", "stale"])
-def test_with_a_closure_and_in_eval_mode_it_acts_the_same(name, task):  # noqa: F811
+def test_a_fault_acts_with_a_closure_and_in_eval_mode(name, task):  # noqa: F811
     def with_closure(fault):
         model = dense().eval()
         optimizer = adam(model)
@@ -136,7 +140,7 @@ def test_with_a_closure_and_in_eval_mode_it_acts_the_same(name, task):  # noqa: 
     assert same_weights(with_closure(MAKERS[name](start=3)), trained(dense(), task, MAKERS[name](start=3), n_steps=6))
 
 
-def test_an_error_within_the_update_leaves_the_rate_as_it_was(task):  # noqa: F811
+def test_the_learning_rate_is_restored_after_an_error_within_the_update(task):  # noqa: F811
     model = dense()
     optimizer = adam(model)
     rate = optimizer.param_groups[0]["lr"]
@@ -155,7 +159,7 @@ def test_an_error_within_the_update_leaves_the_rate_as_it_was(task):  # noqa: F8
 
 
 def test_the_examples_of_a_recorder_are_not_corrupted(task):  # noqa: F811
-    """Whichever was attached first."""
+    """In both orders of attaching the recorder and the fault."""
     found = []
     for is_first in (True, False):
         model, recorder = dense(), recorder_with(every={"precision": 2, "update": 2, "activations": 2})
@@ -171,6 +175,6 @@ def test_the_examples_of_a_recorder_are_not_corrupted(task):  # noqa: F811
         found.append([o.values["state_norm"] for o in of_part(recorder, "activations")])
         assert len(of_part(recorder, "precision")) == 2
     np.testing.assert_allclose(found[0], found[1], rtol=1e-5)
-    plain = recorder_with(every={"activations": 2})
-    trained(dense(), task, MAKERS["tokens"](start=0), plain, n_steps=4)
-    np.testing.assert_allclose(found[0], [o.values["state_norm"] for o in of_part(plain, "activations")], rtol=1e-5)
+    alone = recorder_with(every={"activations": 2})
+    trained(dense(), task, MAKERS["tokens"](start=0), alone, n_steps=4)
+    np.testing.assert_allclose(found[0], [o.values["state_norm"] for o in of_part(alone, "activations")], rtol=1e-5)

@@ -7,9 +7,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import workbench as wb
+from tests.about import about
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from tests.training.test_resuming import assert_resumes_to_the_bit
+from tests.training.test_resuming import assert_resumes_bit_for_bit
 from workbench.callbacks.baselines.penalties import pulled_back_square
 from workbench.callbacks.baselines.penalty_terms import PenaltyTerms
 from workbench.errors import AnatomyError, OptionError, StoreError
@@ -22,8 +23,8 @@ def name_of(penalty):
     return type(penalty).__name__
 
 
-def heard(model, tokens):
-    """Loss and stream of one forward pass, the states taken by plain calls."""
+def explicit_pass(model, tokens):
+    """Return the logits and the residual stream of an explicit forward pass."""
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         x = model.token_embedding(tokens) + model.position_embedding(torch.arange(tokens.shape[1]))
         entering, leaving = [], []
@@ -50,18 +51,18 @@ def batch(task):
     return tokens[:4], targets[:4]
 
 
-def test_the_gradient_penalty_is_the_mean_square_of_each_sequence_s_gradient(make_model, batch):
+def test_the_gradient_penalty_is_the_mean_squared_gradient_of_sequences(make_model, batch):
     model = make_model("none", init_std=0.3)
     total = 0.0
     for tokens, targets in zip(*batch, strict=True):
-        logits, stream = heard(model, tokens[None])
+        logits, stream = explicit_pass(model, tokens[None])
         (gradient,) = torch.autograd.grad(cross_entropy(logits.flatten(0, 1), targets), stream.entering[0])
         total += float(gradient.square().sum())
     value = value_of(baselines.GradientPenalty(0.1), model, batch)
     assert value.item() == pytest.approx(0.1 * total / len(batch[0]), rel=1e-4)
 
 
-def test_directions_of_a_basis_add_up_to_the_whole_jacobian(make_model):
+def test_the_sum_over_a_basis_is_the_squared_norm_of_the_jacobian(make_model):
     block = make_model("none", d_model=6, n_heads=2, init_std=0.5).blocks[0].double()
     x = torch.randn(1, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     dense = torch.autograd.functional.jacobian(block, x).reshape(18, 18)
@@ -76,11 +77,11 @@ def test_directions_of_a_basis_add_up_to_the_whole_jacobian(make_model):
 def test_the_jacobian_penalty_estimates_the_dense_norm_without_bias(make_model, batch):
     model = make_model("none", d_model=6, n_heads=2, init_std=0.5)
     tokens, targets = batch[0][:2], batch[1][:2]
-    _, stream = heard(model, tokens)
+    _, stream = explicit_pass(model, tokens)
     expected = []
     for block, x in zip(model.blocks, stream.entering, strict=True):
-        one_by_one = [torch.autograd.functional.jacobian(block, row[None]).square().sum() for row in x.detach()]
-        expected.append(float(sum(one_by_one)) / x.numel())
+        squares = [torch.autograd.functional.jacobian(block, state[None]).square().sum() for state in x.detach()]
+        expected.append(float(sum(squares)) / x.numel())
     penalty = baselines.JacobianPenalty(1.0, layers="all", n_projections=16)
     draws = [value_of(penalty, model, (tokens, targets), step=step).item() for step in range(40)]
     error = np.std(draws) / math.sqrt(len(draws))
@@ -88,14 +89,14 @@ def test_the_jacobian_penalty_estimates_the_dense_norm_without_bias(make_model, 
     assert error < 0.02 * np.mean(expected)
 
 
-def test_a_block_that_does_nothing_has_a_jacobian_of_one(batch, make_model):
+def test_the_jacobian_penalty_of_the_identity_is_one(batch, make_model):
     model = make_model("none", initialization="rezero")
     assert value_of(baselines.JacobianPenalty(1.0, layers="all"), model, batch).item() == 1.0
 
 
-def test_the_variance_is_that_of_numpy(make_model, batch):
+def test_the_variance_agrees_with_numpy(make_model, batch):
     model = make_model("none", init_std=0.3)
-    _, stream = heard(model, batch[0])
+    _, stream = explicit_pass(model, batch[0])
     states = [state.detach().flatten(0, 1).numpy() for state in stream.leaving]
     expected = np.mean([state.var(axis=0).mean() for state in states])
     value = value_of(baselines.ActivationVariance(1.0, layers="all"), model, batch)
@@ -103,12 +104,12 @@ def test_the_variance_is_that_of_numpy(make_model, batch):
 
 
 @pytest.mark.medium
-def test_random_l2_of_everything_is_the_mean_square_and_of_a_part_close_to_it(make_model, batch):
+def test_random_l2_is_or_estimates_the_mean_square(make_model, batch):
     model = make_model("none", init_std=0.3)
-    _, stream = heard(model, batch[0])
+    _, stream = explicit_pass(model, batch[0])
     expected = np.mean([state.square().mean().item() for state in stream.leaving])
-    whole = baselines.RandomL2(1.0, layers="all", token_share=1.0)
-    assert value_of(whole, model, batch).item() == pytest.approx(expected, rel=1e-4)
+    complete = baselines.RandomL2(1.0, layers="all", token_share=1.0)
+    assert value_of(complete, model, batch).item() == pytest.approx(expected, rel=1e-4)
     part = baselines.RandomL2(1.0, layers="all", token_share=0.5)
     draws = [value_of(part, model, batch, step=step).item() for step in range(60)]
     assert len(set(draws)) == 60
@@ -116,9 +117,9 @@ def test_random_l2_of_everything_is_the_mean_square_and_of_a_part_close_to_it(ma
 
 
 @pytest.mark.medium
-def test_half_of_the_layers_are_drawn_and_each_has_its_turn(make_model, batch):
+def test_half_of_the_layers_are_drawn_in_each_step(make_model, batch):
     model = make_model("none", n_layers=4, init_std=0.3)
-    _, stream = heard(model, batch[0])
+    _, stream = explicit_pass(model, batch[0])
     by_layer = [state.square().mean().item() for state in stream.leaving]
     pairs = np.array([(by_layer[i] + by_layer[j]) / 2 for i in range(4) for j in range(i)])
     penalty = baselines.RandomL2(1.0, token_share=1.0)
@@ -129,30 +130,30 @@ def test_half_of_the_layers_are_drawn_and_each_has_its_turn(make_model, batch):
 
 
 @pytest.mark.parametrize("penalty", ALL, ids=name_of)
-def test_the_gradient_of_the_penalty_is_its_slope(make_model, batch, penalty):
-    """Against finite differences along the gradient, in double precision."""
+def test_the_gradient_of_the_penalty_against_finite_differences(make_model, batch, penalty):
+    """Differences are taken along the gradient, in double precision."""
     model = make_model("none", init_std=0.3).double()
-    weights = [p for p in model.parameters() if p.requires_grad]
-    found = torch.autograd.grad(value_of(penalty, model, batch), weights, allow_unused=True)
-    direction = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, found, strict=True)]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(value_of(penalty, model, batch), parameters, allow_unused=True)
+    direction = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
     square = sum(float(g.square().sum()) for g in direction)
     assert square > 0
     size, values = 1e-4 / math.sqrt(square), []
     for sign in (1, -1):
         with torch.no_grad():
-            for weight, step in zip(weights, direction, strict=True):
-                weight.add_(step, alpha=sign * size)
+            for parameter, step in zip(parameters, direction, strict=True):
+                parameter.add_(step, alpha=sign * size)
         values.append(value_of(penalty, model, batch).item())
         with torch.no_grad():
-            for weight, step in zip(weights, direction, strict=True):
-                weight.add_(step, alpha=-sign * size)
+            for parameter, step in zip(parameters, direction, strict=True):
+                parameter.add_(step, alpha=-sign * size)
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(square, rel=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize("penalty", ALL, ids=name_of)
-def test_training_under_a_strong_penalty_lowers_it(make_model, task, penalty):
+def test_training_with_a_large_coefficient_reduces_the_penalty(make_model, task, penalty):
     strong = type(penalty)(100.0)
     settings = {"n_steps": 60, "learning_rate": 5e-3, "loss_limit": math.inf, "grad_norm_limit": math.inf}
     records = list(wb.train(make_model("none", init_std=0.2), task, penalties=[strong], **settings))
@@ -160,34 +161,34 @@ def test_training_under_a_strong_penalty_lowers_it(make_model, task, penalty):
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
 
 
-def test_the_loop_adds_it_to_the_loss_and_shows_it_apart(make_model, task):
+def test_the_loop_adds_the_penalty_to_the_loss_and_records_it_separately(make_model, task):
     penalty = baselines.GradientPenalty(0.5)
-    model, plain = make_model("none"), make_model("none")
+    model, reference = make_model("none"), make_model("none")
     record = next(wb.train(model, task, n_steps=1, optimizer="SGD", learning_rate=0.1, penalties=[penalty]))
     tokens, targets = task.batch(0)
-    logits, stream = heard(plain, tokens)
+    logits, stream = explicit_pass(reference, tokens)
     loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
     (gradient,) = torch.autograd.grad(loss, stream.entering[0], create_graph=True)
     term = 0.5 * len(tokens) * gradient.square().sum()
     (loss + term).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
     assert record.loss == pytest.approx(loss.item(), rel=1e-6)
     assert record.auxiliary_loss == pytest.approx(term.item(), rel=1e-5)
-    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+    for (name, found), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.allclose(found, expected, atol=1e-7), name
 
 
 @pytest.mark.parametrize("penalties", [(), [type(penalty)(0.0) for penalty in ALL]], ids=["none", "all off"])
-def test_no_penalty_is_bit_for_bit_the_training_without(task, penalties):
-    with_them, without = dropout_model(), dropout_model()
-    a = list(wb.train(with_them, task, n_steps=5, penalties=penalties))
-    b = list(wb.train(without, task, n_steps=5))
-    assert [record.loss for record in a] == [record.loss for record in b]
-    assert same_weights(with_them, without)
-    assert math.isnan(a[-1].auxiliary_loss)
+def test_without_active_penalties_training_is_bitwise_identical(task, penalties):
+    model, control = dropout_model(), dropout_model()
+    records = list(wb.train(model, task, n_steps=5, penalties=penalties))
+    expected = list(wb.train(control, task, n_steps=5))
+    assert [record.loss for record in records] == [record.loss for record in expected]
+    assert same_weights(model, control)
+    assert math.isnan(records[-1].auxiliary_loss)
 
 
-def test_a_penalty_leaves_dropout_and_global_random_states_alone(task):
+def test_penalties_do_not_change_dropout_or_global_random_states(task):
     before = torch.get_rng_state()
     penalties = [baselines.RandomL2(1e-12), baselines.JacobianPenalty(1e-12)]
     with_them = [record.loss for record in wb.train(dropout_model(), task, n_steps=5, seed=7, penalties=penalties)]
@@ -196,48 +197,48 @@ def test_a_penalty_leaves_dropout_and_global_random_states_alone(task):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_interval_leaves_out_the_steps_between(make_model, task):
+def test_a_penalty_with_an_interval_acts_only_in_some_steps(make_model, task):
     penalties = [baselines.ActivationVariance(1.0, interval=3)]
     terms = [record.auxiliary_loss for record in wb.train(make_model(), task, n_steps=7, penalties=penalties)]
     assert [not math.isnan(term) for term in terms] == [True, False, False, True, False, False, True]
 
 
-def test_penalties_join_the_model_s_own_auxiliary_loss(task):
+def test_penalties_are_added_to_the_auxiliary_loss_of_the_model(task):
     model = wb.zoo.moe(d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=16, n_experts=4, init_std=0.3)
-    own = next(wb.train(model, task, n_steps=1, learning_rate=1e-9)).auxiliary_loss
+    of_model = next(wb.train(model, task, n_steps=1, learning_rate=1e-9)).auxiliary_loss
     penalty = baselines.RandomL2(2.0, layers="all", token_share=1.0)
     both = next(wb.train(model, task, n_steps=1, learning_rate=1e-9, penalties=[penalty])).auxiliary_loss
-    assert both == pytest.approx(own + value_of(penalty, model, task.batch(0)).item(), rel=1e-4)
+    assert both == pytest.approx(of_model + value_of(penalty, model, task.batch(0)).item(), rel=1e-4)
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("optimizer", ["AdamW", "LBFGS"])
-def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path, optimizer):
+def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(task, tmp_path, optimizer):
     penalties = [baselines.RandomL2(0.5), baselines.JacobianPenalty(0.1), baselines.GradientPenalty(interval=2)]
     settings = {"n_steps": 6, "checkpoint_every": 2, "penalties": penalties, "optimizer": optimizer, "seed": 5}
-    assert_resumes_to_the_bit(dropout_model, task, tmp_path, **settings)
+    assert_resumes_bit_for_bit(dropout_model, task, tmp_path, **settings)
 
 
 @pytest.mark.medium
-def test_the_closure_of_lbfgs_sees_the_penalty(make_model, task):
+def test_penalties_act_in_the_closure_of_lbfgs(make_model, task):
     settings = {"n_steps": 3, "optimizer": "LBFGS", "learning_rate": 0.1}
-    with_it, without = make_model("none", init_std=0.2), make_model("none", init_std=0.2)
+    model, control = make_model("none", init_std=0.2), make_model("none", init_std=0.2)
     penalty = baselines.RandomL2(1.0, layers="all", token_share=1.0)
-    list(wb.train(with_it, task, penalties=[penalty], **settings))
-    list(wb.train(without, task, **settings))
-    assert value_of(penalty, with_it, task.batch(9)) < 0.5 * value_of(penalty, without, task.batch(9))
+    list(wb.train(model, task, penalties=[penalty], **settings))
+    list(wb.train(control, task, **settings))
+    assert value_of(penalty, model, task.batch(9)) < 0.5 * value_of(penalty, control, task.batch(9))
 
 
-def test_other_penalties_are_another_configuration(make_model, task, tmp_path):
+def test_a_run_cannot_be_resumed_with_other_penalties(make_model, task, tmp_path):
     settings = {"n_steps": 4, "checkpoints": tmp_path, "checkpoint_every": 2}
     list(wb.train(make_model(), task, penalties=[baselines.RandomL2(0.5)], **settings))
-    with pytest.raises(StoreError, match=r"penalties.RandomL2.coefficient = 0.5, this call says 0.25"):
+    with pytest.raises(StoreError, check=about("penalties.RandomL2.coefficient", 0.25)):
         wb.train(make_model(), task, penalties=[baselines.RandomL2(0.25)], resume=True, **settings)
-    with pytest.raises(StoreError, match=r"penalties.RandomL2.coefficient = 0.5, this call says nothing"):
+    with pytest.raises(StoreError, check=about("penalties.RandomL2.coefficient")):
         wb.train(make_model(), task, resume=True, **settings)
 
 
-def test_two_of_a_kind_are_both_described(make_model):
+def test_two_penalties_of_a_kind_are_both_described(make_model):
     terms = PenaltyTerms([baselines.RandomL2(0.5), baselines.RandomL2(0.25, layers="all")], model=make_model())
     assert terms.describe() == {
         "RandomL2": {"coefficient": 0.5, "interval": 1, "layers": "half", "token_share": 0.5},
@@ -247,7 +248,7 @@ def test_two_of_a_kind_are_both_described(make_model):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mamba", "vit", "rms_norm"])
 @pytest.mark.parametrize("penalty", ALL, ids=name_of)
-def test_other_architectures_train_under_every_penalty(make_model, task, family, penalty):
+def test_other_architectures_train_with_every_penalty(make_model, task, family, penalty):
     import transformers
 
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -267,7 +268,7 @@ def test_other_architectures_train_under_every_penalty(make_model, task, family,
     assert all(math.isfinite(record.auxiliary_loss) and record.auxiliary_loss > 0 for record in records)
 
 
-def test_mixed_precision_takes_penalties(make_model, task):
+def test_penalties_in_mixed_precision(make_model, task):
     full, mixed = (
         next(wb.train(make_model(init_std=0.2), task, n_steps=1, precision=precision, penalties=ALL)).auxiliary_loss
         for precision in ("float32", "bfloat16")
@@ -275,7 +276,7 @@ def test_mixed_precision_takes_penalties(make_model, task):
     assert mixed == pytest.approx(full, rel=0.05)
 
 
-def test_a_frozen_embedding_is_no_hindrance(make_model, task):
+def test_penalties_with_a_frozen_embedding(make_model, task):
     model = make_model("none")
     model.token_embedding.requires_grad_(False)
     model.position_embedding.requires_grad_(False)
@@ -283,47 +284,47 @@ def test_a_frozen_embedding_is_no_hindrance(make_model, task):
     assert record.auxiliary_loss > 0
 
 
-def test_hooks_are_gone_afterwards(make_model, task):
+def test_hooks_are_removed_after_training(make_model, task):
     model = make_model()
     list(wb.train(model, task, n_steps=2, penalties=ALL))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_a_model_without_blocks_is_refused_before_a_store_is_made(task, tmp_path):
+def test_a_model_without_blocks_is_rejected_before_a_store_is_created(task, tmp_path):
     model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
     with pytest.raises(AnatomyError):
         next(wb.train(model, task, n_steps=3, store=tmp_path / "a.zarr", penalties=[baselines.RandomL2()]))
     assert not (tmp_path / "a.zarr").exists()
 
 
-def test_blocks_that_do_not_run_are_said(make_model, task):
+def test_unknown_blocks_and_blocks_that_do_not_run_raise(make_model, task):
     model = make_model()
     terms = PenaltyTerms([baselines.RandomL2()], model=model)
-    with pytest.raises(AnatomyError, match=r"have not seen the model yet; call read_anatomy"), terms.watch(0):
+    with pytest.raises(AnatomyError, check=about("read_anatomy")), terms.watch(0):
         pass
     terms.read_anatomy(task.batch(0)[0])
-    with terms.watch(0) as penalty_of, pytest.raises(AnatomyError, match="Not every block of Transformer ran"):
+    with terms.watch(0) as penalty_of, pytest.raises(AnatomyError, check=about("model", "Transformer")):
         penalty_of(torch.zeros(()))
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "error"),
     [
-        (lambda: baselines.GradientPenalty(-1.0), "coefficient is -1.0, expected a number of at least 0"),
-        (lambda: baselines.GradientPenalty(math.nan), "coefficient is nan, expected"),
-        (lambda: baselines.RandomL2(interval=0), "interval is 0, expected a whole number of steps, at least 1"),
-        (lambda: baselines.RandomL2(layers="some"), "layers is 'some', expected one of half, all"),
-        (lambda: baselines.RandomL2(token_share=0.0), "token_share is 0.0, expected a share above 0"),
-        (lambda: baselines.JacobianPenalty(n_projections=0), "n_projections is 0, expected a whole number"),
+        (lambda: baselines.GradientPenalty(-1.0), about("coefficient", -1.0)),
+        (lambda: baselines.GradientPenalty(math.nan), about("coefficient")),
+        (lambda: baselines.RandomL2(interval=0), about("interval", 0)),
+        (lambda: baselines.RandomL2(layers="some"), about("layers", "some", ("half", "all"))),
+        (lambda: baselines.RandomL2(token_share=0.0), about("token_share", 0.0)),
+        (lambda: baselines.JacobianPenalty(n_projections=0), about("n_projections", 0)),
     ],
 )
-def test_bad_options_are_refused(make, sentence):
-    with pytest.raises(OptionError, match=sentence):
+def test_invalid_options_are_rejected(make, error):
+    with pytest.raises(OptionError, check=error):
         make()
 
 
-def test_what_is_no_penalty_is_refused_at_the_call(make_model, task):
-    with pytest.raises(OptionError, match=r"penalties is one RandomL2, expected a sequence"):
+def test_invalid_lists_are_rejected(make_model, task):
+    with pytest.raises(OptionError, check=about("penalties", "RandomL2")):
         wb.train(make_model(), task, n_steps=1, penalties=baselines.RandomL2())
-    with pytest.raises(OptionError, match="penalties holds a float, expected penalties such as"):
+    with pytest.raises(OptionError, check=about("penalties", 0.1)):
         wb.train(make_model(), task, n_steps=1, penalties=[0.1])

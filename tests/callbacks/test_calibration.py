@@ -1,4 +1,4 @@
-"""How often healthy runs reach the evidence of an alarm."""
+"""Calibration of alarms on healthy runs."""
 
 import json
 import math
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from tests.about import about
 from workbench.callbacks.alarms import Alarms, Calibration, calibrate, replay
 from workbench.callbacks.alarms.calibration import Tail
 from workbench.errors import OptionError, StoreError
@@ -15,7 +16,7 @@ EMPTY = Calibration({}, 0)
 
 
 def healthy(seed, n=1600, *, spikes=0.0):
-    """A run of a loss that scatters, and now and then is far too large."""
+    """Return a run whose loss is noisy, with occasional large spikes."""
     random = np.random.default_rng(seed)
     loss = 2 + 0.1 * random.normal(size=n)
     loss += 0.1 * random.exponential(spikes, size=n) * (random.random(n) < 0.02) if spikes else 0
@@ -23,7 +24,7 @@ def healthy(seed, n=1600, *, spikes=0.0):
 
 
 def false_alarms(calibration, rate, *, spikes=0.0, n_runs=6):
-    """Alarms in 100,000 steps of fresh healthy runs."""
+    """Return the alarms per 100,000 steps of new healthy runs."""
     found = sum(
         len(replay(healthy(100 + i, spikes=spikes), Alarms(false_alarms=rate, calibration=calibration)))
         for i in range(n_runs)
@@ -33,7 +34,7 @@ def false_alarms(calibration, rate, *, spikes=0.0, n_runs=6):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("spikes", [0.0, 12.0])
-def test_fresh_healthy_runs_raise_about_as_many_alarms_as_the_rate_says(spikes):
+def test_new_healthy_runs_raise_about_as_many_alarms_as_the_rate(spikes):
     calibration = calibrate((healthy(i, spikes=spikes) for i in range(8)), base=EMPTY)
     # 8,400 steps: up to 5 events at a rate of 15.
     assert false_alarms(calibration, 15, spikes=spikes) == pytest.approx(32, abs=32)
@@ -41,8 +42,8 @@ def test_fresh_healthy_runs_raise_about_as_many_alarms_as_the_rate_says(spikes):
 
 
 @pytest.mark.medium
-def test_own_runs_sharpen_what_is_built_in():
-    """Alarms that know that the loss has spikes are silent at them."""
+def test_own_runs_refine_the_built_in_calibration():
+    """Alarms calibrated on runs with spikes are not raised by spikes."""
     runs = [healthy(i, spikes=12.0) for i in range(6)]
     base = calibrate((healthy(50 + i) for i in range(6)), base=EMPTY)
     own = calibrate(runs, base=base)
@@ -55,30 +56,30 @@ def test_the_tail_is_exponential_and_signals_share_the_rate():
     assert calibration.threshold("loss", 100, n_signals=1) == pytest.approx(2.0)
     assert calibration.threshold("loss", 1, n_signals=1) == pytest.approx(2.0 + 0.5 * math.log(100))
     assert calibration.threshold("loss", 10, n_signals=10) == calibration.threshold("loss", 1, n_signals=1)
-    # Never below where the tail was measured.
+    # Never below the limit of the tail.
     assert calibration.threshold("loss", 1e6, n_signals=1) == 2.0
     # One in 100,000 measurements at p = 10^-5.
     assert calibration.threshold("unknown", 1, n_signals=1) == pytest.approx(5.0)
 
 
-def test_it_is_read_as_it_was_written(tmp_path):
+def test_saving_and_opening_preserves_the_content(tmp_path):
     calibration = Calibration({"loss": Tail(2.25, 103.125, 0.625)}, 12_345, "twelve runs")
     assert Calibration.open(calibration.save(tmp_path / "c.json")) == Calibration(
         {"loss": Tail(2.25, 103.1, 0.625)}, 12_345, "twelve runs"
     )
-    with pytest.raises(StoreError, match="exists|taken|there"):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "c.json")):
         calibration.save(tmp_path / "c.json")
 
 
-def test_bad_input_is_refused_in_one_sentence(tmp_path):
-    with pytest.raises(OptionError, match="The healthy runs have 400 steps, of which fewer than 1000 are judged"):
+def test_invalid_input_is_rejected(tmp_path):
+    with pytest.raises(OptionError, check=about("runs", 400)):
         calibrate([healthy(0, n=400)])
     for rate in (0, -1.0, math.nan, math.inf):
-        with pytest.raises(OptionError, match="false_alarms is"):
+        with pytest.raises(OptionError, check=about("false_alarms")):
             EMPTY.threshold("loss", rate, n_signals=1)
-    with pytest.raises(StoreError, match="is no calibration of alarms"):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "absent.json")):
         Calibration.open(tmp_path / "absent.json")
     for content in ({"scale": 1}, [1], {"tails": {"loss": 3}, "n_steps": 1, "about": ""}):
         (tmp_path / "other.json").write_text(json.dumps(content))
-        with pytest.raises(StoreError, match="is no calibration of alarms"):
+        with pytest.raises(StoreError, check=about("path", tmp_path / "other.json")):
             Calibration.open(tmp_path / "other.json")

@@ -1,4 +1,4 @@
-"""One protocol for everything that acts during training, in three trainers."""
+"""The protocol of callbacks, in three trainers."""
 
 import dataclasses
 import inspect
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2
 from tests.small_training import same_weights
@@ -24,8 +25,8 @@ from workbench.training.training_plan import TrainingPlan
 FIRST_FORMAT = Path(__file__).parents[1] / "training" / "first_format"
 
 
-class LargeGradients(wb.Callback):
-    """Ten lines of a user's own: an event wherever the gradient is larger than it was at first."""
+class NotesLosses(wb.Callback):
+    """A short user-defined callback, which notes the losses, records an event for each, and returns a metric."""
 
     def __init__(self):
         self.seen = []
@@ -42,9 +43,9 @@ def events_of(path, kind):
     return events["step"].values[events["kind"].values == kind].tolist()
 
 
-class TestOneOfYourOwn:
+class TestUserDefinedCallbacks:
     def test_in_train(self, make_model, task, tmp_path):
-        mine = LargeGradients()
+        mine = NotesLosses()
         records = list(wb.train(make_model(), task, n_steps=4, store=tmp_path / "run.zarr", callbacks=[mine]))
         assert mine.seen == [(record.step, record.loss) for record in records]
         assert events_of(tmp_path / "run.zarr", "loss seen") == [0, 1, 2, 3]
@@ -53,7 +54,7 @@ class TestOneOfYourOwn:
 
     @pytest.mark.framework
     def test_in_a_hugging_face_trainer(self, tmp_path):
-        mine, recorder = LargeGradients(), wb.Recorder(tmp_path / "run.zarr", every=None)
+        mine, recorder = NotesLosses(), wb.Recorder(tmp_path / "run.zarr", every=None)
         subject = trainer(without_dropout(gpt2), tmp_path, wb.trainer_callback(mine, recorder), max_steps=4)
         subject.train()
         logged = [row["loss"] for row in subject.state.log_history if "loss" in row]
@@ -62,7 +63,7 @@ class TestOneOfYourOwn:
 
     @pytest.mark.framework
     def test_in_lightning(self, lightning, task, tmp_path):  # noqa: F811
-        mine, recorder = LargeGradients(), wb.Recorder(tmp_path / "run.zarr", every=None)
+        mine, recorder = NotesLosses(), wb.Recorder(tmp_path / "run.zarr", every=None)
         module = lightning_module(lightning, without_dropout(gpt2))
         fit(lightning, module, wb.lightning_callback(mine, recorder), task=task)
         assert [step for step, _ in mine.seen] == [0, 1, 2, 3]
@@ -70,7 +71,7 @@ class TestOneOfYourOwn:
         np.testing.assert_allclose([loss for _, loss in mine.seen], run["monitors"]["loss"], rtol=1e-6)
         assert events_of(tmp_path / "run.zarr", "loss seen") == [0, 1, 2, 3]
 
-    def test_its_state_goes_with_the_checkpoints(self, make_model, task, tmp_path):
+    def test_the_state_is_part_of_the_checkpoints(self, make_model, task, tmp_path):
         class Counter(wb.Callback):
             n = 0
 
@@ -95,7 +96,7 @@ class TestOneOfYourOwn:
 
 
 class Everywhere(wb.Callback):
-    """Has every method of the protocol, and changes nothing."""
+    """A callback with all methods of the protocol, which notes their calls and changes nothing."""
 
     calls = ()
 
@@ -139,7 +140,7 @@ class Everywhere(wb.Callback):
 
 
 class TestTheProtocol:
-    def test_the_order_of_its_calls(self, make_model, task):
+    def test_the_order_of_the_calls(self, make_model, task):
         callback = Everywhere()
         list(wb.train(make_model(), task, n_steps=2, callbacks=[callback]))
         of_step = [
@@ -147,27 +148,26 @@ class TestTheProtocol:
         ]  # fmt: skip
         assert callback.calls == ["setup", "begin", *of_step, *of_step, "end"]
 
-    def test_one_that_changes_nothing_leaves_the_training_as_it_is(self, make_model, task):
-        alone, watched = make_model(), make_model()
-        plain = [record.loss for record in wb.train(alone, task, n_steps=4)]
-        seen = [
-            record.loss for record in wb.train(watched, task, n_steps=4, callbacks=[Everywhere(), LargeGradients()])
-        ]
-        assert plain == seen
-        assert same_weights(alone, watched)
+    def test_a_callback_that_changes_nothing_leaves_training_bitwise_identical(self, make_model, task):
+        control, model = make_model(), make_model()
+        callbacks = [Everywhere(), NotesLosses()]
+        expected = [record.loss for record in wb.train(control, task, n_steps=4)]
+        found = [record.loss for record in wb.train(model, task, n_steps=4, callbacks=callbacks)]
+        assert found == expected
+        assert same_weights(control, model)
 
-    def test_a_term_of_the_loss_and_a_rate_of_its_own(self, make_model, task):
-        class Decay(wb.Callback):
+    def test_a_callback_may_change_the_loss_and_the_learning_rate(self, make_model, task):
+        class Changes(wb.Callback):
             rate_factor = 0.5
 
             def auxiliary_loss(self, task_loss, auxiliary):
                 return 0.0 * task_loss + 1.0 if auxiliary is None else auxiliary
 
-        records = list(wb.train(make_model(), task, n_steps=2, learning_rate=1e-2, callbacks=[Decay()]))
+        records = list(wb.train(make_model(), task, n_steps=2, learning_rate=1e-2, callbacks=[Changes()]))
         assert [record.auxiliary_loss for record in records] == [1.0, 1.0]
         assert [record.learning_rate for record in records] == [5e-3, 5e-3]
 
-    def test_whatever_the_keywords_take_may_be_among_the_callbacks(self, make_model, task):
+    def test_arguments_of_the_keywords_may_be_among_the_callbacks(self, make_model, task):
         parts = [wb.KSS(interval=2), wb.faults.large_rate(start=1), wb.baselines.RandomL2(0.1), wb.Recorder(every=None)]
         kss, fault, penalty, recorder = parts
         one, other = make_model(), make_model()
@@ -178,60 +178,63 @@ class TestTheProtocol:
         assert [record.monitors() for record in first][1:] == [record.monitors() for record in second][1:]
 
     @pytest.mark.parametrize(
-        ("callbacks", "sentence"),
+        ("callbacks", "error"),
         [
-            (lambda: [print], "callbacks holds a builtin_function_or_method, expected a wb.Callback"),
-            (lambda: [LargeGradients(), LargeGradients()], "Two callbacks are called 'LargeGradients'"),
-            (lambda: [wb.KSS(), wb.KSS()], "There are 2 KSS, expected one in a run"),
-            (lambda: wb.KSS(), r"callbacks is one KSS, expected a sequence; pass \[it\]"),
-            (lambda: wb.Alarms(), r"callbacks is one Alarms, expected a sequence; pass \[it\]"),
-            (lambda: wb.Actions(), r"callbacks is one Actions, expected a sequence; pass \[it\]"),
-            (lambda: LargeGradients, "callbacks is the class LargeGradients, expected a sequence of callbacks"),
-            (lambda: 3, "callbacks is 3, expected a sequence of callbacks"),
-            (lambda: [LargeGradients], r"callbacks holds the class .*; pass an instance: LargeGradients\(\)"),
-            (lambda: [[LargeGradients()]], "callbacks holds a list, expected callbacks; pass them one by one"),
+            (lambda: [print], about("callbacks", "builtin_function_or_method")),
+            (lambda: [NotesLosses(), NotesLosses()], about("callbacks", "NotesLosses")),
+            (lambda: [wb.KSS(), wb.KSS()], about("kss", 2)),
+            (lambda: wb.KSS(), about("callbacks", "KSS")),
+            (lambda: wb.Alarms(), about("callbacks", "Alarms")),
+            (lambda: wb.Actions(), about("callbacks", "Actions")),
+            (lambda: NotesLosses, about("callbacks", "NotesLosses")),
+            (lambda: 3, about("callbacks", 3)),
+            (lambda: [NotesLosses], about("callbacks", "NotesLosses")),
+            (lambda: [[NotesLosses()]], about("callbacks", ("NotesLosses",))),
         ],
     )
-    def test_what_is_none_is_refused(self, make_model, task, callbacks, sentence):
-        with pytest.raises(OptionError, match=sentence):
+    def test_invalid_callbacks_are_rejected(self, make_model, task, callbacks, error):
+        with pytest.raises(OptionError, check=error):
             wb.train(make_model(), task, n_steps=1, callbacks=callbacks())
 
     @pytest.mark.parametrize(
-        ("keywords", "sentence"),
+        ("name", "value", "found"),
         [
-            ({"kss": True}, r"kss is True, expected a wb.KSS or None; pass kss=wb.KSS\(\)\."),
-            ({"kss": wb.KSS}, r"kss is the class KSS, expected a wb.KSS or None; pass kss=wb.KSS\(\)"),
-            ({"kss": nn.Linear(2, 2)}, "kss is Linear.*, expected a wb.KSS or None"),
-            ({"kss": nn.Sequential(nn.Linear(2, 2))}, "kss is of type Sequential, expected a wb.KSS or None"),
-            ({"recorder": "runs/x.zarr"}, r"recorder is 'runs/x.zarr', .*recorder=wb.Recorder\(\), and .* as store="),
-            ({"alarms": True}, r"alarms is True, expected a wb.Alarms or None; pass alarms=wb.Alarms\(\)"),
-            ({"actions": {}}, r"actions is {}, expected a wb.Actions or None; pass actions=wb.Actions\(\)"),
-            ({"faults": 3}, "faults is 3, expected a sequence of faults"),
-            ({"faults": [wb.faults.LargeRate]}, r"faults holds the class .*; pass an instance: LargeRate\(\)"),
-            ({"penalties": wb.baselines.RandomL2}, "penalties is the class RandomL2, expected a sequence of penalties"),
+            ("kss", True, True),
+            ("kss", wb.KSS, "KSS"),
+            ("kss", nn.Linear(2, 2), "Linear"),
+            ("recorder", "runs/x.zarr", "runs/x.zarr"),
+            ("alarms", True, True),
+            ("actions", {}, {}),
+            ("faults", 3, 3),
+            ("faults", [wb.faults.LargeRate], "LargeRate"),
+            ("penalties", wb.baselines.RandomL2, "RandomL2"),
         ],
     )
-    def test_keywords_of_another_type_are_refused(self, make_model, task, keywords, sentence):
-        with pytest.raises(OptionError, match=sentence):
-            wb.train(make_model(), task, n_steps=1, **keywords)
+    def test_keywords_of_another_type_are_rejected(self, make_model, task, name, value, found):
+        with pytest.raises(OptionError, check=about(name, found)):
+            wb.train(make_model(), task, n_steps=1, **{name: value})
 
-    def test_none_is_nothing(self, make_model, task):
-        plain, same = make_model(), make_model()
-        list(wb.train(plain, task, n_steps=2))
-        list(wb.train(same, task, n_steps=2, callbacks=None, faults=None, penalties=None))
-        assert same_weights(plain, same)
+    def test_a_path_in_place_of_a_recorder_is_explained(self, make_model, task):
+        with pytest.raises(OptionError, match=r"recorder=wb.Recorder\(\), and the path as store="):
+            wb.train(make_model(), task, n_steps=1, recorder="runs/x.zarr")
+
+    def test_none_stands_for_no_callbacks(self, make_model, task):
+        control, model = make_model(), make_model()
+        list(wb.train(control, task, n_steps=2))
+        list(wb.train(model, task, n_steps=2, callbacks=None, faults=None, penalties=None))
+        assert same_weights(control, model)
 
     @pytest.mark.framework
     def test_an_adapter_takes_callbacks_one_by_one(self):
         for adapter in (wb.trainer_callback, wb.lightning_callback):
-            with pytest.raises(OptionError, match="callbacks holds a list, expected callbacks; pass them one by one"):
-                adapter([LargeGradients(), wb.KSS()])
+            with pytest.raises(OptionError, check=about("callbacks", ("NotesLosses", "KSS"))):
+                adapter([NotesLosses(), wb.KSS()])
 
-    def test_alarms_of_a_recorder_of_another_type_are_refused(self):
-        with pytest.raises(OptionError, match=r"alarms is True, expected wb.Alarms or None; pass alarms=wb.Alarms\("):
+    def test_invalid_alarms_of_a_recorder_are_rejected(self):
+        with pytest.raises(OptionError, check=about("alarms", True)):
             wb.Recorder(alarms=True)
 
-    def test_a_callback_that_fails_leaves_no_hook(self, make_model, task):
+    def test_after_an_error_in_a_callback_all_hooks_are_removed(self, make_model, task):
         class Fails(wb.Callback):
             def end_step(self, step, numbers):
                 raise KeyError(step)
@@ -241,7 +244,7 @@ class TestTheProtocol:
             list(wb.train(model, task, n_steps=3, kss=wb.KSS(), callbacks=[Fails()]))
         assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
 
-    def test_a_pass_that_cannot_begin_leaves_no_other_open(self, make_model, task):
+    def test_all_contexts_are_closed_if_one_cannot_be_entered(self, make_model, task):
         inside = []
 
         class Outer(wb.Callback):
@@ -262,7 +265,7 @@ class TestTheProtocol:
         assert inside == []
 
     @pytest.mark.parametrize("method", ["state_dict", "end"])
-    def test_a_callback_that_fails_at_the_end_leaves_nothing_open(self, make_model, task, tmp_path, method):
+    def test_after_an_error_at_the_end_everything_is_closed(self, make_model, task, tmp_path, method):
         class Fails(wb.Callback):
             pass
 
@@ -280,39 +283,40 @@ class TestTheProtocol:
         assert optimizer.param_groups[0]["lr"] == 0.1
 
     @pytest.mark.parametrize(
-        ("returned", "said"),
+        ("returned", "error"),
         [
-            (3.0, "returned a float, expected numbers by name"),
-            ({"x": "text"}, "returned x as a str, expected one number"),
-            ({"x": None}, "returned x as a NoneType, expected one number"),
-            ({"x": torch.ones(2)}, "returned x as a Tensor, expected one number"),
-            ({"loss": 0.0}, "returned 'loss', which the run records already"),
-            ({"step": 3}, "returned 'step', which the run records already"),
+            (3.0, about("end_step", 3.0)),
+            ({"x": "text"}, about("x", "text")),
+            ({"x": None}, about("x", None)),
+            ({"x": torch.ones(2)}, about("x", "Tensor of shape (2,)")),
+            ({"loss": 0.0}, about("end_step", "loss")),
+            ({"step": 3}, about("end_step", "step")),
         ],
     )
-    def test_what_is_no_number_of_its_own_is_refused_at_once(self, make_model, task, returned, said):
-        class Says(wb.Callback):
+    def test_invalid_metrics_are_rejected_in_the_first_step(self, make_model, task, returned, error):
+        class Returns(wb.Callback):
             def end_step(self, step, numbers):
                 return returned
 
-        with pytest.raises(OptionError, match=f"callback 'Says' {said}"):
-            list(wb.train(make_model(), task, n_steps=2, callbacks=[Says()]))
+        with pytest.raises(OptionError, check=error):
+            list(wb.train(make_model(), task, n_steps=2, callbacks=[Returns()]))
 
-    def test_one_callback_does_not_act_on_two_runs_at_once(self, make_model, task):
-        callback = LargeGradients()
+    def test_a_callback_cannot_act_on_two_runs_at_a_time(self, make_model, task):
+        callback = NotesLosses()
         first = wb.train(make_model(), task, n_steps=3, callbacks=[callback])
-        second = wb.train(make_model(), task, n_steps=3, callbacks=[callback])  # neither has begun
+        second = wb.train(make_model(), task, n_steps=3, callbacks=[callback])  # neither run has begun
         next(second)
-        with pytest.raises(OptionError, match="'LargeGradients' acts on another run at this moment"):
+        error = about("callbacks", "NotesLosses")
+        with pytest.raises(OptionError, check=error):
             wb.train(make_model(), task, n_steps=3, callbacks=[callback])
         assert len(list(second)) == 2
-        with pytest.raises(OptionError, match="was passed to another run since"):
+        with pytest.raises(OptionError, check=error):
             next(first)
 
 
 class TestResuming:
     def stopped(self, make_model, task, tmp_path, **options):
-        """Settings of a run of five steps that ended as if it had been killed: the last checkpoint is of step 4."""
+        """Train for five steps and keep only the checkpoint of step 4, as after a crash; return the settings."""
         settings = {"n_steps": 6, "checkpoint_every": 2, "store": tmp_path / "run.zarr"}
         run = wb.train(make_model(), task, **settings, **options)
         for record in run:
@@ -322,27 +326,27 @@ class TestResuming:
         shutil.rmtree(tmp_path / "run.checkpoints" / "step-00000005")
         return settings
 
-    def test_nothing_is_cut_off_before_the_run_goes_on(self, make_model, task, tmp_path):
+    def test_the_record_is_unchanged_until_the_run_continues(self, make_model, task, tmp_path):
         settings = self.stopped(make_model, task, tmp_path)
         run = wb.train(make_model(), task, resume=True, **settings)
         assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 5
         assert next(run).step == 4
 
-    def test_other_callbacks_are_refused(self, make_model, task, tmp_path):
+    def test_missing_callbacks_are_rejected(self, make_model, task, tmp_path):
         settings = self.stopped(make_model, task, tmp_path, recorder=wb.Recorder(every=None))
-        with pytest.raises(StoreError, match="was made with a recorder; resume with the same"):
+        with pytest.raises(StoreError, check=about("callbacks")):
             wb.train(make_model(), task, resume=True, **settings)
 
-    def test_a_recorder_that_the_run_did_not_have_is_refused(self, make_model, task, tmp_path):
+    def test_a_new_recorder_is_rejected(self, make_model, task, tmp_path):
         settings = self.stopped(make_model, task, tmp_path)
-        with pytest.raises(OptionError, match="was made without a recorder"):
+        with pytest.raises(OptionError, check=about("recorder", "Recorder")):
             next(wb.train(make_model(), task, resume=True, recorder=wb.Recorder(every=None), **settings))
 
 
 @pytest.mark.framework
 @pytest.mark.usefixtures("quiet")
 class TestInOtherTrainers:
-    """Faults and penalties act by hooks there, as they do in the loop."""
+    """Faults and penalties act by hooks in other trainers."""
 
     @pytest.mark.parametrize(
         "name",
@@ -356,23 +360,22 @@ class TestInOtherTrainers:
     )
     def test_faults_act_in_a_hugging_face_trainer(self, tmp_path, name):
         fault = getattr(wb.faults, name)
-        plain, same, faulty = (without_dropout(gpt2) for _ in range(3))
-        trainer(plain, tmp_path, max_steps=3).train()
-        trainer(same, tmp_path, wb.trainer_callback(fault()), max_steps=3).train()
+        control, off, faulty = (without_dropout(gpt2) for _ in range(3))
+        trainer(control, tmp_path, max_steps=3).train()
+        trainer(off, tmp_path, wb.trainer_callback(fault()), max_steps=3).train()
         trainer(faulty, tmp_path, wb.trainer_callback(fault(start=1)), max_steps=3).train()
-        close = [torch.allclose(a, b, atol=1e-6) for a, b in zip(plain.parameters(), same.parameters(), strict=True)]
-        assert all(close)
-        assert not same_weights(plain, faulty)
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(control.parameters(), off.parameters(), strict=True))
+        assert not same_weights(control, faulty)
 
-    def test_penalties_add_to_the_loss_of_a_hugging_face_trainer(self, tmp_path):
-        plain, penalized = without_dropout(gpt2), without_dropout(gpt2)
-        first, second = trainer(plain, tmp_path, max_steps=2), None
+    def test_penalties_are_added_to_the_loss_of_a_hugging_face_trainer(self, tmp_path):
+        control, penalized = without_dropout(gpt2), without_dropout(gpt2)
+        first = trainer(control, tmp_path, max_steps=2)
         first.train()
         second = trainer(penalized, tmp_path, wb.trainer_callback(wb.baselines.RandomL2(5.0)), max_steps=2)
         second.train()
         losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (first, second)]
         assert all(with_penalty > without for without, with_penalty in zip(*losses, strict=True))
-        assert not same_weights(plain, penalized)
+        assert not same_weights(control, penalized)
 
     def test_penalties_and_faults_act_in_lightning(self, lightning, task):  # noqa: F811
         models = [without_dropout(gpt2) for _ in range(3)]
@@ -389,12 +392,12 @@ class TestInOtherTrainers:
         assert not same_weights(models[0], models[2])
 
     @pytest.mark.parametrize("name", ["no_auxiliary_loss", "low_precision_reduction"])
-    def test_what_needs_the_loop_is_refused_in_one_sentence(self, tmp_path, name):
+    def test_faults_that_need_the_loop_of_the_workbench_are_rejected(self, tmp_path, name):
         fault = getattr(wb.faults, name)(start=0)
-        with pytest.raises(OptionError, match=f"{name} changes the loss or splits the batch, which only wb.train"):
+        with pytest.raises(OptionError, check=about("faults", name)):
             trainer(gpt2(), tmp_path, wb.trainer_callback(fault)).train()
 
-    def test_a_cut_of_the_rate_is_taken_back_after_each_update(self, tmp_path):
+    def test_the_learning_rate_is_restored_after_each_update(self, tmp_path):
         class Half(wb.Callback):
             rate_factor = 0.5
 
@@ -407,7 +410,7 @@ class TestInOtherTrainers:
         assert subject.optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_the_signature_of_train_is_that_of_its_settings():
+def test_the_signature_of_train_contains_all_settings():
     parameters = inspect.signature(wb.train).parameters
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
     for settings in (TrainingPlan, Recording):
@@ -421,8 +424,8 @@ def test_the_signature_of_train_is_that_of_its_settings():
                 assert given == field.default, field.name
 
 
-def test_a_run_from_before_callbacks_had_names_is_resumed(tmp_path):
-    """Store and checkpoint of the first format: a run with KSS, a fault, a penalty, a recorder, alarms and actions."""
+def test_a_run_of_the_first_format_is_resumed(tmp_path):
+    """Callbacks had no names in it; the run has KSS, a fault, a penalty, a recorder, alarms and actions."""
     with zipfile.ZipFile(FIRST_FORMAT / "run.zip") as file:
         file.extractall(tmp_path)
     expected = json.loads((FIRST_FORMAT / "losses.json").read_text())

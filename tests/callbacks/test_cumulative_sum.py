@@ -1,4 +1,4 @@
-"""Cumulative sums: a direct computation, planted jumps, drift, and numbers that are missing."""
+"""Cumulative sums: direct computation, known jumps, drift, and missing numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def sums(values, *, least_scale=0.01):
     return np.array([found.update(np.array([value]))[0] for value in values]), found
 
 
-def test_it_is_the_sum_typed_in_again():
+def test_against_a_direct_computation():
     values = np.random.default_rng(0).normal(size=400)
     values[250:260] += 5
     mean, variance, total, expected = 0.0, 0.0, 0.0, []
@@ -30,14 +30,14 @@ def test_it_is_the_sum_typed_in_again():
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_jump_accumulates_from_its_first_step_on_and_is_over_soon():
+def test_a_jump_accumulates_from_its_first_step_and_ends_soon():
     noise = np.random.default_rng(1).normal(size=500)
     found, last = sums(noise + 5.0 * ((np.arange(500) >= 300) & (np.arange(500) < 320)))
     assert found[:300].max() < 5
     assert found[305] > 10
     assert found[380:].max() < 5
     assert last.n_since[0] < 60
-    assert sums(-noise - 5.0 * (np.arange(500) >= 300))[0][300:].max() < 5  # a fall is none
+    assert sums(-noise - 5.0 * (np.arange(500) >= 300))[0][300:].max() < 5  # falls do not count
 
 
 def test_drift_does_not_accumulate():

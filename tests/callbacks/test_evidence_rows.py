@@ -1,4 +1,4 @@
-"""The evidence as a part of the run: what is written, in which loops, after a kill, and for runs without it."""
+"""The part ``evidence`` of a run: its rows, in several training loops, after a resume, and for runs without it."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import torch
 import xarray as xr
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.test_kss_integrations import trainer
 from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_recorder_alarms import loop, parts  # noqa: F401
@@ -20,12 +21,12 @@ NAMES = [watched.name for watched in WATCHED]
 
 
 @pytest.fixture(autouse=True)
-def judges_early(monkeypatch):
-    monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._FIRST_JUDGED", 20)
+def _evaluated_early(monkeypatch):
+    monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._FIRST_EVALUATED", 20)
 
 
 def alarms_of_exact_p():
-    """Alarms whose thresholds do not depend on the shipped calibration."""
+    """Return alarms whose thresholds do not depend on the shipped calibration."""
     return wb.Alarms(calibration=Calibration({}, n_steps=0))
 
 
@@ -38,13 +39,13 @@ def calm(n_steps):
     return 3.0 + 0.1 * np.random.default_rng(0).normal(size=n_steps)
 
 
-def test_a_row_holds_the_largest_evidence_since_the_last_one():
+def test_a_row_contains_the_largest_evidence_since_the_last_one():
     alarms, run = wb.Alarms(), run_of(calm(153))
     rows, largest, since = [], [], []
     for observation in wb.alarms.observations(run):
         alarms.observe(observation)
         since.append(alarms.scores()["loss"] if observation.step >= 20 else np.nan)
-        if (row := alarms.evidence_row(observation)) is not None:
+        if (row := alarms._evidence_row(observation)) is not None:
             rows.append(row)
             largest.append(np.nan if np.isnan(since).all() else np.nanmax(since))
             since = []
@@ -52,13 +53,13 @@ def test_a_row_holds_the_largest_evidence_since_the_last_one():
     values = np.stack([row.values["evidence"] for row in rows])
     np.testing.assert_array_equal(values[:, NAMES.index("loss")], largest)
     assert np.isfinite(largest[8:]).all()
-    assert np.isnan(largest[:2]).all()  # not judged yet
+    assert np.isnan(largest[:2]).all()  # not evaluated yet
     others = np.delete(values, NAMES.index("loss"), axis=1)
     assert np.isnan(others).all()  # not recorded
-    assert alarms.evidence_row(Observation(153, "monitors", {})) is None
+    assert alarms._evidence_row(Observation(153, "monitors", {})) is None
 
 
-def test_it_reaches_one_where_an_alarm_is_raised_and_nowhere_before():
+def test_it_reaches_one_where_an_alarm_is_raised_and_not_before():
     loss = calm(150)
     loss[104:] += 5
     alarms = alarms_of_exact_p()
@@ -83,13 +84,13 @@ def test_the_part_follows_the_schema():
     found = evidence_of(run_of(calm(40)))
     assert wb.schema.validate_part("evidence", found) is found
     assert found["signal"].values.tolist() == NAMES
-    with pytest.raises(SchemaError, match="'evidence' has dims"):
+    with pytest.raises(SchemaError, check=about("evidence")):
         wb.schema.validate_part("evidence", found.transpose())
     empty = evidence_of(run_of(calm(3)))
     assert empty["evidence"].shape == (0, len(NAMES))
 
 
-def test_a_loop_of_ones_own_writes_what_a_replay_gives(parts, tmp_path):  # noqa: F811
+def test_a_custom_loop_writes_the_same_as_a_replay(parts, tmp_path):  # noqa: F811
     recorder = wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=alarms_of_exact_p())
     loop(recorder, 47, **parts, rate_from=999, broken_at=33)
     run = wb.open_run(tmp_path / "a.zarr")
@@ -102,13 +103,13 @@ def test_a_loop_of_ones_own_writes_what_a_replay_gives(parts, tmp_path):  # noqa
     assert float(stored["evidence"].max()) >= 1
 
 
-def test_training_goes_on_to_the_bit_with_and_without_it(parts, tmp_path, monkeypatch):  # noqa: F811
+def test_training_is_bitwise_identical_with_and_without_it(parts, tmp_path, monkeypatch):  # noqa: F811
     fresh = {name: value.clone() for name, value in parts["model"].state_dict().items()}
     loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=wb.Alarms()), 25, **parts)
     model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
     model.load_state_dict(fresh)
     anew = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "task": parts["task"]}
-    monkeypatch.setattr(wb.Alarms, "evidence_row", lambda self, observation: None)
+    monkeypatch.setattr(wb.Alarms, "_evidence_row", lambda self, observation: None)
     loop(wb.Recorder(tmp_path / "b.zarr", every=EVERY, alarms=wb.Alarms()), 25, **anew)
     ends = parts["model"].state_dict()
     assert all(torch.equal(value, ends[name]) for name, value in model.state_dict().items())
@@ -116,15 +117,15 @@ def test_training_goes_on_to_the_bit_with_and_without_it(parts, tmp_path, monkey
 
 
 @pytest.mark.parametrize("has_part", [True, False])
-def test_a_resumed_run_goes_on_with_it(parts, tmp_path, has_part, monkeypatch):  # noqa: F811
-    """Resumed between two rows, after rows that are computed again; a run that began without it begins with it."""
+def test_a_resumed_run_continues_it(parts, tmp_path, has_part, monkeypatch):  # noqa: F811
+    """The run resumes between two rows, and some rows are recomputed; a run without the part starts it."""
     path, options = tmp_path / "a.zarr", {"rate_from": 999, "broken_at": 41}
-    row = wb.Alarms.evidence_row
+    row = wb.Alarms._evidence_row
     if not has_part:
-        monkeypatch.setattr(wb.Alarms, "evidence_row", lambda self, observation: None)
+        monkeypatch.setattr(wb.Alarms, "_evidence_row", lambda self, observation: None)
     loop(wb.Recorder(path, every=EVERY, alarms=wb.Alarms()), 33, **parts, **options)
     RunWriter.reopen(path, before_step=25)
-    monkeypatch.setattr(wb.Alarms, "evidence_row", row)
+    monkeypatch.setattr(wb.Alarms, "_evidence_row", row)
     loop(wb.Recorder(path, every=EVERY, alarms=wb.Alarms(), resume=True), 52, start=25, **parts, **options)
     run = wb.open_run(path)
     replayed = evidence_of(run)
@@ -132,7 +133,7 @@ def test_a_resumed_run_goes_on_with_it(parts, tmp_path, has_part, monkeypatch): 
     xr.testing.assert_equal(run["evidence"].to_dataset(), expected)
 
 
-def test_train_writes_it_and_goes_on_with_it(tmp_path):
+def test_train_writes_and_continues_it(tmp_path):
     task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
 
     def training(n_steps, **options):

@@ -10,9 +10,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
+from tests.about import about
 from tests.training.test_loop import dropout_model
 from workbench.callbacks.faults import Cut, FlashAttentionMode, cut_low_bits
-from workbench.callbacks.faults.flash_attention_mode import flash_attention
+from workbench.callbacks.faults.flash_attention_mode import ROUNDINGS, flash_attention
 from workbench.errors import OptionError
 
 
@@ -26,7 +27,7 @@ def inputs(n_tokens=7, n_seen=7, n_kv_heads=4, dtype=torch.float64):
 
 
 def dense_attention(q, k, v, mask=None, *, is_causal=False, scale=None):
-    """Softmax attention as it is written down; autograd does the rest."""
+    """Softmax attention by its formula, differentiated by autograd."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -48,7 +49,7 @@ def gradients(attention, tensors, **options):
     [{}, {"is_causal": True}, {"scale": 0.7}, {"mask": "bool"}, {"mask": "float"}, {"n_kv_heads": 2}, {"n_seen": 5}],
     ids=str,
 )
-def test_without_a_cut_it_is_dense_attention(options, dtype, atol):
+def test_without_a_cut_it_equals_dense_attention(options, dtype, atol):
     options = dict(options)
     n_seen, kind = options.pop("n_seen", 7), options.pop("mask", None)
     tensors = inputs(n_seen=n_seen, n_kv_heads=options.pop("n_kv_heads", 4), dtype=dtype)
@@ -63,13 +64,13 @@ def test_without_a_cut_it_is_dense_attention(options, dtype, atol):
         assert one.dtype == dtype
 
 
-def test_second_derivatives_are_right_too():
-    """The gradient penalty takes them."""
+def test_second_derivatives():
+    """The gradient penalty needs them."""
     tensors = [x[:1, :1, :4, :3].detach().requires_grad_() for x in inputs()]
     assert torch.autograd.gradgradcheck(lambda *x: flash_attention(*x, is_causal=True), tensors)
 
 
-def test_tokens_that_see_nothing_get_nothing():
+def test_the_output_of_fully_masked_tokens_is_zero():
     tensors, mask = inputs(), torch.ones(7, 7, dtype=torch.bool)
     mask[3] = False
     out, *rest = gradients(flash_attention, [*tensors, mask])
@@ -78,9 +79,9 @@ def test_tokens_that_see_nothing_get_nothing():
     assert torch.allclose(out, functional.scaled_dot_product_attention(*tensors, attn_mask=mask))
 
 
-def test_dropout_leaves_out_weights_and_its_gradient_is_that_of_what_is_left():
+def test_dropout_of_attention_weights_and_its_gradient():
     q, k, _ = inputs()
-    v = torch.eye(7, dtype=torch.float64).expand(2, 4, 7, 7).clone().requires_grad_()  # the output is the weights
+    v = torch.eye(7, dtype=torch.float64).expand(2, 4, 7, 7).clone().requires_grad_()  # the output equals the weights
     torch_state = torch.get_rng_state()
     out, *found = gradients(flash_attention, [q, k, v], dropout_p=0.4)
     torch.set_rng_state(torch_state)
@@ -92,7 +93,7 @@ def test_dropout_leaves_out_weights_and_its_gradient_is_that_of_what_is_left():
 
 
 def literal_cut(value, n_bits):
-    """The 16 bits of one bfloat16, as text."""
+    """Cut the bits of one bfloat16 number in its binary representation as text."""
     bits = int(torch.tensor(value).to(torch.bfloat16).view(torch.int16)) & 0xFFFF
     kept = f"{bits:016b}"[: 16 - n_bits] + "0" * n_bits
     number = int(kept, 2)
@@ -101,13 +102,13 @@ def literal_cut(value, n_bits):
 
 @settings(deadline=None)
 @given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(1, 8))
-def test_cutting_is_zeros_in_place_of_the_lowest_bits(value, n_bits):
+def test_cutting_sets_the_lowest_bits_to_zero(value, n_bits):
     assert cut_low_bits(torch.tensor([value]), n_bits).item() == literal_cut(value, n_bits)
 
 
 @settings(deadline=None)
 @given(st.floats(2.0**-100, 2.0**100, width=32), st.integers(1, 7))
-def test_rounding_is_to_the_nearest_of_the_two_beside_it(value, n_bits):
+def test_rounding_yields_the_nearest_of_the_two_neighbors(value, n_bits):
     x = torch.tensor([value]).to(torch.bfloat16).double()
     low = cut_low_bits(x, n_bits).item()
     high = torch.tensor(low).to(torch.bfloat16).view(torch.int16).add(1 << n_bits).view(torch.bfloat16).item()
@@ -117,13 +118,13 @@ def test_rounding_is_to_the_nearest_of_the_two_beside_it(value, n_bits):
     assert cut_low_bits(-x, n_bits, "nearest").item() == -found
 
 
-def test_what_is_not_finite_stays_so_and_no_bits_is_no_change():
-    odd = torch.tensor([math.nan, math.inf, -math.inf, 1.2345678])
+def test_values_that_are_not_finite_and_a_cut_of_no_bits_are_unchanged():
+    x = torch.tensor([math.nan, math.inf, -math.inf, 1.2345678])
     for n_bits in (7, 8):
-        assert torch.equal(cut_low_bits(odd, n_bits).isfinite(), odd.isfinite())
-        assert cut_low_bits(odd, n_bits)[1:3].tolist() == [math.inf, -math.inf]
-    assert cut_low_bits(odd, 0)[3] == odd[3]
-    assert cut_low_bits(odd, 0, "cast")[3] == odd[3].bfloat16().float() != odd[3]
+        assert torch.equal(cut_low_bits(x, n_bits).isfinite(), x.isfinite())
+        assert cut_low_bits(x, n_bits)[1:3].tolist() == [math.inf, -math.inf]
+    assert cut_low_bits(x, 0)[3] == x[3]
+    assert cut_low_bits(x, 0, "cast")[3] == x[3].bfloat16().float() != x[3]
 
 
 def slope(n_bits, rounding, *, both):
@@ -136,22 +137,22 @@ def slope(n_bits, rounding, *, both):
 @pytest.mark.parametrize(
     ("n_bits", "on_output", "on_both"), [(4, 0.96, 0.92), (6, 0.84, 0.71), (7, 0.73, 0.53), (8, 0.53, 0.28)]
 )
-def test_the_bias_of_delta_is_the_published_one(n_bits, on_output, on_both):
-    # Half of the last published digit, and four standard deviations of such a draw (at most .0025, over seeds).
+def test_the_bias_of_delta_is_that_of_the_paper(n_bits, on_output, on_both):
+    # The tolerance is half of the last published digit plus four standard deviations over seeds (at most 0.0025 each).
     assert slope(n_bits, "truncate", both=False) == pytest.approx(on_output, abs=0.015)
     assert slope(n_bits, "truncate", both=True) == pytest.approx(on_both, abs=0.015)
 
 
 @pytest.mark.parametrize("n_bits", [1, 2, 3, 4, 5, 6])
-def test_rounding_to_the_nearest_has_hardly_a_bias(n_bits):
-    # With 6 bits .012 and .024 on average over seeds, and .002 from draw to draw.
+def test_rounding_to_the_nearest_has_almost_no_bias(n_bits):
+    # With 6 bits the bias is 0.012 and 0.024 on average over seeds, with a standard deviation of 0.002.
     assert slope(n_bits, "nearest", both=False) == pytest.approx(1, abs=0.02)
     assert slope(n_bits, "nearest", both=True) == pytest.approx(1, abs=0.035)
 
 
 @pytest.mark.parametrize("targets", [{"output"}, {"gradient"}, {"output", "gradient"}])
-def test_the_cut_acts_where_flash_attention_reads(targets):
-    """The backward pass written down, with bits missing in O, dO or both."""
+def test_the_cut_acts_on_the_tensors_of_the_backward_pass(targets):
+    """The result equals that of an explicit backward pass with O, dO or both cut."""
     q, k, v = inputs(dtype=torch.float32)
     out, *found = gradients(
         lambda *x: flash_attention(*x, cut=Cut(7, "truncate", "output" in targets, "gradient" in targets)), [q, k, v]
@@ -163,11 +164,11 @@ def test_the_cut_acts_where_flash_attention_reads(targets):
     d_scores = weights * (upstream @ v.mT - (upstream * saved).sum(-1, keepdim=True)) / math.sqrt(6)
     for one, other in zip(found, (d_scores @ k, d_scores.mT @ q, weights.mT @ upstream), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
-    assert torch.equal(out, flash_attention(q, k, v))  # the forward pass keeps its bits
+    assert torch.equal(out, flash_attention(q, k, v))  # the forward pass is unchanged
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_inputs_and_autocast(dtype):
+def test_half_precision_inputs_and_autocast(dtype):
     exact = gradients(dense_attention, inputs(), is_causal=True)
     short = [x.detach().to(dtype).requires_grad_() for x in inputs()]
     for one, other in zip(gradients(flash_attention, short, is_causal=True), exact, strict=True):
@@ -182,7 +183,7 @@ def test_short_inputs_and_autocast(dtype):
     assert full[0].grad.dtype == torch.float32
 
 
-def test_the_mode_takes_the_place_of_torchs_attention_and_leaves():
+def test_the_mode_replaces_the_attention_of_torch_temporarily():
     tensors, mode, original = inputs(), FlashAttentionMode(), functional.scaled_dot_product_attention
     with mode:
         out = functional.scaled_dot_product_attention(*tensors, is_causal=True)
@@ -194,7 +195,7 @@ def test_the_mode_takes_the_place_of_torchs_attention_and_leaves():
 
 
 class Checkpointed(nn.Module):
-    """A model of which every block is run again in the backward pass."""
+    """A model of which every block is recomputed in the backward pass."""
 
     def __init__(self, model, use_reentrant):
         super().__init__()
@@ -226,18 +227,18 @@ def losses(model, task, *faults, **settings):
     ]
 
 
-def test_off_it_is_training_with_exact_attention_and_on_it_is_not(make_model, task):
-    plain, off = losses(make_model(), task), losses(make_model(), task, wb.faults.low_precision_attention())
-    assert off == pytest.approx(plain, rel=1e-4)
+def test_attention_is_exact_while_the_fault_is_off(make_model, task):
+    without, off = losses(make_model(), task), losses(make_model(), task, wb.faults.low_precision_attention())
+    assert off == pytest.approx(without, rel=1e-4)
     zero = losses(make_model(), task, wb.faults.low_precision_attention(n_bits=0, start=0))
     assert zero == off
     on = losses(make_model(), task, wb.faults.low_precision_attention(n_bits=8, start=2))
-    assert on[:3] == off[:3]  # the loss of step 2 belongs to the weights before its update
+    assert on[:3] == off[:3]  # the loss of step 2 is that of the parameters before its update
     assert on[3:] != off[3:]
 
 
-def test_it_biases_queries_and_keys_and_leaves_values(make_model, task):
-    """With O alone cut, the last block's value weights get the exact gradient, its query weights do not."""
+def test_it_biases_the_gradients_of_queries_and_keys_but_not_of_values(make_model, task):
+    """With only O cut, the value weights of the last block have the exact gradient, its query weights do not."""
     seen = {}
     for name, start in (("off", None), ("on", 0)):
         model = make_model(init_std=0.3)
@@ -268,7 +269,7 @@ def hugging_face_models():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "gpt_neox"])
-def test_hugging_face_models_with_sdpa_run_and_learn_other_things(family, task):
+def test_it_acts_on_hugging_face_models_with_sdpa(family, task):
     import transformers
 
     config, found = hugging_face_models()[family], {}
@@ -283,8 +284,8 @@ def test_hugging_face_models_with_sdpa_run_and_learn_other_things(family, task):
     assert found["on"][-1] != found["off"][-1]
 
 
-def test_padded_rows_of_a_mapping_run(task):
-    """A mask of the batch goes the same way."""
+def test_padded_examples_of_a_mapping(task):
+    """The mask of the batch is passed on to the attention."""
     model, tokens = dropout_model(), task.batch(0)[0]
     mask = torch.ones_like(tokens)
     mask[:, -3:] = 0
@@ -292,7 +293,7 @@ def test_padded_rows_of_a_mapping_run(task):
     assert np.isfinite(losses(model, [batch] * 3, wb.faults.low_precision_attention(start=0), n_steps=3)).all()
 
 
-def test_a_model_without_torchs_attention_is_refused(task, tmp_path):
+def test_a_model_without_the_attention_of_torch_is_rejected(task, tmp_path):
     import transformers
 
     state = torch.get_rng_state()
@@ -301,18 +302,18 @@ def test_a_model_without_torchs_attention_is_refused(task, tmp_path):
     before = [weight.detach().clone() for weight in eager.parameters()]
     for model in (eager, wb.zoo.mamba(d_model=16, n_layers=1, vocab_size=32)):
         run = wb.train(model, task, n_steps=2, store=tmp_path / "a.zarr", faults=[wb.faults.low_precision_attention()])
-        with pytest.raises(OptionError, match=r"but \w+ does not; load a Hugging Face model with attn_impl.*'sdpa'"):
+        with pytest.raises(OptionError, check=about("model", type(model).__name__)):
             next(run)
         assert not (tmp_path / "a.zarr").exists()
     assert all(torch.equal(a, b) for a, b in zip(eager.parameters(), before, strict=True))
     torch.set_rng_state(state)
 
 
-def test_it_goes_with_penalties_that_take_second_derivatives(make_model, task):
+def test_with_penalties_that_need_second_derivatives(make_model, task):
     penalties = [wb.baselines.GradientPenalty(0.1)]
-    plain = losses(make_model(), task, penalties=penalties)
+    without = losses(make_model(), task, penalties=penalties)
     off = losses(make_model(), task, wb.faults.low_precision_attention(), penalties=penalties)
-    assert off == pytest.approx(plain, rel=1e-3)
+    assert off == pytest.approx(without, rel=1e-3)
     on = losses(make_model(), task, wb.faults.low_precision_attention(start=0), penalties=penalties)
     assert np.isfinite(on).all()
     assert on[1:] != off[1:]
@@ -320,7 +321,7 @@ def test_it_goes_with_penalties_that_take_second_derivatives(make_model, task):
 
 @pytest.mark.medium
 @pytest.mark.slow
-def test_compiled_models_lose_the_same_bits(make_model, task):
+def test_the_cut_is_the_same_in_compiled_models(make_model, task):
     def found(start, *, is_compiled):
         model = make_model(n_layers=1, init_std=0.3)
         model = torch.compile(model, backend="aot_eager") if is_compiled else model
@@ -332,24 +333,24 @@ def test_compiled_models_lose_the_same_bits(make_model, task):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "error"),
     [
-        ({"n_bits": 9}, "n_bits is 9, expected 0 to 8"),
-        ({"n_bits": -1}, "n_bits is -1, expected at least 0"),
-        ({"n_bits": 1.5}, "n_bits is 1.5, expected a whole number"),
-        ({"targets": ("value",)}, "expected 'output', 'gradient' or both"),
-        ({"targets": ()}, "expected 'output', 'gradient' or both"),
-        ({"rounding": "up"}, "rounding is 'up', expected one of truncate, nearest, cast"),
-        ({"rounding": "cast", "n_bits": 3}, "n_bits is 3; pass n_bits=0"),
+        ({"n_bits": 9}, about("n_bits", 9)),
+        ({"n_bits": -1}, about("n_bits", -1)),
+        ({"n_bits": 1.5}, about("n_bits", 1.5)),
+        ({"targets": ("value",)}, about("targets", ("value",))),
+        ({"targets": ()}, about("targets", ())),
+        ({"rounding": "up"}, about("rounding", "up", ROUNDINGS)),
+        ({"rounding": "cast", "n_bits": 3}, about("n_bits", 3)),
     ],
 )
-def test_bad_options_are_refused(options, sentence):
-    with pytest.raises(OptionError, match=sentence):
+def test_invalid_options_are_rejected(options, error):
+    with pytest.raises(OptionError, check=error):
         wb.faults.low_precision_attention(**options)
 
 
-def test_attention_inside_of_torchs_own_module_is_refused(task):
-    """Torch leaves the mode there; better said than without effect."""
+def test_attention_inside_of_multihead_attention_is_rejected(task):
+    """Torch disables the mode there, and the fault would have no effect."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -365,5 +366,5 @@ def test_attention_inside_of_torchs_own_module_is_refused(task):
             return self.head(states + mixed)
 
     assert np.isfinite(losses(Model(), task)).all()
-    with pytest.raises(OptionError, match="calls torch's scaled_dot_product_attention itself, but Model does not"):
+    with pytest.raises(OptionError, check=about("model", "Model")):
         losses(Model(), task, wb.faults.low_precision_attention(start=0))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.test_kss_loops import gpt2, llama
 from tests.callbacks.test_kss_shaper import hooks_of, kss_with, loss_of, sgd, step
 from tests.small_training import same_weights
@@ -16,7 +17,7 @@ from workbench.errors import MissingPackageError, OptionError, StoreError
 pytestmark = [pytest.mark.framework, pytest.mark.usefixtures("quiet")]
 
 
-def rows(n=64, length=12):
+def examples(n=64, length=12):
     tokens = torch.randint(1, 32, (n, length), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
@@ -37,7 +38,9 @@ def trainer(model, folder, *callbacks, data=None, **options):
             **options,
         },
     )
-    return transformers.Trainer(model=model, args=arguments, train_dataset=data or rows(), callbacks=list(callbacks))
+    return transformers.Trainer(
+        model=model, args=arguments, train_dataset=data or examples(), callbacks=list(callbacks)
+    )
 
 
 def without_dropout(make):
@@ -57,14 +60,14 @@ class TestHuggingFace:
         assert [row["kss_strength"] for row in logged] == [0.5] * 5
         assert [row["kss_enabled"] for row in logged] == [1.0] * 5
         assert all(row["kss_acting"] == 2 and row["kss_penalty"] > 0 for row in logged)
-        # Looked at in steps 0, 2 and 4; between them what was found last is told.
+        # Measured in steps 0, 2 and 4; the steps between repeat the last measurement.
         assert logged[0]["kss_penalty"] == logged[1]["kss_penalty"] != logged[2]["kss_penalty"]
         assert all(not module._forward_pre_hooks for module in model.modules())
 
-    def test_it_does_what_attaching_by_hand_does(self, tmp_path):
-        """The same weights as a loop with the trainer's batches."""
+    def test_it_is_equivalent_to_attaching_kss_to_a_loop(self, tmp_path):
+        """The parameters are those after a loop over the same batches."""
         model, by_hand = without_dropout(gpt2), without_dropout(gpt2)
-        data = rows(24)
+        data = examples(24)
         options = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
         subject = trainer(model, tmp_path, wb.trainer_callback(kss_with()), data=data, **options)
         seen = []
@@ -83,7 +86,7 @@ class TestHuggingFace:
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
     @pytest.mark.parametrize("off", [{"enabled": False}, {"strength": 0.0}], ids=str)
-    def test_switched_off_it_leaves_every_bit(self, tmp_path, off):
+    def test_with_kss_switched_off_training_is_bitwise_identical(self, tmp_path, off):
         plain, model = gpt2(), gpt2()
         trainer(plain, tmp_path).train()
         kss = kss_with()
@@ -93,9 +96,9 @@ class TestHuggingFace:
 
     @pytest.mark.slow
     def test_resuming_from_a_checkpoint_of_the_trainer(self, tmp_path):
-        """Controls that were turned on the way come back, and the weights are those of running through."""
+        """Controls that were changed are restored, and the parameters are those of an uninterrupted run."""
 
-        class Turn(transformers.TrainerCallback):
+        class ChangeControls(transformers.TrainerCallback):
             def __init__(self, kss):
                 self.kss = kss
 
@@ -104,8 +107,8 @@ class TestHuggingFace:
                     self.kss.set(strength=0.3, layers=(1,))
 
         options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-        through, kss = gpt2(), kss_with(layers="half", n_snapshots=24)
-        subject = trainer(through, tmp_path, wb.trainer_callback(kss), Turn(kss), **options)
+        uninterrupted, kss = gpt2(), kss_with(layers="half", n_snapshots=24)
+        subject = trainer(uninterrupted, tmp_path, wb.trainer_callback(kss), ChangeControls(kss), **options)
         subject.train()
         saved = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
         states = saved["stateful_callbacks"]["WorkbenchCallback"]["attributes"]["saved"]
@@ -116,14 +119,14 @@ class TestHuggingFace:
             extra = {**options, "restore_callback_states_from_checkpoint": restores}
             subject = trainer(resumed, tmp_path / str(restores), callback, **extra)
             subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-            assert same_weights(resumed, through)
+            assert same_weights(resumed, uninterrupted)
             assert (kss.strength, kss.layers) == (0.3, (1,))
         other = kss_with(layers="half", n_snapshots=24, coupling="decoupled")
         subject = trainer(gpt2(), tmp_path / "other", wb.trainer_callback(other), **options)
-        with pytest.raises(StoreError, match="made with kss options coupling = gradient, this run says decoupled"):
+        with pytest.raises(StoreError, check=about("kss.coupling", "decoupled")):
             subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
-    def test_a_run_made_without_kss_goes_on_with_it(self, tmp_path):
+    def test_a_run_without_kss_may_continue_with_it(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
         trainer(gpt2(), tmp_path, **{**options, "max_steps": 3}).train()
         kss = kss_with()
@@ -132,14 +135,14 @@ class TestHuggingFace:
         assert (tmp_path / "checkpoint-6").is_dir()
         assert subject.state.log_history[-2]["kss_acting"] == 2
 
-    def test_an_error_in_training_leaves_nothing_for_long(self, tmp_path):
+    def test_after_an_error_in_training_hooks_are_removed(self, tmp_path):
         model, callback = gpt2(), wb.trainer_callback(kss_with())
         subject = trainer(model, tmp_path, callback)
         handle = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             subject.train()
         handle.remove()
-        subject.train()  # attaches anew, and once
+        subject.train()  # attaches KSS again, exactly once
         assert all(not module._forward_pre_hooks for module in model.modules())
         handle = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -163,14 +166,14 @@ class TestHuggingFace:
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in pairs)
 
-    def test_one_is_enough(self, tmp_path):
+    def test_a_second_callback_of_the_workbench_is_rejected(self, tmp_path):
         subject = trainer(gpt2(), tmp_path, wb.trainer_callback(kss_with()), wb.trainer_callback(kss_with()))
-        with pytest.raises(OptionError, match="A Trainer takes one callback of the workbench, not several"):
+        with pytest.raises(OptionError, check=about("callbacks", 2)):
             subject.train()
 
 
 class Collector:
-    """Makes a Lightning logger that keeps what it is given."""
+    """Creates a Lightning logger that stores the metrics that it receives."""
 
     def __new__(cls, lightning):
         class Keeping(lightning.pytorch.loggers.logger.Logger):
@@ -184,7 +187,7 @@ class Collector:
                 self.rows.append(metrics)
 
             def log_hyperparams(self, *args, **kwargs):
-                """Nothing to keep."""
+                """Ignore the hyperparameters."""
 
         return Keeping()
 
@@ -206,8 +209,8 @@ def lightning_module(lightning, model, *, rate=0.01, optimizers=1):
             return loss_of(self.model, batch)
 
         def configure_optimizers(self):
-            made = [torch.optim.AdamW(self.model.parameters(), lr=rate) for _ in range(optimizers)]
-            return made if optimizers > 1 else made[0]
+            created = [torch.optim.AdamW(self.model.parameters(), lr=rate) for _ in range(optimizers)]
+            return created if optimizers > 1 else created[0]
 
     return Shell()
 
@@ -234,8 +237,8 @@ def fit(lightning, module, *callbacks, n_steps=4, n_batches=8, task, checkpoint=
 
 
 class TestLightning:
-    def test_it_does_what_attaching_by_hand_does(self, lightning, task):
-        """Though Lightning runs the batch from inside the optimizer's step."""
+    def test_it_is_equivalent_to_attaching_kss_to_a_loop(self, lightning, task):
+        """Although Lightning computes the gradient within the step of the optimizer."""
         by_hand, model = without_dropout(gpt2), without_dropout(gpt2)
         optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.01)
         with kss_with().attach(by_hand, optimizer):
@@ -259,12 +262,12 @@ class TestLightning:
             fit(lightning, module, wb.lightning_callback(kss), task=task, logger=logger, **options)
             return model, logger.rows
 
-        (shaped, rows), (plain, _) = trained(0.5), trained(0.0)
-        assert rows[-1]["kss_acting"] == 2
-        assert not same_weights(shaped, plain)
+        (model, logged), (control, _) = trained(0.5), trained(0.0)
+        assert logged[-1]["kss_acting"] == 2
+        assert not same_weights(model, control)
 
     @pytest.mark.parametrize("off", [{"enabled": False}, {"strength": 0.0}], ids=str)
-    def test_switched_off_it_leaves_every_bit(self, lightning, task, off):
+    def test_with_kss_switched_off_training_is_bitwise_identical(self, lightning, task, off):
         plain, model, kss = gpt2(), gpt2(), kss_with()
         torch.manual_seed(0)
         fit(lightning, lightning_module(lightning, plain), task=task)
@@ -274,26 +277,26 @@ class TestLightning:
         assert same_weights(model, plain)
 
     def test_resuming_from_a_checkpoint(self, lightning, task, tmp_path):
-        def fresh(**options):
+        def new(**options):
             return without_dropout(gpt2), kss_with(layers="half", n_snapshots=24, **options)
 
-        data = {"task": task, "n_batches": 1}  # Lightning may begin with any
-        through, kss = fresh()
-        fit(lightning, lightning_module(lightning, through), wb.lightning_callback(kss), n_steps=6, **data)
-        model, kss = fresh()
+        data = {"task": task, "n_batches": 1}  # Lightning may resume with any batch
+        uninterrupted, kss = new()
+        fit(lightning, lightning_module(lightning, uninterrupted), wb.lightning_callback(kss), n_steps=6, **data)
+        model, kss = new()
         module = lightning_module(lightning, model)
         subject = fit(lightning, module, wb.lightning_callback(kss), n_steps=3, **data)
         subject.save_checkpoint(tmp_path / "at-3.ckpt")
-        resumed, kss = fresh(strength=7.0)
+        resumed, kss = new(strength=7.0)
         options = {"n_steps": 6, "checkpoint": tmp_path / "at-3.ckpt", **data}
         fit(lightning, lightning_module(lightning, resumed), wb.lightning_callback(kss), **options)
         assert kss.strength == 1.0
-        assert same_weights(resumed, through)
-        _, other = fresh(coupling="projection")
-        with pytest.raises(StoreError, match="made with kss options coupling = gradient, this run says projection"):
+        assert same_weights(resumed, uninterrupted)
+        _, other = new(coupling="projection")
+        with pytest.raises(StoreError, check=about("kss.coupling", "projection")):
             fit(lightning, lightning_module(lightning, gpt2()), wb.lightning_callback(other), **options)
 
-    def test_an_error_in_training_leaves_nothing(self, lightning, task):
+    def test_after_an_error_in_training_hooks_are_removed(self, lightning, task):
         model = gpt2()
         module = lightning_module(lightning, model)
         model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -303,14 +306,14 @@ class TestLightning:
             len(list(module.modules())) - 1
         )
 
-    def test_several_optimizers_are_refused(self, lightning, task):
+    def test_several_optimizers_are_rejected(self, lightning, task):
         module = lightning_module(lightning, gpt2(), optimizers=2)
         module.automatic_optimization = False
-        with pytest.raises(OptionError, match="Shell has 2 optimizers or steps them itself, .*; attach by"):
+        with pytest.raises(OptionError, check=about("optimizer", 2)):
             fit(lightning, module, wb.lightning_callback(kss_with()), task=task)
 
-    def test_a_module_that_is_its_own_model(self, lightning, task):
-        class Own(lightning.LightningModule):
+    def test_a_lightning_module_that_is_the_model(self, lightning, task):
+        class Model(lightning.LightningModule):
             def __init__(self):
                 super().__init__()
                 self.embedding = nn.Embedding(32, 8)
@@ -332,11 +335,11 @@ class TestLightning:
                 return sgd(self)
 
         logger = Collector(lightning)
-        fit(lightning, Own(), wb.lightning_callback(kss_with()), task=task, logger=logger)
+        fit(lightning, Model(), wb.lightning_callback(kss_with()), task=task, logger=logger)
         assert [row["kss_acting"] for row in logger.rows] == [2.0] * 4
 
     def test_the_other_name_of_lightning(self, monkeypatch, lightning):
-        """Callbacks are made for the one that the caller has imported."""
+        """The callback is created for the package that the caller has imported."""
         import pytorch_lightning
 
         assert isinstance(wb.lightning_callback(wb.KSS()), lightning.pytorch.Callback)
@@ -344,17 +347,17 @@ class TestLightning:
         assert isinstance(wb.lightning_callback(wb.KSS()), pytorch_lightning.Callback)
 
 
-def test_lightning_that_is_missing_is_said(monkeypatch):
+def test_missing_lightning_raises(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] in ("lightning", "pytorch_lightning")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     monkeypatch.setattr(sys, "meta_path", [Absent("lightning", "pytorch_lightning"), *sys.meta_path])
-    with pytest.raises(MissingPackageError, match=r"wb.lightning_callback\(\) needs Lightning; install it with: pip"):
+    with pytest.raises(MissingPackageError, check=about("lightning")):
         wb.lightning_callback(wb.KSS())
 
 
 class Absent:
-    """An importer by which packages are not there."""
+    """An importer that hides packages."""
 
     def __init__(self, *names):
         self.names = names

@@ -1,4 +1,4 @@
-"""KSS in loops that are not ours: nothing about how they make their gradient may change what the penalty adds to it."""
+"""KSS in custom training loops: how a loop computes its gradient must not change the gradient of the penalty."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
+from tests.about import about
 from tests.callbacks.test_kss_shaper import Stack, assert_close, hooks_of, kss_with, loss_of, sgd, step
 from tests.small_training import same_weights
 from workbench.errors import SnapshotError
@@ -15,7 +16,7 @@ TINY = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions"
 
 
 def gpt2(**options):
-    """A small one, with its dropout, the same each time."""
+    """A small GPT-2 with dropout; all calls return the same model."""
     import transformers
 
     config = transformers.GPT2Config(**TINY, bos_token_id=0, eos_token_id=0, **options)
@@ -37,11 +38,11 @@ def llama(**options):
 
 
 def added(make, loop, *, make_optimizer=sgd, strength=STRENGTH, **options):
-    """What KSS adds to the gradient of one update: runs with and without it, from the same weights and dropout.
+    """Return what KSS adds to the gradient of one update, from runs with and without it.
 
-    ``loop(model, optimizer)`` makes one update.
+    Both runs have the same initial parameters and dropout. ``loop(model, optimizer)`` performs one update.
     """
-    weights = []
+    parameters = []
     for is_on in (False, True):
         model = make()
         bare = getattr(model, "_orig_mod", model)
@@ -49,17 +50,17 @@ def added(make, loop, *, make_optimizer=sgd, strength=STRENGTH, **options):
         torch.manual_seed(1)
         with kss_with(strength=strength, enabled=is_on, **options).attach(model, optimizer) as shaper:
             loop(model, optimizer)
-        weights.append([weight.detach().clone() for weight in bare.parameters()])
+        parameters.append([parameter.detach().clone() for parameter in bare.parameters()])
     assert shaper.last.n_acting == 2
-    return [(plain - shaped) / (RATE * strength) for plain, shaped in zip(*weights, strict=True)]
+    return [(without - with_kss) / (RATE * strength) for without, with_kss in zip(*parameters, strict=True)]
 
 
-def plain_loop(task):
+def standard_loop(task):
     return lambda model, optimizer: step(model, optimizer, task.batch(0))
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_hugging_face_models_in_a_plain_loop(task, make):
+def test_hugging_face_models_in_a_standard_loop(task, make):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     before = hooks_of(model, optimizer)
@@ -76,7 +77,7 @@ def test_hugging_face_models_in_a_plain_loop(task, make):
     assert hooks_of(model, optimizer) == before
 
 
-def test_padding_gives_no_snapshots(task):
+def test_padding_yields_no_snapshots(task):
     """The penalty of a padded batch is that of its tokens."""
     model, penalties = gpt2(), []
     tokens = task.batch(0)[0][:, :8]
@@ -95,8 +96,8 @@ def test_gradient_accumulation_adds_the_penalty_once(task):
     tokens, targets = task.batch(0)
 
     def accumulated(model, optimizer):
-        for rows in (slice(0, 4), slice(4, 8)):
-            (loss_of(model, (tokens[rows], targets[rows])) / 2).backward()
+        for part in (slice(0, 4), slice(4, 8)):
+            (loss_of(model, (tokens[part], targets[part])) / 2).backward()
         optimizer.step()
 
     last = (tokens[4:], targets[4:])
@@ -105,7 +106,7 @@ def test_gradient_accumulation_adds_the_penalty_once(task):
 
 
 def autocast_loop(task, dtype, scaler=None, *, clips=False):
-    """One update under automatic mixed precision, as PyTorch's manual has it."""
+    """One update under automatic mixed precision, as in the documentation of PyTorch."""
 
     def loop(model, optimizer):
         with torch.autocast("cpu", dtype):
@@ -125,24 +126,24 @@ def autocast_loop(task, dtype, scaler=None, *, clips=False):
 
 
 def test_bfloat16_autocast_leaves_the_penalty_in_full_precision(task):
-    expected = added(gpt2, plain_loop(task))
+    expected = added(gpt2, standard_loop(task))
     assert_close(added(gpt2, autocast_loop(task, torch.bfloat16)), expected, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_a_gradient_scaler_does_not_scale_the_penalty(task, is_fused, clips):
-    """Fused optimizers unscale by themselves, others are handed unscaled gradients."""
+    """Fused optimizers unscale the gradients themselves; others receive unscaled gradients."""
 
     def optimizer_of(model):
         return torch.optim.SGD(model.parameters(), lr=RATE, fused=is_fused)
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     loop = autocast_loop(task, torch.float16, scaler, clips=clips)
-    assert_close(added(gpt2, loop, make_optimizer=optimizer_of), added(gpt2, plain_loop(task)), tolerance=1e-3)
+    assert_close(added(gpt2, loop, make_optimizer=optimizer_of), added(gpt2, standard_loop(task)), tolerance=1e-3)
 
 
-def test_an_update_that_overflowed_is_no_step(task):
+def test_an_update_that_overflows_is_not_counted_as_a_step(task):
     model = gpt2()
     optimizer = sgd(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -163,14 +164,14 @@ def test_gradient_checkpointing_of_hugging_face(task, make, is_reentrant):
     def checkpointed():
         model = make()
         model.activation_checkpointing_enable({"use_reentrant": is_reentrant})
-        model.enable_input_require_grads()  # as the reentrant kind needs it
+        model.enable_input_require_grads()  # required by reentrant checkpointing
         return model
 
-    assert_close(added(checkpointed, plain_loop(task)), added(make, plain_loop(task)), tolerance=1e-3)
+    assert_close(added(checkpointed, standard_loop(task)), added(make, standard_loop(task)), tolerance=1e-3)
 
 
 class Checkpointed(nn.Module):
-    """A block that recomputes its inside whatever mode it is in, with dropout."""
+    """A block with dropout that recomputes its branch in training and in eval mode."""
 
     def __init__(self, is_reentrant, is_on=True):
         super().__init__()
@@ -189,14 +190,14 @@ def checkpointed_stack(is_reentrant=False, is_on=True):
         return Stack([Checkpointed(is_reentrant, is_on) for _ in range(2)])
 
 
-def test_blocks_that_always_recompute_do_it_as_in_the_pass(task):
-    """In eval mode, that is: the dropout of training would give another gradient."""
-    expected = added(lambda: checkpointed_stack(is_on=False), plain_loop(task))
-    assert_close(added(checkpointed_stack, plain_loop(task)), expected, tolerance=1e-3)
+def test_blocks_that_always_recompute_do_so_in_eval_mode(task):
+    """With the dropout of training the gradient would be different."""
+    expected = added(lambda: checkpointed_stack(is_on=False), standard_loop(task))
+    assert_close(added(checkpointed_stack, standard_loop(task)), expected, tolerance=1e-3)
 
 
 class Recomputing(Stack):
-    """A model that recomputes whole blocks."""
+    """A model that recomputes entire blocks."""
 
     def __init__(self, blocks, is_reentrant):
         super().__init__(blocks)
@@ -217,21 +218,19 @@ class Recomputing(Stack):
         lambda: Recomputing(checkpointed_stack(is_on=False).blocks, is_reentrant=True),
         lambda: Recomputing(checkpointed_stack(is_on=False).blocks, is_reentrant=False),
     ],
-    ids=["inside of blocks, reentrant", "whole blocks, reentrant", "whole blocks"],
+    ids=["within blocks, reentrant", "entire blocks, reentrant", "entire blocks"],
 )
-def test_states_that_recomputation_hides_are_said(task, make):
+def test_states_that_recomputation_hides_raise(task, make):
     model = make()
     optimizer = sgd(model)
-    sentence = (
-        "recomputes its activations even in eval mode, which hides them from KSS; use torch.utils.checkpoint only"
-    )
-    with kss_with().attach(model, optimizer), pytest.raises(SnapshotError, match=sentence):
+    error = about("model", type(model).__name__)
+    with kss_with().attach(model, optimizer), pytest.raises(SnapshotError, check=error):
         step(model, optimizer, task.batch(0))
     assert all(module.training for module in model.modules())
 
 
 @pytest.fixture
-def compiled_afresh():
+def without_compiled_code():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -239,10 +238,10 @@ def compiled_afresh():
 
 @pytest.mark.slow
 @pytest.mark.medium
-@pytest.mark.usefixtures("compiled_afresh")
-@pytest.mark.parametrize("way", ["whole", "in place", "blocks", "used before"])
+@pytest.mark.usefixtures("without_compiled_code")
+@pytest.mark.parametrize("way", ["entire model", "in place", "blocks", "used before"])
 def test_compiled_models(make_model, task, way):
-    """The pass of its own runs the model as it was written: our hooks are neither missed nor compiled."""
+    """The pass of KSS runs the uncompiled model: its hooks are called, and not compiled."""
     n_graphs = []
 
     def backend(graph, inputs):
@@ -273,7 +272,7 @@ def test_compiled_models(make_model, task, way):
     assert with_kss == without > 0
 
 
-def test_a_model_in_bfloat16_is_shaped(task):
+def test_a_model_in_bfloat16(task):
     model = llama().to(torch.bfloat16)
     optimizer = sgd(model)
     with kss_with().attach(model, optimizer) as shaper:
@@ -282,10 +281,9 @@ def test_a_model_in_bfloat16_is_shaped(task):
     assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
 
 
-def test_several_losses_a_step_and_evaluation_between(task):
-    """The penalty looks at the last batch that was trained on, not at what was evaluated after it."""
-    model, other = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), None
-    other = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+def test_evaluation_between_the_backward_pass_and_the_update(task):
+    """The penalty is measured on the last training batch, not on a batch that was evaluated after it."""
+    model, other = (gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) for _ in range(2))
     for subject, evaluates in ((model, True), (other, False)):
         optimizer = sgd(subject)
         with kss_with().attach(subject, optimizer):

@@ -8,13 +8,14 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.about import about
 from tests.oracle import kss_penalty, kss_penalty_precisely
 from workbench.callbacks.kss import PenaltyShape, layer_penalty
 from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE
 from workbench.errors import OptionError
 from workbench.koopman.moments import SnapshotMoments
 
-#: Shape and target.
+#: Shape of the penalty and target near-unit mass.
 SHAPES = {
     "published": (PenaltyShape(rank=None), 0.4),
     "soft bounds": (PenaltyShape(rank=None, sharpness=5.0, beta=0.3), 0.5),
@@ -26,7 +27,7 @@ SHAPES = {
 
 
 def states(n_features=8, n=60, seed=0, spread=1.0):
-    """Snapshots whose directions have variances that differ by the given factor from one to the next."""
+    """Snapshots in which the scale of successive directions decreases by the given factor."""
     rng = np.random.default_rng(seed)
     scale = spread ** -np.arange(n_features)
     turn = np.linalg.qr(rng.normal(size=(n_features, n_features)))[0]
@@ -34,7 +35,7 @@ def states(n_features=8, n=60, seed=0, spread=1.0):
 
 
 def operator(blocks, seed=0, shear=0.0):
-    """A matrix with given eigenvalues, complex ones with their conjugates; normal without shear."""
+    """A matrix with given eigenvalues, and the conjugates of complex ones; normal without shear."""
     rng = np.random.default_rng(seed)
     parts = [np.array([[b]]) if np.isreal(b) else np.array([[b.real, b.imag], [-b.imag, b.real]]) for b in blocks]
     A = scipy.linalg.block_diag(*parts)
@@ -43,23 +44,23 @@ def operator(blocks, seed=0, shear=0.0):
     return turn @ A @ turn.T
 
 
-def planted(blocks, *, seed=0, shear=0.0, noise=0.0, n=60):
-    """Snapshots with a planted operator."""
+def known_operator(blocks, *, seed=0, shear=0.0, noise=0.0, n=60):
+    """Snapshots with a known operator."""
     A = operator(blocks, seed, shear)
     X = states(len(A), n, seed)
     return X, X @ A.T + noise * np.random.default_rng(seed + 1).normal(size=X.shape)
 
 
 def measure(X, Y, shape, gamma, *, follows=("x", "y")):
-    """The penalty and its gradients in the states named."""
+    """The penalty and its gradients in the named states."""
     x, y = (torch.tensor(values, requires_grad=name in follows) for name, values in (("x", X), ("y", Y)))
     part = layer_penalty(SnapshotMoments(X.shape[1]).update(x, y), shape, gamma=gamma)
-    wanted = [{"x": x, "y": y}[name] for name in follows]
-    return part, [g.numpy() for g in torch.autograd.grad(part.value, wanted)]
+    states_of_gradients = [{"x": x, "y": y}[name] for name in follows]
+    return part, [g.numpy() for g in torch.autograd.grad(part.value, states_of_gradients)]
 
 
 def as_oracle(shape, gamma):
-    """The shape as the oracle takes it."""
+    """The shape as arguments of the oracle."""
     return {
         "T": shape.sharpness,
         "gamma": gamma,
@@ -75,32 +76,32 @@ def literal(X, Y, shape, gamma, basis=None):
 
 
 def slope(f, step):
-    """Of a function at 0 (fourth order)."""
+    """Derivative of a function at 0, by finite differences of fourth order."""
     return (8 * (f(step) - f(-step)) - (f(2 * step) - f(-2 * step))) / (12 * step)
 
 
 def assert_slopes_agree(X, Y, shape, gamma, *, step=1e-5, tolerance=1e-5, basis=None):
-    """The gradient in X, in Y and in both against finite differences of the published formula."""
+    """Compare the gradients in X, in Y and in both with finite differences of the published formula."""
     rng = np.random.default_rng(5)
     for follows in (("x",), ("y",), ("x", "y")):
         part, gradients = measure(X, Y, shape, gamma, follows=follows)
         assert part.value.item() == pytest.approx(literal(X, Y, shape, gamma, basis), rel=1e-8)
         gradient = dict(zip(follows, gradients, strict=True))
-        # Along the gradient itself, where the slope is largest, and along two directions that know nothing of it.
+        # Along the gradient, where the slope is largest, and along two independent directions.
         size = math.sqrt(sum(np.sum(g**2) for g in gradients))
-        ways = [{name: g / size for name, g in gradient.items()}]
-        ways += [{name: rng.normal(size=X.shape) / math.sqrt(X.size) for name in follows} for _ in range(2)]
-        for way in ways:
-            dx, dy = way.get("x", 0), way.get("y", 0)
+        directions = [{name: g / size for name, g in gradient.items()}]
+        directions += [{name: rng.normal(size=X.shape) / math.sqrt(X.size) for name in follows} for _ in range(2)]
+        for direction in directions:
+            dx, dy = direction.get("x", 0), direction.get("y", 0)
             measured = slope(lambda h, dx=dx, dy=dy: literal(X + h * dx, Y + h * dy, shape, gamma, basis), step)
-            expected = sum(float(np.sum(gradient[name] * way[name])) for name in follows)
+            expected = sum(float(np.sum(gradient[name] * direction[name])) for name in follows)
             assert abs(measured - expected) <= tolerance * size
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradient_of_the_published_formula(name):
     shape, gamma = SHAPES[name]
-    X, Y = planted([1.4, 1.06, 0.97, -0.7, 0.6 + 0.9j, 0.5 + 0.2j], noise=0.1, shear=0.5)
+    X, Y = known_operator([1.4, 1.06, 0.97, -0.7, 0.6 + 0.9j, 0.5 + 0.2j], noise=0.1, shear=0.5)
     assert_slopes_agree(X, Y, shape, gamma)
 
 
@@ -113,9 +114,9 @@ def test_gradient_of_the_published_formula(name):
 )
 @settings(max_examples=15, deadline=None)
 def test_gradient_for_any_spectrum_and_target(moduli, angle, sharpness, gamma, shear):
-    assume(np.diff(sorted(moduli)).min() > 0.05)  # nearly repeated ones are another test's
+    assume(np.diff(sorted(moduli)).min() > 0.05)  # another test covers nearly repeated eigenvalues
     pair = 1.1 * complex(math.cos(angle), math.sin(angle))
-    X, Y = planted([*moduli, pair], shear=shear, noise=1e-4, n=30)
+    X, Y = known_operator([*moduli, pair], shear=shear, noise=1e-4, n=30)
     assert_slopes_agree(X, Y, PenaltyShape(rank=None, sharpness=sharpness), gamma, step=1e-6)
 
 
@@ -123,9 +124,9 @@ def test_gradient_for_any_spectrum_and_target(moduli, angle, sharpness, gamma, s
 @pytest.mark.parametrize("gap", [1e-3, 1e-4, 1e-5])
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_gradient_where_eigenvalues_nearly_repeat(kind, gap, shear):
-    """Against differences in 60 digits, as two non-normal modes change their ways within the square of their gap."""
-    centre = 1.2 if kind == "real" else 0.9 + 0.7j
-    X, Y = planted([centre, centre + gap, 0.95], shear=shear, n=12)
+    """Differences are taken in 60 digits, as non-normal modes change within the square of their gap."""
+    center = 1.2 if kind == "real" else 0.9 + 0.7j
+    X, Y = known_operator([center, center + gap, 0.95], shear=shear, n=12)
     shape, rng = PenaltyShape(rank=None), np.random.default_rng(0)
     _, (in_x, in_y) = measure(X, Y, shape, 0.4)
     dx, dy = rng.normal(size=X.shape), rng.normal(size=Y.shape)
@@ -138,14 +139,14 @@ def test_gradient_where_eigenvalues_nearly_repeat(kind, gap, shear):
     with mpmath.workdps(60):
         measured = float((precise(step) - precise(-step)) / (2 * step))
     expected = np.sum(in_x * dx) + np.sum(in_y * dy)
-    # The rounding of the moments, some 1e-15, is seen against the square of the gap.
+    # The rounding error of the moments, about 1e-15, is relative to the square of the gap.
     tolerance = 1e-5 if not shear else max(1e-5, 1e-14 / gap**2)
     assert abs(measured - expected) <= tolerance * math.sqrt(np.sum(in_x**2) + np.sum(in_y**2))
 
 
 @pytest.mark.parametrize(("n_features", "rank"), [(9, 4), (40, 6)])
 @pytest.mark.parametrize("term", ["softplus", "log"])
-def test_gradient_at_reduced_rank_with_the_basis_moving(n_features, rank, term):
+def test_gradient_at_reduced_rank_including_that_of_the_basis(n_features, rank, term):
     X = states(n_features, 80, seed=2, spread=1.5)
     A = np.random.default_rng(3).normal(size=(n_features, n_features)) * 1.4 / math.sqrt(n_features)
     shape = PenaltyShape(rank=rank, unstable_term=term, has_basis_gradient=True)
@@ -153,22 +154,22 @@ def test_gradient_at_reduced_rank_with_the_basis_moving(n_features, rank, term):
 
 
 @pytest.mark.parametrize(("n_features", "rank"), [(9, 4), (40, 6)])
-def test_gradient_at_reduced_rank_with_the_basis_held(n_features, rank):
+def test_gradient_at_reduced_rank_with_a_fixed_basis(n_features, rank):
     X = states(n_features, 80, seed=2, spread=1.5)
     A = np.random.default_rng(3).normal(size=(n_features, n_features)) * 1.4 / math.sqrt(n_features)
     Y, shape = X @ A.T + 0.5 * X, PenaltyShape(rank=rank)
     basis = np.linalg.svd((X - X.mean(0)).T)[0][:, :rank]
     assert_slopes_agree(X, Y, shape, 0.4, basis=basis)
-    # Both say the same of what leaves the block, as the basis is made of what enters.
+    # The gradients in the states leaving the block agree, as the basis depends only on the states entering it.
     moving = PenaltyShape(rank=rank, has_basis_gradient=True)
-    (held, (in_x, in_y)), (moved, (moved_x, moved_y)) = measure(X, Y, shape, 0.4), measure(X, Y, moving, 0.4)
-    assert held.value.item() == pytest.approx(moved.value.item(), rel=1e-12)
+    (fixed, (in_x, in_y)), (moved, (moved_x, moved_y)) = measure(X, Y, shape, 0.4), measure(X, Y, moving, 0.4)
+    assert fixed.value.item() == pytest.approx(moved.value.item(), rel=1e-12)
     assert np.allclose(in_y, moved_y, atol=1e-10 * np.abs(in_y).max())
     assert np.linalg.norm(in_x - moved_x) > 1e-3 * np.linalg.norm(in_x)
 
 
 def test_a_step_against_the_gradient_lowers_the_penalty_and_the_radius():
-    X, Y = planted([1.6, 1.2, 0.95, -0.7, 0.6 + 0.9j], noise=0.1)
+    X, Y = known_operator([1.6, 1.2, 0.95, -0.7, 0.6 + 0.9j], noise=0.1)
     part, (_, in_y) = measure(X, Y, PenaltyShape(rank=None), 0.4)
     after, _ = measure(X, Y - 0.05 * part.value.item() * in_y / np.sum(in_y**2), PenaltyShape(rank=None), 0.4)
     assert after.value < 0.97 * part.value
@@ -177,8 +178,8 @@ def test_a_step_against_the_gradient_lowers_the_penalty_and_the_radius():
 
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-3, 1e3))
 @settings(max_examples=20, deadline=None)
-def test_coordinates_do_not_matter_at_full_rank(seed, scale):
-    X, Y = planted([1.3, 0.97, -0.6, 0.5 + 0.9j], noise=0.2, seed=3)
+def test_the_penalty_does_not_depend_on_coordinates_at_full_rank(seed, scale):
+    X, Y = known_operator([1.3, 0.97, -0.6, 0.5 + 0.9j], noise=0.2, seed=3)
     rng = np.random.default_rng(seed)
     T = scale * (np.eye(X.shape[1]) + 0.3 * rng.uniform(-1, 1, size=(X.shape[1],) * 2))
     one, _ = measure(X, Y, PenaltyShape(rank=None), 0.4)
@@ -193,7 +194,7 @@ def test_coordinates_do_not_matter_at_full_rank(seed, scale):
     term=st.sampled_from(["softplus", "log"]),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_penalty_is_no_less_than_zero_and_knows_no_order(moduli, gamma, term):
+def test_the_penalty_is_nonnegative_and_independent_of_the_order(moduli, gamma, term):
     shape = PenaltyShape(unstable_term=term)
     modulus = torch.tensor(moduli, dtype=torch.float64)
     value = shape.of_moduli(modulus, gamma)
@@ -204,8 +205,8 @@ def test_the_penalty_is_no_less_than_zero_and_knows_no_order(moduli, gamma, term
         assert PenaltyShape(unstable_term="log", beta=0).of_moduli(modulus, gamma) == 0
 
 
-def test_what_is_reported_beside_the_value():
-    X, Y = planted([1.3, 1.0, 0.95, 0.4])
+def test_what_is_reported_in_addition_to_the_value():
+    X, Y = known_operator([1.3, 1.0, 0.95, 0.4])
     part, _ = measure(X, Y, PenaltyShape(rank=None), 0.4)
     assert part.spectral_radius == pytest.approx(1.3)
     assert part.near_unit_mass == 0.5
@@ -214,7 +215,7 @@ def test_what_is_reported_beside_the_value():
 
 
 def test_without_a_gradient_the_value_is_the_same():
-    X, Y = planted([1.3, 1.0, 0.5 + 0.9j], noise=0.1)
+    X, Y = known_operator([1.3, 1.0, 0.5 + 0.9j], noise=0.1)
     part, _ = measure(X, Y, PenaltyShape(rank=None), 0.4)
     plain = layer_penalty(
         SnapshotMoments(4).update(torch.tensor(X), torch.tensor(Y)), PenaltyShape(rank=None), gamma=0.4
@@ -224,7 +225,7 @@ def test_without_a_gradient_the_value_is_the_same():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_jordan_block_is_left_out_but_its_spectrum_is_told(size):
+def test_a_jordan_block_is_skipped_but_its_spectrum_is_reported(size):
     A = scipy.linalg.block_diag(1.2 * np.eye(size) + np.eye(size, k=1), 0.5)
     X = states(len(A), seed=1)
     x = torch.tensor(X, requires_grad=True)
@@ -236,7 +237,7 @@ def test_a_jordan_block_is_left_out_but_its_spectrum_is_told(size):
 
 
 def test_states_that_are_not_finite_have_no_penalty():
-    part = layer_penalty(SnapshotMoments.of_nothing_finite(4), PenaltyShape(), gamma=0.4)
+    part = layer_penalty(SnapshotMoments.filled_with_nan(4), PenaltyShape(), gamma=0.4)
     assert (part.value, part.reason) == (None, NOT_FINITE)
     assert math.isnan(part.spectral_radius)
     assert math.isnan(part.near_unit_mass)
@@ -252,7 +253,7 @@ def test_states_that_overflow_or_do_not_vary_have_no_penalty():
 
 @pytest.mark.parametrize("rank", [None, 3])
 def test_more_features_than_snapshots(rank):
-    """The operator lives in the span of the states; the gradient stays finite."""
+    """The operator is restricted to the span of the states, and the gradient is finite."""
     X = states(12, n=6, seed=4)
     part, gradients = measure(X, 1.3 * X + 0.1 * states(12, n=6, seed=5), PenaltyShape(rank=rank), 0.4)
     assert len(part.modulus) == (rank or 5)
@@ -260,18 +261,19 @@ def test_more_features_than_snapshots(rank):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("name", "value"),
     [
-        ({"upper": 0.8}, "The bounds are 0.9 and 0.8, expected 0 < lower < upper"),
-        ({"sharpness": 0.0}, "sharpness is 0.0, expected a positive number"),
-        ({"largest_condition": math.inf}, "largest_condition is inf, expected a positive number"),
-        ({"beta": -1.0}, "beta is -1.0, expected a number of at least 0"),
-        ({"unstable": math.nan}, "unstable is nan, expected a number of at least 0"),
-        ({"unstable_term": "square"}, "unstable_term is 'square', expected one of softplus, log"),
-        ({"rank": 0}, "rank is 0, expected None or at least 1"),
-        ({"ridge": -1.0}, "ridge is -1.0, expected a finite number"),
+        ("upper", 0.8),
+        ("lower", 0.0),
+        ("sharpness", 0.0),
+        ("largest_condition", math.inf),
+        ("beta", -1.0),
+        ("unstable", -0.5),
+        ("unstable_term", "square"),
+        ("rank", 0),
+        ("ridge", -1.0),
     ],
 )
-def test_impossible_shapes_are_refused(options, sentence):
-    with pytest.raises(OptionError, match=sentence):
-        PenaltyShape(**options)
+def test_invalid_shapes_are_rejected(name, value):
+    with pytest.raises(OptionError, check=about(name, value)):
+        PenaltyShape(**{name: value})

@@ -1,4 +1,4 @@
-"""Two processes under DDP do what one does on all rows; what each of them ended with comes from ddp_shaping.py."""
+"""Two processes under DDP are equivalent to one with all examples; ddp_shaping.py computes the results of each rank."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks import ddp_shaping
 from workbench.callbacks.kss.penalty import NOT_FINITE
 from workbench.errors import OptionError
@@ -18,21 +19,21 @@ pytestmark = [pytest.mark.subprocess, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each rank ended with, by scenario."""
+    """Results of each rank, by scenario."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.callbacks.ddp_shaping", str(folder)]
     subprocess.run(command, check=True, timeout=240, capture_output=True)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def assert_equal_to_the_bit(ranks, scenario):
+def assert_ranks_are_identical(ranks, scenario):
     one, other = (rank[scenario]["weights"] for rank in ranks)
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def in_one_process(coupling, n_steps=3):
-    rows = [[ddp_shaping.own_rows(rank, i) for rank in range(2)] for i in range(n_steps)]
-    batches = [tuple(torch.cat(part) for part in zip(*of_ranks, strict=True)) for of_ranks in rows]
+    examples = [[ddp_shaping.examples_of(rank, i) for rank in range(2)] for i in range(n_steps)]
+    batches = [tuple(torch.cat(part) for part in zip(*of_ranks, strict=True)) for of_ranks in examples]
     return ddp_shaping.train(ddp_shaping.model(), ddp_shaping.kss(coupling), batches)
 
 
@@ -41,14 +42,14 @@ def largest_difference(some, others):
 
 
 @pytest.mark.parametrize("coupling", ddp_shaping.COUPLINGS)
-def test_two_ranks_shape_as_one_process_does(ranks, coupling):
+def test_two_ranks_are_equivalent_to_one_process(ranks, coupling):
     expected = in_one_process(coupling)
-    assert_equal_to_the_bit(ranks, coupling)
+    assert_ranks_are_identical(ranks, coupling)
     for rank in ranks:
         found = rank[coupling]
         assert found["penalty"] == pytest.approx(expected["penalty"], rel=1e-8, nan_ok=True)
         assert found["radius"] == pytest.approx(expected["radius"], rel=1e-8, nan_ok=True)
-        assert found["radius"][0] > 0  # a trust region of the gain takes eigenvalues at times
+        assert found["radius"][0] > 0  # a trust region on the gain takes eigenvalues in some steps
         assert found["acting"] == expected["acting"]
         assert largest_difference(found["weights"], expected["weights"]) < 1e-9
     assert max(expected["acting"]) > 0
@@ -56,33 +57,33 @@ def test_two_ranks_shape_as_one_process_does(ranks, coupling):
     assert largest_difference(expected["weights"], start) > 1e-3
 
 
-def test_a_layer_that_one_rank_cannot_read_is_left_out_by_all(ranks):
-    assert_equal_to_the_bit(ranks, "one broken")
+def test_a_layer_that_is_not_finite_on_one_rank_is_skipped_by_all(ranks):
+    assert_ranks_are_identical(ranks, "one broken")
     for rank in ranks:
         assert rank["one broken"]["skipped"] == [{2: NOT_FINITE, 3: NOT_FINITE}] * 2
         assert rank["one broken"]["acting"] == [2, 2]
 
 
-def test_a_rank_without_states_holds_nobody_up(ranks):
-    assert_equal_to_the_bit(ranks, "one without states")
+def test_a_rank_without_states_does_not_block_the_others(ranks):
+    assert_ranks_are_identical(ranks, "one without states")
     assert [rank["one without states"]["skipped"] for rank in ranks] == [[dict.fromkeys(range(4), NOT_FINITE)]] * 2
 
 
-def test_the_controls_of_the_first_rank_hold_for_all(ranks):
-    assert_equal_to_the_bit(ranks, "turned")
+def test_the_controls_of_the_first_rank_apply_to_all(ranks):
+    assert_ranks_are_identical(ranks, "changed controls")
     for rank in ranks:
-        found = rank["turned"]
+        found = rank["changed controls"]
         assert found["strength"] == [0.5, 0.25, 0.25, 0.25, 0.25]
         assert found["enabled"] == [True, True, True, False, False]
         assert found["layers"] == [(0, 1, 2, 3), (1, 3), (1, 3), (), ()]
         assert found["end"] == {"enabled": False, "strength": 0.25, "interval": 1, "gamma": 0.4, "layers": [1, 3]}
-        # Whoever watches the controls of another rank sees what holds.
-        assert ("strength", 0.5, 0.25) in found["heard"]
-        assert ("enabled", True, False) in found["heard"]
+        # Observers on the other rank receive the changes.
+        assert ("strength", 0.5, 0.25) in found["observed"]
+        assert ("enabled", True, False) in found["observed"]
 
 
-def test_ranks_with_batches_of_different_size_look_at_the_same_layers(ranks):
-    assert_equal_to_the_bit(ranks, "uneven")
+def test_ranks_with_batches_of_different_size_measure_the_same_layers(ranks):
+    assert_ranks_are_identical(ranks, "uneven")
     one, other = (rank["uneven"] for rank in ranks)
     assert one["layers"] == other["layers"]
     assert len(set(one["layers"])) > 2
@@ -90,7 +91,7 @@ def test_ranks_with_batches_of_different_size_look_at_the_same_layers(ranks):
     assert one["end"]["strength"] > 0.5
 
 
-def test_moments_of_all_ranks_are_those_of_merging(ranks):
+def test_moments_of_all_ranks_are_the_merged_moments(ranks):
     merged = SnapshotMoments(5)
     for x, y in ddp_shaping.parts():
         merged.merge(SnapshotMoments(5).update(x, y))
@@ -113,21 +114,21 @@ def test_each_rank_has_the_gradient_in_its_own_snapshots(ranks):
 
 def test_lightning_under_ddp(ranks):
     expected = in_one_process("gradient")
-    assert_equal_to_the_bit(ranks, "lightning")
+    assert_ranks_are_identical(ranks, "lightning")
     for rank in ranks:
         assert rank["lightning"]["acting"] == [4, 4, 4]
         assert rank["lightning"]["penalty"] == pytest.approx(expected["penalty"], rel=1e-8)
         assert largest_difference(rank["lightning"]["weights"], expected["weights"]) < 1e-9
 
 
-def test_weights_split_over_processes_are_refused(make_model):
-    """As FSDP and tensor parallelism leave them on a rank."""
+def test_sharded_parameters_are_rejected(make_model):
+    """As with FSDP and tensor parallelism."""
 
-    class Split(nn.Parameter):
+    class Sharded(nn.Parameter):
         def full_tensor(self):
-            """What such a parameter has and others have not."""
+            """The method by which sharded parameters are recognized."""
 
     model = make_model()
-    model.head.weight = Split(model.head.weight.detach())
-    with pytest.raises(OptionError, match="are split over processes, which KSS cannot read; train with DDP"):
+    model.head.weight = Sharded(model.head.weight.detach())
+    with pytest.raises(OptionError, check=about("model", "Transformer")):
         wb.KSS().attach(model, torch.optim.SGD(model.parameters()))

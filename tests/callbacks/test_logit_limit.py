@@ -1,4 +1,4 @@
-"""Logits beyond the limit: only where they have grown there, once, with their place."""
+"""Logits beyond the limit: reported only if they have grown, once, with layer and head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def measured(step, largest, *, layer=1, head=2):
     return Observation(step, "attention", {"attention_logit_max": logits}, COORDS)
 
 
-def test_growth_beyond_the_limit_is_one_alarm_with_its_place():
+def test_growth_beyond_the_limit_raises_one_alarm_with_its_place():
     alarms = Alarms()
     heard = [
         alarm
@@ -39,7 +39,7 @@ def test_another_finding_is_named_before_large_logits():
     assert alarms.attribute().cause == "large_rate"
 
 
-def test_after_recovery_it_may_sound_again():
+def test_after_recovery_it_may_be_raised_again():
     alarms = Alarms()
     values = [20, 20_000, *[500] * 3, 30_000]
     heard = [alarm.step for i, value in enumerate(values) for alarm in alarms.observe(measured(i, value))]
@@ -47,12 +47,12 @@ def test_after_recovery_it_may_sound_again():
 
 
 @pytest.mark.parametrize("values", [{}, {"attention_logit_max": np.full((2, 3), np.nan)}])
-def test_without_logits_nothing_is_said(values):
+def test_without_logits_no_alarm_is_raised(values):
     limit = LogitLimit()
     assert limit.update({"attention_logit_max": np.full((2, 3), 1.0)}, COORDS) is None
     assert limit.update(values, COORDS) is None
 
 
-def test_a_model_that_is_beyond_it_from_the_first_measurement_on_is_left_alone():
+def test_a_model_beyond_the_limit_from_the_first_measurement_on_raises_no_alarm():
     limit = LogitLimit()
     assert all(limit.update(measured(0, 20_000.0).values, COORDS) is None for _ in range(5))

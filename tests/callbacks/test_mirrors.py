@@ -3,6 +3,7 @@ import warnings
 import numpy as np
 import pytest
 
+from tests.about import about
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.loggers import logging_observer, numbers
 from workbench.errors import OptionError
@@ -37,11 +38,11 @@ def test_arrays_become_their_mean_minimum_and_maximum_for_each_term():
     assert numbers(attention()) == EXPECTED
 
 
-def test_numbers_stay_as_they_are():
+def test_scalars_are_unchanged():
     assert numbers(monitors()) == {"monitors/loss": 0.5, "monitors/n_tokens": 64.0}
 
 
-def test_whatever_is_no_real_number_is_left_out_and_infinity_is_not():
+def test_values_that_are_not_real_numbers_are_left_out_but_infinity_is_kept():
     values = {
         "eigenvalue": np.ones((2, 3), complex),
         "is_reliable": np.array([[True, False]]),
@@ -61,7 +62,7 @@ def test_whatever_is_no_real_number_is_left_out_and_infinity_is_not():
     }
 
 
-def test_a_function_that_takes_a_step_gets_it():
+def test_a_function_with_a_step_argument_receives_it():
     got = []
 
     def log(data, step=None, commit=None):
@@ -73,19 +74,19 @@ def test_a_function_that_takes_a_step_gets_it():
     assert got == [(EXPECTED, 30), ({"monitors/loss": 0.5, "monitors/n_tokens": 64.0}, 31)]
 
 
-def test_a_function_of_any_keywords_gets_the_step():
+def test_a_function_of_any_keywords_receives_the_step():
     got = []
     logging_observer(lambda data, **options: got.append(options))(monitors(4))
     assert got == [{"step": 4}]
 
 
-def test_a_plain_function_gets_the_step_among_the_numbers():
+def test_a_function_of_one_argument_receives_the_step_among_the_numbers():
     got = []
     logging_observer(got.append)(monitors(4))
     assert got == [{"step": 4, "monitors/loss": 0.5, "monitors/n_tokens": 64.0}]
 
 
-def test_an_object_with_add_scalar_gets_each_number():
+def test_an_object_with_add_scalar_receives_each_number():
     class Writer:
         def __init__(self):
             self.got = []
@@ -114,7 +115,7 @@ def test_tensorboard_reads_back_what_was_sent(tmp_path):
     assert set(read.Tags()["scalars"]) == {"monitors/loss", "monitors/n_tokens", *EXPECTED}
 
 
-def test_a_logger_that_fails_is_told_once_and_asked_again():
+def test_a_failing_logger_is_reported_once_and_called_again():
     calls = []
 
     def log(data, step):
@@ -123,7 +124,7 @@ def test_a_logger_that_fails_is_told_once_and_asked_again():
             raise ConnectionError("no network")
 
     mirror = logging_observer(log)
-    with pytest.warns(RecordingWarning, match="failed at step 0 .ConnectionError: no network.; training goes on"):
+    with pytest.warns(RecordingWarning, match="failed at step 0 .ConnectionError: no network.; training continues"):
         mirror(monitors(0))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -132,6 +133,6 @@ def test_a_logger_that_fails_is_told_once_and_asked_again():
     assert calls == [0, 1, 2, 3]
 
 
-def test_what_cannot_log_is_refused():
-    with pytest.raises(OptionError, match="log is a str, expected an object with add_scalar.*or a function"):
+def test_an_invalid_logger_is_rejected():
+    with pytest.raises(OptionError, check=about("log", "wandb")):
         logging_observer("wandb")

@@ -1,4 +1,4 @@
-"""Evidence by the own past: planted changes, invariances, and the rate at which noise reaches it."""
+"""Evidence of changes relative to the own past: known changes, invariances, and false alarms of noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def evidence(values, *, least_scale=0.01, is_noise=True):
 
 
 @pytest.mark.parametrize("time", [9, 40, 300, 1_152, 5_000, 10**6])
-def test_contrasts_leave_out_a_line_in_the_logarithm_of_the_time(time):
+def test_contrasts_remove_a_line_in_the_logarithm_of_time(time):
     weights, per_unit = contrasts(time)
     lags = np.arange(weights.shape[1])[::-1]
     at = np.log(np.maximum(time - lags, 1))
@@ -35,7 +35,7 @@ def test_contrasts_leave_out_a_line_in_the_logarithm_of_the_time(time):
             assert weights[row] @ (lags < window) == pytest.approx(per_unit[row, 0])
 
 
-def test_a_planted_change_is_found_in_time():
+def test_a_known_change_is_found_in_time():
     random = np.random.default_rng(1)
     noise = random.normal(size=1500)
     for size, within in [(8.0, 0), (3.0, 14), (2.0, 40)]:
@@ -48,7 +48,7 @@ def test_a_planted_change_is_found_in_time():
         assert int(np.flatnonzero(fall[1000:, 0] > 7)[0]) == first
 
 
-def test_the_window_that_tells_most_is_as_long_as_the_change():
+def test_the_window_with_the_strongest_evidence_is_as_long_as_the_change():
     random = np.random.default_rng(2)
     values = random.normal(size=1300) + 2.0 * (np.arange(1300) >= 1200)
     found = evidence(values)[2]
@@ -72,7 +72,7 @@ def test_neither_level_nor_trend_nor_unit_matters(offset, slope, scale, seed):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("scale", [1e-170, 1.0, 1e70, 1e150])
 @pytest.mark.parametrize("jump", [1e30, 1e80])
-def test_numbers_of_any_size_give_finite_evidence(scale, jump):
+def test_evidence_is_finite_for_numbers_of_any_size(scale, jump):
     values = scale * np.random.default_rng(4).normal(size=200)
     values[100] = scale * jump
     rise, fall, _ = evidence(values, least_scale=1e-200)
@@ -80,7 +80,7 @@ def test_numbers_of_any_size_give_finite_evidence(scale, jump):
     assert np.isfinite(fall[90:]).all()
 
 
-def test_a_series_that_begins_late_or_is_missing_is_no_jump():
+def test_a_series_that_begins_late_or_has_gaps_is_not_a_jump():
     random = np.random.default_rng(3)
     values = 50 + random.normal(size=(600, 2))
     values[:300, 0] = np.nan
@@ -92,7 +92,7 @@ def test_a_series_that_begins_late_or_is_missing_is_no_jump():
     assert not np.isnan(rise[-1]).any()
 
 
-def test_a_constant_that_begins_to_scatter_less_than_its_least_scale_says_nothing():
+def test_noise_below_the_least_scale_is_no_evidence():
     values = np.ones(500)
     values[300:] += 1e-4 * np.random.default_rng(4).normal(size=200)
     rise, fall, _ = evidence(values, least_scale=0.01)
@@ -108,13 +108,13 @@ def test_after_a_restart_the_spread_is_still_known():
     past.restart()
     found = [past.update(np.array([value])).rise[0] for value in 100 + random.normal(size=20)]
     assert np.isnan(found[:8]).all()
-    assert np.nanmax(found) < 4  # the new level is no change
+    assert np.nanmax(found) < 4  # the new level is not a change
     assert past.update(np.array([115.0])).rise[0] > 6
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["normal", "heavy", "correlated"])
-def test_noise_reaches_a_p_value_about_as_often_as_it_says(kind):
+def test_noise_reaches_a_p_value_about_as_often_as_expected(kind):
     random = np.random.default_rng(6)
     shape = 2000, 40
     values = random.standard_t(4, size=shape) if kind == "heavy" else random.normal(size=shape)
@@ -122,7 +122,7 @@ def test_noise_reaches_a_p_value_about_as_often_as_it_says(kind):
         for i in range(1, len(values)):
             values[i] += 0.7 * values[i - 1]
     rise, _, _ = evidence(values, is_noise=kind != "correlated")
-    # 68,000 measurements, of which neighbours depend on each other; heavy tails are covered less well.
+    # 68,000 measurements, of which neighbors are correlated; p values are less accurate for heavy tails.
     assert np.nanmean(rise[300:] > 2) < 0.01
     assert np.nanmean(rise[300:] > 3) < 0.002
     assert np.nanmax(rise[300:]) < (9 if kind == "heavy" else 6)

@@ -1,4 +1,4 @@
-"""What probes find, as alarms: at once, or where one measurement may mislead at the second one."""
+"""Alarms from findings of probes: at the first measurement or, where one may mislead, at the second."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from workbench.probes.gradient_agreement import GradientVerdict
 
 
 def precision(step, *, excess=1.0):
-    """Two blocks of two heads, the second of which has an excess of error."""
+    """Return a measurement of two blocks of two heads, the second of which has an excess of error."""
     values = {
         "error_excess": np.array([1.0, excess]),
         "gradient_error": np.array([1e-7, 1e-7 * excess]),
@@ -35,7 +35,7 @@ def gradients(step, verdict, *, bits=np.nan):
 SOUND = gradients(4, GradientVerdict.AS_COMPUTED)
 
 
-def test_broken_arithmetic_is_an_alarm_at_the_first_measurement():
+def test_broken_arithmetic_raises_an_alarm_at_the_first_measurement():
     alarms = ProbeAlarms()
     assert alarms.observe(precision(19)) == []
     [alarm] = alarms.observe(precision(39, excess=1e4))
@@ -43,19 +43,19 @@ def test_broken_arithmetic_is_an_alarm_at_the_first_measurement():
     assert not alarms.is_in_doubt
 
 
-def test_where_routers_decide_broken_arithmetic_has_to_be_found_twice():
+def test_with_routers_broken_arithmetic_must_be_found_twice():
     alarms = ProbeAlarms()
     alarms.observe(Observation(9, "router", {"router_similarity": np.zeros(2)}))
     assert alarms.observe(precision(19)) == []
     assert alarms.observe(precision(39, excess=1e4)) == []
     assert alarms.is_in_doubt
     assert (alarms.checks["arithmetic"].step, alarms.checks["arithmetic"].is_sound) == (19, True)
-    assert alarms.observe(precision(40)) == []  # a token that went to another expert once
+    assert alarms.observe(precision(40)) == []  # a token was sent to another expert once
     assert not alarms.is_in_doubt
     assert alarms.observe(precision(59, excess=1e4)) == []
     [alarm] = alarms.observe(precision(60, excess=1e4))
     assert alarm.step == 60
-    assert alarms.observe(precision(79, excess=1e4)) == []  # it stands
+    assert alarms.observe(precision(79, excess=1e4)) == []  # the alarm still stands
     assert not alarms.is_in_doubt
 
 
@@ -64,8 +64,8 @@ def test_where_routers_decide_broken_arithmetic_has_to_be_found_twice():
     [
         (GradientVerdict.PASS_MISSING, np.nan, "dropped_bucket", "The gradients of backward pass 1 of this step are"),
         (GradientVerdict.LOW_PRECISION, 4.0, "low_precision_reduction", "about 4 significant bits"),
-        (GradientVerdict.LOW_PRECISION, 1.2, "low_precision_reduction", "not those that this step computed"),
-        (GradientVerdict.NOT_COMPUTED, np.nan, "stale_reduction", "not those that this step computed"),
+        (GradientVerdict.LOW_PRECISION, 1.2, "low_precision_reduction", "not those computed in this step"),
+        (GradientVerdict.NOT_COMPUTED, np.nan, "stale_reduction", "not those computed in this step"),
     ],
 )
 def test_wrong_gradients_are_named(verdict, bits, cause, words):
@@ -77,6 +77,6 @@ def test_wrong_gradients_are_named(verdict, bits, cause, words):
 
 
 @pytest.mark.parametrize("verdict", [GradientVerdict.PASS_MISSING, GradientVerdict.NOT_COMPUTED])
-def test_a_loop_that_changes_gradients_from_the_start_means_to(verdict):
+def test_a_loop_that_changes_gradients_from_the_start_does_so_on_purpose(verdict):
     alarms = ProbeAlarms()
     assert [alarms.observe(gradients(step, verdict)) for step in (4, 9, 14)] == [[]] * 3

@@ -1,4 +1,4 @@
-"""Schedules raise no alarm, and planted changes of the rate do, at their step."""
+"""Schedules are planned, and injected changes of the learning rate are reported at their step."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ from workbench.callbacks.alarms.setting_rules import Moment
 
 
 def reports(values, noted=None):
-    """Steps at which changes are reported."""
+    """Return the steps at which changes are reported."""
     rule, found = RateRule(values[0]), []
     for step, value in enumerate(values[1:], start=1):
         if rule.update(value, Moment(step, noted=noted[step] if noted else ())) is not None:
@@ -25,8 +25,8 @@ def reports(values, noted=None):
     return found
 
 
-def planted(values, factor, start, *, ramp=0, end=N_STEPS):
-    """Rates that are multiplied from a step on."""
+def injected(values, factor, start, *, ramp=0, end=N_STEPS):
+    """Return rates that are multiplied by a factor from a step on."""
     return [
         value
         * (1 + (factor - 1) * (min(1.0, (step - start + 1) / ramp) if ramp else 1.0) if start <= step < end else 1)
@@ -40,12 +40,12 @@ def test_schedules_are_planned(name):
     assert reports(values, noted) == []
 
 
-#: Schedules that begin below what their scheduler has noted, at which only the note shows that the rise is planned.
+#: Schedules that begin below the rate that their scheduler has stored, without which the rise is not known as planned.
 NEED_NOTES = {"constant", "constant, 20", "constant, exponential", "constant times exponential"}
 
 
 @pytest.mark.parametrize("name", [name for name in names() if "warm-up" not in name or "per epoch" not in name])
-def test_most_schedules_are_planned_without_what_the_scheduler_notes(name):
+def test_most_schedules_are_planned_without_the_stored_rates(name):
     assert bool(reports(rates(name)[0])) == (name in NEED_NOTES)
 
 
@@ -71,7 +71,7 @@ def test_schedules_written_by_hand_are_planned(warmup, n_steps, n_cycles, rewarm
     if rise == "exponential" and warmup < 10:
         rise = "linear"  # by a factor of more than 2 in each step
     if rewarm and fall in ("steps", "constant", "exponential"):
-        n_cycles = 1  # nobody warms up again out of these
+        n_cycles = 1  # warming up again from these is not done in practice
     warmup, rewarm = min(warmup, n_steps // 2), rewarm if n_steps > 2 * rewarm else 0
     values = by_hand(warmup=warmup, n_steps=n_steps, n_cycles=n_cycles, rewarm=rewarm, rise=rise, fall=fall, **shape)
     if kept == "noisy":
@@ -91,7 +91,7 @@ def test_coarse_rates_are_planned(dtype, warmup):
 
 @cache
 def drawn(name):
-    """Rules as they are before some steps, at which the schedule has begun and goes on for a while."""
+    """Return states of the rule before some steps in the middle of a schedule."""
     random = np.random.default_rng(sum(map(ord, name)))
     (values, noted), rule, found = rates(name), None, {}
     steps = {int(step) for step in random.choice(np.arange(5, N_STEPS - 200), size=8, replace=False)}
@@ -105,13 +105,13 @@ def drawn(name):
     return found
 
 
-def reports_of_planted(name, share, factor, *, ramp=0, end=150):
-    """For each step whose rate is at least a share of the peak, the steps after it at which changes are reported."""
+def reports_of_injected(name, share, factor, *, ramp=0, end=150):
+    """Return the delays of the reports of a change injected at each step with at least a fraction of the peak rate."""
     values, noted = rates(name)
     for start, rule in drawn(name).items():
         if values[start] < share * max(values):
             continue
-        faulty = planted(values[start : start + end + 5], factor, 0, ramp=ramp, end=end)
+        faulty = injected(values[start : start + end + 5], factor, 0, ramp=ramp, end=end)
         changed = replace(rule)
         moments = (Moment(start + n, noted=noted[start + n]) for n in range(len(faulty)))
         found = [changed.update(value, moment) for value, moment in zip(faulty, moments, strict=True)]
@@ -119,19 +119,19 @@ def reports_of_planted(name, share, factor, *, ramp=0, end=150):
 
 
 def used_before(name, start, factor):
-    """Whether the changed rate is the highest so far, or the one from which steps have come down."""
+    """Return whether the changed rate is the highest so far, or one from which the schedule has come down."""
     values = rates(name)[0]
     same = values[:start] if name.startswith("step") else [max(values[:start])]
     return any(abs(factor * values[start] / value - 1) < 0.01 for value in same)
 
 
-#: Smallest share of the peak at which a change is planted: below, its size is that of a schedule's own steps.
+#: Smallest fraction of the peak at which a change is injected; below, it is as small as steps of a schedule.
 @pytest.mark.medium
 @pytest.mark.parametrize(("factor", "share"), [(1.5, 0.06), (2.0, 0.03), (10.0, 0.005), (40.0, 0.005)])
-def test_a_rate_that_is_multiplied_is_reported_at_the_very_step(factor, share):
+def test_a_multiplied_rate_is_reported_at_its_step(factor, share):
     counts, missed = Counter(), []
     for name in sorted(set(names()) - STEEP):
-        for start, found in reports_of_planted(name, share, factor):
+        for start, found in reports_of_injected(name, share, factor):
             if used_before(name, start, factor):
                 continue
             counts["planted"] += 1
@@ -147,11 +147,11 @@ def test_a_rate_that_is_multiplied_is_reported_at_the_very_step(factor, share):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("factor", "share"), [(40.0, 0.1), (10.0, 0.4)])
-def test_a_rate_that_grows_over_200_steps_is_reported_as_it_begins(factor, share):
+def test_a_rate_that_grows_over_200_steps_is_reported_at_the_beginning(factor, share):
     """The first step of the fault adds 19 % or 5 % to the rate."""
     n, missed = 0, []
     for name in sorted(set(names()) - STEEP):
-        for start, found in reports_of_planted(name, share, factor, ramp=200, end=190):
+        for start, found in reports_of_injected(name, share, factor, ramp=200, end=190):
             n += 1
             if 0 not in found:
                 missed.append((name, start))
@@ -160,39 +160,39 @@ def test_a_rate_that_grows_over_200_steps_is_reported_as_it_begins(factor, share
 
 
 @pytest.mark.parametrize("name", sorted(STEEP - {"polynomial, 5"}))
-def test_on_steep_cycles_most_changes_are_reported_at_once(name):
-    """Of those by 40; a cycle of 10 steps has steps of 16 % of its peak."""
-    found = [steps for _, steps in reports_of_planted(name, 0.1, 40.0)]
+def test_on_steep_cycles_most_changes_are_reported_immediately(name):
+    """Changes by a factor of 40; a cycle of 10 steps has steps of 16 % of its peak."""
+    found = [steps for _, steps in reports_of_injected(name, 0.1, 40.0)]
     assert sum(0 in steps for steps in found) >= 0.8 * len(found)
 
 
 def test_the_first_step_of_a_ramp_on_a_constant_rate_is_enough():
     values = [PEAK] * 600
-    assert reports(planted(values, 40.0, 300, ramp=200)) == [300]
-    assert reports(planted(values, 1.05, 300, ramp=200)) == [304]  # once it exceeds a thousandth
+    assert reports(injected(values, 40.0, 300, ramp=200)) == [300]
+    assert reports(injected(values, 1.05, 300, ramp=200)) == [304]  # once it exceeds a thousandth
 
 
-def test_a_long_fault_is_reported_once_with_restarts_and_all():
+def test_a_long_fault_is_reported_once_despite_restarts():
     values, noted = rates("restarts")
-    assert reports(planted(values, 10.0, 700), noted) == [700]
-    assert reports(planted(values, 10.0, 700, end=1234), noted) == [700, 1234]
+    assert reports(injected(values, 10.0, 700), noted) == [700]
+    assert reports(injected(values, 10.0, 700, end=1234), noted) == [700, 1234]
 
 
 def test_a_fault_in_the_warm_up_does_not_end_it():
     values, noted = rates("transformers: cosine, 300")
-    assert reports(planted(values, 10.0, 100, end=200), noted) == [100, 200]
+    assert reports(injected(values, 10.0, 100, end=200), noted) == [100, 200]
 
 
 def test_falls():
-    """Those of schedules by steps are none of its business, unless they undo what was reported."""
+    """Falls of step schedules are not reported, unless they undo a reported change."""
     constant = [PEAK] * 600
-    assert reports(planted(constant, 0.1, 300, end=400)) == []
-    assert reports(planted(constant, 0.04, 300, end=400)) == [300, 400]
-    assert reports(planted(constant, 0.0, 300, end=400)) == [300, 400]
-    assert reports(planted(constant, 2.0, 300, end=400)) == [300, 400]
+    assert reports(injected(constant, 0.1, 300, end=400)) == []
+    assert reports(injected(constant, 0.04, 300, end=400)) == [300, 400]
+    assert reports(injected(constant, 0.0, 300, end=400)) == [300, 400]
+    assert reports(injected(constant, 2.0, 300, end=400)) == [300, 400]
 
 
-def test_what_is_no_rate_does_not_break_it():
+def test_invalid_rates_raise_no_exception():
     odd = [PEAK] * 50 + [math.inf] * 2 + [PEAK] * 50 + [-PEAK] * 2 + [PEAK] * 50
     assert reports(odd) == [50, 52, 102, 104]
 
@@ -201,11 +201,11 @@ def test_what_is_no_rate_does_not_break_it():
     ("after", "is_reported"),
     [
         (lambda values: values[1000:1400], False),
-        (lambda values: values[:400], True),  # its scheduler begins anew
+        (lambda values: values[:400], True),  # the scheduler starts again
         (lambda values: [PEAK] * 400, True),
         (lambda values: [value / 2 for value in values[1000:1400]], True),
     ],
-    ids=["goes on", "begins anew", "back at the peak", "other plan"],
+    ids=["continues", "starts again", "back at the peak", "other plan"],
 )
 def test_resumed(after, is_reported):
     values, _ = rates("transformers: cosine, 300")

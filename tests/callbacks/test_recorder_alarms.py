@@ -1,4 +1,4 @@
-"""A recorder that hears alarms, in a loop of one's own."""
+"""A recorder with alarms in a custom training loop."""
 
 import numpy as np
 import pytest
@@ -6,6 +6,7 @@ import torch
 import xarray as xr
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.certain_alarms import certain_alarms
 from workbench.callbacks.alarms import recorded_alarms, replay
 from workbench.callbacks.responding import Response, ResponseState
@@ -17,7 +18,7 @@ EVERY = {"attention": None, "optimizer": 2, "router": None, "activations": None}
 
 
 def loop(recorder, n_steps, *, model, optimizer, task, start=0, rate_from=20, broken_at=None):
-    """Training as anyone writes it; the rate is ten times too high from a step on, or the weights are at one step."""
+    """Train in a custom loop; from a step on the learning rate is ten times too high, or at a step the weights are."""
     batches = task.stream(start)
     with recorder.attach(model, optimizer, step=start or None):
         for step in range(start, n_steps):
@@ -45,7 +46,7 @@ def parts():
     }
 
 
-def test_alarms_are_heard_told_and_written(parts, tmp_path):
+def test_alarms_are_raised_passed_on_and_written(parts, tmp_path):
     heard = []
     alarms = certain_alarms(on_alarm=heard.append)
     loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=alarms), 40, **parts)
@@ -59,12 +60,12 @@ def test_alarms_are_heard_told_and_written(parts, tmp_path):
 
 
 @pytest.fixture
-def judges_early(monkeypatch):
-    monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._FIRST_JUDGED", 20)
+def _evaluated_early(monkeypatch):
+    monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._FIRST_EVALUATED", 20)
 
 
-@pytest.mark.usefixtures("judges_early")
-def test_a_resumed_recorder_has_learned_what_was_healthy(parts, tmp_path):
+@pytest.mark.usefixtures("_evaluated_early")
+def test_a_resumed_recorder_knows_the_past_of_the_run(parts, tmp_path):
     options = {"rate_from": 999, "broken_at": 40}
     whole = certain_alarms()
     loop(wb.Recorder(tmp_path / "whole.zarr", every=EVERY, alarms=whole), 44, **parts, **options)
@@ -77,7 +78,7 @@ def test_a_resumed_recorder_has_learned_what_was_healthy(parts, tmp_path):
     assert again.raised == whole.raised
 
 
-def test_alarms_of_one_run_know_nothing_of_the_run_before(parts):
+def test_alarms_forget_the_previous_run(parts):
     heard = []
     alarms = certain_alarms(on_alarm=lambda alarm: heard.append((alarm.step, alarm.score)))
     for _ in range(2):
@@ -88,7 +89,7 @@ def test_alarms_of_one_run_know_nothing_of_the_run_before(parts):
     assert heard[1:] == heard[:1] != []
 
 
-def test_alarms_of_a_run_that_goes_back_forget_what_they_saw_after_it(parts, tmp_path):
+def test_alarms_of_a_run_that_rolls_back_forget_later_steps(parts, tmp_path):
     alarms, path = certain_alarms(), tmp_path / "a.zarr"
     recorder = wb.Recorder(path, every=EVERY, alarms=alarms)
     loop(recorder, 40, **parts)
@@ -98,9 +99,9 @@ def test_alarms_of_a_run_that_goes_back_forget_what_they_saw_after_it(parts, tmp
     assert wb.open_run(path)["monitors"]["step"].values.tolist() == list(range(18))
 
 
-@pytest.mark.usefixtures("judges_early")
-def test_replaying_rests_where_the_run_acted(parts):
-    """After an action the alarms of a resumed run are those of the run that went on."""
+@pytest.mark.usefixtures("_evaluated_early")
+def test_a_replay_rests_after_actions_of_the_run(parts):
+    """After an action, the alarms of a resumed run are those of an uninterrupted run."""
     live, heard = certain_alarms(), []
     recorder = wb.Recorder(every=EVERY)
     recorder.observe(lambda o: heard.append(o) if o.part in ("monitors", "optimizer") else None)
@@ -122,7 +123,7 @@ def test_replaying_rests_where_the_run_acted(parts):
     assert replay(xr.DataTree.from_dict(tree), without)[0].step == 40
 
 
-def test_an_alarm_that_waits_for_more_evidence_waits_on_after_resuming(parts):
+def test_an_alarm_that_waits_for_more_evidence_still_waits_after_resuming(parts):
     alarms = certain_alarms()
     actions = wb.Actions(policy={}, otherwise=("stop",), wait=10)
     alarm = wb.alarms.Alarm(100, "update_ratio", 0, -1, 1.5, 2.0, is_outcome=False, message="It rises.")
@@ -138,7 +139,7 @@ def test_an_alarm_that_waits_for_more_evidence_waits_on_after_resuming(parts):
         assert run.stop_reason
 
 
-def test_what_the_callback_raises_goes_through(parts):
+def test_exceptions_of_on_alarm_are_passed_on(parts):
     def stop(alarm):
         raise KeyboardInterrupt(alarm.signal)
 
@@ -148,7 +149,7 @@ def test_what_the_callback_raises_goes_through(parts):
     assert not parts["optimizer"]._optimizer_step_post_hooks
 
 
-def test_train_hears_the_alarms_of_its_recorder_once(parts):
+def test_train_receives_the_alarms_of_its_recorder_once(parts):
     alarms = certain_alarms()
     recorder = wb.Recorder(every=EVERY, alarms=alarms)
     fault = wb.faults.large_rate(factor=10.0, start=20)
@@ -156,5 +157,5 @@ def test_train_hears_the_alarms_of_its_recorder_once(parts):
     records = list(wb.train(parts["model"], parts["task"], recorder=recorder, **settings))
     assert [alarm for record in records for alarm in record.alarms] == alarms.raised
     assert [alarm.signal for alarm in alarms.raised] == ["learning_rate"]
-    with pytest.raises(wb.errors.OptionError, match="The recorder has alarms already"):
+    with pytest.raises(wb.errors.OptionError, check=about("alarms")):
         wb.train(parts["model"], parts["task"], recorder=recorder, alarms=certain_alarms(), **settings)

@@ -1,4 +1,4 @@
-"""What a recorder costs on a device other than the CPU, found on one that is made up by device_recording.py."""
+"""Cost of a recorder on a device other than the CPU, measured on the simulated one of device_recording.py."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from tests.callbacks import device_recording
 
 pytestmark = pytest.mark.subprocess
 
-#: File that reads the numbers of a part from the device -> times that the host waits for it.
+#: File that reads the numbers of a part from the device -> number of waits of the host.
 OF_UPDATE = {"callbacks/recorder/logged_numbers.py": 1}
 OF_PARTS = {
     "attention": {"callbacks/recorder/query_keys.py": 1, "monitors/probe_pass.py": 1, "monitors/matrices.py": 2},
@@ -28,7 +28,7 @@ def found():
 
 
 def waits(entry):
-    """File -> number of waits."""
+    """Return the number of waits by file."""
     of_file = Counter()
     for place, n in entry["waits"].items():
         of_file[place.partition(":")[0]] += n
@@ -55,7 +55,7 @@ def test_the_largest_losses_are_found_without_waiting(found):
 
 
 def test_an_update_is_measured_by_few_operations(found):
-    """A small tensor costs a GPU as much as a large one, so those of a block count as one."""
+    """On a GPU a small tensor costs as much as a large one, so the tensors of a block are concatenated."""
     operations = found["9"]["operations"]
     n_modules = device_recording.N_LAYERS + 1
     assert operations["begin_update"] + operations["optimizer"] < 80 * n_modules

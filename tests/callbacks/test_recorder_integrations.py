@@ -1,10 +1,11 @@
-"""The recorder in the trainers of others hears what it hears in a loop of one's own."""
+"""The recorder in third-party trainers observes the same as in a custom loop."""
 
 import numpy as np
 import pytest
 import torch
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2, llama
 from tests.callbacks.test_recorder import dense, events_of, of_part, recorder_with, task  # noqa: F401
@@ -17,8 +18,8 @@ pytestmark = [pytest.mark.framework, pytest.mark.usefixtures("quiet")]
 
 
 class TestHuggingFace:
-    def test_it_hears_what_a_loop_by_hand_does(self, tmp_path):
-        """With the Trainer's batches, two of which make an update; gradients are clipped."""
+    def test_it_observes_the_same_as_in_a_custom_loop(self, tmp_path):
+        """With the batches of the Trainer, two per update; gradients are clipped."""
         model, by_hand = without_dropout(gpt2), without_dropout(gpt2)
         found, expected, seen = recorder_with(), recorder_with(), []
         options = {"max_steps": 3, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "optim": "sgd"}
@@ -36,7 +37,7 @@ class TestHuggingFace:
                 for inputs in seen[2 * i : 2 * i + 2]:
                     by_hand(**inputs).loss.backward()
                 torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
-                # Losses that are shares of an update's add up, without a word of the loop.
+                # Losses that are summands of an update's loss are summed without help of the loop.
                 expected.log(grad_norm=logged[i]["grad_norm"])
                 optimizer.step()
         assert_same(found, expected, 1e-4)
@@ -45,7 +46,7 @@ class TestHuggingFace:
         assert [float(o.values["batch_size"]) for o in rows] == [8, 8, 8]
         assert all(not module._forward_pre_hooks for module in model.modules() if module is not model)
 
-    def test_training_is_the_same_to_the_bit(self, tmp_path):
+    def test_training_is_bitwise_identical(self, tmp_path):
         plain, model = llama(), llama()
         options = {"gradient_checkpointing": True, "bf16": True, "max_steps": 3}
         trainer(plain, tmp_path, **options).train()
@@ -76,14 +77,14 @@ class TestHuggingFace:
         trainer(model, tmp_path, wb.trainer_callback(recorder), max_steps=2).train()
         assert all(np.isnan(o.values["loss"]) for o in recorder.heard)
 
-    def test_one_is_enough(self, tmp_path):
+    def test_a_second_callback_is_rejected(self, tmp_path):
         callbacks = [wb.trainer_callback(recorder_with()) for _ in range(2)]
-        with pytest.raises(OptionError, match="A Trainer takes one callback of the workbench"):
+        with pytest.raises(OptionError, check=about("callbacks", 2)):
             trainer(gpt2(), tmp_path, *callbacks).train()
 
 
 class TestLightning:
-    def test_it_hears_what_a_loop_by_hand_does(self, lightning, task):  # noqa: F811
+    def test_it_observes_the_same_as_in_a_custom_loop(self, lightning, task):  # noqa: F811
         model, by_hand = without_dropout(gpt2), without_dropout(gpt2)
         found, expected = recorder_with(), recorder_with()
         options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
@@ -108,7 +109,7 @@ class TestLightning:
 
     def test_resuming_from_a_checkpoint(self, lightning, task, tmp_path):  # noqa: F811
         through, parts = tmp_path / "through.zarr", tmp_path / "parts.zarr"
-        data = {"task": task, "n_batches": 1}  # Lightning may begin with any
+        data = {"task": task, "n_batches": 1}  # Lightning may begin with any batch
         for path, n_steps, checkpoint in ((through, 6, None), (parts, 3, None), (parts, 6, tmp_path / "at-3.ckpt")):
             recorder = recorder_with(path, resume=checkpoint is not None)
             module = lightning_module(lightning, without_dropout(gpt2))
@@ -130,16 +131,14 @@ class TestLightning:
         assert events_of(tmp_path / "run.zarr")[-1]["kind"] == "stopped"
         assert not module._forward_pre_hooks
 
-    def test_several_optimizers_are_refused(self, lightning, task):  # noqa: F811
+    def test_several_optimizers_are_rejected(self, lightning, task):  # noqa: F811
         module = lightning_module(lightning, gpt2(), optimizers=2)
         module.automatic_optimization = False
-        with pytest.raises(
-            OptionError, match="Shell has 2 optimizers or steps them itself, and this callback takes one"
-        ):
+        with pytest.raises(OptionError, check=about("optimizer", 2)):
             fit(lightning, module, wb.lightning_callback(recorder_with()), task=task)
 
     def test_without_lightning(self, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "lightning.pytorch", None)
         monkeypatch.setitem(__import__("sys").modules, "pytorch_lightning", None)
-        with pytest.raises(MissingPackageError, match=r"wb.lightning_callback\(\) needs Lightning"):
+        with pytest.raises(MissingPackageError, check=about("lightning")):
             wb.lightning_callback(recorder_with())

@@ -1,4 +1,4 @@
-"""The recorder in loops of every kind: how gradients are made must not change what it says."""
+"""The recorder in loops of every kind: its values do not depend on how gradients are computed."""
 
 import warnings
 
@@ -18,7 +18,7 @@ WITHOUT_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
 
 
 def heard_by(loop, model, optimizer=None, **options):
-    """What a recorder heard in three updates; ``loop(model, optimizer, recorder, i)`` makes one."""
+    """Return the observations of three updates; ``loop(model, optimizer, recorder, i)`` performs one."""
     recorder = recorder_with(**options)
     optimizer = adam(getattr(model, "_orig_mod", model)) if optimizer is None else optimizer
     torch.manual_seed(1)
@@ -29,7 +29,7 @@ def heard_by(loop, model, optimizer=None, **options):
     return recorder
 
 
-#: Numbers of one batch, or of a part of it on one rank: their mean over parts is not that of the whole.
+#: Metrics of one batch, or of a part of it on one rank, whose mean over parts is not that of the full batch.
 OF_PARTS = ("token_entropy", "label_entropy", "label_agreement", "largest_losses", "repeated_examples")
 
 
@@ -56,7 +56,7 @@ def plain(task):  # noqa: F811
 
 class TestGradients:
     def test_accumulation(self, task, plain):  # noqa: F811
-        """Two halves of a batch are that batch: rows and tokens add up, the probe is the same."""
+        """Two halves of a batch are equivalent to the batch: examples and tokens are summed, the probe is the same."""
 
         def halves(model, optimizer, recorder, i):
             tokens, targets = task.batch(i)
@@ -80,7 +80,7 @@ class TestGradients:
         assert_same(heard_by(plain, checkpointed()), heard_by(plain, llama()))
 
     @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
-    def test_a_model_that_is_recomputed_as_a_whole_counts_once(self, task, plain):  # noqa: F811
+    def test_a_model_that_is_recomputed_entirely_is_counted_once(self, task, plain):  # noqa: F811
         def whole(model, optimizer, recorder, i):
             tokens, targets = task.batch(i)
             logits = checkpoint(model, tokens, use_reentrant=False)
@@ -105,7 +105,7 @@ class TestGradients:
         found = [float(o.values["loss"]) for o in of_part(recorder, "monitors")]
         assert found == pytest.approx(np.array(losses).reshape(3, 2).mean(1), rel=1e-6)
 
-    def test_padding_is_no_token(self, task):  # noqa: F811
+    def test_padding_is_not_counted_as_tokens(self, task):  # noqa: F811
         def loop(model, optimizer, recorder, i):
             tokens = task.batch(i)[0]
             mask = torch.ones_like(tokens)
@@ -118,7 +118,7 @@ class TestGradients:
 
     @pytest.mark.medium
     def test_closures(self, task, plain):  # noqa: F811
-        """The batch is run from inside the optimizer's step."""
+        """The batch is processed within the optimizer's step."""
 
         def loop(model, optimizer, recorder, i):
             def closure():
@@ -138,7 +138,7 @@ class TestGradients:
 
 class TestPrecision:
     def test_autocast(self, task):  # noqa: F811
-        """Training is the same to the bit, and the weights are read in full precision."""
+        """Training is bitwise identical, and the weights are read in full precision."""
 
         def loop(model, optimizer, recorder, i):
             with torch.autocast("cpu", torch.bfloat16):
@@ -162,7 +162,7 @@ class TestPrecision:
 
     @pytest.mark.parametrize("is_fused", [False, True])
     def test_a_gradient_scaler(self, task, is_fused):  # noqa: F811
-        """Gradients are those that reach the weights, and an update that overflowed is none."""
+        """Gradients are recorded unscaled, and an update that overflowed is skipped."""
 
         def loop(model, optimizer, recorder, i):
             for factor in (float("inf"), 1.0) if i == 1 else (1.0,):
@@ -184,19 +184,19 @@ class TestPrecision:
         found = heard_by(loop, model, adam(model, fused=is_fused), probe=task.batch(0)[0])
         expected = heard_by(unscaled, twin, adam(twin, fused=is_fused), probe=task.batch(0)[0])
         (row,) = [o for o in found.heard if o.part == "monitors" and o.step == 1]
-        assert float(row.values["batch_size"]) == 16  # rows that went through since the update before
+        assert float(row.values["batch_size"]) == 16  # examples since the previous update
         for name in ("batch_size", "n_tokens"):
             row.values[name] = row.values[name] / 2
         assert_same(found, expected, 1e-3)
 
     def test_float32_masters_of_a_bfloat16_model(self, task):  # noqa: F811
-        """What the masters do shows, though bfloat16 would hide most of it."""
+        """Changes of the float32 copies are recorded, although bfloat16 would hide most of them."""
         full, model = dense(), dense().to(torch.bfloat16)
         with torch.no_grad():
             for p, q in zip(full.parameters(), model.parameters(), strict=True):
                 p.copy_(q.float())
         masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
-        # As optimizers often have them: decayed and others in groups, so in another order than the model's.
+        # As usual in optimizers, parameters with and without decay are in groups, in another order than in the model.
         groups = [[m for m in masters if m.ndim > 1], [m for m in masters if m.ndim == 1]]
         optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=1e-5)
         reference = torch.optim.SGD(full.parameters(), lr=1e-5)
@@ -222,9 +222,11 @@ class TestPrecision:
             for name in set(one.values) - {"attention_logit_max", "attention_entropy", "attention_entropy_share"}:
                 assert one.values[name] == pytest.approx(other.values[name], rel=1e-5, nan_ok=True), name
 
-    def test_bfloat16_alone_is_warned_of(self, task):  # noqa: F811
+    def test_bfloat16_without_copies_raises_a_warning(self, task):  # noqa: F811
         model, recorder = dense().to(torch.bfloat16), recorder_with()
-        with pytest.warns(RecordingWarning, match=r"without a copy in float32; updates below 2\^-9"):
+        with pytest.warns(
+            RecordingWarning, match=r"without a float32 copy of its parameters; in bfloat16, updates below 2\^-9"
+        ):
             run(model, task, 3, recorder)
         (o,) = of_part(recorder, "attention")
         assert np.isfinite(o.values["frobenius_norm"]).all()
@@ -241,7 +243,7 @@ class TestModels:
     @pytest.mark.usefixtures("compiled_afresh")
     @pytest.mark.parametrize("way", ["whole", "in place", "used before"])
     def test_compiled(self, task, plain, way):  # noqa: F811
-        """Compiled once, as without a recorder, and the same numbers."""
+        """The model is compiled once, as without a recorder, and the values are the same."""
         n_graphs = [0]
 
         def backend(graph, inputs):
@@ -262,7 +264,7 @@ class TestModels:
 
     @pytest.mark.medium
     @pytest.mark.parametrize("control", ["SpectralNorm", "WeightNorm"])
-    def test_parametrized_weights_are_read_as_they_act(self, task, control):  # noqa: F811
+    def test_parametrized_weights_are_read_after_parametrization(self, task, control):  # noqa: F811
         model = dense()
         getattr(wb.baselines, control)().apply(model)
         twin = dense()
@@ -305,7 +307,7 @@ class TestModels:
 
     @pytest.mark.medium
     def test_the_probe_is_the_start_of_the_first_batch(self, task, plain):  # noqa: F811
-        """Cut to so many tokens, and the same in every look."""
+        """It is truncated to a number of tokens, and the same in every measurement."""
         expected = heard_by(plain, dense(), probe=(task.batch(0)[0][:2],))
         assert_same(heard_by(plain, dense(), n_probe_tokens=25), expected, 1e-9)
         expected = heard_by(plain, dense(), probe=(task.batch(0)[0][:1, :5],))
@@ -326,7 +328,7 @@ class TestModels:
         assert float(row.values["batch_size"]) == 6
         assert np.isnan(row.values["n_tokens"])
 
-    def test_every_part_has_what_the_schema_says(self, plain):
+    def test_every_part_follows_the_schema(self, plain):
         recorder = heard_by(
             plain, wb.zoo.moe(n_experts=4, d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=16)
         )

@@ -1,4 +1,4 @@
-"""The probes of a recorder: they see the run's own arithmetic in any loop, and leave the training as it is."""
+"""The probes of a recorder: they measure the run's own arithmetic in any loop, and do not affect training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBES = {"precision": 2, "reduction": 2, "update": 2}
 
 
 def trained(model, task, recorder=None, *, n_steps=6, fault_from=None, autocast=None):  # noqa: F811
-    """A plain loop, in which attention may lose bits from a step on."""
+    """Train in a standard loop, in which attention may lose bits from a step on."""
     optimizer, mode = adam(model), wb.faults.FlashAttentionMode()
     with ExitStack() as stack:
         if recorder is not None:
@@ -40,7 +40,7 @@ def trained(model, task, recorder=None, *, n_steps=6, fault_from=None, autocast=
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", [dense, moe, lambda: gpt2_with_dropout()], ids=["dense", "moe", "gpt2"])
-def test_training_is_the_same_to_the_bit(make, autocast, task):  # noqa: F811
+def test_training_is_bitwise_identical(make, autocast, task):  # noqa: F811
     torch.manual_seed(5)
     plain = trained(make(), task, autocast=autocast)
     state = torch.get_rng_state()
@@ -53,7 +53,7 @@ def test_training_is_the_same_to_the_bit(make, autocast, task):  # noqa: F811
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-def test_a_mode_of_the_loop_is_that_of_the_probe(autocast, task):  # noqa: F811
+def test_the_probe_runs_in_the_modes_of_the_loop(autocast, task):  # noqa: F811
     recorder = recorder_with(every=PROBES)
     trained(dense(), task, recorder, n_steps=10, fault_from=6, autocast=autocast)
     found = of_part(recorder, "precision")
@@ -80,7 +80,7 @@ def test_the_first_probe_raises_the_alarm_and_names_the_fault(task):  # noqa: F8
     assert alarms.attribute().probability == {"low_precision_attention": 1.0}
 
 
-def test_it_is_raised_again_only_after_it_was_over(task):  # noqa: F811
+def test_it_is_raised_again_only_after_it_has_ended(task):  # noqa: F811
     alarms = wb.Alarms()
     fault = wb.faults.low_precision_attention(n_bits=6, start=4, stop=8)
     recorder = wb.Recorder(every={"precision": 2})
@@ -94,7 +94,7 @@ def test_it_is_raised_again_only_after_it_was_over(task):  # noqa: F811
 
 FAULTS = {
     "bucket": (wb.faults.DroppedBucket(share=1.0, start=6), "zeros instead of the computed", "dropped_bucket"),
-    "stale": (wb.faults.StaleReduction(delay=1, start=6), "not those that this step computed", "stale_reduction"),
+    "stale": (wb.faults.StaleReduction(delay=1, start=6), "not those computed in this step", "stale_reduction"),
     "bits": (
         wb.faults.LowPrecisionReduction(n_bits=2, start=6, n_ranks=2), "significant bits", "low_precision_reduction",
     ),
@@ -102,7 +102,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_gradients_that_are_not_those_that_were_computed(name, task):  # noqa: F811
+def test_gradients_that_differ_from_the_computed_ones(name, task):  # noqa: F811
     fault, words, cause = FAULTS[name]
     alarms = wb.Alarms()
     options = {"n_steps": 12, "clip_norm": 0.1, "faults": [fault], "alarms": alarms}
@@ -112,12 +112,12 @@ def test_gradients_that_are_not_those_that_were_computed(name, task):  # noqa: F
     assert alarm.step == 7
     found = alarms.attribute()
     assert found.cause == cause
-    assert len(found.probability) == (3 if name == "stale" else 1)  # without history it may be another fault
+    assert len(found.probability) == (3 if name == "stale" else 1)  # without earlier steps it may be another fault
     assert sum(found.probability.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize("name", ["clip_norm", "accumulated", "clipped by value", "autocast"])
-def test_gradients_of_honest_loops_raise_nothing(name, task):  # noqa: F811
+def test_gradients_of_correct_loops_raise_no_alarm(name, task):  # noqa: F811
     alarms = wb.Alarms()
     recorder = recorder_with(every={"reduction": 1}, alarms=alarms)
     model = dense()
@@ -135,7 +135,7 @@ def test_gradients_of_honest_loops_raise_nothing(name, task):  # noqa: F811
                 torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
             optimizer.step()
     found = [int(o.values["gradient_verdict"]) for o in of_part(recorder, "reduction")]
-    # The model is read within the first step, whose gradients came before.
+    # The model is read within the first step, after its gradients were computed.
     assert found[0] == -1
     assert set(found[1:]) <= ({2, 7} if name == "clipped by value" else {0})
     assert alarms.raised == []
@@ -175,7 +175,7 @@ def test_a_model_that_returns_its_loss_has_one(task):  # noqa: F811
     assert len(of_part(recorder, "update")) == 3
 
 
-def test_what_batches_hold(task):  # noqa: F811
+def test_the_contents_of_batches(task):  # noqa: F811
     recorder = recorder_with(every=None)
     trained(dense(), task, recorder, n_steps=3)
     numbers = [o.values for o in of_part(recorder, "monitors")]
@@ -270,14 +270,14 @@ def test_a_resumed_run_remembers_its_examples(task, tmp_path):  # noqa: F811
     np.testing.assert_array_equal(stores["whole"], stores["parts"])
 
 
-def test_what_cannot_be_measured_stops_no_training(task, monkeypatch):  # noqa: F811
+def test_failing_measurements_do_not_stop_training(task, monkeypatch):  # noqa: F811
     def fails(*_):
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr("workbench.probes.batch._entropy", fails)
     monkeypatch.setattr("workbench.callbacks.recorder.updates.SampledUpdate.end", fails)
     recorder = recorder_with(every=None)
-    with pytest.warns(RecordingWarning, match="The size of every update cannot be recorded from step 0 on"):
+    with pytest.warns(RecordingWarning, match="The update ratio cannot be recorded from step 0 on"):
         trained(dense(), task, recorder, n_steps=3)
     numbers = [o.values for o in of_part(recorder, "monitors")]
     assert len(numbers) == 3
@@ -285,8 +285,8 @@ def test_what_cannot_be_measured_stops_no_training(task, monkeypatch):  # noqa: 
     assert all(np.isfinite(found["grad_norm"]) for found in numbers)
 
 
-def test_broken_arithmetic_stops_the_run_and_says_what_to_mend(task):  # noqa: F811
-    """A smaller rate would hide the bug."""
+def test_broken_arithmetic_stops_the_run_with_a_remedy(task):  # noqa: F811
+    """A smaller learning rate would hide the bug."""
     kinds = {k for c, ks in wb.Actions().policy.items() if c in FAULTS_OF_ARITHMETIC for k in ks}
     assert kinds == {"stop"}
     actions = wb.Actions(policy={"low_precision_attention": ("stop",)}, otherwise=())
@@ -297,13 +297,13 @@ def test_broken_arithmetic_stops_the_run_and_says_what_to_mend(task):  # noqa: F
     assert records[-1].step == 8
     (done,) = actions.done
     assert done.kind == "stop"
-    assert "Let attention run in float32 by torch's own kernel." in done.message
+    assert "Run attention in float32 with torch's own kernel." in done.message
 
 
 FAULTS_OF_ARITHMETIC = ("low_precision_attention", "arithmetic", "low_precision_reduction", "stale_reduction")
 
 
-def test_a_changed_setting_that_is_no_fault_asks_for_nothing(task):  # noqa: F811
+def test_a_changed_setting_that_is_not_a_fault_requests_no_action(task):  # noqa: F811
     asked = []
     assert wb.Actions().policy["changed_setting"] == ()
 

@@ -1,4 +1,4 @@
-"""Two processes record what one does on all rows; what each of them heard comes from ranked_recording.py."""
+"""Two processes record the same as one process on all examples; their observations come from ranked_recording.py."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests.callbacks import ranked_recording
 
 pytestmark = pytest.mark.subprocess
 
-#: By what weights differ in the end that were trained on the same rows in another order of summation.
+#: Difference of the final weights after training on the same examples with another order of summation.
 TOLERANCE = 1e-5
 
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(folder):
-    """What each rank heard, by scenario."""
+    """Return the observations of each rank, by scenario."""
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -46,9 +46,9 @@ def assert_same(found, expected):
     for (step, part, values), (_, _, others) in zip(found, expected, strict=True):
         for name, value in values.items():
             if name in ("eigenvector_condition", "residual", "covariance_condition"):
-                continue  # of a few tokens they amplify rounding
+                continue  # for few tokens they amplify rounding errors
             if name in OF_PARTS:
-                continue  # of a part of the batch or of the weights: their mean over ranks is not that of the whole
+                continue  # of a part of batch or weights: the mean over ranks is not the full value
             scale = np.nan_to_num(np.abs(others[name])).max(initial=1e-12)
             assert value == pytest.approx(others[name], rel=TOLERANCE, abs=TOLERANCE * scale, nan_ok=True), (
                 step,
@@ -61,7 +61,7 @@ def assert_same(found, expected):
     ("scenario", "kind"),
     [pytest.param("ddp", "moe", marks=pytest.mark.slow), ("fsdp", "dense"), ("fsdp prepared", "dense")],
 )
-def test_two_ranks_hear_what_one_process_does(ranks, scenario, kind):
+def test_two_ranks_observe_the_same_as_one_process(ranks, scenario, kind):
     expected = in_one_process(kind, ranked_recording.recorder())
     parts = {"monitors", "attention", "optimizer", "activations", "reduction", "spectra"}
     parts |= {"router"} if kind == "moe" else set()
@@ -73,8 +73,8 @@ def test_two_ranks_hear_what_one_process_does(ranks, scenario, kind):
     )
 
 
-def test_recording_leaves_sharded_training_as_it_is(ranks):
-    """Looks gather weights, and the next forward must not go on with those."""
+def test_recording_does_not_change_sharded_training(ranks):
+    """Measurements gather weights, which the next forward pass must not use."""
     for rank in ranks:
         assert all(
             torch.equal(a, b) for a, b in zip(rank["fsdp"]["weights"], rank["fsdp plain"]["weights"], strict=True)
@@ -99,15 +99,15 @@ def test_the_first_rank_writes(folder, ranks, name):
     assert run["events"]["kind"].values.tolist() == ["started", "finished"]
 
 
-def test_numbers_that_one_rank_alone_logs_hold_nobody_up(ranks):
-    """The loss is that of the rank that said it; a number of another name stays where it is."""
+def test_metrics_logged_by_one_rank_do_not_block_the_others(ranks):
+    """The loss is that of the rank that logged it; a custom metric stays on its rank."""
     first, second = ([values for _, part, values in rank["one logs"]["heard"] if part == "monitors"] for rank in ranks)
     assert [float(values["loss"]) for values in first] == [float(values["loss"]) for values in second]
     assert float(first[0]["mine"]) == 3.0
     assert "mine" not in second[0]
 
 
-def test_what_the_first_rank_cannot_write_is_refused_by_all(ranks):
+def test_all_ranks_raise_if_the_first_one_cannot_write(ranks):
     for rank in ranks:
         assert "taken.zarr exists already; pass overwrite=True" in rank["refused"]
 

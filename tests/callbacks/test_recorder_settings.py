@@ -1,4 +1,4 @@
-"""Settings that change in a recorded run: alarms at once, plans that raise none, and replays."""
+"""Settings that change in a recorded run: immediate alarms, plans that raise none, and replays."""
 
 import math
 
@@ -34,7 +34,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("setting", FAULTS)
-def test_a_setting_that_changes_is_an_alarm_at_once(setting, tmp_path):
+def test_a_changed_setting_raises_an_alarm_immediately(setting, tmp_path):
     fault, step, cause = FAULTS[setting]
     alarms = wb.Alarms()
     records = trained(alarms, faults=[fault], store=tmp_path / "run.zarr")
@@ -47,7 +47,7 @@ def test_a_setting_that_changes_is_an_alarm_at_once(setting, tmp_path):
     events = found["events"].to_dataset()
     named = events["source"].values[events["kind"].values == "attribution"].tolist()
     assert named[0] == cause
-    if setting == "learning_rate":  # it is over, and its end is no alarm
+    if setting == "learning_rate":  # the fault ends, which raises no alarm
         assert [alarm.signal for alarm in alarms.raised].count(setting) == 1
         ends = events["score"].values[events["kind"].values == "setting"].tolist()
         assert ends == [pytest.approx(10.0), 1.0]
@@ -60,7 +60,7 @@ def restarts(step):
 
 
 @pytest.mark.parametrize("schedule", ["cosine", restarts])
-def test_a_plan_that_rises_again_is_none(schedule, tmp_path):
+def test_a_plan_with_a_second_rise_raises_no_alarm(schedule, tmp_path):
     alarms = wb.Alarms()
     trained(alarms, schedule=schedule, warmup=5, store=tmp_path / "run.zarr")
     assert alarms.raised == []
@@ -93,7 +93,7 @@ def test_a_run_resumed_in_the_middle_of_a_fault_reports_it_once(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["rate", "weight decay", "frozen", "sign"])
-def test_any_loop_tells_of_what_its_optimizer_and_model_change(change):
+def test_changes_of_optimizer_and_model_are_reported_in_any_loop(change):
     model = moe()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     alarms = wb.Alarms()
@@ -117,10 +117,10 @@ def test_any_loop_tells_of_what_its_optimizer_and_model_change(change):
     assert "20" in alarms.raised[0].message
 
 
-def test_settings_that_cannot_be_compared_never_stop_a_training(monkeypatch):
+def test_settings_that_cannot_be_compared_do_not_stop_training(monkeypatch):
     def refuse(*args):
         raise ValueError("no such setting")
 
     monkeypatch.setattr("workbench.callbacks.alarms.settings_sentinel.SettingsSentinel.observe", refuse)
-    with pytest.warns(UserWarning, match="What the settings are cannot be recorded from step .* Training goes on"):
+    with pytest.warns(UserWarning, match="The settings cannot be recorded from step .* Training continues"):
         assert len(trained(wb.Alarms(), n_steps=5)) == 5

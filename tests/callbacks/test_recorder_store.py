@@ -1,4 +1,4 @@
-"""What a recorder leaves on disk, and going on with it."""
+"""The store of a recorder, and resuming from it."""
 
 import json
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.test_recorder import (
     ALL,
     adam,
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.medium
 
 
 def same_rows(one, other):
-    """Whether two runs hold the same rows in every part, events aside."""
+    """Check that two runs have the same rows in every part except events."""
     one, other = wb.open_run(one), wb.open_run(other)
     assert set(one.children) == set(other.children)
     return all(one[part].to_dataset().equals(other[part].to_dataset()) for part in one.children if part != "events")
@@ -82,8 +83,8 @@ def test_curvature_is_that_of_the_probe(task):  # noqa: F811
     assert np.isnan(of_part(plain, "curvature")[0].values["preconditioned_sharpness"])
 
 
-def test_resuming_is_running_through(task, tmp_path):  # noqa: F811
-    """The same rows to the bit: windows, the first batch's probe, spikes."""
+def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path):  # noqa: F811
+    """The rows are bitwise identical, with windows, the probe of the first batch, and spikes."""
     through, parts = tmp_path / "through.zarr", tmp_path / "parts.zarr"
     run(moe(), task, 12, recorder_with(through))
     model = moe()
@@ -106,7 +107,7 @@ def test_resuming_is_running_through(task, tmp_path):  # noqa: F811
     assert events_of(parts)[1]["message"] == "Resumed at step 6."
 
 
-def test_attaching_again_goes_on(task, tmp_path):  # noqa: F811
+def test_attaching_again_continues(task, tmp_path):  # noqa: F811
     run(dense(), task, 6, recorder_with(tmp_path / "through.zarr"))
     model, recorder = dense(), recorder_with(tmp_path / "parts.zarr")
     optimizer = adam(model)
@@ -115,14 +116,14 @@ def test_attaching_again_goes_on(task, tmp_path):  # noqa: F811
     assert same_rows(tmp_path / "through.zarr", tmp_path / "parts.zarr")
 
 
-def test_another_model_begins_anew(task):  # noqa: F811
+def test_another_model_starts_a_new_run(task):  # noqa: F811
     recorder = recorder_with(every=None)
     for _ in range(2):
         run(dense(), task, 2, recorder)
     assert [o.step for o in recorder.heard] == [0, 1, 0, 1]
 
 
-def test_the_state_brings_the_probe_and_the_step(task):  # noqa: F811
+def test_the_state_contains_the_probe_and_the_step(task):  # noqa: F811
     model, recorder = dense(), recorder_with()
     optimizer = adam(model)
     run(model, task, 3, recorder, optimizer)
@@ -138,18 +139,18 @@ def test_the_state_brings_the_probe_and_the_step(task):  # noqa: F811
         assert all(np.array_equal(one.values[name], other.values[name]) for name in one.values)
 
 
-def test_resuming_with_other_options_or_another_model_is_refused(task, tmp_path):  # noqa: F811
+def test_resuming_with_other_options_or_another_model_is_rejected(task, tmp_path):  # noqa: F811
     run(dense(), task, 3, recorder_with(tmp_path / "run.zarr"))
     model = dense()
-    with pytest.raises(StoreError, match=r"was recorded with recorder.alpha = 2.0, this recorder says 1.0; go on with"):
+    with pytest.raises(StoreError, check=about("recorder.alpha", 1.0, "2.0")):
         recorder_with(tmp_path / "run.zarr", alpha=1.0, resume=True).attach(model, adam(model))
     model = dense("none")
-    with pytest.raises(StoreError, match=r"was recorded with model.config.norm = pre_ln, this recorder says none"):
+    with pytest.raises(StoreError, check=about("model.config.norm", "none", "pre_ln")):
         recorder_with(tmp_path / "run.zarr", resume=True).attach(model, adam(model))
     assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 3
 
 
-def test_resuming_where_there_is_nothing_begins(task, tmp_path):  # noqa: F811
+def test_resuming_without_a_run_starts_one(task, tmp_path):  # noqa: F811
     run(dense(), task, 2, recorder_with(tmp_path / "run.zarr", resume=True))
     assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 2
 
@@ -160,7 +161,7 @@ def test_overwriting(task, tmp_path):  # noqa: F811
     assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 2
 
 
-def test_an_error_in_training_keeps_what_there_is(task, tmp_path):  # noqa: F811
+def test_an_error_in_training_keeps_the_record(task, tmp_path):  # noqa: F811
     with pytest.raises(ZeroDivisionError):
         run(dense(), task, 9, recorder_with(tmp_path / "run.zarr"), before=lambda i: 1 / (4 - i))
     stored = wb.open_run(tmp_path / "run.zarr")
@@ -169,8 +170,8 @@ def test_an_error_in_training_keeps_what_there_is(task, tmp_path):  # noqa: F811
     assert events_of(tmp_path / "run.zarr")[-1]["kind"] == "stopped"
 
 
-def test_a_hosts_store_gets_the_parts_alone(task, tmp_path):  # noqa: F811
-    """The numbers of each update are the host's, who also closes it."""
+def test_the_store_of_a_host_receives_only_the_parts(task, tmp_path):  # noqa: F811
+    """The host writes the metrics of each update and closes the store."""
     host = RunOutput(BackgroundWriter(RunWriter(tmp_path / "run.zarr", {"subject": "x"})))
     recorder = recorder_with()
     run(dense(), task, 3, recorder, host=host, probe=task.probe(50))
@@ -181,9 +182,9 @@ def test_a_hosts_store_gets_the_parts_alone(task, tmp_path):  # noqa: F811
     assert len(of_part(recorder, "monitors")) == 3
 
 
-def test_numbers_that_come_late_are_told(task, tmp_path):  # noqa: F811
+def test_metrics_that_begin_late_are_reported(task, tmp_path):  # noqa: F811
     recorder = recorder_with(tmp_path / "run.zarr", every=None)
-    logged = ({"yours": 1.0}, {}, {"mine": 5.0})  # what comes between two batches belongs to the first of them
+    logged = ({"yours": 1.0}, {}, {"mine": 5.0})  # metrics logged between two batches belong to the first of them
     with pytest.warns(RecordingWarning, match="'mine' was first logged at step 1"):
         run(dense(), task, 3, recorder, before=lambda i: recorder.log(**logged[i]))
     stored = wb.open_run(tmp_path / "run.zarr")["monitors"]
@@ -195,22 +196,22 @@ def test_numbers_that_come_late_are_told(task, tmp_path):  # noqa: F811
     assert told["source"] == "mine"
 
 
-def test_a_store_that_is_removed_stops_nothing(task, tmp_path):  # noqa: F811
+def test_removing_the_store_does_not_stop_training(task, tmp_path):  # noqa: F811
     def before(i):
         if i == 3:
             (tmp_path / "run.zarr").rename(tmp_path / "elsewhere")
 
     recorder = recorder_with(tmp_path / "run.zarr", rows_per_block=1)
-    with pytest.warns(RecordingWarning, match="is gone"):
+    with pytest.warns(RecordingWarning, match="was removed"):
         run(dense(), task, 9, recorder, before=before)
     assert len(of_part(recorder, "monitors")) == 9
 
 
-def test_mirrors_hear_the_scalars(task):  # noqa: F811
+def test_loggers_receive_the_scalars(task):  # noqa: F811
     rows = []
     run(dense(), task, 3, recorder_with(log=rows.append))
-    (look,) = [row for row in rows if "attention/effective_rank/D2/min" in row]
-    assert look["step"] == 2
+    (found,) = [row for row in rows if "attention/effective_rank/D2/min" in row]
+    assert found["step"] == 2
     assert [row["monitors/batch_size"] for row in rows if "monitors/batch_size" in row] == [8, 8, 8]
 
 
@@ -220,5 +221,5 @@ def test_events_of_the_caller(task, tmp_path):  # noqa: F811
         recorder.event("alarm", source="effective_rank D2", score=3.0, message="It falls.", layer=1, head=0)
     (told,) = [e for e in events_of(tmp_path / "run.zarr") if e["kind"] == "alarm"]
     assert (told["layer"], told["head"], told["score"], told["step"]) == (1, 0, 3.0, 0)
-    with pytest.raises(OptionError, match=r"event\(\) needs a run"):
+    with pytest.raises(OptionError, check=about("recorder", "not attached")):
         recorder.event("alarm")

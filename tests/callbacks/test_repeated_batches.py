@@ -23,7 +23,7 @@ def test_a_loader_that_repeats_itself_is_reported_within_four_batches(start):
     assert start < first_report([0.0] * start + [1.0] * 10) < start + 4
 
 
-def test_after_batches_that_repeat_by_chance_it_takes_more():
+def test_after_batches_that_repeat_by_chance_more_are_needed():
     random = np.random.default_rng(0)
     before = np.where(random.random(1000) < 0.2, 1.0, 0.1)
     before[-1] = 0.1
@@ -35,11 +35,11 @@ def test_small_data_sets_repeat_each_batch(epoch):
     assert first_report([0.0] * epoch + [1.0] * 2000) is None
 
 
-# The same examples each time: of a few sizes about the memory's, one order in a hundred does raise a false alarm.
+# Derandomized: for some sizes close to the memory, one order in a hundred raises a false alarm.
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), n_examples=st.integers(40, 6000), size=st.sampled_from([4, 16, 32]))
-def test_epochs_in_drawn_orders_are_none(seed, n_examples, size):
-    """The share that a probe with a memory of 1,024 examples gives."""
+def test_shuffled_epochs_are_not_reported(seed, n_examples, size):
+    """The fraction is that of a probe with a memory of 1,024 examples."""
     random, recent, shares = np.random.default_rng(seed), [], []
     while len(shares) < 600:
         order = random.permutation(n_examples)
@@ -51,7 +51,7 @@ def test_epochs_in_drawn_orders_are_none(seed, n_examples, size):
     assert first_report(shares, size) is None
 
 
-def test_batches_of_another_size_and_unknown_ones_are_none():
+def test_batches_of_another_size_and_unknown_ones_are_not_reported():
     shares = [0.0] * 300 + [1.0] * 400
     assert first_report(shares, [16.0] * 300 + [1.0] * 400) is None
     assert first_report([float("nan")] * 400) is None
@@ -59,7 +59,7 @@ def test_batches_of_another_size_and_unknown_ones_are_none():
 
 
 class Stuck(wb.Callback):
-    """From step 260 on the loader gives three batches again and again."""
+    """From step 260 on the loader repeats three batches."""
 
     name = "stuck"
 
@@ -79,7 +79,7 @@ class Stuck(wb.Callback):
 
 
 @pytest.mark.medium
-def test_a_stuck_loader_is_an_alarm_and_stops_a_run_with_actions():
+def test_a_stuck_loader_raises_an_alarm_and_stops_a_run_with_actions():
     model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2, vocab_size=64, max_length=16, seed=0)
     task = wb.tasks.random_tokens(vocab_size=64, length=16, batch_size=16)
     alarms = wb.Alarms()

@@ -1,4 +1,4 @@
-"""Which steps of a run are judged, and where a change is."""
+"""Evaluated steps of a run, and the place of a change."""
 
 import math
 
@@ -16,12 +16,12 @@ def monitors(step, **values):
     return Observation(step, "monitors", {name: np.array(float(value)) for name, value in values.items()})
 
 
-def judged(rates, signal="grad_norm"):
-    """The steps at which a signal is judged, with these learning rates."""
+def evaluated(rates, signal="grad_norm"):
+    """Return the steps at which a signal is evaluated, for given learning rates."""
     evidence = RunEvidence()
     rows = (monitors(step, learning_rate=rate, **{signal: 2}) for step, rate in enumerate(rates))
     found = [evidence.update(row)[0] for row in rows]
-    return [reading.step for reading in found if reading.is_judged]
+    return [reading.step for reading in found if reading.is_evaluated]
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def judged(rates, signal="grad_norm"):
         ([1e-3 * (1 - i / 500) for i in range(500)], range(200, 491)),
     ],
 )
-def test_steps_are_judged_while_the_rate_is_steady(rates, expected):
-    assert judged(rates) == list(expected)
+def test_steps_are_evaluated_while_the_rate_is_steady(rates, expected):
+    assert evaluated(rates) == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def test_steps_are_judged_while_the_rate_is_steady(rates, expected):
         ([1e-3] * 300 + [3e-3] * 200, [*range(200, 300), *range(399, 500)]),  # at once
     ],
 )
-def test_losses_are_judged_while_the_rate_rises_slowly(rates, expected):
-    assert judged(rates, "loss") == list(expected)
+def test_losses_are_evaluated_while_the_rate_rises_slowly(rates, expected):
+    assert evaluated(rates, "loss") == list(expected)
 
 
-def test_while_the_rate_rises_more_evidence_is_needed():
+def test_more_evidence_is_needed_while_the_rate_rises():
     random = np.random.default_rng(0)
     noise = 0.05 * random.normal(size=400)
     steady, rising = RunEvidence(), RunEvidence()
@@ -60,8 +60,8 @@ def test_while_the_rate_rises_more_evidence_is_needed():
         loss = 2 + noise[step] + (step >= 399)
         (one,) = steady.update(monitors(step, loss=loss, learning_rate=1e-3))
         (other,) = rising.update(monitors(step, loss=loss, learning_rate=1e-6 * (step + 1)))
-    assert one.is_judged
-    assert other.is_judged
+    assert one.is_evaluated
+    assert other.is_evaluated
     assert other.evidence == pytest.approx(one.evidence / 1.5)
 
 
@@ -84,7 +84,7 @@ def test_the_worst_layer_and_head_and_the_onset_are_named():
     assert max(r.evidence for name, r in readings.items() if name != "effective_rank D2") < 4
 
 
-def test_what_follows_the_rate_is_compared_at_the_same_rate():
+def test_signals_that_follow_the_rate_are_divided_by_it():
     random, evidence = np.random.default_rng(0), RunEvidence()
     for step in range(900):
         rate = 1e-3 if step < 600 else 5e-4
@@ -105,7 +105,7 @@ def test_the_entropy_of_tokens_is_bad_both_ways():
 
 
 def test_losses_near_zero_need_not_be_steady():
-    """Compared with the first losses, a change of a tiny loss is nothing."""
+    """Changes of a tiny loss are negligible relative to the first losses."""
     random, evidence = np.random.default_rng(0), RunEvidence()
     for step in range(1200):
         loss = 4 * math.exp(-step / 50) + 1e-4 * random.random() + 2e-2 * (step >= 1100)
@@ -120,16 +120,16 @@ def test_it_is_causal_and_restarts_by_step():
     found = [whole.update(each)[0] for each in values]
     assert str([part.update(each)[0] for each in values[:350]]) == str(found[:350])  # NaN equals NaN
     later = RunEvidence(first_step=150)
-    assert [later.update(each)[0].is_judged for each in values].index(True) == 350
+    assert [later.update(each)[0].is_evaluated for each in values].index(True) == 350
 
 
-def test_every_watched_signal_says_what_it_points_to():
+def test_every_watched_signal_has_a_description():
     assert len({watched.name for watched in WATCHED}) == len(WATCHED)
     assert all(watched.points_to and watched.least_scale > 0 for watched in WATCHED)
 
 
-def test_what_is_not_measured_is_not_broken():
-    """Numbers that a step does not have are missing; a loss that is not finite is broken."""
+def test_missing_measurements_are_not_broken():
+    """Metrics that are absent at a step are missing; a loss that is not finite is broken."""
     evidence = RunEvidence()
     for step in range(30):
         values = {"loss": 2.0, "largest_losses": 5.0, "grad_norm": 1.0, "update_ratio": 1e-3}

@@ -1,4 +1,4 @@
-"""Alarms read the warm-up from the record, in every kind of loop."""
+"""Alarms recognize the warm-up from the record, in every kind of loop."""
 
 import pytest
 import torch
@@ -16,23 +16,23 @@ PLAN = {"n_steps": 30, "learning_rate": 1e-3, "warmup": WARM_UP}
 
 
 @pytest.fixture(autouse=True)
-def judges_soon(monkeypatch):
-    """Ten steps after the warm-up, and none at the beginning."""
-    monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._FIRST_JUDGED", 0)
+def _evaluated_soon(monkeypatch):
+    """Evaluate steps from the first one on, and ten steps after the warm-up."""
+    monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._FIRST_EVALUATED", 0)
     monkeypatch.setattr("workbench.callbacks.alarms.run_evidence._N_RATES", 10)
 
 
-def first_judged(store):
-    """The first step that is judged after one that is not."""
+def first_evaluated(store):
+    """Return the first evaluated step after one that is not."""
     evidence = RunEvidence()
     judged = [
-        (reading.step, reading.is_judged)
+        (reading.step, reading.is_evaluated)
         for observation in observations(wb.open_run(store))
         for reading in evidence.update(observation)
         if reading.watched.name == "grad_norm"
     ]
-    last = max(step for step, is_judged in judged if not is_judged)
-    return min(step for step, is_judged in judged if is_judged and step > last)
+    last = max(step for step, is_evaluated in judged if not is_evaluated)
+    return min(step for step, is_evaluated in judged if is_evaluated and step > last)
 
 
 @pytest.mark.medium
@@ -48,7 +48,7 @@ def test_in_train(parts, tmp_path, is_resumed):  # noqa: F811
     if is_resumed:
         options = {"recorder": wb.Recorder(every=EVERY), "alarms": certain_alarms()}
         list(wb.train(parts["model"], parts["task"], resume=True, **options, **settings))
-    assert first_judged(tmp_path / "run.zarr") == WARM_UP + 8  # full one step earlier
+    assert first_evaluated(tmp_path / "run.zarr") == WARM_UP + 8  # full one step earlier
 
 
 def from_zero(optimizer):
@@ -56,8 +56,8 @@ def from_zero(optimizer):
 
 
 @pytest.mark.medium
-def test_in_a_loop_of_ones_own(parts, tmp_path):  # noqa: F811
-    """With a scheduler that begins at zero: the rate is full at step WARM_UP, one later."""
+def test_in_a_custom_loop(parts, tmp_path):  # noqa: F811
+    """With a scheduler that begins at zero, the full rate is reached at step WARM_UP, one step later."""
     model, optimizer, batches = parts["model"], parts["optimizer"], parts["task"].stream(0)
     scheduler, store = from_zero(optimizer), tmp_path / "run.zarr"
     recorder = wb.Recorder(store, every=EVERY, alarms=certain_alarms())
@@ -71,7 +71,7 @@ def test_in_a_loop_of_ones_own(parts, tmp_path):  # noqa: F811
             scheduler.step()
             optimizer.zero_grad()
     assert recorder.alarms.raised == []
-    assert first_judged(store) == WARM_UP + 9
+    assert first_evaluated(store) == WARM_UP + 9
 
 
 @pytest.mark.framework
@@ -81,7 +81,7 @@ def test_in_a_trainer(tmp_path):
     recorder = wb.Recorder(store, every=EVERY, alarms=certain_alarms())
     options = {"max_steps": 30, "warmup_steps": WARM_UP, "lr_scheduler_type": "constant_with_warmup"}
     trainer(gpt2(), tmp_path, wb.trainer_callback(recorder), **options).train()
-    assert first_judged(store) == WARM_UP + 9
+    assert first_evaluated(store) == WARM_UP + 9
 
 
 @pytest.mark.framework
@@ -104,4 +104,4 @@ def test_in_lightning(lightning, parts, tmp_path):  # noqa: F811
             return [optimizer], [{"scheduler": from_zero(optimizer), "interval": "step"}]
 
     fit(lightning, Shell(), wb.lightning_callback(recorder), n_steps=30, n_batches=30, task=parts["task"])
-    assert first_judged(store) == WARM_UP + 9
+    assert first_evaluated(store) == WARM_UP + 9

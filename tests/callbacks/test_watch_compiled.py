@@ -1,4 +1,4 @@
-"""Watching a compiled model: no graph is broken by it, and nothing is compiled again."""
+"""Watching a compiled model causes no graph breaks and no recompilation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = {
 
 
 @pytest.fixture(autouse=True)
-def afresh():
+def without_compiled_code():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -31,7 +31,7 @@ def counting_backend():
     return CompileCounterWithBackend("eager")
 
 
-def whole(model, **options):
+def entire_model(model, **options):
     return torch.compile(model, **options)
 
 
@@ -47,7 +47,11 @@ def by_blocks(model, **options):
 
 
 def trained(make, task, path=None, *, n_steps=8, update=lambda optimizer: optimizer.step):  # noqa: F811
-    """A loop, watched if there is a path: the model, graphs and frames after the first step and in the end, breaks."""
+    """Train in a loop, which is watched if there is a path.
+
+    Returns:
+        The model; the numbers of graphs and frames after the first step and at the end, and the number of graph breaks.
+    """
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -71,17 +75,17 @@ def trained(make, task, path=None, *, n_steps=8, update=lambda optimizer: optimi
     return model, (counts[0], counts[-1], sum(counters["graph_break"].values()))
 
 
-@pytest.mark.parametrize("make", [whole, in_place, by_blocks])
-def test_no_graph_is_broken_and_nothing_is_compiled_again(make, task, tmp_path):  # noqa: F811
-    """By measuring, by another cadence, or by its end; a model that must be one graph stays one."""
-    plain, alone = trained(make, task)
+@pytest.mark.parametrize("make", [entire_model, in_place, by_blocks])
+def test_no_graph_breaks_and_no_recompilation(make, task, tmp_path):  # noqa: F811
+    """Neither measurements, nor a change of the cadence, nor the end of watching cause them."""
+    control, expected = trained(make, task)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        model, watched = trained(make, task, tmp_path / "run.zarr")
-    first, last, n_breaks = alone
-    assert watched == alone
+        model, found = trained(make, task, tmp_path / "run.zarr")
+    first, last, n_breaks = expected
+    assert found == expected
     assert (first, n_breaks) == (last, 0)
     assert first[0] >= 1
-    assert same_weights(plain, model)
+    assert same_weights(control, model)
     run = wb.open_run(tmp_path / "run.zarr")
     assert run["precision"]["step"].values.tolist() == [1, 3, 4, 5, 6, 7]
     assert run["reduction"]["step"].values.tolist() == [1, 3, 5]
@@ -91,16 +95,16 @@ def test_no_graph_is_broken_and_nothing_is_compiled_again(make, task, tmp_path):
 
 @pytest.mark.slow
 def test_a_compiled_step_of_the_optimizer(task, tmp_path):  # noqa: F811
-    """Hooks of the optimizer are no part of what is compiled, which stays compiled."""
+    """Hooks of the optimizer are not compiled, and the step remains compiled."""
     backends = []
 
     def compiled(optimizer):
         backends.append(counting_backend())
         return torch.compile(optimizer.step, backend=backends[-1])
 
-    plain, _ = trained(whole, task, update=compiled)
-    model, _ = trained(whole, task, tmp_path / "run.zarr", update=compiled)
-    assert same_weights(plain, model)
+    control, _ = trained(entire_model, task, update=compiled)
+    model, _ = trained(entire_model, task, tmp_path / "run.zarr", update=compiled)
+    assert same_weights(control, model)
     assert backends[0].frame_count == backends[1].frame_count >= 1
     assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 8
 
@@ -114,15 +118,16 @@ def compiled_loss(model, optimizer, n_steps, task, **options):  # noqa: F811
     return model
 
 
-def test_a_compiled_function_that_calls_the_model_is_broken_where_batches_are_seen(task, tmp_path):  # noqa: F811
-    plain = dense()
-    compiled_loss(plain, adam(plain), 4, task)
+def test_a_compiled_function_that_calls_the_model_has_a_graph_break(task, tmp_path):  # noqa: F811
+    """The break is where the batch is recorded; with ``fullgraph=True`` an error explains it."""
+    control = dense()
+    compiled_loss(control, adam(control), 4, task)
     torch._dynamo.reset()
     model = dense()
     optimizer = adam(model)
     with wb.watch(model, optimizer, store=tmp_path / "a.zarr", every=EVERY, shows=False):
         compiled_loss(model, optimizer, 4, task)
-    assert same_weights(plain, model)
+    assert same_weights(control, model)
     assert wb.open_run(tmp_path / "a.zarr")["monitors"]["batch_size"].values.tolist() == [8.0] * 4
     torch._dynamo.reset()
     with (
@@ -132,7 +137,7 @@ def test_a_compiled_function_that_calls_the_model_is_broken_where_batches_are_se
         compiled_loss(model, optimizer, 1, task, fullgraph=True)
 
 
-def test_a_function_that_was_compiled_before_says_what_is_missing(task, tmp_path):  # noqa: F811
+def test_a_function_that_was_compiled_before_is_explained_in_an_event(task, tmp_path):  # noqa: F811
     model = dense()
     optimizer = adam(model)
     loss = torch.compile(lambda batch: loss_of(model, batch), backend="eager")
@@ -142,5 +147,5 @@ def test_a_function_that_was_compiled_before_says_what_is_missing(task, tmp_path
             optimizer.zero_grad()
             loss(task.batch(i)).backward()
             optimizer.step()
-    told = [event["message"] for event in events_of(tmp_path / "a.zarr") if event["kind"] == "not recorded"]
-    assert told[0].endswith("Where a compiled function calls the model, compile the model instead.")
+    messages = [event["message"] for event in events_of(tmp_path / "a.zarr") if event["kind"] == "not recorded"]
+    assert messages[0].endswith("If a compiled function calls the model, compile the model instead.")

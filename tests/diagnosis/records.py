@@ -1,4 +1,4 @@
-"""Runs made by hand, with what is wrong in them known."""
+"""Synthetic runs with known faults."""
 
 import json
 
@@ -20,7 +20,7 @@ def monitors(loss, *, grad_norm=None, rate=None, rows=None, step=None):
 
 
 def descent(n=200, *, first=3.0, last=1.0, noise=0.02, seed=0):
-    """A loss that comes down as losses do."""
+    """Return a loss that decreases exponentially to its last value, with noise."""
     shape = last + (first - last) * np.exp(-np.arange(n) / (n / 6))
     return shape + noise * np.random.default_rng(seed).standard_normal(n)
 
@@ -42,7 +42,7 @@ def record(parts, **options):
 
 
 def optimizer(
-    n_looks=20,
+    n_measurements=20,
     n_blocks=4,
     *,
     every=10,
@@ -54,12 +54,12 @@ def optimizer(
     signal=0.3,
     unchanged=0.0,
 ):
-    """The part of that name; a block can be given its own numbers by arrays of shape (block,)."""
-    shape = (n_looks, n_blocks + 1)
+    """Return the part ``optimizer``; arrays of shape (block,) set the values of each block."""
+    shape = (n_measurements, n_blocks + 1)
 
     def table(value):
         row = np.broadcast_to(np.asarray(value, dtype=float), (n_blocks,))
-        return np.tile(np.append(row, row.mean()), (n_looks, 1))
+        return np.tile(np.append(row, row.mean()), (n_measurements, 1))
 
     variables = {
         "module_weight_norm": table(weight),
@@ -72,7 +72,7 @@ def optimizer(
         "unchanged_share": table(unchanged),
     }
     coords = {
-        "step": np.arange(n_looks) * every + every - 1,
+        "step": np.arange(n_measurements) * every + every - 1,
         "module": np.arange(n_blocks + 1),
         "layer": ("module", np.append(np.arange(n_blocks), -1)),
     }

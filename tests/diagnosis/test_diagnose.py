@@ -6,6 +6,7 @@ import torch
 import xarray as xr
 
 import workbench as wb
+from tests.about import about
 from workbench.diagnosis import CAUSES, Rules
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
@@ -25,13 +26,13 @@ def fresh():
 
 
 def jump(step):
-    """The schedule of the rate: thirty times the stable one, from a step on."""
+    """Return the factor of the learning rate, which jumps by 40 at a step."""
     return 40.0 if step >= JUMP else 1.0
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A run whose schedule jumps: it diverges soon after."""
+    """Store of a run whose schedule jumps, after which it diverges."""
     path = tmp_path_factory.mktemp("failed") / "run.zarr"
     model, task = fresh()
     recorder = wb.Recorder(every={"attention": 20, "optimizer": 5, "activations": 5}, n_probe_tokens=40)
@@ -49,7 +50,7 @@ def tree(store):
     return diagnose(store)
 
 
-def test_the_tree_is_as_agreed(store, tree):
+def test_the_tree_follows_its_description(store, tree):
     assert tree.attrs["kind"] == "diagnosis"
     assert tree.attrs["subject"] == "transformer without norm, 3 blocks of width 16"
     assert tree.attrs["failure_kind"] == "diverged"
@@ -69,12 +70,12 @@ def test_the_tree_is_as_agreed(store, tree):
         assert {"units", "long_name", "meaning"} <= set(causes[name].attrs)
 
 
-def test_a_jump_of_the_rate_is_put_down_to_the_schedule(tree):
+def test_a_jump_of_the_rate_is_attributed_to_the_schedule(tree):
     assert str(tree["causes"]["cause"].values[0]) == "schedule"
     assert tree.attrs["fault"] == "hyperparameter"
 
 
-def test_evidence_stands_where_it_says(store, tree):
+def test_evidence_is_where_it_says(store, tree):
     run, evidence = wb.open_run(store).load(), tree["evidence"].to_dataset()
     n_checked = 0
     for i in range(evidence.sizes["evidence"]):
@@ -101,7 +102,7 @@ def test_evidence_stands_where_it_says(store, tree):
         assert (np.diff(weight[cause == one]) <= 0).all()
 
 
-def test_a_tree_and_a_path_are_told_alike(store, tree):
+def test_a_tree_and_a_path_have_the_same_diagnosis(store, tree):
     again = diagnose(wb.open_run(store).load(), checkpoints=store.with_suffix(".checkpoints"))
     xr.testing.assert_identical(again["causes"].to_dataset(), tree["causes"].to_dataset())
 
@@ -112,7 +113,7 @@ def test_it_can_be_stored(tree, tmp_path):
     assert opened["evidence"]["sentence"].values.tolist() == tree["evidence"]["sentence"].values.tolist()
 
 
-def test_experiments_are_in_the_order_of_what_they_tell_for_their_cost(tree):
+def test_experiments_are_in_the_order_of_information_per_cost(tree):
     table = tree["experiments"].to_dataset()
     gain = table["information"].values / (table["cost"].values + 0.05)
     assert (np.diff(gain) <= 1e-12).all()
@@ -125,7 +126,7 @@ def test_experiments_are_in_the_order_of_what_they_tell_for_their_cost(tree):
     assert int(own["from_step"]) in (40, 60)
 
 
-def test_the_experiment_decides_for_the_cause_and_touches_nothing(store, tree):
+def test_the_experiment_decides_for_the_cause_and_changes_no_input(store, tree):
     model, task = fresh()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     files = {path: path.stat().st_mtime_ns for path in store.parent.rglob("*")}
@@ -135,7 +136,7 @@ def test_the_experiment_decides_for_the_cause_and_touches_nothing(store, tree):
     row = table.sel(experiment="schedule")
     assert bool(row["is_done"])
     assert bool(row["supports"])
-    assert str(row["outcome"].values).startswith("For this cause")
+    assert str(row["outcome"].values).startswith("This supports the cause")
     assert np.isfinite(float(row["value"]))
     assert np.isnan(float(row["twin_value"]))
     assert int(table["is_done"].sum()) == 1
@@ -160,11 +161,11 @@ def test_the_experiment_decides_against_another_cause(tree):
     done = run_experiment(tree, "optimizer_eps", model=model, task=task)
     row = done["experiments"].to_dataset().set_index(experiment="cause").sel(experiment="optimizer_eps")
     assert not bool(row["supports"])
-    assert str(row["outcome"].values).startswith("Against this cause")
+    assert str(row["outcome"].values).startswith("This is evidence against the cause")
 
 
 def test_the_unchanged_replay_is_the_run(store, tree):
-    """From the checkpoint on, the control's losses are those recorded."""
+    """The losses of the control equal the recorded ones from the checkpoint on."""
     from workbench.diagnosis.experiment_runs import Replay
     from workbench.diagnosis.failed_run import read_record
 
@@ -172,30 +173,30 @@ def test_the_unchanged_replay_is_the_run(store, tree):
     replay = Replay(read_record(store), store, model, task, 40, 20, (), None, {})
     recorded = wb.open_run(store)["monitors"]["loss"].sel(step=slice(40, 59)).values
     losses = replay.losses({})
-    n = len(recorded) - 1  # that of the step that diverged is not given
+    n = len(recorded) - 1  # the loss of the diverged step is omitted
     np.testing.assert_array_equal(losses[:n], recorded[:n])
     assert np.isnan(losses[n:]).all()
 
 
-def test_the_outcome_weighs_the_causes(tree):
+def test_the_outcome_updates_the_causes(tree):
     model, task = fresh()
     done = run_experiment(tree, "schedule", model=model, task=task)
     before = dict(zip(tree["causes"]["cause"].values.tolist(), tree["causes"]["probability"].values, strict=True))
     causes = done["causes"].to_dataset()
-    wanted = Rules.shipped().after(before, "schedule", supports=True)
-    assert causes["cause"].values.tolist() == list(wanted)
-    np.testing.assert_allclose(causes["probability"].values, list(wanted.values()), rtol=1e-9)
-    assert wanted["schedule"] > before["schedule"]
+    expected = Rules.shipped().after(before, "schedule", supports=True)
+    assert causes["cause"].values.tolist() == list(expected)
+    np.testing.assert_allclose(causes["probability"].values, list(expected.values()), rtol=1e-9)
+    assert expected["schedule"] > before["schedule"]
     assert done.attrs["n_replays"] == 1
-    assert "coverage" not in done.attrs  # which was measured before replays
+    assert "coverage" not in done.attrs  # the coverage was measured without replays
     again = run_experiment(done, "schedule", model=model, task=task)
-    xr.testing.assert_identical(again["causes"].to_dataset(), causes)  # the same replay tells nothing new
+    xr.testing.assert_identical(again["causes"].to_dataset(), causes)  # repeating a replay adds no information
     last = done["experiments"].to_dataset().set_index(experiment="cause").sel(experiment="schedule")
     assert float(last["information"]) == 0
     assert done.attrs["summary"].startswith(tree.attrs["what_happened"])
     worth = done["experiments"]["information"].values / (done["experiments"]["cost"].values + 0.05)
     assert (np.diff(worth[np.argsort(done["experiments"]["order"].values)]) <= 1e-12).all()
-    assert tree["causes"]["cause"].values.tolist() == list(before)  # the tree that was passed is as it was
+    assert tree["causes"]["cause"].values.tolist() == list(before)  # the tree that was passed is unchanged
 
 
 def test_a_failure_that_does_not_recur_changes_no_probability(tree):
@@ -212,7 +213,7 @@ def test_settings_alone_have_no_stated_coverage(store):
     assert "coverage" not in found.attrs
 
 
-def test_a_run_in_which_nothing_failed_shows_none(store):
+def test_a_run_without_a_failure_shows_none(store):
     healthy = wb.open_run(store)["monitors"].to_dataset().isel(step=slice(0, JUMP - 5))
     found = diagnose(healthy)
     assert found.attrs["shows_failure"] == 0
@@ -222,7 +223,7 @@ def test_a_run_in_which_nothing_failed_shows_none(store):
 
 
 def from_the_start(tree):
-    """The same diagnosis with an experiment that begins at step 0."""
+    """Return the diagnosis with an experiment that begins at step 0."""
     table = tree["experiments"].to_dataset().isel(experiment=[0])
     table["from_step"], table["n_steps"] = ("experiment", [0]), ("experiment", [6])
     tree = tree.copy()
@@ -230,46 +231,45 @@ def from_the_start(tree):
     return tree
 
 
-def test_a_replay_from_the_start_needs_the_weights_of_the_start(store, tree, tmp_path):
+def test_a_replay_from_the_start_needs_the_initial_parameters(store, tree, tmp_path):
     tree = from_the_start(tree)
     model, task = fresh()
     assert run_experiment(tree, model=model, task=task)["experiments"]["is_done"].item()
     later = wb.open_checkpoint(store.with_suffix(".checkpoints") / "step-00000040").model
-    with pytest.raises(OptionError, match="replay from step 0 begins with a loss of .*, the run began with"):
+    with pytest.raises(OptionError, check=about("model")):
         run_experiment(tree, model=later, task=task)
     save_checkpoint(model, tmp_path / "step-00000000")
     assert run_experiment(tree, model=model, task=task, checkpoints=tmp_path)["experiments"]["is_done"].item()
     with torch.no_grad():
         model.blocks[1].attention.out.weight[0, 0] += 0.01
-    with pytest.raises(
-        CheckpointError, match=r"model's blocks.1.*weight is not that of .*step-00000000; pass the model"
-    ):
+    with pytest.raises(CheckpointError, check=about("blocks.1.attention.out.weight")):
         run_experiment(tree, model=model, task=task, checkpoints=tmp_path)
 
 
-def test_impossible_experiments_are_refused(store, tree, tmp_path):
+def test_impossible_experiments_are_rejected(store, tree, tmp_path):
     model, task = fresh()
-    with pytest.raises(OptionError, match="No experiment is about 'weather'; there are"):
+    causes = tuple(tree["experiments"]["cause"].values.tolist())
+    with pytest.raises(OptionError, check=about("experiment", "weather", causes)):
         run_experiment(tree, "weather", model=model, task=task)
     few = Rules.fit([({"abrupt": 1.0}, "data"), ({"abrupt": 0.0}, "batch")])
-    with pytest.raises(OptionError, match="made by other rules than these; pass rules="):
+    with pytest.raises(OptionError, check=about("rules")):
         run_experiment(tree, "schedule", model=model, task=task, rules=few)
-    with pytest.raises(OptionError, match="n_steps is 0, expected at least 1"):
+    with pytest.raises(OptionError, check=about("n_steps", 0)):
         run_experiment(tree, "schedule", model=model, task=task, n_steps=0)
-    with pytest.raises(CheckpointError, match="has the shape .* but the model says"):
+    with pytest.raises(CheckpointError, check=about("token_embedding.weight", (10, 16))):
         run_experiment(tree, "schedule", model=wb.zoo.transformer(norm="none", **{**SIZES, "d_model": 24}), task=task)
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, check=about("checkpoints", tmp_path)):
         run_experiment(tree, "schedule", model=model, task=task, checkpoints=tmp_path)
 
 
-def test_what_cannot_be_diagnosed_is_refused(tmp_path):
-    with pytest.raises(StoreError, match="There is no run at"):
+def test_a_run_that_cannot_be_diagnosed_is_rejected(tmp_path):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "none.zarr")):
         diagnose(tmp_path / "none.zarr")
-    with pytest.raises(SchemaError, match="no monitors with a loss"):
+    with pytest.raises(SchemaError, check=about("loss")):
         diagnose(xr.Dataset({"accuracy": ("step", [1.0])}, coords={"step": [0]}))
-    with pytest.raises(SchemaError, match="fewer than 5 recorded steps"):
+    with pytest.raises(SchemaError, check=about("step", 2)):
         diagnose(xr.Dataset({"loss": ("step", [1.0, 0.9])}, coords={"step": [0, 1]}))
-    with pytest.raises(StoreError, match="not a list; pass one of them"):
+    with pytest.raises(StoreError, check=about("run", (1, 2))):
         diagnose([1, 2])
-    with pytest.raises(OptionError, match="'weather' is no kind of symptom"):
+    with pytest.raises(OptionError, check=about("uses", "weather", ("mechanism", "log", "configuration"))):
         diagnose(tmp_path, uses=("weather",))

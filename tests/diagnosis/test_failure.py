@@ -9,7 +9,7 @@ from workbench.diagnosis.failure import running_median
 
 @settings(max_examples=25, deadline=None)
 @given(at=st.integers(60, 150), height=st.floats(1.5, 6.0), seed=st.integers(0, 99))
-def test_a_planted_spike_is_found_where_it_begins(at, height, seed):
+def test_an_injected_spike_is_found_where_it_begins(at, height, seed):
     loss = descent(seed=seed)
     loss[at : at + 30] += height * np.hanning(30)
     failure = find_failure(record({"monitors": monitors(loss)}))
@@ -28,13 +28,13 @@ def test_a_divergence_begins_before_its_event(at, seed):
     assert at - 4 <= failure.step <= at + 3
 
 
-def test_an_end_without_numbers_is_a_divergence_and_a_hole_is_none():
+def test_nan_at_the_end_is_a_divergence_and_a_gap_is_not():
     loss = descent()
-    ended, holed = loss.copy(), loss.copy()
+    ended, with_gap = loss.copy(), loss.copy()
     ended[150:] = np.nan
-    holed[100:110] = np.nan
+    with_gap[100:110] = np.nan
     assert find_failure(record({"monitors": monitors(ended)})).kind == "diverged"
-    assert find_failure(record({"monitors": monitors(holed)})).kind == "stalled"
+    assert find_failure(record({"monitors": monitors(with_gap)})).kind == "stalled"
 
 
 @given(seed=st.integers(0, 99))
@@ -44,19 +44,19 @@ def test_noise_is_no_spike(seed):
 
 
 def test_a_failure_is_seen_where_the_loss_shows_one():
-    diverged, risen, trembles, fine = (descent() for _ in range(4))
+    diverged, risen, small, healthy = (descent() for _ in range(4))
     diverged[150:] = np.nan
     risen[100:130] += 2 * np.hanning(30)
-    trembles[100:130] += 0.04  # above its noise, and nobody's failure
+    small[100:130] += 0.04  # above its noise, but too small to be a failure
     found = {
         name: find_failure(record({"monitors": monitors(loss)}))
-        for name, loss in {"diverged": diverged, "risen": risen, "trembles": trembles, "fine": fine}.items()
+        for name, loss in {"diverged": diverged, "risen": risen, "small": small, "healthy": healthy}.items()
     }
     assert {name: failure.is_seen for name, failure in found.items()} == {
-        "diverged": True, "risen": True, "trembles": False, "fine": False,
+        "diverged": True, "risen": True, "small": False, "healthy": False,
     }  # fmt: skip
     assert "rose by" in found["risen"].words
-    assert found["fine"].words.startswith("the loss neither diverged nor rose far")
+    assert found["healthy"].words.startswith("the loss neither diverged nor rose noticeably")
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=40), st.integers(1, 9))

@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Linear(nn.Module):
-    """x -> W x, perhaps rectified, perhaps added to x; W from N(0, scale^2 / width)."""
+    """x -> W x, optionally rectified, optionally added to x; entries of W from N(0, scale^2 / width)."""
 
     def __init__(self, width, scale, generator, *, is_rectified=False, is_residual=False):
         super().__init__()
@@ -21,13 +21,13 @@ class Linear(nn.Module):
 
 
 def deep_net(width, depth, scale, *, seed=0, **options):
-    """Blocks of one width and nothing else."""
+    """Return a sequence of blocks of one width."""
     generator = torch.Generator().manual_seed(seed)
     return nn.Sequential(*(Linear(width, scale, generator, **options) for _ in range(depth)))
 
 
 def pairs(n, width, cosine, *, seed=0):
-    """Sequences of two tokens of length sqrt(width) at a given cosine, shape (n, 2, width)."""
+    """Return sequences of two tokens of norm sqrt(width) with a given cosine, shape (n, 2, width)."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.linalg.qr(torch.randn(n, width, 2, generator=generator))[0].unbind(-1)
     return math.sqrt(width) * torch.stack([x, cosine * x + math.sqrt(1 - cosine**2) * y], dim=1)

@@ -1,4 +1,4 @@
-"""Sharpness of attention and safety of routing, against what was planted and against the plain formulas."""
+"""Sharpness of attention and margins of routing, compared with known values and with the formulas."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import workbench as wb
-from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.flow.attention_sharpness import routing_margin, sharpness
 from workbench.flow.flow_measurement import measure
 
 
 def scores(model, x, *, window=None):
-    """Logits and visibility of the first block's attention, from its own weights."""
+    """Return logits and visibility of the first block's attention, computed from its weights."""
     attention = model.blocks[0].attention
     n = model.blocks[0].attention_norm(x)
     q, k = (
@@ -27,7 +27,7 @@ def scores(model, x, *, window=None):
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_attention_of_a_model_is_that_of_its_formula(window):
-    model = unsettled(wb.zoo.transformer(window=window, **TEXT)).double()
+    model = perturbed(wb.zoo.transformer(window=window, **TEXT)).double()
     tokens = inputs_for(model)
     flow = measure(model, tokens, jacobian=False)
     x = (model.token_embedding(tokens) + model.position_embedding(torch.arange(20))).detach()
@@ -46,7 +46,7 @@ def test_attention_of_a_model_is_that_of_its_formula(window):
     np.testing.assert_allclose(flow["attention_logit_max"][0], largest, rtol=1e-10)
 
 
-def test_queries_of_zero_look_everywhere_alike():
+def test_queries_of_zero_attend_uniformly():
     model = wb.zoo.transformer(**TEXT)
     with torch.no_grad():
         for block in model.blocks:
@@ -58,7 +58,7 @@ def test_queries_of_zero_look_everywhere_alike():
 
 
 @pytest.mark.parametrize("size", [2.0, 30.0], ids=["flat", "sharp"])  # sharp: most weights underflow
-def test_all_ways_to_compute_attention_are_seen_alike(size):
+def test_all_ways_to_compute_attention_have_the_same_measurements(size):
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -82,10 +82,10 @@ def test_all_ways_to_compute_attention_are_seen_alike(size):
             return x + a.out_proj(mixed.transpose(1, 2).flatten(2))
 
     packed = nn.Sequential(Block(), Block())
-    plain = nn.Sequential(BySoftmax(), BySoftmax())
-    plain.load_state_dict(packed.state_dict())
+    explicit = nn.Sequential(BySoftmax(), BySoftmax())
+    explicit.load_state_dict(packed.state_dict())
     x = size * torch.randn(3, 7, 16)
-    one, other = (measure(net, x, jacobian=False) for net in (packed, plain))
+    one, other = (measure(net, x, jacobian=False) for net in (packed, explicit))
     for name in ("attention_entropy_share", "attention_logit_std", "attention_logit_max", "sink_share"):
         assert np.isfinite(one[name]).all()
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-30, err_msg=name)
@@ -95,25 +95,25 @@ def test_all_ways_to_compute_attention_are_seen_alike(size):
 
 @given(st.integers(0, 2**31), st.integers(2, 6), st.floats(-3, 3))
 @settings(max_examples=25, deadline=None)
-def test_a_constant_of_a_row_changes_nothing(seed, n, shift):
+def test_a_constant_added_to_a_row_of_logits_changes_nothing(seed, n, shift):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, 3, n, n, generator=generator, dtype=torch.float64)
     visible = torch.ones(n, n, dtype=torch.bool).tril()
     shifted = logits + shift * torch.randn(2, 3, n, 1, generator=generator, dtype=torch.float64)
     one, other = sharpness(logits, visible), sharpness(shifted, visible)
     torch.testing.assert_close(one.logit_std, other.logit_std)
-    torch.testing.assert_close(one.sink_share, other.sink_share)
+    torch.testing.assert_close(one.sink_fraction, other.sink_fraction)
     doubled = sharpness(2 * logits, visible)
     torch.testing.assert_close(doubled.logit_std, 2 * one.logit_std)
 
 
 def test_a_sink_is_found_behind_padding():
     logits = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
-    logits[..., 1] = np.log(8.0)  # the first token that is no padding draws eight times as much
+    logits[..., 1] = np.log(8.0)  # the first token that is no padding receives eight times as much attention
     rows = torch.tensor([[False, True, True, True]])
     visible = torch.ones(4, 4, dtype=torch.bool).tril() & rows[:, None, None, :]
     found = sharpness(logits, visible, rows)
-    assert float(found.sink_share) == pytest.approx((8 / 9 + 8 / 10) / 2)
+    assert float(found.sink_fraction) == pytest.approx((8 / 9 + 8 / 10) / 2)
 
 
 def test_the_margin_is_that_of_the_last_chosen_expert():
@@ -124,7 +124,7 @@ def test_the_margin_is_that_of_the_last_chosen_expert():
 
 
 def test_routing_of_a_model_is_that_of_its_logits():
-    model = unsettled(wb.zoo.moe(**TEXT)).double()
+    model = perturbed(wb.zoo.moe(**TEXT)).double()
     tokens = inputs_for(model)
     flow = measure(model, tokens, jacobian=False)
     model(tokens)

@@ -1,4 +1,4 @@
-"""Additions to the residual stream: found, named and measured, however a block is written."""
+"""Additions to the residual stream are found, named and measured in every implementation of a block."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from torch import nn
 
 import workbench as wb
 from tests.models.model_families import BY_NAME, build, make_inputs
-from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.flow.branch_reader import short_names
 from workbench.flow.flow_measurement import measure
 
@@ -24,7 +24,7 @@ def first_state(model, tokens):
 
 @pytest.mark.parametrize("norm", wb.zoo.NORMS)
 def test_every_place_of_the_norm(norm):
-    model = unsettled(wb.zoo.transformer(norm, **TEXT)).double()
+    model = perturbed(wb.zoo.transformer(norm, **TEXT)).double()
     tokens = inputs_for(model)
     flow = measure(model, tokens, jacobian=False)
     assert flow["sublayer_name"].values.tolist() == [["attention", "mlp"]] * 2
@@ -44,7 +44,7 @@ def test_every_place_of_the_norm(norm):
 
 
 def test_gradients_between_sublayers_are_those_of_autograd():
-    model = unsettled(wb.zoo.transformer(**TEXT)).double()
+    model = perturbed(wb.zoo.transformer(**TEXT)).double()
     tokens = inputs_for(model)
     flow = measure(model, tokens, jacobian=False)
     block, x = model.blocks[0], first_state(model, tokens).requires_grad_()
@@ -56,7 +56,7 @@ def test_gradients_between_sublayers_are_those_of_autograd():
 
 
 class Net(nn.Module):
-    """Two blocks of one kind."""
+    """A model of two blocks of one kind."""
 
     def __init__(self, kind):
         super().__init__()
@@ -84,7 +84,7 @@ class Straight(Block):
 
 
 class InPlace(Block):
-    """The branch is overwritten."""
+    """A block that overwrites its branch."""
 
     def forward(self, x):
         y = self.mixer(self.norm(x))
@@ -93,7 +93,7 @@ class InPlace(Block):
 
 
 class Overwriting(Block):
-    """The stream is overwritten, which no gradient survives."""
+    """A block that overwrites the stream, so that there are no gradients."""
 
     def forward(self, x):
         x += self.mixer(self.norm(x))
@@ -121,7 +121,7 @@ class OneByOne(Block):
 
 
 class Nested(Block):
-    """An addition inside a branch is none of the stream that leaves."""
+    """A block with an addition inside a branch, which does not belong to the stream that leaves."""
 
     def forward(self, x):
         return x + self.mlp(x + self.mixer(x))
@@ -133,7 +133,7 @@ class Nameless(Block):
 
 
 class Hidden(Block):
-    """What happens after the addition is not a mere scale or norm."""
+    """A block with an operation after the addition that is neither a scaling nor a norm."""
 
     def forward(self, x):
         return (x + self.mixer(x)).roll(1, dims=0)
@@ -148,7 +148,7 @@ def flow_of(kind):
     return flow
 
 
-def test_in_place_is_as_good_as_not():
+def test_additions_in_place_have_the_same_measurements():
     here, there = flow_of(InPlace), flow_of(Straight)
     assert here["sublayer_name"].values.tolist() == [["mixer", "mlp"]] * 2
     for name in ("branch_ratio", "sublayer_signal_gain", "sublayer_gradient_gain", "gradient_norm", "state_rms"):
@@ -160,33 +160,33 @@ def test_a_stream_that_is_overwritten_has_signals_and_no_gradients():
     here, there = flow_of(Overwriting), flow_of(Straight)
     for name in ("branch_ratio", "sublayer_signal_gain", "state_rms"):
         np.testing.assert_allclose(here[name], there[name], rtol=1e-12)
-    assert np.isnan(here["gradient_norm"][:-1]).all()  # the last one is no block's
+    assert np.isnan(here["gradient_norm"][:-1]).all()  # the last state enters no block
     assert "The model cannot be differentiated: one of the variables" in here.attrs["unseen"]
 
 
 @pytest.mark.parametrize("kind", [SummedFirst, SummedInPlace])
-def test_branches_that_are_added_up_first_are_told_apart(kind):
+def test_branches_that_are_first_added_to_each_other_are_distinguished(kind):
     flow, reference = flow_of(kind), flow_of(OneByOne)
     assert flow["sublayer_name"].values.tolist() == [["mixer", "mlp"]] * 2
     for name in ("branch_ratio", "sublayer_signal_gain", "sublayer_gradient_gain"):
         np.testing.assert_allclose(flow[name], reference[name], rtol=1e-12)
 
 
-def test_what_is_added_inside_a_branch_does_not_count():
+def test_additions_inside_a_branch_do_not_count():
     flow = flow_of(Nested)
     assert flow["sublayer_name"].values.tolist() == [["mlp"]] * 2
     np.testing.assert_allclose(flow["sublayer_signal_gain"][:, 0], flow["signal_gain"])
 
 
-def test_a_branch_without_a_module_has_no_name_of_its_own():
+def test_a_branch_without_a_module_is_called_branch():
     assert flow_of(Nameless)["sublayer_name"].values.tolist() == [["branch"]] * 2
 
 
-def test_what_cannot_be_followed_to_the_end_is_said():
+def test_unknown_operations_after_the_last_addition_are_reported():
     flow = flow_of(Hidden)
     assert np.isfinite(flow["branch_ratio"]).all()
     assert np.isnan(flow["sublayer_signal_gain"]).all()
-    assert "after the last addition to the residual stream was not seen in any block" in flow.attrs["unseen"]
+    assert "after the last addition to the residual stream were not observed in any block" in flow.attrs["unseen"]
 
 
 NAMES = {
@@ -212,7 +212,7 @@ def test_families(family):
         np.testing.assert_allclose(flow[f"sublayer_{kind}_gain"].prod("sublayer"), flow[f"{kind}_gain"], rtol=1e-5)
 
 
-def test_short_names_tell_apart_and_name_no_container():
+def test_short_names_are_distinct_and_name_no_container():
     assert short_names(["attention.out", "mlp.out"]) == ["attention", "mlp"]
     assert short_names(["layer.0.attn", "layer.1.mlp"]) == ["layer.0.attn", "layer.1.mlp"]
     assert short_names(["a.b.c", "a.b.d"]) == ["a.b.c", "a.b.d"]

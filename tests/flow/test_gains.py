@@ -1,4 +1,4 @@
-"""Gains against closed forms of wide random networks, and against autograd on real ones."""
+"""Gains compared with closed forms for wide random networks, and with autograd for real models."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import nn
 
 import workbench as wb
 from tests.flow.nets import deep_net, pairs
-from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.flow.flow_measurement import measure
 from workbench.models.losses import token_loss
 
@@ -17,7 +17,7 @@ WIDTH, DEPTH, SEEDS = 512, 5, (0, 1, 2)
 
 
 def gains(scale, n_rows=256, **options):
-    """Signal and gradient gains of all blocks and seeds: the expected squares are exact at every width."""
+    """Return RMS signal and gradient gains over blocks and seeds, whose expected squares are exact at every width."""
     found = []
     for seed in SEEDS:
         x = torch.randn(n_rows, WIDTH, generator=torch.Generator().manual_seed(100 + seed))
@@ -51,7 +51,7 @@ def test_a_residual_layer_adds_the_squares(scale):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("cosine", [0.0, 0.5, 0.9])
-def test_rectified_layers_turn_tokens_towards_each_other_as_the_arc_cosine_kernel_says(cosine):
+def test_the_cosine_after_rectified_layers_is_that_of_the_arc_cosine_kernel(cosine):
     x = pairs(32, 1024, cosine)
     nets = (deep_net(1024, 3, math.sqrt(2), is_rectified=True, seed=seed) for seed in range(5))
     found = np.mean([measure(net, x, jacobian=False)["token_cosine"].values for net in nets], axis=0)
@@ -62,7 +62,7 @@ def test_rectified_layers_turn_tokens_towards_each_other_as_the_arc_cosine_kerne
     np.testing.assert_allclose(found, expected, rtol=0.02, atol=1e-6)
 
 
-def test_linear_layers_keep_angles_and_sizes_are_exact():
+def test_linear_layers_preserve_angles_and_norms_are_exact():
     x = pairs(64, 1024, 0.3)
     flow = measure(deep_net(1024, 2, 1.0), x, jacobian=False)
     np.testing.assert_allclose(flow["token_cosine"], 0.3, atol=0.01)
@@ -70,7 +70,7 @@ def test_linear_layers_keep_angles_and_sizes_are_exact():
 
 
 def states_and_gradients(model, tokens, targets, loss=token_loss):
-    """The same by hooks of one's own."""
+    """Return states and gradients as read with hooks."""
     states = []
 
     def keep(module, args, output):
@@ -89,7 +89,7 @@ def states_and_gradients(model, tokens, targets, loss=token_loss):
 
 @pytest.mark.parametrize("norm", ["pre_ln", "post_ln", "none"])
 def test_states_and_gradients_are_those_of_autograd(norm):
-    model = unsettled(wb.zoo.transformer(norm, **TEXT)).double()
+    model = perturbed(wb.zoo.transformer(norm, **TEXT)).double()
     tokens = inputs_for(model)
     targets = torch.full_like(tokens, -100)
     targets[:, :-1] = tokens[:, 1:]
@@ -104,20 +104,20 @@ def test_states_and_gradients_are_those_of_autograd(norm):
     assert given.attrs["cotangent"] == "loss on given targets"
 
 
-def test_any_loss_will_do():
+def test_any_loss_is_possible():
     model = wb.zoo.transformer(**TEXT).double()
     tokens = inputs_for(model)
-    wanted = torch.randn(*tokens.shape, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    flow = measure(model, tokens, targets=wanted, loss=nn.functional.mse_loss, jacobian=False)
-    _, gradients = states_and_gradients(model, tokens, wanted, nn.functional.mse_loss)
+    targets = torch.randn(*tokens.shape, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    flow = measure(model, tokens, targets=targets, loss=nn.functional.mse_loss, jacobian=False)
+    _, gradients = states_and_gradients(model, tokens, targets, nn.functional.mse_loss)
     np.testing.assert_allclose(flow["gradient_norm"], [g.norm().item() for g in gradients], rtol=1e-12)
 
 
-def test_where_the_loss_has_no_gradient_a_random_direction_takes_its_place():
-    model = wb.zoo.transformer("none", initialization="fixup", **TEXT)  # its output head begins as zero
+def test_a_random_direction_replaces_a_loss_without_gradient():
+    model = wb.zoo.transformer("none", initialization="fixup", **TEXT)  # its output head is initialized to zero
     flow = measure(model, inputs_for(model), jacobian=False, seed=3)
     assert flow.attrs["cotangent"].startswith("random direction at the last block, seed 3")
-    np.testing.assert_allclose(flow["gradient_gain"], 1.0, rtol=1e-6)  # and its blocks as the identity
+    np.testing.assert_allclose(flow["gradient_gain"], 1.0, rtol=1e-6)  # and its blocks to the identity
     np.testing.assert_allclose(flow["signal_gain"], 1.0, rtol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Singular values against the matrix that autograd gives."""
+"""Singular values compared with those of the Jacobian matrix from autograd."""
 
 import numpy as np
 import pytest
@@ -8,14 +8,14 @@ from torch import nn
 import workbench as wb
 from tests.flow.nets import deep_net
 from tests.models.model_families import BY_NAME, build, make_inputs
-from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.flow.flow_measurement import measure
 from workbench.flow.jacobian import Jacobian, SequenceJacobians, singular_values
 from workbench.models.anatomy import read_anatomy
 
 
 def spectrum(function, x):
-    """All singular values of the dense Jacobian, falling."""
+    """Return all singular values of the dense Jacobian in decreasing order."""
     matrix = torch.autograd.functional.jacobian(function, x).reshape(x.numel(), x.numel())
     return torch.linalg.svdvals(matrix).numpy()
 
@@ -31,9 +31,9 @@ ZOO = {
 
 @pytest.mark.medium
 @pytest.mark.parametrize("name", ZOO)
-def test_blocks_and_the_whole_against_dense_autograd(name):
-    model = unsettled(ZOO[name]()).double()
-    tokens = inputs_for(model, n_rows=2, n_tokens=3)
+def test_single_blocks_and_all_together_against_dense_autograd(name):
+    model = perturbed(ZOO[name]()).double()
+    tokens = inputs_for(model, n_examples=2, n_tokens=3)
     flow = measure(model, tokens, n_jacobian_tokens=3, n_singular=6)
     assert flow.attrs["singular_values"] == "exact"
     state = model.token_embedding(tokens[:1])
@@ -57,11 +57,11 @@ def test_hugging_face_models_against_dense_autograd(name):
     tokens = make_inputs(BY_NAME[name])
     flow = measure(model, tokens, n_jacobian_tokens=4, n_singular=5, dtype=torch.float64)
     model = model.double()
-    model.config._experts_implementation = "eager"  # the fused one knows no float64
+    model.config._experts_implementation = "eager"  # the fused kernel does not support float64
     sites = read_anatomy(model, tokens).sites
     embedded = model.get_input_embeddings()(tokens[:1, :4]).detach()
 
-    def last_state(x):  # positions are added or turned later, so that this is the Jacobian of all blocks
+    def last_state(x):  # positions are added or rotated later, so this is the Jacobian of all blocks
         left = []
         handle = sites[-1].module.register_forward_hook(
             lambda m, args, output: left.append(sites[-1].state_out(output))
@@ -76,8 +76,8 @@ def test_hugging_face_models_against_dense_autograd(name):
 
 
 def test_lanczos_and_random_probes_find_what_the_matrix_has():
-    model = unsettled(wb.zoo.transformer(**TEXT)).double()
-    tokens = inputs_for(model, n_rows=1, n_tokens=10)
+    model = perturbed(wb.zoo.transformer(**TEXT)).double()
+    tokens = inputs_for(model, n_examples=1, n_tokens=10)
     anatomy = read_anatomy(model, tokens)
     dense, krylov = (SequenceJacobians(model, anatomy, tokens, exact_up_to=limit) for limit in (1000, 0))
     dense.measure(6)
@@ -111,13 +111,13 @@ def test_a_linear_net_has_the_singular_values_of_its_weights():
     weights = [layer.weight.detach() for layer in net]
     expected = torch.stack([torch.linalg.svdvals(w) for w in weights]).numpy()
     np.testing.assert_allclose(flow["block_singular_value"][:, :24], expected, rtol=1e-6)
-    assert np.isnan(flow["block_singular_value"][:, 24:]).all()  # more were asked for than there are
-    whole = torch.linalg.svdvals(weights[2] @ weights[1] @ weights[0])
-    np.testing.assert_allclose(flow["end_to_end_singular_value"][:24], whole, rtol=1e-6)
+    assert np.isnan(flow["block_singular_value"][:, 24:]).all()  # more were requested than there are
+    product = torch.linalg.svdvals(weights[2] @ weights[1] @ weights[0])
+    np.testing.assert_allclose(flow["end_to_end_singular_value"][:24], product, rtol=1e-6)
 
 
 class Shortcut(nn.Module):
-    """Blocks that also see the state with which all began."""
+    """Blocks that also receive the state that enters the first block."""
 
     def __init__(self):
         super().__init__()
@@ -139,7 +139,7 @@ class WithOrigin(nn.Module):
         return torch.tanh(x @ self.weight) + origin
 
 
-def test_a_path_beside_the_stream_does_not_count_in_a_block_but_each_block_is_replayed_with_it():
+def test_other_inputs_of_a_block_are_kept_fixed():
     model = Shortcut().double()
     x = torch.randn(2, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     flow = measure(model, x, n_singular=4)
@@ -150,8 +150,8 @@ def test_a_path_beside_the_stream_does_not_count_in_a_block_but_each_block_is_re
         state = block(state, x[:1]).detach()
 
 
-class Refusing(torch.autograd.Function):
-    """The identity, with a derivative for many sequences and none for one."""
+class WithoutDerivative(torch.autograd.Function):
+    """The identity, with a derivative for several sequences but none for a single one."""
 
     @staticmethod
     def forward(ctx, x):
@@ -174,8 +174,8 @@ class Gain(nn.Module):
         return self.gain * self.function(x)
 
 
-def test_what_has_no_derivative_is_named_and_the_rest_is_measured():
-    net = nn.Sequential(Gain(Refusing.apply), Gain(torch.clone))
+def test_a_block_without_derivative_is_named_and_the_others_are_measured():
+    net = nn.Sequential(Gain(WithoutDerivative.apply), Gain(torch.clone))
     flow = measure(net, torch.randn(3, 6), n_singular=2)
     assert np.isnan(flow["block_singular_value"][0]).all()
     np.testing.assert_allclose(flow["block_singular_value"][1], 1.0)
@@ -184,7 +184,7 @@ def test_what_has_no_derivative_is_named_and_the_rest_is_measured():
     np.testing.assert_allclose(flow["signal_gain"], 1.0)
 
 
-def test_a_block_that_forgets_its_state_has_no_singular_values_but_zero():
+def test_a_block_that_does_not_depend_on_its_state_has_singular_values_of_zero():
     flow = measure(nn.Sequential(Gain(torch.detach), Gain(torch.clone)), torch.randn(3, 6), n_singular=2)
     np.testing.assert_array_equal(flow["block_singular_value"], [[0, 0], [1, 1]])
     np.testing.assert_array_equal(flow["end_to_end_singular_value"], [0, 0])

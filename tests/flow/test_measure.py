@@ -1,4 +1,4 @@
-"""The dataset as a whole: what it says about itself, and that a model is left as it was found."""
+"""The flow dataset with its attributes, options and errors; the model is not changed."""
 
 import copy
 
@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from tests.flow.nets import deep_net
 from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, TEXT, inputs_for
 from workbench.errors import AnatomyError, OptionError, SnapshotError
 from workbench.flow import FLOW
-from workbench.flow.batch_slicing import first_rows, one_sequence
+from workbench.flow.batch_slicing import first_examples, one_sequence
 from workbench.flow.flow_measurement import measure
 
 
@@ -35,8 +36,8 @@ def test_the_zoo(name):
     absent = [*(of_attention if "mamba" in name else []), *([] if name == "switch" else of_routing)]
     for variable in FLOW:
         assert np.isnan(flow[variable]).all() == (variable in absent), variable
-    says = "No attention was seen in any block" in flow.attrs["unseen"]
-    assert says == ("mamba" in name)
+    is_without_attention = "No attention was observed in any block" in flow.attrs["unseen"]
+    assert is_without_attention == ("mamba" in name)
     assert list(flow["layer_name"].values) == ["blocks.0", "blocks.1"]
     assert flow.attrs["n_tokens"] == (48 if "vit" in name else 12)
     assert flow.attrs["cotangent"] == (
@@ -45,7 +46,7 @@ def test_the_zoo(name):
 
 
 def described(model):
-    """All that may be changed in a model by looking at it."""
+    """Return everything that a measurement of a model might change."""
     return (
         {name: (tensor.clone(), tensor.requires_grad) for name, tensor in model.state_dict(keep_vars=True).items()},
         [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks), set(m.__dict__)) for m in model.modules()],
@@ -91,19 +92,19 @@ def test_double_precision_works_on_a_copy(model):
 def test_padding_does_not_count():
     model = build(BY_NAME["llama"])
     tokens = make_inputs(BY_NAME["llama"])
-    plain = measure(model, tokens, dtype=torch.float64)
+    expected = measure(model, tokens, dtype=torch.float64)
     padded = {
         "input_ids": torch.cat([tokens, torch.zeros_like(tokens)], 1),
         "attention_mask": torch.cat([torch.ones_like(tokens), torch.zeros_like(tokens)], 1),
     }
     flow = measure(model, padded, dtype=torch.float64)
-    assert flow.attrs["n_tokens"] == plain.attrs["n_tokens"] == tokens.numel()
+    assert flow.attrs["n_tokens"] == expected.attrs["n_tokens"] == tokens.numel()
     for variable in FLOW:
-        np.testing.assert_allclose(flow[variable], plain[variable], rtol=1e-6, atol=1e-12, err_msg=variable)
+        np.testing.assert_allclose(flow[variable], expected[variable], rtol=1e-6, atol=1e-12, err_msg=variable)
 
 
-def test_no_more_tokens_than_asked_for(model):
-    tokens = inputs_for(model, n_rows=8)
+def test_no_more_tokens_than_requested(model):
+    tokens = inputs_for(model, n_examples=8)
     flow = measure(model, tokens, n_tokens=60, jacobian=False)
     assert flow.attrs["n_tokens"] == 60
     first = measure(model, [tokens[:3], tokens[3:]], jacobian=False)
@@ -112,27 +113,28 @@ def test_no_more_tokens_than_asked_for(model):
     assert (short.attrs["n_tokens"], short.attrs["n_jacobian_entries"]) == (6, 48)
 
 
-def test_cutting_keeps_what_belongs_together():
+def test_inputs_and_targets_are_truncated_together():
     tokens, targets = torch.arange(40).view(4, 10), torch.arange(40, 80).view(4, 10)
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "scale": 2}
-    cut, kept = first_rows(batch, targets, 25)
+    cut, kept = first_examples(batch, targets, 25)
     assert cut["input_ids"].shape == cut["attention_mask"].shape == kept.shape == (2, 10)
-    cut, kept = first_rows(batch, targets, 5)
+    cut, kept = first_examples(batch, targets, 5)
     assert cut["input_ids"].tolist() == [[0, 1, 2, 3, 4]]
     assert kept.tolist() == [[40, 41, 42, 43, 44]]
     states = torch.randn(4, 10, 3)
-    assert first_rows(states, torch.arange(4), 5)[0].shape == (1, 10, 3)  # states are not cut within a sequence
+    # States are not truncated within a sequence.
+    assert first_examples(states, torch.arange(4), 5)[0].shape == (1, 10, 3)
     batch["attention_mask"][:, :4] = 0
-    batch["attention_mask"][2, 2:4] = 1  # padded in front, the third the least
+    batch["attention_mask"][2, 2:4] = 1  # left padding, the third sequence with the least
     assert one_sequence(batch, 3)["input_ids"].tolist() == [[22, 23, 24]]
 
 
-def test_tokens_that_are_all_alike_have_collapsed(model):
+def test_equal_tokens_have_collapsed(model):
     tokens = torch.full((2, 6), 5)
-    plain = copy.deepcopy(model)
+    without_positions = copy.deepcopy(model)
     with torch.no_grad():
-        plain.position_embedding.weight.zero_()
-    flow = measure(plain, tokens, jacobian=False)
+        without_positions.position_embedding.weight.zero_()
+    flow = measure(without_positions, tokens, jacobian=False)
     np.testing.assert_allclose(flow["token_cosine"], 1.0, rtol=1e-5)
     np.testing.assert_allclose(flow["effective_rank"], 1 / 12, rtol=1e-3)
     spread = measure(deep_net(8, 2, 1.0), torch.eye(8), jacobian=False)
@@ -141,27 +143,27 @@ def test_tokens_that_are_all_alike_have_collapsed(model):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("name", "value", "found"),
     [
-        ({"n_singular": 0}, "n_singular is 0, expected a whole number of at least 1."),
-        ({"n_tokens": True}, "n_tokens is True"),
-        ({"n_jacobian_tokens": 2.5}, "n_jacobian_tokens is 2.5"),
-        ({"dtype": torch.int64}, "dtype is torch.int64, expected a floating-point type"),
+        ("n_singular", 0, 0),
+        ("n_tokens", True, True),
+        ("n_jacobian_tokens", 2.5, 2.5),
+        ("dtype", torch.int64, "torch.int64"),
     ],
 )
-def test_options_out_of_range_are_refused(model, options, words):
-    with pytest.raises(OptionError, match=words):
-        measure(model, inputs_for(model), **options)
+def test_options_out_of_range_are_rejected(model, name, value, found):
+    with pytest.raises(OptionError, check=about(name, found)):
+        measure(model, inputs_for(model), **{name: value})
 
 
-def test_targets_that_do_not_fit_are_refused(model):
+def test_targets_that_do_not_fit_are_rejected(model):
     tokens = inputs_for(model)
-    with pytest.raises(SnapshotError, match=r"on targets of shape \(3, 5\) failed .*; pass targets for these inputs"):
+    with pytest.raises(SnapshotError, check=about("targets", "Tensor of shape (3, 5)")):
         measure(model, tokens, targets=tokens[:, :5])
-    with pytest.raises(SnapshotError, match="expected a single number; return its mean"):
+    with pytest.raises(SnapshotError, check=about("loss")):
         measure(model, tokens, targets=tokens, loss=lambda logits, targets: logits[..., 0])
 
 
-def test_models_without_blocks_are_refused():
-    with pytest.raises(AnatomyError, match="no stack of residual blocks"):
+def test_models_without_blocks_are_rejected():
+    with pytest.raises(AnatomyError, check=about("model", "Linear")):
         measure(nn.Linear(4, 4), torch.randn(3, 4))

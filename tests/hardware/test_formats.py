@@ -1,4 +1,4 @@
-"""Weights, loss scale and late gradients: what is known beforehand of planted models."""
+"""Tests of parameter formats, loss scale and late gradients, on models with known results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.hardware.planted import Known, batches, emulation, on_task
+from tests.hardware.known_gradients import Known, batches, emulation, on_task
 from workbench.hardware.loss_scale import (
     activation_overflow,
     dynamic_scale,
@@ -18,7 +18,7 @@ from workbench.hardware.loss_scale import (
     gradient_range,
     gradient_underflow,
     octaves_of,
-    share_lost,
+    underflow_fraction,
 )
 from workbench.hardware.lost_updates import _N_RATES, lost_updates
 from workbench.hardware.share_gradients import NotMeasured
@@ -34,22 +34,22 @@ def sgd(rate: float, **hardware: object) -> dict:
 @pytest.mark.parametrize(
     ("rate", "lost"),
     [
-        (2.0**-9, 1.0),  # less than half of 2^-8, the distance to the next number below 1: nothing is kept
-        (2.0**-7, 0.0),  # two such distances: all is kept
-        (1.25 * 2.0**-7, 1 - 1 / 1.25),  # two and a half: of which, to the even one, two are kept
+        (2.0**-9, 1.0),  # less than half of 2^-8, the distance to the next number below 1: lost entirely
+        (2.0**-7, 0.0),  # two such distances: not changed
+        (1.25 * 2.0**-7, 1 - 1 / 1.25),  # two and a half distances: rounded to even, which is two
     ],
 )
-def test_an_update_is_lost_by_the_distance_to_the_next_number(rate: float, lost: float) -> None:
+def test_the_lost_update_depends_on_the_distance_to_the_next_number(rate: float, lost: float) -> None:
     finding = lost_updates(emulation(Known(), sgd(rate, **BF16)))
     if rate == 1.25 * 2.0**-7:
-        # The tie goes one way or the other from update to update; the ends themselves are quotients of rounded sums.
+        # The tie is rounded differently from update to update; both ends are quotients of rounded sums.
         assert -1e-9 <= finding.effect <= lost + 1e-9
     else:
         assert finding.effect == pytest.approx(lost)
         assert finding.relative_error == pytest.approx(lost)
 
 
-def test_a_schedule_loses_what_its_low_rates_lose() -> None:
+def test_a_schedule_loses_the_updates_of_its_low_rates() -> None:
     constant, linear = (
         lost_updates(
             emulation(Known(), {"hardware": BF16, "training": {**sgd(2.0**-8)["training"], "schedule": schedule}})
@@ -57,29 +57,29 @@ def test_a_schedule_loses_what_its_low_rates_lose() -> None:
         for schedule in ("constant", "linear")
     )
     assert constant.effect == 0
-    # Below half of 2^-8, the distance to the next number below 1, nothing is kept; above half it is rounded up.
+    # Below half of 2^-8, the distance to the next number below 1, updates are lost; above half they are rounded up.
     rates = np.linspace(0, 99, _N_RATES).astype(int)
     factors = np.array([1 - step / 100 for step in rates])
     kept = np.where(factors > 0.5, 1.0, 0.0)
     assert linear.shrinkage == pytest.approx(1 - kept.sum() / factors.sum(), abs=1e-6)
 
 
-def test_gains_of_one_do_not_move_in_bfloat16_at_a_common_rate() -> None:
+def test_gains_of_one_do_not_change_in_bfloat16_at_a_common_rate() -> None:
     model = wb.zoo.transformer(d_model=32, n_layers=2, n_heads=2, vocab_size=64, max_length=16)
     plan = {"hardware": BF16, "training": {"learning_rate": 1e-4}}
     finding = lost_updates(on_task(model, plan))
     assert 0.01 < finding.effect < 1
     assert "norm" in finding.meaning
-    held = lost_updates(on_task(model, {"hardware": {**BF16, "weight_dtype": "float16"}, "training": plan["training"]}))
-    assert held.effect < finding.effect
+    half = lost_updates(on_task(model, {"hardware": {**BF16, "weight_dtype": "float16"}, "training": plan["training"]}))
+    assert half.effect < finding.effect
 
 
-def test_a_gradient_of_1e_8_vanishes_in_float16_without_a_scale() -> None:
+def test_a_gradient_of_1e_8_underflows_in_float16_without_a_scale() -> None:
     values = torch.full((10,), 1e-8)
-    assert share_lost(values, 1.0, torch.float16) == 1.0
-    assert share_lost(values, 1024.0, torch.float16) == 0.0
-    assert share_lost(values, 1.0, torch.bfloat16) == 0.0
-    assert share_lost(torch.tensor([0.0, 1e-8, 1.0, 1.0, 1.0]), 1.0, torch.float16) == 0.25
+    assert underflow_fraction(values, 1.0, torch.float16) == 1.0
+    assert underflow_fraction(values, 1024.0, torch.float16) == 0.0
+    assert underflow_fraction(values, 1.0, torch.bfloat16) == 0.0
+    assert underflow_fraction(torch.tensor([0.0, 1e-8, 1.0, 1.0, 1.0]), 1.0, torch.float16) == 0.25
     model = Known(scale=1e-8)
     plan = {"training": {"precision": "fp16"}, "hardware": {"loss_scale": 1}}
     assert gradient_underflow(emulation(model, plan)).effect == 1.0
@@ -93,13 +93,13 @@ def test_the_range_of_formats() -> None:
     assert dynamic_scale(65504.0, torch.float16) == 1
 
 
-def test_gradients_of_one_size_take_no_range() -> None:
+def test_gradients_of_equal_magnitude_need_no_range() -> None:
     finding = gradient_range(emulation(Known(), {"training": {"precision": "fp16"}}))
-    # The weights' gradients are 1, those of the output 1 / 8 for a batch of one row: at most a few octaves.
+    # The gradients of the parameters are 1, those of the output 1 / 8 for one example: at most a few octaves.
     assert finding.effect < 4 / 40
 
 
-def test_the_format_with_the_narrowest_range_counts() -> None:
+def test_the_format_with_the_narrowest_range_is_used() -> None:
     model = Known(scale=1e-8)
     plan = {"training": {"precision": "bf16"}, "hardware": {"gradient_dtype": "float16", "loss_scale": 1}}
     assert gradient_underflow(emulation(model, plan)).effect == 1.0
@@ -116,7 +116,7 @@ def test_gradients_and_activations_overflow_float16() -> None:
 
 
 class Parabola(nn.Module):
-    """Curvatures along its axes; the loss is ``sum(curvature * weight^2) / 2``."""
+    """A model with the loss ``sum(curvature * weight^2) / 2``."""
 
     def __init__(self, *curvatures: float) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def value(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("delay", [1, 2])
-def test_the_largest_rate_shrinks_as_is_known_of_a_parabola(delay: int) -> None:
+def test_the_largest_rate_on_a_parabola_agrees_with_theory(delay: int) -> None:
     curvature, rate = 4.0, 0.05
     plan = sgd(rate, reduction="stale", staleness=delay)
     finding = late_gradients(emulation(Parabola(curvature), plan, loss=value, data=batches()))
@@ -143,7 +143,7 @@ def test_the_largest_rate_shrinks_as_is_known_of_a_parabola(delay: int) -> None:
     assert finding.remedy_value is None or rate * 2 > rate / finding.effect
 
 
-def test_a_rate_above_the_late_edge_fails_and_a_lower_one_is_named() -> None:
+def test_a_rate_above_the_late_edge_fails_and_a_smaller_one_is_proposed() -> None:
     plan = sgd(0.4, reduction="stale")
     finding = late_gradients(emulation(Parabola(4.0), plan, loss=value, data=batches()))
     assert finding.effect > 1
@@ -153,9 +153,9 @@ def test_a_rate_above_the_late_edge_fails_and_a_lower_one_is_named() -> None:
 def test_only_the_last_bucket_is_late_when_reduction_is_overlapped() -> None:
     plan = sgd(0.05, reduction="overlapped", staleness=1)
     model = Parabola(4.0)
-    # Buckets are taken from the last weight on, so the first is what comes late.
+    # Buckets are filled from the last parameter on, so the first parameter is late.
     assert late_gradients(emulation(model, plan, loss=value)).effect > 0.15
-    model = nn.Sequential(Known(64, scale=0.0), Parabola(4.0))  # whose first weight does nothing
+    model = nn.Sequential(Known(64, scale=0.0), Parabola(4.0))  # the first parameter has no effect
     finding = late_gradients(emulation(model, plan, loss=value))
     assert finding.shrinkage == pytest.approx(0, abs=1e-6)
 
@@ -165,8 +165,8 @@ def test_nothing_is_late_when_reduction_waits() -> None:
         late_gradients(emulation(Parabola(1.0), sgd(0.1, reduction="overlapped"), loss=value))
 
 
-def test_an_optimizer_with_several_gradients_an_update_is_left_alone() -> None:
+def test_an_optimizer_with_several_gradients_per_update_is_not_measured() -> None:
     plan = {"training": {"optimizer": "LBFGS"}, "hardware": {"reduction": "stale", **BF16}}
     for measure in (late_gradients, lost_updates):
-        with pytest.raises(NotMeasured, match="LBFGS takes several gradients"):
+        with pytest.raises(NotMeasured, match="LBFGS needs several gradients"):
             measure(emulation(Parabola(1.0), plan, loss=value))

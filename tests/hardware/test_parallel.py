@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.hardware.planted import Known, emulation, on_task
-from workbench.hardware.parallel import compute_rounding, cut_matrices, pipeline_boundaries, tensor_parallel
+from tests.hardware.known_gradients import Known, emulation, on_task
+from workbench.hardware.parallel import compute_rounding, pipeline_boundaries, split_matrices, tensor_parallel
 from workbench.hardware.share_gradients import NotMeasured
 from workbench.models.anatomy import read_anatomy
 
@@ -31,22 +31,22 @@ def gpt2() -> nn.Module:
 
 
 @pytest.mark.parametrize(("make", "n_matrices"), [(lambda: wb.zoo.transformer(**TINY), 6), (gpt2, 4)])
-def test_cut_matrices_give_what_whole_ones_give(make, n_matrices: int) -> None:
+def test_split_matrices_yield_the_same_gradients(make, n_matrices: int) -> None:
     model, tokens = make(), torch.arange(32).view(2, 16)
     names = [site.name for site in read_anatomy(model, tokens).sites]
-    whole, cut = gradients(model, tokens), copy.deepcopy(model)
-    assert len(cut_matrices(cut, names, 32, 4, "float32")) == 2 * n_matrices
-    parts = gradients(cut, tokens)
-    for name, expected in whole.items():
+    unsplit, split = gradients(model, tokens), copy.deepcopy(model)
+    assert len(split_matrices(split, names, 32, 4, "float32")) == 2 * n_matrices
+    parts = gradients(split, tokens)
+    for name, expected in unsplit.items():
         torch.testing.assert_close(parts[name], expected, rtol=1e-4, atol=1e-7)
     low = copy.deepcopy(model)
-    cut_matrices(low, names, 32, 4, "bfloat16")
+    split_matrices(low, names, 32, 4, "bfloat16")
     rounded = torch.cat([gradient.flatten() for gradient in gradients(low, tokens).values()])
-    expected = torch.cat([gradient.flatten() for gradient in whole.values()])
+    expected = torch.cat([gradient.flatten() for gradient in unsplit.values()])
     assert 1e-4 < float((rounded - expected).norm() / expected.norm()) < 0.05
 
 
-def test_whole_numbers_are_cut_exactly_and_halves_of_the_last_bit_are_not() -> None:
+def test_partial_sums_are_rounded_to_the_format() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -57,13 +57,13 @@ def test_whole_numbers_are_cut_exactly_and_halves_of_the_last_bit_are_not() -> N
 
     model = nn.ModuleDict({"block": Block()})
     model["block"].down.weight.data = torch.tensor([[1.0, 2.0, 3.0, 4.0], [256.0, 0.0, 1.0, 0.0]])
-    assert cut_matrices(model, ["block"], 2, 2, "bfloat16") == ["block.down"]
-    # 256 + 1 is not in bfloat16: the second device's share of the sum is lost.
+    assert split_matrices(model, ["block"], 2, 2, "bfloat16") == ["block.down"]
+    # 256 + 1 is not a number of bfloat16: the part of the second device is lost.
     assert model["block"](torch.ones(1, 4)).tolist() == [[10.0, 256.0]]
 
 
 @pytest.mark.medium
-def test_more_devices_add_up_with_more_error() -> None:
+def test_the_error_increases_with_the_number_of_devices() -> None:
     model = wb.zoo.transformer(**TINY)
     plans = [{"training": {"precision": "bf16"}, "hardware": {"tensor_parallel": n}} for n in (2, 16)]
     few, many = (tensor_parallel(on_task(model, plan)) for plan in plans)
@@ -72,13 +72,13 @@ def test_more_devices_add_up_with_more_error() -> None:
     assert exact.relative_error < 1e-5
 
 
-def test_stages_in_float32_send_exactly() -> None:
+def test_stages_in_float32_have_no_error() -> None:
     model = wb.zoo.transformer(**TINY)
     assert pipeline_boundaries(on_task(model, {"hardware": {"pipeline_parallel": 2}})).effect == 0
     plan = {"hardware": {"pipeline_parallel": 2}, "training": {"precision": "bf16"}}
     assert 1e-5 < pipeline_boundaries(on_task(model, plan)).relative_error < 0.02
     plan["hardware"]["pipeline_parallel"] = 8
-    assert "no more than 2 blocks" in pipeline_boundaries(on_task(model, plan)).how
+    assert "only 2 blocks" in pipeline_boundaries(on_task(model, plan)).how
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_computing_in_low_precision_has_the_error_of_its_format(plan: dict) -> N
     assert finding.cosine > 0.99
 
 
-def test_what_all_micro_batches_share_does_not_average_out() -> None:
-    class Off(nn.Module):
-        """A gradient that bfloat16 gets wrong in the same way for every batch: 257 is not in it."""
+def test_an_error_common_to_all_micro_batches_does_not_average_out() -> None:
+    class Constant(nn.Module):
+        """A model whose gradient has the same error for every batch: 257 is not a number of bfloat16."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -106,13 +106,13 @@ def test_what_all_micro_batches_share_does_not_average_out() -> None:
     def mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return logits.sum()
 
-    finding = compute_rounding(emulation(Off(), {"hardware": {"weight_dtype": "bf16"}}, loss=mean))
+    finding = compute_rounding(emulation(Constant(), {"hardware": {"weight_dtype": "bf16"}}, loss=mean))
     assert finding.relative_error == pytest.approx(1 / 257, rel=1e-3)
-    assert finding.effect == float("inf")  # the batches have no sampling noise to compare it with
+    assert finding.effect == float("inf")  # the batches have no sampling noise
 
 
 class Looped(nn.Module):
-    """A residual that the loop adds."""
+    """A model whose residuals are added outside of modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_states_between_modules_cannot_be_rounded() -> None:
         pipeline_boundaries(on_task(Looped(), {"hardware": {"pipeline_parallel": 2}}))
 
 
-def test_what_cannot_be_cut_or_sent_is_said() -> None:
+def test_reasons_why_parallelism_cannot_be_measured() -> None:
     plan = {"hardware": {"tensor_parallel": 2, "pipeline_parallel": 2}}
     with pytest.raises(NotMeasured, match="no matrix was found"):
         tensor_parallel(emulation(Known(), plan))

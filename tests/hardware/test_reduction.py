@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.hardware.planted import Known, emulation
+from tests.hardware.known_gradients import Known, emulation
 from workbench.hardware.reduction import (
     accumulation_error,
     accumulation_shrinkage,
@@ -53,22 +53,22 @@ def test_float16_stops_at_2048_ones() -> None:
     order=st.sampled_from(["ring", "tree"]),
     seed=st.integers(0, 99),
 )
-def test_sums_are_within_the_bound_of_their_rounding(n: int, dtype: str, order: str, seed: int) -> None:
+def test_sums_are_within_their_error_bound(n: int, dtype: str, order: str, seed: int) -> None:
     terms = torch.randn(n, 50, generator=torch.Generator().manual_seed(seed))
     found = reduced(terms, dtype, order).double()
-    # Each term is rounded once and each of n - 1 sums once more: gamma_n of Higham's Accuracy and Stability, eq. 4.4.
+    # Each term and each of n - 1 sums is rounded: gamma_n of Higham, Accuracy and Stability, eq. 4.4.
     unit = EPS[dtype]
     bound = n * unit / (1 - n * unit) * terms.double().abs().sum(0)
     assert bool(((found - terms.double().sum(0)).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("order", ["ring", "tree"])
-def test_whole_numbers_are_added_up_exactly(order: str) -> None:
+def test_integers_are_added_exactly(order: str) -> None:
     terms = torch.randint(-8, 9, (16, 100), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(reduced(terms, "bfloat16", order), terms.sum(0))
 
 
-def test_a_comparison_says_what_is_missing_and_where() -> None:
+def test_a_comparison_states_the_missing_fraction_and_the_block() -> None:
     reference = torch.tensor([3.0, 4.0, 0.0, 10.0])
     found = torch.tensor([3.0, 4.0, 0.0, 5.0])
     result = compare(found, reference, torch.ones(4).double(), torch.tensor([0, 0, 1, -1]), 2)
@@ -79,7 +79,7 @@ def test_a_comparison_says_what_is_missing_and_where() -> None:
     assert math.isnan(result.layer_errors[1])
 
 
-def planted_shares(n: int, rows: int, n_entries: int = 4000, seed: int = 0) -> tuple[ShareGradients, torch.Tensor]:
+def known_shares(n: int, rows: int, n_entries: int = 4000, seed: int = 0) -> tuple[ShareGradients, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     mean = 0.1 * torch.randn(n_entries, generator=generator)
     noise = torch.randn(n, n_entries, generator=generator) * 0.5 / math.sqrt(rows)
@@ -88,16 +88,16 @@ def planted_shares(n: int, rows: int, n_entries: int = 4000, seed: int = 0) -> t
 
 
 def test_noise_and_length_of_the_gradient_are_found() -> None:
-    shares, mean = planted_shares(16, 2)
+    shares, mean = known_shares(16, 2)
     assert shares.row_variance == pytest.approx(4000 * 0.25, rel=0.05)
     assert shares.noise(100) == pytest.approx(math.sqrt(10), rel=0.05)
-    # The measured mean is far longer than the true gradient, the estimate is not.
+    # The measured mean is much longer than the true gradient; the estimate is corrected.
     assert float(shares.mean.square().sum()) > 1.5 * float(mean.square().sum())
     assert shares.squared_norm == pytest.approx(float(mean.square().sum()), rel=0.2)
 
 
-def test_terms_drawn_anew_have_length_and_noise_of_the_rows_asked_for() -> None:
-    shares, mean = planted_shares(16, 2)
+def test_resampled_terms_have_the_length_and_noise_of_the_requested_examples() -> None:
+    shares, mean = known_shares(16, 2)
     terms = shares.terms(400, 8, torch.Generator().manual_seed(1))
     assert not terms.are_measured
     n_entries = float(terms.factor.sum())
@@ -108,8 +108,8 @@ def test_terms_drawn_anew_have_length_and_noise_of_the_rows_asked_for() -> None:
     assert float((average.square() * terms.factor).sum()) == pytest.approx(float(mean.square().sum()), rel=0.3)
 
 
-def test_terms_that_were_measured_are_the_very_gradients() -> None:
-    shares, _ = planted_shares(16, 2)
+def test_measured_terms_are_the_gradients() -> None:
+    shares, _ = known_shares(16, 2)
     generator = torch.Generator()
     assert torch.equal(shares.terms(5, 2, generator).values, shares.values[:5])
     grouped = shares.terms(4, 8, generator)
@@ -117,12 +117,12 @@ def test_terms_that_were_measured_are_the_very_gradients() -> None:
     assert torch.equal(grouped.values[1], shares.values[4:8].mean(0))
 
 
-def test_large_models_are_looked_at_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workbench.hardware.share_gradients.MAX_VALUES", 1000)
-    weights = [torch.randn(100, 50), torch.randn(7)]
-    layout = GradientLayout.of(weights, [0, -1], 1, n_shares=4)
+    parameters = [torch.randn(100, 50), torch.randn(7)]
+    layout = GradientLayout.of(parameters, [0, -1], 1, n_shares=4)
     assert sum(layout.sizes) <= 1000 / 4 + 2
-    flat = layout.flat(weights)
+    flat = layout.flat(parameters)
     assert float((flat.double().square() * layout.factor).sum()) == pytest.approx(5007, rel=0.25)
     assert set(layout.layer.tolist()) == {-1, 0}
 
@@ -144,7 +144,7 @@ def test_accumulation_that_stops_is_shrinkage() -> None:
     assert exact.effect == 0
 
 
-def test_more_terms_than_are_emulated_are_extrapolated_and_said_so() -> None:
+def test_more_terms_than_the_maximum_are_extrapolated() -> None:
     plan = {"hardware": {"data_parallel": 4096, "gradient_dtype": "bfloat16", "reduction_order": "ring"}}
     finding = allreduce_shrinkage(emulation(Known(), plan))
     assert finding.is_extrapolated
@@ -159,7 +159,7 @@ def noisy(n_ranks: int, dtype: str, **more: object) -> dict:
 
 
 class Slopes(torch.nn.Module):
-    """A gradient that is the mean of the rows."""
+    """A model whose gradient is the mean of the examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,11 +180,11 @@ def mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [*EPS])
-def test_the_error_of_a_reduction_is_that_of_the_sum_of_the_ranks_own_gradients(dtype: str) -> None:
+def test_the_error_of_a_reduction_is_that_of_the_sum_of_the_gradients_of_the_ranks(dtype: str) -> None:
     data = rows()
     finding = allreduce_error(emulation(Slopes(), noisy(8, dtype), loss=mean_loss, data=data))
     ranks = torch.cat([x for x, _ in data]).view(8, 4, 250).mean(1)
-    # The weights in the order of the model: the first 200 columns, then the rest.
+    # The order of the parameters is that of the model: the first 200 columns, then the remaining ones.
     error = (reduced(ranks, dtype, "ring").double() - ranks.double().sum(0)).norm()
     assert finding.relative_error == pytest.approx(
         float(error / ranks.double().sum(0).norm()), rel=0.02 if dtype != "float32" else 0.5
@@ -193,10 +193,10 @@ def test_the_error_of_a_reduction_is_that_of_the_sum_of_the_ranks_own_gradients(
     assert finding.error_over_noise == pytest.approx(
         float(error / 8 / spread.sqrt()), rel=0.3 if dtype != "float32" else 0.7
     )
-    assert "8 shares of the measured rows" in finding.how
+    assert "8 shares of the measured examples" in finding.how
 
 
-def test_order_and_buckets_change_the_last_bits_only() -> None:
+def test_order_and_buckets_change_only_the_last_bits() -> None:
     data = rows()
     for dtype, unit in EPS.items():
         for measure in (reduction_order, bucket_layout):
@@ -219,7 +219,7 @@ def test_a_float16_sum_overflows_at_a_scale_that_is_too_large() -> None:
     assert finding.relative_error < 8 * EPS["float16"]
 
 
-def test_one_term_is_no_sum() -> None:
+def test_a_sum_of_one_term_is_not_measured() -> None:
     for measure in (allreduce_error, reduction_order, bucket_layout, accumulation_error):
         with pytest.raises(NotMeasured):
             measure(emulation(Known(), {}))

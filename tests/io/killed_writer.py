@@ -1,6 +1,6 @@
-"""A process that writes a run in the background until it is killed; one child for each path on its standard input.
+"""Process that forks a child for each path on its standard input; the child writes a run there until it is killed.
 
-Forking saves the imports. The child prints each step that is on disk for certain.
+Forking avoids repeated imports. The child prints each step that is guaranteed to be on disk.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Progress of long work: what a terminal, a notebook and a function get of it, and what stays."""
+"""Progress of long computations in a terminal, in a notebook and in a function."""
 
 import re
 import subprocess
@@ -25,16 +25,16 @@ def wait_for(condition):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """A terminal in which progress is shown at once."""
+    """A terminal in which progress is shown without delay."""
     monkeypatch.setattr("workbench.io.progress._DELAY", 0.05)
     monkeypatch.setattr("workbench.io.progress._EVERY_IN_FILE", 0.05)
 
 
 def test_a_notebook_has_one_display_that_ends_as_one_line(notebook):
     with Progress(True, "profiled", total=3, unit="layer") as bar:
-        bar.say("spectra of <a>")
+        bar.describe("spectra of <a>")
         bar.update()
-        wait_for(lambda: len(notebook.contents) > 2)  # although no unit is done
+        wait_for(lambda: len(notebook.contents) > 2)  # without another completed unit
         bar.update()
         bar.update()
     assert notebook.n_displays == 1
@@ -50,7 +50,7 @@ def test_a_notebook_has_one_display_that_ends_as_one_line(notebook):
     assert "<progress" not in notebook.contents[-1]["text/html"]
 
 
-def test_where_no_total_is_known_none_is_said(notebook):
+def test_an_unknown_total_is_not_shown(notebook):
     with Progress(True, "read", unit="line") as bar:
         bar.update()
         wait_for(lambda: notebook.contents)
@@ -60,7 +60,7 @@ def test_where_no_total_is_known_none_is_said(notebook):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SnapshotError])
-def test_what_is_stopped_says_how_far_it_came_and_the_error_goes_on(notebook, error):
+def test_stopped_work_shows_its_progress_and_raises_its_error(notebook, error):
     def stop(bar):
         bar.update()
         wait_for(lambda: notebook.contents)
@@ -72,7 +72,7 @@ def test_what_is_stopped_says_how_far_it_came_and_the_error_goes_on(notebook, er
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("Progress")]
 
 
-def test_quick_work_shows_nothing(notebook, monkeypatch, capsys):
+def test_fast_work_shows_nothing(notebook, monkeypatch, capsys):
     monkeypatch.undo()
     for progress in (True, False):
         with Progress(progress, "profiled", total=1, unit="layer") as bar:
@@ -94,7 +94,7 @@ def test_other_threads_show_nothing_in_a_notebook(notebook):
     assert not notebook.contents
 
 
-def test_a_terminal_has_a_bar_that_leaves_no_trace(terminal, capsys):
+def test_a_terminal_has_a_bar_that_disappears(terminal, capsys):
     def stop():
         time.sleep(0.2)
         raise KeyboardInterrupt
@@ -111,17 +111,17 @@ def test_a_terminal_has_a_bar_that_leaves_no_trace(terminal, capsys):
     assert capsys.readouterr().err.endswith("stopped after 0 of 3 layers\n")
 
 
-def test_a_function_gets_every_text_and_may_end_the_work(capsys):
-    told = []
-    with Progress(told.append, "assessed it", total=4, unit="%") as bar:
+def test_a_function_receives_all_texts_and_may_end_the_work(capsys):
+    texts = []
+    with Progress(texts.append, "assessed it", total=4, unit="%") as bar:
         bar.begin("structure", 1)
         bar.heading = "of two: "
         bar.begin("rates", 2)
         bar.step("20 of 40", 0.5)
         assert str(bar).startswith("assessed it: 50 % · of two: rates: 20 of 40 · 0 s, about")
         bar.begin("devices", 1)
-        assert bar.share == 0.75
-    assert told == ["structure", "of two: rates", "of two: rates: 20 of 40", "of two: devices"]
+        assert bar.fraction == 0.75
+    assert texts == ["structure", "of two: rates", "of two: rates: 20 of 40", "of two: devices"]
 
     def stop(text):
         raise RuntimeError(text)
@@ -134,7 +134,7 @@ def test_a_function_gets_every_text_and_may_end_the_work(capsys):
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 16}
 
 
-def test_an_assessment_that_is_interrupted_leaves_no_hook_and_one_line(notebook):
+def test_an_interrupted_assessment_leaves_no_hooks_and_one_line(notebook):
     model = wb.zoo.transformer(**SIZE)
 
     def loss(logits, targets):
@@ -149,7 +149,7 @@ def test_an_assessment_that_is_interrupted_leaves_no_hook_and_one_line(notebook)
 
 
 @pytest.mark.medium
-def test_an_interrupt_of_the_pilot_ends_the_assessment_although_rounds_are_finished():
+def test_an_interrupted_pilot_raises_although_rounds_are_finished():
     task = wb.tasks.associative_recall(length=16, vocab_size=16, n_pairs=3, batch_size=4)
     n_updates = []
 
@@ -164,7 +164,7 @@ def test_an_interrupt_of_the_pilot_ends_the_assessment_although_rounds_are_finis
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_a_saved_notebook_holds_the_last_line_alone(tmp_path):
+def test_a_saved_notebook_holds_only_the_last_line(tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     source = """
         import time
@@ -183,7 +183,7 @@ def test_a_saved_notebook_holds_the_last_line_alone(tmp_path):
 
 
 @pytest.mark.subprocess
-def test_work_in_a_fresh_python_imports_no_ipython():
+def test_progress_does_not_import_ipython():
     code = "import sys, workbench as wb; wb.profile(wb.zoo.transformer(d_model=8, n_layers=2, n_heads=1), "
     code += "wb.tasks.associative_recall(), n_snapshots=64); print('IPython' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

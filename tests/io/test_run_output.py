@@ -1,4 +1,4 @@
-"""The output of a run: a part that cannot be written is reported once, and the others go on."""
+"""The output of a run: a part that cannot be written is reported once, and the others continue."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 
 
-def test_spectra_of_another_size_are_given_up_once(tmp_path):
+def test_spectra_of_another_size_end_their_part_with_one_warning(tmp_path):
     output = RunOutput(BackgroundWriter(RunWriter(tmp_path / "run.zarr", {"state": "running"})))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

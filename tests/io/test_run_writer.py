@@ -8,18 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import StoreError
 from workbench.io.run_writer import RunWriter
 
 
 def rows(first, last):
-    """Monitors of steps first .. last - 1, whose values follow from the step."""
+    """Return monitors of steps first .. last - 1, whose values are functions of the step."""
     step = np.arange(first, last)
     return xr.Dataset({"loss": ("step", np.sin(step)), "grad_norm": ("step", 1.0 * step)}, {"step": step})
 
 
 def layers(step):
-    """A part with a further dimension, a complex variable, and text that does not grow."""
+    """Return rows with a further dimension, a complex variable, and text that does not grow."""
     value = np.full((1, 3), step + 1j)
     return xr.Dataset(
         {"value": (("step", "layer"), value)}, {"step": [step], "layer_name": ("layer", ["a", "b", "deep"])}
@@ -33,7 +34,7 @@ def happening(step, message):
 
 @pytest.fixture
 def writer(tmp_path):
-    return RunWriter(tmp_path / "run.zarr", {"subject": "planted"})
+    return RunWriter(tmp_path / "run.zarr", {"subject": "example"})
 
 
 @pytest.mark.medium
@@ -49,7 +50,7 @@ def test_blocks_of_any_size_read_back_as_one(tmp_path_factory, sizes):
     assert wb.open_run(path)["monitors"].to_dataset().identical(rows(0, first))
 
 
-def test_readers_see_commits_only(writer):
+def test_readers_see_only_commits(writer):
     assert not wb.open_run(writer.path).children
     writer.append("monitors", rows(0, 5))
     assert not wb.open_run(writer.path).children
@@ -77,7 +78,7 @@ def test_parts_of_several_dimensions_and_text_grow(writer):
     assert run["events"]["message"].values.tolist() == ["", "é" * 7, "é" * 14]
 
 
-def test_an_append_that_is_cut_off_leaves_the_last_commit(writer, monkeypatch):
+def test_an_interrupted_append_leaves_the_last_commit(writer, monkeypatch):
     import zarr
 
     writer.append("monitors", rows(0, 5))
@@ -91,13 +92,13 @@ def test_an_append_that_is_cut_off_leaves_the_last_commit(writer, monkeypatch):
         resize(array, shape)
 
     monkeypatch.setattr(zarr.Array, "resize", resize_one_array_only)
-    with pytest.raises(StoreError, match="cannot be written .No space left.*what was committed before is safe"):
+    with pytest.raises(StoreError, check=about("path", writer.path)):
         writer.append("monitors", rows(5, 8))
     monkeypatch.undo()
     assert wb.open_run(writer.path)["monitors"].to_dataset().identical(rows(0, 5))
-    again = RunWriter.reopen(writer.path, before_step=5)
-    again.append("monitors", rows(5, 12))
-    again.commit()
+    reopened = RunWriter.reopen(writer.path, before_step=5)
+    reopened.append("monitors", rows(5, 12))
+    reopened.commit()
     assert wb.open_run(writer.path)["monitors"].to_dataset().identical(rows(0, 12))
 
 
@@ -108,7 +109,7 @@ def test_reopening_drops_later_rows_and_uncommitted_parts(writer):
     writer.append("events", happening(15, "late"))
     writer.commit()
     writer.append("never", rows(0, 3))
-    again = RunWriter.reopen(writer.path, before_step=10)
+    reopened = RunWriter.reopen(writer.path, before_step=10)
     run = wb.open_run(writer.path)
     assert {part: node["step"].size for part, node in run.children.items()} == {
         "monitors": 10,
@@ -116,16 +117,16 @@ def test_reopening_drops_later_rows_and_uncommitted_parts(writer):
         "events": 0,
     }
     assert not (writer.path / "never").exists()
-    again.append("monitors", rows(10, 13))
-    again.append("events", happening(12, "early"))
-    again.commit()
+    reopened.append("monitors", rows(10, 13))
+    reopened.append("events", happening(12, "early"))
+    reopened.commit()
     run = wb.open_run(writer.path)
     assert run["monitors"].to_dataset().identical(rows(0, 13))
     assert run["events"]["message"].values.tolist() == ["early"]
-    assert run.attrs["subject"] == "planted"
+    assert run.attrs["subject"] == "example"
 
 
-def test_xarray_alone_reads_the_store(writer):
+def test_xarray_reads_the_store(writer):
     writer.append("monitors", rows(0, 5))
     writer.commit()
     writer.append("monitors", rows(5, 9))  # not committed
@@ -133,8 +134,8 @@ def test_xarray_alone_reads_the_store(writer):
         assert run["monitors"].to_dataset().identical(rows(0, 5))
 
 
-def test_a_taken_path_is_refused_and_replaced_on_request(writer):
-    with pytest.raises(StoreError, match="exists already; pass overwrite=True"):
+def test_an_existing_path_is_replaced_only_on_request(writer):
+    with pytest.raises(StoreError, check=about("path", writer.path)):
         RunWriter(writer.path, {})
     RunWriter(writer.path, {"subject": "other"}, overwrite=True)
     assert json.loads((writer.path / "zarr.json").read_text())["attributes"]["subject"] == "other"

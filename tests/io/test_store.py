@@ -9,6 +9,7 @@ import xarray as xr
 import zarr.storage
 
 import workbench as wb
+from tests.about import about
 from tests.koopman.snapshots import snapshots
 from workbench.errors import SchemaError, StoreError
 from workbench.io.atomic import replacing
@@ -29,7 +30,7 @@ def run(spectra):
 
 
 @pytest.mark.parametrize(("write", "suffix"), [(wb.save, "zarr"), (wb.export_netcdf, "nc")])
-def test_what_is_read_back_is_equal(tmp_path, run, spectra, write, suffix):
+def test_a_run_that_is_read_back_is_equal(tmp_path, run, spectra, write, suffix):
     path = write(run, tmp_path / f"a.{suffix}")
     found = wb.open_run(path).load()
     assert found["spectra"].to_dataset().identical(spectra)
@@ -42,7 +43,7 @@ def test_what_is_read_back_is_equal(tmp_path, run, spectra, write, suffix):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_missing_modes_come_back_as_nan(tmp_path):
+def test_missing_modes_are_read_back_as_nan(tmp_path):
     with pytest.warns(wb.koopman.RankWarning):
         parts = [wb.koopman.whitened_dmd(*snapshots(6, n)) for n in (80, 4)]
     both = xr.concat(parts, "layer", join="outer", fill_value={"is_reliable": False}, combine_attrs="override")
@@ -60,9 +61,9 @@ def test_store_to_netcdf_and_back_again(tmp_path, run):
 
 
 @pytest.mark.parametrize(("write", "suffix"), [(wb.save, "zarr"), (wb.export_netcdf, "nc")])
-def test_nothing_is_overwritten_unless_told(tmp_path, run, spectra, write, suffix):
+def test_files_are_overwritten_only_on_request(tmp_path, run, spectra, write, suffix):
     path = write(spectra, tmp_path / f"a.{suffix}")
-    with pytest.raises(StoreError, match="exists already; pass overwrite=True to replace it"):
+    with pytest.raises(StoreError, check=about("path", path)):
         write(run, path)
     assert "monitors" not in wb.open_run(path).children
     write(run, path, overwrite=True)
@@ -70,7 +71,7 @@ def test_nothing_is_overwritten_unless_told(tmp_path, run, spectra, write, suffi
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_what_threads_still_write_after_an_error_is_removed_too(tmp_path):
+def test_files_that_threads_write_after_an_error_are_removed_too(tmp_path):
     def write_late(path):
         time.sleep(0.02)
         path.mkdir(parents=True)
@@ -81,12 +82,12 @@ def test_what_threads_still_write_after_an_error_is_removed_too(tmp_path):
             threading.Thread(target=write_late, args=(partial,)).start()
             raise OSError
 
-    with pytest.raises(StoreError, match="cannot be written"):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "a", "a path that can be written")):
         fail(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_disk_leaves_the_old_store_and_no_rubbish(tmp_path, run, spectra, monkeypatch):
+def test_a_full_disk_leaves_the_old_store_and_no_other_files(tmp_path, run, spectra, monkeypatch):
     path = wb.save(spectra, tmp_path / "a.zarr")
     write = zarr.storage.LocalStore.set
     n_written = 0
@@ -101,47 +102,45 @@ def test_full_disk_leaves_the_old_store_and_no_rubbish(tmp_path, run, spectra, m
     monkeypatch.setattr(zarr.storage.LocalStore, "set", set_until_full)
     for target, overwrite in ((path, True), (tmp_path / "b.zarr", False)):
         n_written = 0
-        with pytest.raises(
-            StoreError, match=r"The disk is full, so .* was not written and what was there is unchanged"
-        ):
+        with pytest.raises(StoreError, check=about("path", target, "on a disk with enough space")):
             wb.save(run, target, overwrite=overwrite)
     assert [p.name for p in tmp_path.iterdir()] == ["a.zarr"]
     assert wb.open_run(path)["spectra"].to_dataset().identical(spectra)
 
 
-def test_data_of_a_newer_schema_are_refused_before_anything_is_written(tmp_path, spectra):
+def test_data_of_a_newer_schema_are_rejected_before_anything_is_written(tmp_path, spectra):
     spectra.attrs["schema_version"] = SCHEMA_VERSION + 1
-    with pytest.raises(SchemaError, match="update the workbench"):
+    with pytest.raises(SchemaError, check=about("schema_version", SCHEMA_VERSION + 1)):
         wb.save(spectra, tmp_path / "a.zarr")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("where", ["/", "/spectra"])
-def test_a_store_of_a_newer_schema_is_refused(tmp_path, run, where):
+def test_a_store_of_a_newer_schema_is_rejected(tmp_path, run, where):
     path = wb.save(run, tmp_path / "a.zarr")
     zarr.open_group(path)[where].attrs["schema_version"] = SCHEMA_VERSION + 1
-    with pytest.raises(SchemaError, match=f"schema version {SCHEMA_VERSION + 1}, this workbench reads up to"):
+    with pytest.raises(SchemaError, check=about("schema_version", SCHEMA_VERSION + 1)):
         wb.open_run(path)
 
 
-def test_what_is_no_run_is_refused(tmp_path, run):
-    with pytest.raises(StoreError, match="There is no run at"):
-        wb.open_run(tmp_path / "none.zarr")
+def test_paths_without_a_run_are_rejected(tmp_path, run):
     (tmp_path / "a.nc").write_bytes(b"\x89HDF\r\n\x1a\n broken")
-    with pytest.raises(StoreError, match="is no run or is damaged"):
-        wb.open_run(tmp_path / "a.nc")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(StoreError, match="is no run or is damaged"):
-        wb.open_run(tmp_path / "empty")
     xr.Dataset({"a": 1}).to_zarr(tmp_path / "other.zarr", consolidated=False)
-    with pytest.raises(StoreError, match="was not written by the workbench"):
-        wb.open_run(tmp_path / "other.zarr")
+    for name, expected in (
+        ("none.zarr", "an existing run"),
+        ("a.nc", "an undamaged run"),
+        ("empty", "an undamaged run"),
+        ("other.zarr", "a run written by the workbench"),
+    ):
+        with pytest.raises(StoreError, check=about("path", tmp_path / name, expected)):
+            wb.open_run(tmp_path / name)
 
 
-def test_attributes_that_cannot_be_stored_are_refused(tmp_path, spectra):
+def test_attributes_that_cannot_be_stored_are_rejected(tmp_path, spectra):
     spectra.attrs["config"] = {"nested": 1}
-    with pytest.raises(SchemaError, match=r"Attribute 'config' is .* which netCDF cannot hold"):
+    with pytest.raises(SchemaError, check=about("config", {"nested": 1})):
         wb.save(spectra, tmp_path / "a.zarr")
-    with pytest.raises(SchemaError, match="A run is a DataTree"):
+    with pytest.raises(SchemaError, check=about("run", (1, 2))):
         wb.save([1, 2], tmp_path / "a.zarr")
     assert not list(tmp_path.iterdir())

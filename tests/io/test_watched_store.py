@@ -6,6 +6,7 @@ import pytest
 import xarray as xr
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import StoreError
 from workbench.io.run_writer import RunWriter
 
@@ -19,7 +20,7 @@ def rows(value):
 def path(tmp_path):
     path = tmp_path / "run.zarr"
     writer = RunWriter(path, {})
-    writer.append("monitors", rows(0.0))  # zeros are what Zarr does not write
+    writer.append("monitors", rows(0.0))  # Zarr does not write zeros, the fill value
     writer.append("attention", rows(np.pi))
     writer.commit()
     return path
@@ -29,7 +30,7 @@ def values(run):
     return [run[part][name].values.tolist() for part in ("monitors", "attention") for name in ("loss", "count")]
 
 
-def test_chunks_that_were_never_written_read_as_they_were(path):
+def test_chunks_that_were_never_written_are_read_as_the_fill_value(path):
     assert not list((path / "monitors" / "count").glob("c/*"))
     assert values(wb.open_run(path)) == [[0.0] * 4, [0] * 4, [np.pi] * 4, [3] * 4]
 
@@ -38,7 +39,7 @@ def test_a_run_that_was_removed_does_not_read_as_zeros(path):
     run, loaded = wb.open_run(path), wb.open_run(path).load()
     shutil.rmtree(path)
     for part in ("monitors", "attention"):
-        with pytest.raises(StoreError, match="was removed or replaced after it had been opened; open it again"):
+        with pytest.raises(StoreError, check=about("path", path)):
             run[part]["count"].load()
     assert values(loaded)[3] == [3] * 4
 
@@ -46,7 +47,7 @@ def test_a_run_that_was_removed_does_not_read_as_zeros(path):
 def test_a_part_that_was_removed_does_not_read_as_zeros(path):
     run = wb.open_run(path)
     shutil.rmtree(path / "attention")
-    with pytest.raises(StoreError, match="was removed or replaced"):
+    with pytest.raises(StoreError, check=about("path", path)):
         run["attention"]["count"].load()
     assert run["monitors"]["count"].values.tolist() == [0] * 4
 
@@ -56,7 +57,7 @@ def test_a_run_that_was_replaced_does_not_read_as_the_other(path):
     other = RunWriter(path, {}, overwrite=True)
     other.append("attention", rows(7.0))
     other.commit()
-    with pytest.raises(StoreError, match="was removed or replaced"):
+    with pytest.raises(StoreError, check=about("path", path)):
         run["attention"]["loss"].load()
     assert wb.open_run(path)["attention"]["loss"].values.tolist() == [7.0] * 4
 

@@ -4,10 +4,10 @@ import numpy as np
 
 
 def snapshots(d, n, log_condition=0.0, kind="linear", seed=0):
-    """States and next states, both (snapshot, feature), whose covariance has about the given condition.
+    """Generate states entering and leaving, both (snapshot, feature), with about the given covariance condition.
 
-    kind: "linear" (well scaled operator plus noise), "residual" (x plus a small nonlinear update), "generic"
-    (an operator that knows nothing of the states' scales).
+    kind: "linear" (well-scaled operator plus noise), "residual" (x plus a small nonlinear update), "generic"
+    (an operator that does not depend on the scales of the states).
     """
     rng = np.random.default_rng(seed)
     scale = 10 ** np.linspace(0, -log_condition / 2, d)

@@ -19,11 +19,11 @@ def test_modes_come_with_their_eigenvectors():
 
 @pytest.mark.parametrize("is_defective", [False, True])
 def test_modes_do_not_depend_on_the_order_in_which_a_solver_lists_them(monkeypatch, is_defective):
-    """Conjugates apart from each other, the one with negative imaginary part first, and equal pairs."""
+    """Conjugates that are not adjacent, with the negative imaginary part first, and equal pairs."""
     generator = torch.Generator().manual_seed(0)
     turns = [torch.tensor([[0.6, -w], [w, 0.6]], dtype=torch.float64) for w in (0.3, 0.3, 0.7)]
     matrix = torch.block_diag(*turns, torch.tensor([[0.2]], dtype=torch.float64), 0.9 * torch.eye(2))
-    if is_defective:  # the condition is beyond what an inverse can give, and LAPACK finds left eigenvectors
+    if is_defective:  # the inverse would not be accurate, so LAPACK computes the left eigenvectors
         matrix[6, 7], matrix[6, 6] = 1.0, 0.9 + 1e-9
     turn = torch.randn(9, 9, dtype=torch.float64, generator=generator)
     x = torch.randn(400, 9, dtype=torch.float64, generator=generator)
@@ -56,7 +56,7 @@ def test_modes_do_not_depend_on_the_order_in_which_a_solver_lists_them(monkeypat
             assert np.abs(products - np.eye(9)).max() < 1e-6
 
 
-def test_pairs_that_are_none_to_the_bit_are_known():
+def test_pairs_that_are_not_bitwise_conjugates_are_recognized():
     value = torch.tensor([0.5 + 0.2j, 0.5 - 0.2j, 0.1], dtype=torch.complex128)
     assert modes._ConjugatePairs(value).is_exact
     assert modes._ConjugatePairs(value).second.tolist() == [1]

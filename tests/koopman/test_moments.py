@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.about import about
 from workbench.errors import SnapshotError
 from workbench.koopman import SnapshotMoments
 from workbench.koopman.moments import CHUNK
@@ -57,42 +58,48 @@ def test_small_updates_keep_their_digits():
     m = SnapshotMoments(4).update(x, x + d)
     exact = np.cov(((x + d) - x).T.numpy())
     np.testing.assert_allclose(m.c_dd, exact, rtol=1e-9)
-    with pytest.raises(AssertionError):  # what a difference of the moments of x and y would give
+    with pytest.raises(AssertionError):  # a difference of the moments of x and y loses the digits
         np.testing.assert_allclose(m.c_yy - m.c_yx - m.c_yx.T + m.c_xx, exact, rtol=1e-9)
 
 
-def test_bad_values_are_refused_and_nothing_is_added():
+def test_bad_values_are_rejected_and_nothing_is_added():
     x, y = pairs(50)
     m = SnapshotMoments(5, name="layer 3 (h.3)").update(x, y)
     before = m.c_xx.clone()
     bad = y.clone()
     bad[40, 1] = float("inf")
-    with pytest.raises(SnapshotError, match=r"NaN or infinite values in layer 3 \(h.3\)"):
+    with pytest.raises(SnapshotError, check=about("layer 3 (h.3)", expected="finite")):
         m.update(x, bad)
     assert m.n_snapshots == 50
     assert torch.equal(m.c_xx, before)
 
 
-def test_merge_refuses_another_width():
-    with pytest.raises(SnapshotError, match="Moments of width 4 cannot be merged into moments of width 5"):
+def test_moments_of_another_width_are_not_merged():
+    with pytest.raises(SnapshotError, check=about("other", 4)):
         SnapshotMoments(5).merge(SnapshotMoments(4))
+
+
+def test_snapshots_without_values_are_rejected():
+    x = torch.ones(4, 5, device="meta")
+    with pytest.raises(SnapshotError, check=about("the layer", "meta")):
+        SnapshotMoments(5).update(x, x)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 1])
-def test_values_that_are_not_refused_at_once_are_known_ever_after(bad, place):
+def test_unchecked_values_that_are_not_finite_are_reported_later(bad, place):
     generator = torch.Generator().manual_seed(0)
     pairs = torch.randn(3, 2, 20, 4, generator=generator)
-    plain, read = SnapshotMoments(4), SnapshotMoments(4)
+    unchecked, checked = SnapshotMoments(4), SnapshotMoments(4)
     for x, y in pairs:
-        plain.update(x, y, refuses=False)
-        read.update(x, y)
-    assert bool(plain.is_finite)
-    assert torch.equal(plain.c_yx, read.c_yx)
+        unchecked.update(x, y, check_finite=False)
+        checked.update(x, y)
+    assert bool(unchecked.is_finite)
+    assert torch.equal(unchecked.c_yx, checked.c_yx)
     pairs[1, place, 5, 2] = bad
     seen = SnapshotMoments(4)
     for i, (x, y) in enumerate(pairs):
-        seen.update(x, y, refuses=False)
+        seen.update(x, y, check_finite=False)
         assert bool(seen.is_finite) == (i < 1)
 
 

@@ -1,4 +1,4 @@
-"""Snapshots kept whole or as a sketch: the spectra of the exact moments, and how near a sketch comes."""
+"""Sketches of snapshots: their spectra, compared with those of the exact moments."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import SnapshotError
 from workbench.koopman import SnapshotMoments, SnapshotSketch, layer_spectrum
 
 
 def pairs(n, width, decay, seed=0):
-    """States whose variances fall as a power law, and their images under a matrix, with noise."""
+    """Generate states whose variances decay as a power law, and their images under a matrix, with noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -35,7 +36,7 @@ def fed(sketch, x, y, size):
 
 
 def distance(one, other):
-    """Largest distance between eigenvalues that belong together."""
+    """Compute the largest distance between matched eigenvalues."""
     gaps = np.abs(one.eigenvalue[:, None] - other.eigenvalue[None])
     return gaps[linear_sum_assignment(gaps)].max()
 
@@ -80,13 +81,13 @@ def test_the_sketch_follows_directions_that_come_late():
 
 def test_without_a_rank_there_may_not_be_more_snapshots_than_features():
     x, y = pairs(9, 8, 1.0)
-    with pytest.raises(SnapshotError, match="more snapshots than features"):
+    with pytest.raises(SnapshotError, check=about("n_snapshots", 9)):
         SnapshotSketch(8).update(x, y)
 
 
-def test_a_larger_rank_than_the_sketch_was_made_for():
+def test_a_larger_rank_than_that_of_the_sketch():
     x, y = pairs(30, 8, 1.0)
-    with pytest.raises(SnapshotError, match="was made for rank 2"):
+    with pytest.raises(SnapshotError, check=about("rank", 3)):
         layer_spectrum(SnapshotSketch(8, rank=2).update(x, y), wb.DmdOptions(rank=3))
 
 
@@ -94,26 +95,26 @@ def test_a_larger_rank_than_the_sketch_was_made_for():
 def test_values_that_are_not_finite(value):
     x, y = pairs(6, 8, 1.0)
     y[2, 3] = value
-    with pytest.raises(SnapshotError, match="NaN or infinite"):
+    with pytest.raises(SnapshotError, check=about("the layer", expected="finite")):
         SnapshotSketch(8).update(x, y)
 
 
 def test_states_that_are_all_the_same():
     x = torch.ones(6, 8)
-    with pytest.raises(SnapshotError, match="all the same"):
+    with pytest.raises(SnapshotError, check=about("the layer", 0.0)):
         layer_spectrum(SnapshotSketch(8).update(x, x))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_refused_at_once_never_reach_lapack(value):
+def test_unchecked_values_that_are_not_finite_never_reach_lapack(value):
     x = torch.randn(30, 12, generator=torch.Generator().manual_seed(0))
-    sketch = SnapshotSketch(12, rank=2).update(x[:6], x[:6], refuses=False)
+    sketch = SnapshotSketch(12, rank=2).update(x[:6], x[:6], check_finite=False)
     assert bool(sketch.is_finite)
     x[7, 3] = value
-    sketch.update(x[6:12], x[6:12], refuses=False)
+    sketch.update(x[6:12], x[6:12], check_finite=False)
     assert not bool(sketch.is_finite)
-    with pytest.raises(SnapshotError, match="NaN or infinite"):
-        sketch.update(x[12:], x[12:], refuses=False)
+    with pytest.raises(SnapshotError, check=about("the layer", expected="finite")):
+        sketch.update(x[12:], x[12:], check_finite=False)
 
 
 def test_a_device_without_float64_has_its_sketch_on_the_host():

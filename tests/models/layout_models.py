@@ -8,7 +8,7 @@ VOCABULARY, WIDTH = 64, 16
 
 
 class Residual(nn.Module):
-    """A block that looks at every token by itself."""
+    """A block that processes every token separately."""
 
     def __init__(self, width=WIDTH):
         super().__init__()
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
 
 
 class JointBlock(nn.Module):
-    """Attention over two streams together, as in SD3; the last block returns one of them alone."""
+    """Attention over two streams together, as in SD3; the last block returns only one of them."""
 
     def __init__(self, *, is_last):
         super().__init__()
@@ -112,7 +112,7 @@ class Branch(nn.Module):
 
 
 class Gain(nn.Module):
-    """A norm of its own making."""
+    """A custom norm."""
 
     def __init__(self, width):
         super().__init__()
@@ -139,7 +139,7 @@ class ResidualOutside(nn.Module):
 
 
 class ScaledOutside(nn.Module):
-    """Whole blocks, with the stream scaled between them."""
+    """Complete blocks, with the stream scaled between them."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class Universal(nn.Module):
 
 
 class OutsideStream(nn.Module):
-    """Keeps the states of its stream, which no module returns; subclasses say how a layer changes a state."""
+    """Keeps the states of its stream, which no module returns; subclasses define how a layer changes a state."""
 
     n_layers = 4
 
@@ -196,7 +196,7 @@ class OutsideStream(nn.Module):
         self.final_norm = Gain(width)
 
     def states(self, tokens):
-        """The states before each layer and after the last."""
+        """Return the states before each layer and after the last."""
         found = [self.embedding(tokens)]
         for i, parts in enumerate(self.layers):
             found.append(self.step(i, found, *parts))
@@ -263,7 +263,7 @@ class Sandwich(OutsideStream):
 
 
 class PostNorms(OutsideStream):
-    """A norm of the sum, twice a layer."""
+    """A norm of the sum, twice per layer."""
 
     def members(self, i, width):
         return nn.ModuleList([Branch(width), nn.LayerNorm(width), nn.Linear(width, width), nn.LayerNorm(width)])
@@ -274,7 +274,7 @@ class PostNorms(OutsideStream):
 
 
 class AddedSkips(ScaledSums):
-    """The second half gets the states of the first half once more, in the sum."""
+    """The second half adds the states of the first half to its own."""
 
     def step(self, i, before, norm, branch):
         x = before[-1] + branch(norm(before[-1]))
@@ -282,7 +282,7 @@ class AddedSkips(ScaledSums):
 
 
 class MergedSkips(ScaledSums):
-    """The second half merges its state with one of the first half, as U-nets do."""
+    """The second half combines its state with one of the first half, like a U-net."""
 
     def __init__(self, width=WIDTH):
         super().__init__(width)
@@ -299,7 +299,7 @@ class MergedSkips(ScaledSums):
 
 
 class Gated(ScaledSums):
-    """A gate for each token and feature, computed from the state: no sum with constant factors."""
+    """A gate for each token and feature, computed from the state: not a sum with constant factors."""
 
     def step(self, i, before, norm, branch):
         gate = torch.sigmoid(before[-1])
@@ -307,14 +307,14 @@ class Gated(ScaledSums):
 
 
 class NoResidual(ScaledSums):
-    """Branches one after the other."""
+    """Branches in sequence, without residuals."""
 
     def step(self, i, before, norm, branch):
         return branch(norm(before[-1]))
 
 
 class Repeated(ScaledSums):
-    """The list once or twice over, by the first token."""
+    """Runs the list of layers once or twice, depending on the first token."""
 
     def states(self, tokens):
         found = [self.embedding(tokens)]

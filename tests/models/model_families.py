@@ -1,8 +1,8 @@
-"""The families of transformers that the tests of models go through."""
+"""Families of models in transformers on which the tests run."""
 
 import pytest
 
-from benchmarks.foreign.families import (
+from benchmarks.third_party.families import (
     BERT,
     BY_NAME,
     FAMILIES,
@@ -23,7 +23,7 @@ __all__ = [
     "Family", "build", "make_inputs",
 ]  # fmt: skip
 
-#: For what a family shows as well as the next: every third in `make test`, all of them before a release.
+#: For tests whose result hardly depends on the family: every third family in `make test`, all of them before a release.
 FAMILIES_BY_TIER = [
     pytest.param(family, marks=() if place % 3 == 0 else pytest.mark.slow) for place, family in enumerate(FAMILIES)
 ]

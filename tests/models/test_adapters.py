@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT saves them, against the model that computes with both matrices unmerged."""
+"""LoRA adapters as saved by PEFT, compared with a model that computes with unmerged matrices."""
 
 import json
 
@@ -8,14 +8,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import workbench as wb
-from tests.models.weight_models import TOKENS, refusal
+from tests.about import about
+from tests.models.weight_models import TOKENS, rejection
 from workbench.models.lazy_state import lazy_state
 
 pytestmark = pytest.mark.medium
 
 
 def base_of(kind):
-    """A small model of transformers."""
+    """Return a small model of transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -26,7 +27,7 @@ def base_of(kind):
 
 
 class _Unmerged(nn.Module):
-    """A layer and its two matrices, as PEFT computes them."""
+    """A layer with its two LoRA matrices, computed like PEFT without merging."""
 
     def __init__(self, layer, a, b, scale):
         super().__init__()
@@ -45,7 +46,7 @@ TARGETS = {
 
 
 def adapter(folder, kind, base, *, rank=4, alpha=8, **options):
-    """Write an adapter of a base model; the oracle computes it unmerged."""
+    """Write an adapter of a base model, and return a model that computes the same without merging."""
     folder.mkdir(exist_ok=True)
     oracle = base_of(kind)
     generator = torch.Generator().manual_seed(1)
@@ -81,7 +82,7 @@ def change_weights(folder, change):
 
 @pytest.fixture
 def llama(tmp_path):
-    """Folder of a base model, and of an adapter of it."""
+    """Folders of a base model and of an adapter for it."""
     base_of("llama").save_pretrained(tmp_path / "base")
     adapter(tmp_path / "adapter", "llama", tmp_path / "base")
     return tmp_path / "base", tmp_path / "adapter"
@@ -117,78 +118,83 @@ def test_wrapped_and_half_precision_bases(llama):
         torch.testing.assert_close(half[name].float(), tensor, rtol=2**-7, atol=2**-7)
 
 
-def test_modules_that_were_trained_as_a_whole_replace_those_of_the_base(llama):
+def test_fully_trained_modules_replace_those_of_the_base(llama):
     _, folder = llama
     change_weights(folder, lambda state: {**state, "base_model.model.model.norm.weight": torch.full((16,), 3.0)})
     change_config(folder, modules_to_save=["norm"])
     assert (wb.open_checkpoint(folder).model.model.norm.weight == 3).all()
     change_weights(folder, lambda state: {**state, "base_model.model.model.norm.weight": torch.ones(17)})
-    assert "has model.norm.weight, which the base model has not, or in another shape; merge" in refusal(folder)
+    assert about("model.norm.weight", (17,))(rejection(folder))
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "name"),
     [
-        ({"use_dora": True}, "is an adapter with use_dora, which is more than LoRA; merge it with peft's"),
-        ({"alpha_pattern": {"q_proj": 3}}, "with alpha_pattern, which is more than LoRA"),
-        ({"target_parameters": ["x"], "something_new": 3}, "with something_new, target_parameters, which is more"),
-        ({"init_lora_weights": "pissa"}, "was made with init_lora_weights = 'pissa', which may change the base"),
-        ({"peft_type": "IA3"}, "is an adapter of the type IA3, not LORA; merge"),
-        ({"peft_type": None}, "is an adapter of the type None, not LORA; merge"),
-        ({"lora_alpha": "8"}, "has lora_alpha = '8', expected a number; fetch"),
-        ({"base_model_name_or_path": "somebody/llama"}, "is an adapter of somebody/llama, which is no folder here; op"),
-        ({"base_model_name_or_path": None}, "is an adapter of None, which is no folder here"),
-        ({"base_model_name_or_path": "."}, "is an adapter of ., which is no folder here"),
+        ({"use_dora": True}, "use_dora"),
+        ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern"),
+        ({"something_new": 3, "target_parameters": ["x"]}, "something_new"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+        ({"peft_type": "IA3"}, "peft_type"),
+        ({"peft_type": None}, "peft_type"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"base_model_name_or_path": "somebody/llama"}, "base_model_name_or_path"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path"),
+        ({"base_model_name_or_path": "."}, "base_model_name_or_path"),
     ],
 )
-def test_other_adapters_are_refused(changes, message, llama, monkeypatch):
+def test_other_adapters_are_rejected(changes, name, llama, monkeypatch):
     _, folder = llama
     monkeypatch.chdir(folder)
     change_config(folder, **changes)
-    assert message in refusal(folder)
+    assert about(name, changes[name])(rejection(folder))
 
 
-def test_adapters_that_do_not_fit_are_refused(llama):
+def test_adapters_that_do_not_fit_are_rejected(llama):
     _, folder = llama
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-    whole = load_file(folder / "adapter_model.safetensors")
+    saved = load_file(folder / "adapter_model.safetensors")
+    factor = name.removeprefix("base_model.model.")
+    target = factor.replace("lora_A.", "")
 
-    def refused(change):
-        save_file(change(dict(whole)), folder / "adapter_model.safetensors")
-        return refusal(folder, base_of("llama"))
+    def rejected(change):
+        save_file(change(dict(saved)), folder / "adapter_model.safetensors")
+        return rejection(folder, base_of("llama"))
 
-    assert "fits no matrix of the base model" in refused(lambda s: {name.replace(".0.", ".7."): s.pop(name), **s})
-    assert "fits no matrix of the base model" in refused(lambda s: {name.replace("q_proj", "act"): s.pop(name), **s})
-    assert "fits no matrix of the base model" in refused(lambda s: s | {name: torch.ones(4, 16, 1)})
-    assert "q_proj.weight is (16, 16), its change (16, 17); pass" in refused(lambda s: s | {name: torch.ones(4, 17)})
-    assert "its change (16, 16); pass" in refused(lambda s: s | {name: torch.ones(5, 16)})
-    assert "fits no matrix" in refused(lambda s: {k: v for k, v in s.items() if k != name.replace("_A", "_B")})
-    assert "which the base model has not" in refused(lambda s: {k: v for k, v in s.items() if k != name})
-    assert "holds no LoRA matrices ()" in refused(lambda _: {})
+    for other in (factor.replace(".0.", ".7."), factor.replace("q_proj", "act")):
+        moved = rejected(lambda s, other=other: {f"base_model.model.{other}": s.pop(name), **s})
+        assert about(other, (4, 16))(moved)
+    assert about(factor, (4, 16, 1))(rejected(lambda s: s | {name: torch.ones(4, 16, 1)}))
+    assert about(target, (16, 16), "of shape (16, 17)")(rejected(lambda s: s | {name: torch.ones(4, 17)}))
+    assert about(target, (16, 16))(rejected(lambda s: s | {name: torch.ones(5, 16)}))
+    without_b = rejected(lambda s: {k: v for k, v in s.items() if k != name.replace("_A", "_B")})
+    assert about(factor, (4, 16))(without_b)
+    without_a = rejected(lambda s: {k: v for k, v in s.items() if k != name})
+    assert about(factor.replace("_A", "_B"), (16, 4), "a tensor of the base model")(without_a)
+    assert about("adapter_model.safetensors", (), "a file of LoRA matrices")(rejected(lambda _: {}))
     (folder / "adapter_model.safetensors").write_bytes(b"")
-    assert "is truncated or no safetensors file" in refusal(folder)
+    assert about("adapter_model.safetensors")(rejection(folder))
     (folder / "adapter_model.safetensors").unlink()
-    assert "has no adapter_model.safetensors; fetch that file too." in refusal(folder)
+    assert about("adapter_model.safetensors", None, "present")(rejection(folder))
     (folder / "adapter_config.json").write_text("[]")
-    assert "holds a JSON list, expected an object" in refusal(folder)
+    assert about("adapter_config.json", (), "a JSON object")(rejection(folder))
     (folder / "adapter_config.json").write_text("{")
-    assert "adapter_config.json is no valid JSON" in refusal(folder)
+    assert about("adapter_config.json", expected="valid JSON")(rejection(folder))
 
 
-def test_a_change_of_one_of_two_tied_tensors_is_refused(tmp_path):
+def test_a_change_of_one_of_two_tied_tensors_is_rejected(tmp_path):
     base_of("gpt2").save_pretrained(tmp_path / "base")
     folder = tmp_path / "adapter"
     adapter(folder, "gpt2", tmp_path / "base")
     target = "base_model.model.transformer.wte.lora_embedding_"
     more = {f"{target}A": torch.ones(4, 32), f"{target}B": torch.ones(16, 4)}
     change_weights(folder, lambda state: state | more)
-    assert "that should equal another (" in refusal(folder)
+    assert about("adapter")(rejection(folder))
 
 
-def test_quantized_bases_are_refused(llama):
+def test_quantized_bases_are_rejected(llama):
     base, folder = llama
     state = load_file(base / "model.safetensors")
     state["lm_head.weight"] = state["lm_head.weight"].to(torch.int8)
     save_file(state, base / "model.safetensors")
-    with pytest.raises(wb.WorkbenchError, match="lm_head.weight of the base model is quantized; pass"):
+    with pytest.raises(wb.WorkbenchError, check=about("lm_head.weight", "torch.int8")):
         lazy_state(folder)

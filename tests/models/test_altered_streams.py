@@ -1,11 +1,11 @@
-"""Whole blocks between which a loop changes the stream: read where it is one stream, refused where it is none."""
+"""Complete blocks between which a loop changes the stream: read if it is one stream, rejected if it is none."""
 
 import pytest
 import torch
 from torch import nn
 
 import workbench as wb
-from benchmarks.foreign.written_models import (
+from benchmarks.third_party.written_models import (
     DEPTH,
     VOCABULARY,
     WIDTH,
@@ -54,7 +54,7 @@ def test_states_are_those_that_enter_and_leave_the_blocks(kind, tokens):
 
 
 class Shifted(Model):
-    """Every block gets the tokens of the one before in another order."""
+    """Every block receives the tokens of the previous one in another order."""
 
     def states(self, ids):
         found = [self.embed(ids)]
@@ -64,7 +64,7 @@ class Shifted(Model):
 
 
 class Apart(Model):
-    """Every block gets the embedding: branches side by side, no stream."""
+    """Every block receives the embedding: parallel branches, no stream."""
 
     def states(self, ids):
         x = self.embed(ids)
@@ -72,7 +72,7 @@ class Apart(Model):
 
 
 class Mapped(Model):
-    """A dense map between the blocks, after which no direction is what it was."""
+    """A dense map between the blocks that changes every direction."""
 
     def __init__(self):
         super().__init__()
@@ -86,12 +86,12 @@ class Mapped(Model):
 
 
 @pytest.mark.parametrize("kind", [Gathered, Shifted, Apart, Mapped])
-def test_what_is_no_stream_is_refused(kind, tokens):
+def test_models_without_a_stream_are_rejected(kind, tokens):
     with pytest.raises(AnatomyError):
         wb.read_anatomy(built(kind), tokens)
 
 
-def test_the_config_has_the_last_word(tokens):
+def test_the_number_of_blocks_must_be_that_of_the_config(tokens):
     model = built(Scalars)
     model.config = {"num_hidden_layers": DEPTH}
     assert len(wb.read_anatomy(model, tokens).sites) == DEPTH
@@ -101,18 +101,18 @@ def test_the_config_has_the_last_word(tokens):
 
 
 def test_a_chain_is_preferred(tokens):
-    """Two towers: the one whose blocks hand their state on is a chain, and the longer one."""
+    """Of two towers, the longer one is a chain, because its blocks pass their states on unchanged."""
     model = built(Towers)
     assert wb.read_anatomy(model, (tokens, torch.randn(3, 9, WIDTH))).stack == "text.blocks"
 
 
-def test_the_change_between_blocks_is_no_part_of_the_spectra(tokens):
-    """The same blocks on the same states: the first block is that of the model without the change."""
+def test_the_change_between_blocks_is_not_part_of_the_spectra(tokens):
+    """The spectrum of the first block, which has the same input states, is that of the model without the change."""
     torch.manual_seed(0)
-    plain = Model(Block).eval()
+    unaltered = Model(Block).eval()
     altered = built(Scalars)
-    altered.load_state_dict(plain.state_dict(), strict=False)
+    altered.load_state_dict(unaltered.state_dict(), strict=False)
     ids = torch.randint(VOCABULARY, (12, 9))
-    one, other = (wb.profile(m, ids, progress=False, n_snapshots=None) for m in (plain, altered))
+    one, other = (wb.profile(m, ids, progress=False, n_snapshots=None) for m in (unaltered, altered))
     assert one["spectral_radius"].values[0] == pytest.approx(other["spectral_radius"].values[0], rel=1e-6)
     assert one["spectral_radius"].values[1] != pytest.approx(other["spectral_radius"].values[1], rel=1e-3)

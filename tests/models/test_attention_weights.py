@@ -1,4 +1,4 @@
-"""Query and key weights per head, against slices written by hand from each family's documented layout."""
+"""Query and key weights per head, compared with slices written by hand from the documented layout of each family."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def heads(rows, n_heads):
     return rows.view(n_heads, -1, rows.shape[1]).transpose(1, 2)
 
 
-# --- layouts by hand: block -> (query, key, query bias, key bias), the biases None where there are none ---------------
+# --- layouts by hand: block -> (query, key, query bias, key bias); a bias is None if there is none --------------------
 
 
 def separate(path, q="q_proj", k="k_proj", n_kv=H, n_heads=H):
@@ -46,7 +46,7 @@ def conv1d_thirds(block):
 
 
 def per_head(path):
-    """[head, (q, k, v), head_dim], fused."""
+    """Return a reader of a fused matrix with rows [head, (q, k, v), head_dim]."""
 
     def read(block):
         fused = block.get_submodule(path)
@@ -57,7 +57,7 @@ def per_head(path):
 
 
 def blocks_of_rows(path, n_kv):
-    """All queries, then all keys, then all values."""
+    """Return a reader of a fused matrix with rows for all queries, then all keys, then all values."""
 
     def read(block):
         weight = block.get_submodule(path).weight
@@ -67,13 +67,13 @@ def blocks_of_rows(path, n_kv):
 
 
 def grouped(block):
-    """Falcon's new layout: for each key head its queries, then the key, then the value."""
+    """Read the new layout of Falcon: for each key head its queries, then the key, then the value."""
     weight = block.self_attention.query_key_value.weight.view(2, H // 2 + 2, DH, D)
     return weight[:, :-2].reshape(H, DH, D).transpose(1, 2), weight[:, -2].transpose(1, 2), None, None
 
 
 def codegen(block):
-    """Four partitions, each query, value, key."""
+    """Read four partitions, each with query, value and key."""
     weight = block.attn.qkv_proj.weight.view(4, 3, H // 4, DH, D)
     return weight[:, 0].reshape(H, DH, D).transpose(1, 2), weight[:, 2].reshape(H, DH, D).transpose(1, 2), None, None
 
@@ -102,7 +102,7 @@ def query_and_gate(block):
 
 
 def latent(block):
-    """DeepSeek's latent attention, the part without position: W_b diag(g) W_a."""
+    """Read the part without position of DeepSeek's latent attention, W_b diag(g) W_a."""
     a = block.self_attn
     query = a.q_b_proj.weight.view(H, 10, 12)[:, :6] * a.q_a_layernorm.weight @ a.q_a_proj.weight
     key = a.kv_b_proj.weight.view(H, 12, 10)[:, :6] * a.kv_a_layernorm.weight @ a.kv_a_proj_with_mqa.weight[:10]
@@ -150,16 +150,16 @@ def test_layout(name):
     readable = [(r, s) for r, s in zip(readings, anatomy.sites, strict=True) if isinstance(r, QueryKey)]
     assert len(readable) == (2 if name == "qwen3_next" else len(anatomy.sites))
     for reading, site in readable:
-        got = (reading.query, reading.key, reading.query_bias, reading.key_bias)
-        for value, wanted in zip(got, by_hand(site.module), strict=True):
-            if wanted is None:
+        found = (reading.query, reading.key, reading.query_bias, reading.key_bias)
+        for value, expected in zip(found, by_hand(site.module), strict=True):
+            if expected is None:
                 assert value is None
             else:
-                assert value.shape == wanted.shape
-                torch.testing.assert_close(value, wanted.detach(), rtol=1e-6, atol=1e-7)
+                assert value.shape == expected.shape
+                torch.testing.assert_close(value, expected.detach(), rtol=1e-6, atol=1e-7)
 
 
-#: Blocks without attention that can be read: layers of state-space, linear-attention and expert-only blocks.
+#: Layers without readable attention: state-space, linear-attention and expert-only blocks.
 WITHOUT = {
     "mamba": {0, 1, 2},
     "mamba2": {0, 1, 2},
@@ -175,7 +175,7 @@ WITHOUT = {
 
 @pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
 def test_family(family):
-    """Every attention block is read; the weights explain what the eager scores are made of, and nothing changed."""
+    """Every attention block is read, and the model is unchanged."""
     model, inputs = build(family), make_inputs(family)
     weights = [p.clone() for p in model.parameters()]
     state = torch.get_rng_state()
@@ -196,7 +196,7 @@ def test_family(family):
 @pytest.mark.medium
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "qwen3", "bert"])
-def test_both_kinds_of_attention_read_the_same(name, implementation):
+def test_eager_and_sdpa_attention_yield_the_same_weights(name, implementation):
     family = BY_NAME[name]
     model, inputs = build(family), make_inputs(family)
     reference = query_key_weights(model, inputs)
@@ -206,7 +206,7 @@ def test_both_kinds_of_attention_read_the_same(name, implementation):
         assert torch.equal(one.key, other.key)
 
 
-def test_reading_follows_the_weights_without_a_forward():
+def test_weights_are_reread_without_a_forward_pass():
     family = BY_NAME["qwen3"]
     model, inputs = build(family), make_inputs(family)
     before = query_key_weights(model, inputs)[1]
@@ -222,29 +222,29 @@ def test_reading_follows_the_weights_without_a_forward():
 
 
 @pytest.mark.medium
-def test_notes_say_what_the_weights_are_up_to():
+def test_notes_state_the_scale_of_the_weights():
     def notes(name):
         family = BY_NAME[name]
         return next(r for r in query_key_weights(build(family), make_inputs(family)) if isinstance(r, QueryKey)).notes
 
     assert notes("llama") == ""
-    assert "query: exact up to a positive factor per token, for an RMS norm" in notes("qwen3")
+    assert "query: exact up to a positive factor per token, because an RMS norm" in notes("qwen3")
     assert "a LayerNorm follows" in notes("persimmon")
-    assert "q_layernorm.bias, not included" in notes("persimmon")
-    assert "query reaches the scores times 0.4082" in notes("opt")
+    assert "q_layernorm.bias, which is not included" in notes("persimmon")
+    assert "query is multiplied by 0.4082 before the scores" in notes("opt")
     assert "only the 6 of 10 features without position" in notes("deepseek_v3")
-    assert "act on 48 features made from the stream's 24" in notes("zamba2")
+    assert "act on 48 features computed from the 24 of the stream" in notes("zamba2")
 
 
 def test_low_precision():
-    family = BY_NAME["opt"]  # scales its queries, so columns agree up to rounding only
+    family = BY_NAME["opt"]  # scales its queries, so columns agree only up to rounding
     model = build(family).bfloat16()
     reading = query_key_weights(model, make_inputs(family))[2]
     block = model.model.decoder.layers[2].self_attn
     assert torch.equal(reading.query, heads(block.q_proj.weight, H).detach())
 
 
-# --- PyTorch's own attention and models written by hand --------------------------------------------------------------
+# --- PyTorch's own attention and models written here -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -267,7 +267,7 @@ def test_pytorch_attention(batch_first, bias):
 
 
 class Block(nn.Module):
-    """Attention written with a plain matrix product; how queries are made is the subclass's choice."""
+    """Attention by a matrix product; subclasses define how queries and keys are computed."""
 
     def __init__(self):
         super().__init__()
@@ -293,7 +293,7 @@ class Einsum(Block):
 
 
 class Interleaved(Block):
-    """Heads run fastest, features slowest: no slice of rows, but one index per column."""
+    """Heads vary fastest, features slowest: not a slice of rows, but one index per column."""
 
     def queries_and_keys(self, x):
         query, key = super().queries_and_keys(x)
@@ -307,7 +307,7 @@ class Nonlinear(Block):
 
 
 class LowRankUpdate(Block):
-    """An adapter beside the projection: the sum is no parameter's output."""
+    """An adapter in parallel with the projection: no parameter has their sum as output."""
 
     def queries_and_keys(self, x):
         query, key = super().queries_and_keys(x)
@@ -331,7 +331,7 @@ class ScaledColumns(Block):
 
 
 class TiedColumns(Block):
-    """Queries and keys that start out equal: the values cannot tell whose is whose."""
+    """Queries and keys that are initially equal, so that values cannot distinguish them."""
 
     def __init__(self):
         super().__init__()
@@ -346,7 +346,7 @@ class TwiceTheSame(Block):
 
 
 class ZeroColumn(Block):
-    """A dead feature within a head: its neighbours say whose it is."""
+    """A feature of a head that is always zero; its neighbors determine where it belongs."""
 
     def __init__(self):
         super().__init__()
@@ -389,14 +389,14 @@ def test_any_permutation_of_columns():
     [
         (Nonlinear, r"of the queries, only 0% of the columns are outputs of a linear map"),
         (LowRankUpdate, r"of the queries, only 0% of the columns"),
-        (NoParameter, r"the matrix of a projection is no parameter of the model \(query\)"),
-        (TiedColumns, r"several linear maps give the same values.*are they zero or tied"),
-        (AlternatingHeads, r"heads are shared in another order.*\(key\)"),
+        (NoParameter, r"the matrix of a projection is not a parameter of the model \(query\)"),
+        (TiedColumns, r"several linear maps have equal outputs.*are they zero or tied"),
+        (AlternatingHeads, r"its shared heads are not in consecutive order.*\(key\)"),
         (CrossAttention, r"queries and keys come from different inputs"),
-        (ScaledColumns, r"a different constant scales every column of one projection \(query\)"),
+        (ScaledColumns, r"the columns of one projection are scaled by different constants \(query\)"),
     ],
 )
-def test_what_cannot_be_read_says_so(kind, reason):
+def test_unreadable_weights_have_a_reason(kind, reason):
     readings = query_key_weights(model_of(kind), torch.randn(2, 7, D))
     assert len(readings) == 3
     for layer, reading in enumerate(readings):
@@ -406,7 +406,7 @@ def test_what_cannot_be_read_says_so(kind, reason):
         assert re.search(reason, reading.reason), reading.reason
 
 
-def test_refused_anatomy_is_refused_here_too():
+def test_a_model_without_anatomy_is_rejected():
     with pytest.raises(AnatomyError):
         query_key_weights(nn.Sequential(Block()), torch.randn(2, 7, D))
 
@@ -429,18 +429,18 @@ def test_probe_inputs_keep_the_structure_and_the_random_state():
     assert all(size % ids.shape[1] for p in model.parameters() for size in p.shape)
 
 
-def test_centring_spans_what_the_norm_spans():
+def test_centering_spans_what_the_norm_spans():
     weight = torch.randn(2, 5, 3)
-    within = NormStep(None, 0, torch.zeros(2, 3), None, True, False).centre(weight)
-    across = NormStep(None, 0, torch.zeros(2, 3), None, True, True).centre(weight)
+    within = NormStep(None, 0, torch.zeros(2, 3), None, True, False).center(weight)
+    across = NormStep(None, 0, torch.zeros(2, 3), None, True, True).center(weight)
     torch.testing.assert_close(within.mean(2), torch.zeros(2, 5))
     torch.testing.assert_close(across.mean((0, 2)), torch.zeros(5))
     assert across.mean(2).abs().max() > 1e-3
 
 
 @pytest.mark.medium
-def test_gain_of_one_and_gain_plus_one_are_told_apart():
-    """Fresh norms have constant gains, which fit both conventions up to a factor."""
+def test_gain_and_one_plus_gain_are_distinguished():
+    """Norms have constant gains initially, which fit both conventions up to a factor."""
     for name, offset in (("qwen3", 0), ("gemma3_text", 1)):
         family = BY_NAME[name]
         model = build(family)

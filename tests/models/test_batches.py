@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.about import about
 from workbench.errors import SnapshotError
 from workbench.models.batches import Batches, shortened
 
@@ -8,10 +9,10 @@ TOKENS = torch.arange(200 * 64).reshape(200, 64)
 IDS = torch.arange(12).reshape(2, 6)
 
 
-def test_big_inputs_are_split_and_nothing_is_lost():
+def test_large_inputs_are_split_completely():
     batches = Batches.of(TOKENS).split()
-    assert sum(batches.n_rows) == 200
-    assert max(batches.n_rows) * 64 <= 4096
+    assert sum(batches.n_examples) == 200
+    assert max(batches.n_examples) * 64 <= 4096
     assert torch.equal(torch.cat(list(batches.items)), TOKENS)
     mask = torch.ones_like(TOKENS)
     parts = Batches.of({"input_ids": TOKENS, "attention_mask": mask, "flag": True}).split()
@@ -19,26 +20,26 @@ def test_big_inputs_are_split_and_nothing_is_lost():
     assert torch.equal(torch.cat([part["input_ids"] for part in parts.items]), TOKENS)
 
 
-def test_iterators_are_read_once_and_probing_loses_nothing():
+def test_iterators_are_read_once_and_completely():
     batches = Batches.of(TOKENS[i : i + 3] for i in range(0, 12, 3))
     probe, everything = batches.probe_and_all()
     assert torch.equal(probe, TOKENS[:2])
     assert torch.equal(torch.cat(list(everything.items)), TOKENS[:12])
-    assert everything.n_rows is None
+    assert everything.n_examples is None
 
 
 @pytest.mark.parametrize("empty", [[], iter(()), TOKENS[:0]])
-def test_empty_inputs_are_refused(empty):
-    with pytest.raises(SnapshotError, match="The inputs are empty; pass at least one"):
+def test_empty_inputs_are_rejected(empty):
+    with pytest.raises(SnapshotError, check=about("inputs")):
         Batches.of(empty).probe_and_all()
 
 
-def test_unusable_inputs_are_refused():
-    with pytest.raises(SnapshotError, match="Inputs are a int, expected a tensor"):
+def test_unusable_inputs_are_rejected():
+    with pytest.raises(SnapshotError, check=about("inputs", 3)):
         Batches.of(3)
-    with pytest.raises(SnapshotError, match="Text needs a tokenizer"):
+    with pytest.raises(SnapshotError, check=about("inputs", "a")):
         Batches.of(["a", "b"])
-    with pytest.raises(SnapshotError, match="A batch holds no tensor"):
+    with pytest.raises(SnapshotError, check=about("inputs", {"n": 3})):
         Batches.of({"n": 3})
 
 
@@ -53,7 +54,7 @@ def test_unusable_inputs_are_refused():
         ((IDS, IDS), None),
     ],
 )
-def test_only_what_surely_counts_tokens_is_shortened(batch, expected):
+def test_only_certain_axes_of_tokens_are_shortened(batch, expected):
     found = shortened(batch, 4)
     if expected is None:
         assert found is None

@@ -1,12 +1,13 @@
-"""Which call of which block: shared blocks, passes, errors half way, hooks that are gone afterwards."""
+"""Identification of calls of blocks: shared blocks, several passes, exceptions, and removal of hooks."""
 
 import pytest
 import torch
 from torch import nn
 
+from tests.about import about
 from workbench.errors import SnapshotError
 from workbench.models.anatomy import read_anatomy
-from workbench.models.block_hooks import BlockCall, BlockHooks, refuse_unknown
+from workbench.models.block_hooks import BlockCall, BlockHooks, raise_on_unknown
 from workbench.models.site import Site
 
 
@@ -24,7 +25,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks in any order, each as often as it is named."""
+    """Calls its blocks in the given order, possibly several times each."""
 
     def __init__(self, order=(0, 1, 0, 1), n_blocks=2):
         super().__init__()
@@ -79,7 +80,7 @@ class Log:
         return [layer for layer, _ in self.entered], [layer for layer, _ in self.left]
 
 
-def test_calls_of_shared_blocks_are_layers_of_their_own(inputs):
+def test_calls_of_shared_blocks_are_separate_layers(inputs):
     model, log = Stack(), Log()
     with BlockHooks(sites_of(model), log.enter, log.leave):
         out = model(inputs)
@@ -90,7 +91,7 @@ def test_calls_of_shared_blocks_are_layers_of_their_own(inputs):
     assert n_hooks(model) == 0
 
 
-def test_the_anatomy_of_a_shared_stack_gives_the_same_layers(inputs):
+def test_the_anatomy_of_a_shared_stack_has_the_same_layers(inputs):
     model, log = Stack(order=(0, 1, 2, 0, 1, 2), n_blocks=3), Log()
     anatomy = read_anatomy(model, inputs)
     with BlockHooks(anatomy.sites, log.enter, log.leave) as hooks:
@@ -111,33 +112,33 @@ def test_each_pass_counts_from_zero(inputs):
     assert log.layers == ([0, 1, 2, 3] * 3, [0, 1, 2, 3] * 3)
 
 
-def test_calls_beyond_the_sites_are_passed_over_or_told(inputs):
+def test_calls_without_a_site_are_ignored_or_reported(inputs):
     model, log = Stack(order=(0, 1)), Log()
     sites = sites_of(model)
     model.order = (0, 1, 1)
     with BlockHooks(sites, log.enter, log.leave):
         model(inputs)
     assert log.layers == ([0, 1], [0, 1])
-    told = []
-    with BlockHooks(sites, on_unknown=told.append):
+    unknown = []
+    with BlockHooks(sites, on_unknown=unknown.append):
         model(inputs)
-    assert told == [sites[1]]
-    with BlockHooks(sites, on_unknown=refuse_unknown), pytest.raises(SnapshotError, match=r"Another call of blocks\.1"):
+    assert unknown == [sites[1]]
+    with BlockHooks(sites, on_unknown=raise_on_unknown), pytest.raises(SnapshotError, check=about("anatomy")):
         model(inputs)
     assert n_hooks(model) == 0
 
 
 def test_some_layers_only(inputs):
-    model, log, told = Stack(), Log(), []
-    with BlockHooks(sites_of(model), log.enter, log.leave, layers={2}, on_unknown=told.append) as hooks:
+    model, log, unknown = Stack(), Log(), []
+    with BlockHooks(sites_of(model), log.enter, log.leave, layers={2}, on_unknown=unknown.append) as hooks:
         model(inputs)
         assert n_hooks(model) == 2
     assert log.layers == ([2], [2])
     assert hooks.blocks == (model.blocks[0],)
-    assert told == []  # what is known but not followed is not unknown
+    assert unknown == []  # sites that are not followed are not unknown
 
 
-def test_hooks_are_gone_after_an_error(inputs):
+def test_hooks_are_removed_after_an_error_of_the_model(inputs):
     model, log = Stack(order=(0, 1)), Log()
     model.blocks[1].raises = 1
     hooks = BlockHooks(sites_of(model), log.enter, log.leave)
@@ -145,12 +146,12 @@ def test_hooks_are_gone_after_an_error(inputs):
         model(inputs)
     assert n_hooks(model) == 0
     assert log.layers == ([0, 1], [0])
-    with hooks:  # and nothing of that pass is left
+    with hooks:  # the failed pass has no effect on the next
         model(inputs)
     assert log.layers == ([0, 1, 0, 1], [0, 0, 1])
 
 
-def test_hooks_are_gone_after_an_error_of_the_caller(inputs):
+def test_hooks_are_removed_after_an_error_of_the_caller(inputs):
     model = Stack()
 
     def stop(call):
@@ -162,7 +163,7 @@ def test_hooks_are_gone_after_an_error_of_the_caller(inputs):
         assert n_hooks(model) == 0
 
 
-def test_a_call_that_raised_inside_the_model_is_not_taken_for_the_next(inputs):
+def test_a_call_that_raised_inside_the_model_is_counted(inputs):
     model, log = Stack(order=(0, 1)), Log()
     sites = sites_of(model)
     sites = (*sites, Site("blocks.1#1", model.blocks[1], 1))
@@ -172,7 +173,7 @@ def test_a_call_that_raised_inside_the_model_is_not_taken_for_the_next(inputs):
     assert log.layers == ([0, 1, 2], [0, 2])
 
 
-def test_what_on_enter_returns_enters_the_block(inputs):
+def test_the_result_of_on_enter_enters_the_block(inputs):
     model = Stack(order=(0, 1))
     sites, log = sites_of(model), Log()
     with BlockHooks(sites, lambda call: 2 * call.state_in, layers={1}), BlockHooks(sites, log.enter, log.leave):
@@ -197,7 +198,7 @@ def test_states_passed_by_keyword_and_other_arguments(inputs):
     torch.testing.assert_close(out, block(state + 1, scale=0.5), rtol=0, atol=0)
 
 
-def test_recomputation_in_the_backward_pass_is_no_further_layer(inputs):
+def test_recomputation_in_the_backward_pass_is_not_another_layer(inputs):
     model, log = Stack(order=(0, 1)), Log()
     run = torch.utils.checkpoint.checkpoint
     with BlockHooks(sites_of(model), log.enter, log.leave):

@@ -1,4 +1,4 @@
-"""Attention in kernels that hide it: measured through the model's other implementation, and nothing left behind."""
+"""Attention in opaque kernels is measured through another implementation of the model, and options are restored."""
 
 import sys
 
@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import workbench as wb
 from tests.models.model_families import BY_NAME, build, make_inputs
 from workbench.flow.flow_measurement import measure
-from workbench.flow.gains import plain_options
+from workbench.flow.gains import eager_options
 from workbench.models.anatomy import read_anatomy
 from workbench.models.block_hooks import BlockHooks
 from workbench.models.config_options import config_options, visible_attention
@@ -22,13 +22,13 @@ from workbench.monitors.attention_calls import BlockCalls, BlockNotes
 from workbench.monitors.probe_pass import ModelProbe
 
 FAMILIES = ("llama", "qwen3", "gpt2", "gpt_neox", "gemma2", "gpt_oss")
-#: Their logits are capped, or they have sinks.
+#: Families that cap their logits or have sinks.
 WITHOUT_SDPA = ("gemma2", "gpt_oss")
 KERNEL = "tests/hidden-flash-attention"
 
 
 def hidden(module, *args, **kwargs):
-    """The eager attention of a model, of which no call is seen from outside."""
+    """Compute the eager attention of a model, with no call visible to torch functions."""
     with torch._C.DisableTorchFunction():
         return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
@@ -43,7 +43,7 @@ def kernel():
 
 
 def sharp(name):
-    """A model whose attention is not even, and its inputs."""
+    """Return a model whose attention is not uniform, and its inputs."""
     family = BY_NAME[name]
     model = build(family)
     with torch.no_grad():
@@ -61,7 +61,7 @@ def use(model, implementation):
 
 
 def entropies(model, inputs):
-    """From the attention weights that the model returns; what they lack of 1 is on a sink."""
+    """Compute entropies from the attention weights that the model returns; the rest to a sum of 1 is on a sink."""
     use(model, "eager")
     with torch.no_grad():
         found = model(inputs, output_attentions=True).attentions
@@ -75,18 +75,18 @@ def entropies(model, inputs):
 def test_hidden_attention_is_measured(name, kernel):
     model, inputs = sharp(name)
     use(model, "eager")
-    wanted, weights = probe(model, inputs).take(), wb.query_key_weights(model, inputs)
+    eager, weights = probe(model, inputs).take(), wb.query_key_weights(model, inputs)
     expected = entropies(model, inputs)
     use(model, kernel)
     with torch.no_grad():
         logits = model(inputs).logits
-    look = probe(model, inputs)
-    taken = look.take()
-    assert look.unreadable == []
+    hidden_probe = probe(model, inputs)
+    taken = hidden_probe.take()
+    assert hidden_probe.unreadable == []
     np.testing.assert_allclose(taken["attention"]["attention_entropy"], expected, rtol=1e-5)
-    for measure_name, values in wanted["attention"].items():
+    for measure_name, values in eager["attention"].items():
         np.testing.assert_allclose(taken["attention"][measure_name], values, rtol=1e-4, atol=1e-6)
-    for measure_name, values in wanted["activations"].items():  # of the pass with the model's own kernel
+    for measure_name, values in eager["activations"].items():  # measured with the model's own kernel
         np.testing.assert_array_equal(taken["activations"][measure_name], values)
     for one, other in zip(wb.query_key_weights(model, inputs), weights, strict=True):
         assert torch.equal(one.query, other.query)
@@ -99,7 +99,7 @@ def test_hidden_attention_is_measured(name, kernel):
     ("name", "implementation"),
     [(name, "eager") for name in FAMILIES] + [(name, "sdpa") for name in FAMILIES if name not in WITHOUT_SDPA],
 )
-def test_watching_changes_no_bit_of_a_training(name, implementation):
+def test_training_is_bitwise_identical_with_measurements(name, implementation):
     def gradients(*, is_watched):
         model, inputs = sharp(name)
         use(model, implementation)
@@ -131,14 +131,14 @@ def test_watching_changes_no_bit_of_a_training(name, implementation):
 
 @pytest.mark.medium
 def test_flow_of_flex_attention():
-    """It has no backward pass on a CPU, and no second derivative."""
+    """Flex attention has no backward pass on a CPU, and no second derivative."""
     model, inputs = sharp("llama")
     use(model, "sdpa")
-    wanted = measure(model, inputs[:1])
+    expected = measure(model, inputs[:1])
     use(model, "flex_attention")
     found = measure(model, inputs[:1])
     assert model.config._attn_implementation == "flex_attention"
-    for name, variable in wanted.data_vars.items():
+    for name, variable in expected.data_vars.items():
         if variable.dtype.kind == "f":
             np.testing.assert_array_equal(found[name], variable)
 
@@ -152,9 +152,9 @@ def test_flex_attention_of_padded_sequences():
         use(model, implementation)
         return probe(model, {"input_ids": tokens, "attention_mask": mask}).take(["attention"])["attention"]
 
-    wanted = attention("sdpa")
+    expected = attention("sdpa")
     for name, values in attention("flex_attention").items():
-        np.testing.assert_array_equal(values, wanted[name])
+        np.testing.assert_array_equal(values, expected[name])
 
 
 @pytest.mark.medium
@@ -183,13 +183,13 @@ def test_which_attention_is_replaced(kernel):
         model, _ = sharp(name)
         use(model, "flash_attention_3")
         assert names_of(model) == ["eager"]
-    gptj, _ = sharp("gptj")  # does not ask the interface
+    gptj, _ = sharp("gptj")  # does not use the interface
     use(gptj, "flash_attention_2")
     assert visible_attention(gptj) == []
     assert visible_attention(nn.Linear(2, 2)) == []
 
 
-def test_nothing_stays_after_errors():
+def test_options_are_restored_after_errors():
     model, inputs = sharp("llama")
     other, _ = sharp("llama")
     for one in (model, other):
@@ -201,17 +201,17 @@ def test_nothing_stays_after_errors():
     def fail(*args):
         seen.append((model.config._attn_implementation, other.config._attn_implementation))
         if seen[-1][0] == "sdpa":
-            raise RuntimeError("planted")
+            raise RuntimeError("injected")
 
     model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RuntimeError, match="injected"):
         ModelProbe(model, anatomy, inputs, routers=()).take(["attention"])
     assert seen == [("flex_attention", "flex_attention"), ("sdpa", "flex_attention")]
     assert model.config._attn_implementation == "flex_attention"
     assert (dict(ALL_ATTENTION_FUNCTIONS), dict(ALL_MASK_ATTENTION_FUNCTIONS)) == registered
 
 
-def test_configs_inside_of_configs_get_their_own_back():
+def test_nested_configs_are_restored():
     config = AutoConfig.for_model("qwen3_vl_moe")
     config._experts_implementation, config._attn_implementation = "grouped_mm", "flex_attention"
     config.text_config._attn_implementation = "flash_attention_2"
@@ -231,9 +231,9 @@ def test_configs_inside_of_configs_get_their_own_back():
         ]
 
     before = options()
-    with config_options(plain_options(model)):
+    with config_options(eager_options(model)):
         assert options() == [("eager", "sdpa")] * 3
-        with config_options(plain_options(model)):
+        with config_options(eager_options(model)):
             pass
         assert options() == [("eager", "sdpa")] * 3
     assert options() == before

@@ -8,7 +8,7 @@ from workbench.models import device_numbers
 from workbench.models.device_numbers import in_pieces, read_arrays, read_numbers
 
 
-def test_numbers_of_every_dtype_are_read_as_they_are():
+def test_numbers_of_every_dtype_are_read_exactly():
     values = [
         torch.tensor(0.1),
         torch.tensor(0.1, dtype=torch.float64),
@@ -33,28 +33,28 @@ def test_arrays_keep_their_shapes():
     assert read_arrays([]) == []
 
 
-def test_a_tensor_that_knows_itself_how_it_is_read_is_asked():
+def test_tensor_subclasses_are_read_by_their_own_method():
     class Split(torch.Tensor):
-        """Stands for a tensor that is split over ranks."""
+        """Represents a tensor that is split over ranks."""
 
     found = read_arrays([torch.tensor(1.0), torch.tensor([2.0, 3.0]).as_subclass(Split)])
     assert [array.tolist() for array in found] == [1.0, [2.0, 3.0]]
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 5), (), (0, 3)])
-def test_pieces_are_the_whole_in_order(shape, monkeypatch):
+def test_pieces_concatenate_to_the_tensor(shape, monkeypatch):
     monkeypatch.setattr(device_numbers, "_PIECE", 6)
     one, other = torch.rand(shape), torch.rand(shape, dtype=torch.float64)
     pieces = list(in_pieces(one, other))
     assert len(pieces) == max(1, -(-one.numel() // 6))
-    for whole, parts in zip((one, other), zip(*pieces, strict=True), strict=True):
-        assert torch.equal(torch.cat([part.flatten() for part in parts]), whole.flatten())
+    for tensor, parts in zip((one, other), zip(*pieces, strict=True), strict=True):
+        assert torch.equal(torch.cat([part.flatten() for part in parts]), tensor.flatten())
 
 
-def test_what_is_not_in_order_stays_whole(monkeypatch):
-    """Pieces of the one would stand beside other entries of the other."""
+def test_tensors_that_are_not_contiguous_are_not_split(monkeypatch):
+    """Pieces in the order of memory would combine different entries."""
     monkeypatch.setattr(device_numbers, "_PIECE", 6)
-    turned, plain = torch.rand(5, 4).T, torch.rand(4, 5)
-    ((one, other),) = in_pieces(turned, plain)
-    assert one is turned
-    assert other is plain
+    transposed, contiguous = torch.rand(5, 4).T, torch.rand(4, 5)
+    ((one, other),) = in_pieces(transposed, contiguous)
+    assert one is transposed
+    assert other is contiguous

@@ -1,4 +1,4 @@
-"""Folders of PyTorch's distributed checkpoint, written by torch itself, and of Megatron, which are of the same kind."""
+"""Folders of PyTorch's distributed checkpoint, written by torch, and of Megatron, which have the same format."""
 
 import json
 import pickle
@@ -14,7 +14,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import workbench as wb
-from tests.models.weight_models import TOKENS, assert_opens, refusal, small
+from tests.about import about
+from tests.models.weight_models import TOKENS, assert_opens, rejection, small
 from workbench.models.distributed_folders import are_tiles
 from workbench.models.lazy_state import lazy_state
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def trained(seed=0):
-    """A model and an optimizer with a state."""
+    """Return a model and an optimizer with a state."""
     model = small(seed)
     optimizer = torch.optim.AdamW(model.parameters())
     model(TOKENS).square().mean().backward()
@@ -31,7 +32,7 @@ def trained(seed=0):
 
 
 class _App:
-    """What the tutorials of torch save."""
+    """An object to save as in the tutorials of torch."""
 
     def __init__(self):
         self.model, self.optimizer = trained()
@@ -44,7 +45,7 @@ class _App:
 
 
 def dcp_states():
-    """Way of saving -> the model and the state given to torch."""
+    """Return, for each way of saving, the model and the state passed to torch."""
     model, optimizer = trained()
     app = _App()
     state = model.state_dict()
@@ -59,11 +60,11 @@ def dcp_states():
 
 
 @pytest.mark.parametrize("way", dcp_states())
-def test_what_torch_saved_opens(way, tmp_path):
+def test_folders_of_torch_open(way, tmp_path):
     model, state = dcp_states()[way]
     dcp.save(state, checkpoint_id=tmp_path / "saved")
     assert_opens(tmp_path / "saved", model)
-    assert "holds weights without an architecture; pass module=" in refusal(tmp_path / "saved")
+    assert about("module")(rejection(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
@@ -86,15 +87,15 @@ def change_metadata(folder, change):
     file.write_bytes(pickle.dumps(metadata))
 
 
-def split(folder, whole, boxes):
-    """Put a tensor that was saved whole in its place in several chunks, as ranks would have saved them.
+def split(folder, tensor, boxes):
+    """Split a saved tensor into several chunks, as several ranks would have saved it.
 
     Args:
         folder: A DCP folder.
-        whole: Name and values of the tensor.
+        tensor: Name and values of the tensor.
         boxes: Offsets and sizes of its chunks.
     """
-    name, values = whole
+    name, values = tensor
 
     def change(metadata):
         old = metadata.storage_data.pop(MetadataIndex(name, [0] * values.ndim))
@@ -113,7 +114,7 @@ def split(folder, whole, boxes):
     change_metadata(folder, change)
 
 
-def test_chunks_of_several_ranks_are_put_together(tmp_path):
+def test_chunks_of_several_ranks_are_assembled(tmp_path):
     model = small()
     dcp.save({"model": model}, checkpoint_id=tmp_path)
     head = ("model.head.weight", model.head.weight.detach())
@@ -122,7 +123,7 @@ def test_chunks_of_several_ranks_are_put_together(tmp_path):
     for wrong in ([((0, 0), (10, 16))], [((0, 0), (10, 16)), ((20, 0), (22, 16))], []):
         change_metadata(tmp_path, lambda m: m.storage_data.update({MetadataIndex(head[0], (0, 0)): _info(m)}))
         split(tmp_path, head, wrong)
-        assert f"does not hold all of {head[0]}; fetch" in refusal(tmp_path, small(9))
+        assert about(head[0], tmp_path, "complete")(rejection(tmp_path, small(9)))
 
 
 def _info(metadata):
@@ -142,8 +143,7 @@ def test_code_in_the_metadata_is_not_run(place, tmp_path, monkeypatch):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(_Bomb()))
     else:
         change_metadata(tmp_path, lambda metadata: getattr(metadata, place).update({"x": _Bomb()}))
-    text = refusal(tmp_path, small(9))
-    assert "holds more than the places of tensors, possibly code (io.open is not allowed), and was not loaded" in text
+    assert about(".metadata", "io.open is not allowed")(rejection(tmp_path, small(9)))
     assert not (tmp_path / "exploded").exists()
 
 
@@ -152,7 +152,7 @@ def test_no_other_name_is_looked_up(name, tmp_path):
     module, _, name = f"builtins.{name}".rpartition(".") if "." not in name else name.rpartition(".")
     dcp.save({"model": small()}, checkpoint_id=tmp_path)
     (tmp_path / ".metadata").write_bytes(f"c{module}\n{name}\n.".encode())
-    assert f"({module}.{name} is not allowed)" in refusal(tmp_path, small(9))
+    assert about(".metadata", f"{module}.{name} is not allowed")(rejection(tmp_path, small(9)))
 
 
 def test_code_in_the_data_is_not_run(tmp_path, monkeypatch):
@@ -165,62 +165,70 @@ def test_code_in_the_data_is_not_run(tmp_path, monkeypatch):
         info.relative_path, info.offset, info.length = "bomb.distcp", 0, (tmp_path / "bomb.distcp").stat().st_size
 
     change_metadata(tmp_path, change)
-    assert "holds more than a tensor at model.head.weight, possibly code" in refusal(tmp_path, small(9))
+    assert about("model.head.weight", expected="only a tensor")(rejection(tmp_path, small(9)))
     assert not (tmp_path / "exploded").exists()
 
 
-def test_damaged_folders_are_refused(tmp_path):
-    whole = tmp_path / "whole"
-    dcp.save({"model": small()}, checkpoint_id=whole)
+def test_damaged_folders_are_rejected(tmp_path):
+    intact = tmp_path / "intact"
+    dcp.save({"model": small()}, checkpoint_id=intact)
 
     def damaged(change):
-        folder = shutil.copytree(whole, tmp_path / "damaged", dirs_exist_ok=True)
+        folder = shutil.copytree(intact, tmp_path / "damaged", dirs_exist_ok=True)
         change(folder)
-        return refusal(folder, small(9))
+        return rejection(folder, small(9))
 
-    metadata = (whole / ".metadata").read_bytes()
+    file = tmp_path / "damaged" / ".metadata"
+    metadata = (intact / ".metadata").read_bytes()
     for kept in (b"", metadata[:10], metadata[:-20], b"noise" * 100, pickle.dumps(3), pickle.dumps({"a": 1})):
-        assert ".metadata is damaged; fetch" in damaged(lambda f, kept=kept: (f / ".metadata").write_bytes(kept))
-    data = (whole / "__0_0.distcp").read_bytes()
+        error = damaged(lambda f, kept=kept: (f / ".metadata").write_bytes(kept))
+        assert about(".metadata", file, "undamaged")(error)
+    data = (intact / "__0_0.distcp").read_bytes()
     for kept in (b"", data[:100], data[:-1]):
-        text = damaged(lambda f, kept=kept: (f / "__0_0.distcp").write_bytes(kept))
-        assert "__0_0.distcp is missing or truncated; fetch it again." in text
-    assert "__0_0.distcp is missing" in damaged(lambda f: (f / "__0_0.distcp").unlink())
+        error = damaged(lambda f, kept=kept: (f / "__0_0.distcp").write_bytes(kept))
+        assert about("__0_0.distcp", expected="a complete file")(error)
+    assert about("__0_0.distcp", expected="a complete file")(damaged(lambda f: (f / "__0_0.distcp").unlink()))
     noise = bytes(len(data))
-    assert "__0_0.distcp is damaged at model." in damaged(lambda f: (f / "__0_0.distcp").write_bytes(noise))
+    error = damaged(lambda f: (f / "__0_0.distcp").write_bytes(noise))
+    assert (error.name.startswith("model."), error.value, error.expected) == (
+        True,
+        tmp_path / "damaged" / "__0_0.distcp",
+        "undamaged",
+    )
 
     def outside(metadata):
-        _info(metadata).relative_path = "../whole/__0_0.distcp"
+        _info(metadata).relative_path = "../intact/__0_0.distcp"
 
-    assert "names '../whole/__0_0.distcp', which is not in the folder" in damaged(lambda f: change_metadata(f, outside))
+    assert about("relative_path", "../intact/__0_0.distcp")(damaged(lambda f: change_metadata(f, outside)))
 
     def compressed(metadata):
         _info(metadata).transform_descriptors = ["zstd"]
 
-    assert "is compressed (['zstd']); save it without transforms." in damaged(lambda f: change_metadata(f, compressed))
+    assert about("transform_descriptors", ("zstd",))(damaged(lambda f: change_metadata(f, compressed)))
 
-    names = [n for n in lazy_state(whole) if n.endswith("norm.weight")]
+    names = [n for n in lazy_state(intact) if n.endswith("norm.weight")]
 
     def swapped_places(metadata):
         a, b = MetadataIndex("model.head.weight", (0, 0)), MetadataIndex(f"model.{names[0]}", (0,))
         places = metadata.storage_data
         places[a], places[b] = places[b], places[a]
 
-    assert "holds another tensor than model." in damaged(lambda f: change_metadata(f, swapped_places))
+    error = damaged(lambda f: change_metadata(f, swapped_places))
+    assert error.name in ("model.head.weight", f"model.{names[0]}")
+    assert error.expected.startswith("a tensor of torch.float32 and shape")
 
 
-def test_folders_that_hold_no_or_other_weights_are_refused(tmp_path):
+def test_folders_with_no_or_other_weights_are_rejected(tmp_path):
     _, optimizer = trained()
     dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "a")
-    text = refusal(tmp_path / "a", small(9))
-    assert "holds optimizer, but no weights under a key such as model or state_dict; save" in text
+    assert about("model", "optimizer", "a key of weights")(rejection(tmp_path / "a", small(9)))
     dcp.save({"model": small().blocks}, checkpoint_id=tmp_path / "b")
-    assert "does not fit Transformer: it lacks " in refusal(tmp_path / "b", small(9))
+    assert about("b")(rejection(tmp_path / "b", small(9)))
     dcp.save({"model": small(), "module": small()}, checkpoint_id=tmp_path / "c")
-    assert "may hold weights under each of model, module; save one of them alone." in refusal(tmp_path / "c", small(9))
+    assert about("model", ("model", "module"))(rejection(tmp_path / "c", small(9)))
 
 
-def test_safetensors_of_several_ranks_are_put_together(tmp_path):
+def test_safetensors_of_several_ranks_are_assembled(tmp_path):
     model = small()
     for rank, rows in enumerate((slice(0, 10), slice(10, 32))):
         state = {name: tensor for i, (name, tensor) in enumerate(model.state_dict().items()) if i % 2 == rank}
@@ -228,25 +236,24 @@ def test_safetensors_of_several_ranks_are_put_together(tmp_path):
         places = {"head.weight": {"saved_offsets": [rows.start, 0]}}
         file = tmp_path / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
         save_file(state, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-        text = refusal(file, small(9))
-        assert text.endswith("of one rank of several; pass the folder with the files of all ranks.")
+        assert about(file.name, None, "a file of complete tensors")(rejection(file, small(9)))
     assert_opens(tmp_path, model)
     tensor = lazy_state(tmp_path)["head.weight"]
     assert (tensor.shape, tensor.dtype, tensor.n_bytes) == ((32, 16), torch.float32, 32 * 16 * 4)
     for wrong in ("{", '{"head.weight": 3}', '{"head.weight": {"saved_offsets": "x"}}', "[]"):
         save_file(state, file, metadata={"DCP_SHARDING_INFO": wrong})
-        assert f"{file} is damaged in its header; fetch it again." in refusal(tmp_path, small(9))
+        assert about("DCP_SHARDING_INFO", file, "undamaged")(rejection(tmp_path, small(9)))
     save_file(state, file, metadata={"DCP_SHARDING_INFO": '{"head.weight": {"saved_offsets": [10]}}'})
-    assert f"{file} is damaged at head.weight; fetch it again." in refusal(tmp_path, small(9))
-    for first in (0, 9, 11):  # twice the same, overlapping, or with a gap
+    assert about("head.weight", file, "undamaged")(rejection(tmp_path, small(9)))
+    for first in (0, 9, 11):  # repeated, overlapping, or with a gap
         places = {"head.weight": {"saved_offsets": [first, 0]}}
         save_file(state, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})
-        text = refusal(tmp_path, small(9))
-        assert ("does not hold all of head.weight; fetch" if first else "is damaged at head.weight; fetch") in text
+        found = (tmp_path, "complete") if first else (file, "undamaged")
+        assert about("head.weight", *found)(rejection(tmp_path, small(9)))
 
 
 class _Decoder(torch.nn.Module):
-    """The names of Megatron-Core's GPT."""
+    """A model with the parameter names of the GPT of Megatron-Core."""
 
     def __init__(self, seed):
         super().__init__()
@@ -268,22 +275,22 @@ class _Decoder(torch.nn.Module):
 def test_megatron_folders_open(is_stacked, is_parent, tmp_path, monkeypatch):
     model = _Decoder(0)
     state = {k: v.detach() for k, v in model.state_dict().items()}
-    if is_stacked:  # layers of one kind are kept as one tensor each
+    if is_stacked:  # one tensor per kind of parameter holds all layers
         layers = {k.split(".", 3)[3]: v for k, v in state.items() if ".layers.0." in k}
         stacked = {
             f"decoder.layers.{k}": torch.stack([state[f"decoder.layers.{i}.{k}"] for i in range(3)]) for k in layers
         }
         state = {k: v for k, v in state.items() if ".layers." not in k} | stacked
-    beside = {
+    other = {
         "optimizer.state.exp_avg.embedding.weight": torch.ones(32, 8),
         "chained_0.optimizer.state.exp_avg.x": torch.ones(2),
         "rng_state": torch.ones(3),
     }
     folder = tmp_path / "iter_0000010"
-    dcp.save({**state, **beside}, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    dcp.save({**state, **other}, checkpoint_id=folder, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (folder / "common.pt").write_bytes(b"never read")
-    if is_stacked:  # from two ranks of a pipeline, which each held some of the layers
+    if is_stacked:  # from two ranks of a pipeline, each with some of the layers
         name = "decoder.layers.weight"
         split(folder, (name, state[name]), [((0, 0, 0), (2, 8, 8)), ((2, 0, 0), (1, 8, 8))])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
@@ -294,7 +301,7 @@ def test_megatron_folders_open(is_stacked, is_parent, tmp_path, monkeypatch):
 
 
 def rename_class(file, monkeypatch):
-    """Give the metadata the class that Megatron has for it."""
+    """Replace the class of the metadata by that of Megatron."""
 
     @dataclass
     class MCoreMetadata(Metadata):
@@ -318,7 +325,7 @@ def rename_class(file, monkeypatch):
         ((4, 3), [((0, 0), (1, 3)), ((1, 0), (3, 2)), ((1, 2), (3, 1))], True),
         ((4, 3), [((0, 0), (4, 3)), ((4, 0), (0, 3))], True),  # a rank that holds nothing
         ((), [((), ())], True),
-        ((4,), [((0,), (2,)), ((1,), (1,)), ((3,), (1,))], False),  # as many elements, but one twice and one not at all
+        ((4,), [((0,), (2,)), ((1,), (1,)), ((3,), (1,))], False),  # 4 elements, one of them twice and one missing
         ((4,), [((0,), (3,))], False),
         ((4,), [((1,), (4,))], False),
         ((4,), [((-1,), (4,))], False),

@@ -1,4 +1,4 @@
-"""Folders of transformers whose weights are in other files than transformers writes, opened resident and streamed."""
+"""Folders of transformers with weights in other files than transformers writes, opened in memory and streamed."""
 
 import argparse
 import json
@@ -10,18 +10,19 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 import workbench as wb
+from tests.about import about
 from tests.models.model_families import BY_NAME, build
 from tests.models.test_streaming import assert_same, measured
 from tests.models.test_weight_folders import deepspeed
 from tests.models.test_zero_partitions import write as write_zero_3
-from tests.models.weight_models import refusal
+from tests.models.weight_models import rejection
 from workbench.models.folder_weights import folder_weights
 
 pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
 def only_config(folder, family="llama"):
-    """A model of transformers, of which the folder has the config.json alone."""
+    """Write the config.json of a model of transformers into a folder, and return the model."""
     model = build(BY_NAME[family])
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -45,7 +46,7 @@ def save_dcp(state, folder, **options):
 
 
 def divided(folder, state, n_ranks=2):
-    """What ``save_distributed=True`` leaves on several ranks: each file has some rows of every tensor."""
+    """Write the files of ``save_distributed=True`` on several ranks: each has some rows of every tensor."""
     for rank in range(n_ranks):
         parts, offsets = {}, {}
         for name, tensor in state.items():
@@ -86,10 +87,10 @@ WAYS = {
     "a variant in shards": lambda folder, model: model.save_pretrained(folder, variant="ema", max_shard_size="20KB"),
     "FSDP": lambda folder, model: torch.save(as_state(model), folder / "pytorch_model_fsdp.bin"),
     "nested": lambda folder, model: torch.save({"model": as_state(model)}, folder / "pytorch_model.bin"),
-    "Namespace beside": lambda folder, model: torch.save(
+    "with a Namespace": lambda folder, model: torch.save(
         {"state_dict": as_state(model), "args": argparse.Namespace(lr=1)}, folder / "pytorch_model.bin"
     ),
-    "training state beside": lambda folder, model: (
+    "with training state": lambda folder, model: (
         torch.save(as_state(model), folder / "weights.pt"),
         *(torch.save({}, folder / name) for name in ("optimizer.pt", "scheduler.pt", "training_args.bin")),
     ),
@@ -115,66 +116,57 @@ def test_experts_of_a_distributed_checkpoint_are_put_together(tmp_path):
     assert_opens_both_ways(tmp_path, model)
 
 
-def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
+def test_weights_that_do_not_fit_the_config_are_rejected(tmp_path):
     model = only_config(tmp_path)
     state = as_state(model)
     del state["model.norm.weight"]
     save_dcp(state, tmp_path)
     for streaming in (False, True):
-        text = refusal(tmp_path, streaming=streaming)
-        assert "does not fit LlamaForCausalLM: it lacks 1 tensor (model.norm.weight)" in text
+        assert about(str(tmp_path), "lacks 1 tensor (model.norm.weight)")(rejection(tmp_path, streaming=streaming))
 
 
-def test_parts_that_are_not_all_there_are_refused(tmp_path):
+def test_incomplete_parts_are_rejected(tmp_path):
     model = only_config(tmp_path)
     divided(tmp_path, as_state(model))
     first, last = sorted(tmp_path.glob("shard-*"))
     shutil.copy(last, tmp_path / "kept")
     last.unlink()
     for streaming in (False, True):
-        assert "tensors of another shape (" in refusal(tmp_path, streaming=streaming)
+        assert about(str(tmp_path))(rejection(tmp_path, streaming=streaming))
     first.unlink()
     (tmp_path / "kept").rename(last)
     for streaming in (False, True):
-        text = refusal(tmp_path, streaming=streaming)
-        assert f"{tmp_path} does not hold all of " in text
-        assert text.endswith("; fetch the checkpoint again.")
+        error = rejection(tmp_path, streaming=streaming)
+        assert (error.value, error.expected) == (tmp_path, "complete")
     last.rename(tmp_path / "model.safetensors")
-    text = refusal(tmp_path)
-    assert text == (
-        "model.safetensors holds parts of tensors, of one rank of several; pass the folder with the files of all ranks."
-    )
+    assert about("model.safetensors", None, "a file of complete tensors")(rejection(tmp_path))
 
 
-def test_files_of_ranks_beside_a_whole_file_are_not_read(tmp_path):
+def test_files_of_ranks_are_not_read_if_there_is_a_complete_file(tmp_path):
     model = only_config(tmp_path)
     model.save_pretrained(tmp_path)
     divided(tmp_path, {name: tensor + 1 for name, tensor in as_state(model).items()})
     assert_opens_both_ways(tmp_path, model)
 
 
-def test_several_files_under_other_names_are_refused(tmp_path):
+def test_several_files_under_other_names_are_rejected(tmp_path):
     model = only_config(tmp_path)
     for name in ("a.safetensors", "b.safetensors"):
         save_file(as_state(model), tmp_path / name)
-    assert refusal(tmp_path) == (
-        f"{tmp_path} holds several files that may be its weights (a.safetensors, b.safetensors); leave one."
-    )
+    assert about(str(tmp_path), ("a.safetensors", "b.safetensors"))(rejection(tmp_path))
     for name in ("one", "two"):
         save_dcp({"model": model}, tmp_path / name)
-    assert f"holds several distributed checkpoints (one, two); pass one, such as {tmp_path / 'one'}." in refusal(
-        tmp_path
-    )
+    assert about(str(tmp_path), ("one", "two"))(rejection(tmp_path))
 
 
 def test_a_folder_without_weights_has_none(tmp_path):
     only_config(tmp_path)
     torch.save({}, tmp_path / "training_args.bin")
     assert folder_weights(tmp_path) is None
-    assert "no file named model.safetensors" in refusal(tmp_path)
+    assert "no file named model.safetensors" in str(rejection(tmp_path))  # the sentence of transformers
 
 
-def test_of_a_checkpoint_that_is_being_fetched_only_the_usual_files_are_taken(tmp_path):
+def test_only_the_usual_files_of_a_partial_download_are_read(tmp_path):
     model = only_config(tmp_path)
     save_file(as_state(model), tmp_path / "weights.safetensors")
     assert folder_weights(tmp_path, is_fetched=False) is None
@@ -182,7 +174,7 @@ def test_of_a_checkpoint_that_is_being_fetched_only_the_usual_files_are_taken(tm
     assert folder_weights(tmp_path, is_fetched=False).is_usual
 
 
-def test_what_is_known_of_weights_without_reading_them(tmp_path):
+def test_sizes_of_weights_are_known_without_reading_them(tmp_path):
     model = only_config(tmp_path)
     torch.save({"model": {**as_state(model), "n": torch.tensor([1, 2])}}, tmp_path / "pytorch_model.bin")
     weights = folder_weights(tmp_path)

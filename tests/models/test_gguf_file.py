@@ -1,4 +1,4 @@
-"""GGUF files: what transformers reads of them as a whole is the oracle of what is read tensor by tensor."""
+"""GGUF files: tensors that are read one by one, compared with the full model as transformers reads it."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 import workbench as wb
-from tests.models.weight_models import TOKENS, refusal
+from tests.about import about
+from tests.models.weight_models import TOKENS, rejection
 from workbench.models.lazy_state import lazy_state
 
 pytestmark = pytest.mark.medium
@@ -15,16 +16,15 @@ pytestmark = pytest.mark.medium
 N_TOKENS = 32
 
 
-def write(path, architecture, shapes, change=None, kind=GGMLQuantizationType.Q8_0, **options):
-    """A small GGUF file of two blocks, its matrices quantized.
+def write(path, architecture, shapes, kind=GGMLQuantizationType.Q8_0, **options):
+    """Write a small GGUF file with two blocks and quantized matrices.
 
     Args:
         path: Path of the file.
-        architecture: As llama.cpp calls it.
-        shapes: Shape of each tensor, those of blocks without their "blk.0.".
-        change: Function of a name and its values.
+        architecture: Name of the architecture in llama.cpp.
+        shapes: Shape of each tensor; names of tensors in blocks are without "blk.0.".
         kind: Type of the matrices.
-        options: What else the header says.
+        options: Further options of the header.
     """
     writer = GGUFWriter(path, architecture)
     writer.add_block_count(2)
@@ -111,8 +111,8 @@ def lfm2(path):
 MAKERS = {"llama": llama, "qwen3moe": qwen3moe, "gpt2": gpt2, "gemma2": gemma2}
 
 
-def whole(path, **options):
-    """The model as transformers opens it."""
+def reference(path, **options):
+    """Open the model by transformers alone."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options).eval()
@@ -124,7 +124,7 @@ def test_a_file_opens_as_transformers_opens_it(name, dtype, tmp_path, monkeypatc
     monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
     path = MAKERS[name](tmp_path / "model.gguf")
     subject = wb.open_checkpoint(path, dtype=dtype)
-    oracle = whole(path) if dtype == "auto" else whole(path, dtype=dtype)
+    oracle = reference(path) if dtype == "auto" else reference(path, dtype=dtype)
     assert type(subject.model) is type(oracle)
     assert subject.unloaded == ""
     assert subject.model.dtype == (torch.float32 if dtype == "auto" else dtype)
@@ -144,7 +144,7 @@ def test_a_file_opens_as_transformers_opens_it(name, dtype, tmp_path, monkeypatc
 @pytest.mark.parametrize("name", MAKERS)
 def test_tensors_are_read_one_by_one(name, tmp_path):
     path = MAKERS[name](tmp_path / "model.gguf")
-    expected = whole(path).state_dict()
+    expected = reference(path).state_dict()
     state = lazy_state(path)
     assert state.keys() == expected.keys() - ({"lm_head.weight"} if name in ("llama", "gemma2") else set())
     for key, tensor in state.items():
@@ -157,7 +157,7 @@ def test_tensors_are_read_one_by_one(name, tmp_path):
 def test_every_kind_of_weights_opens(kind, tmp_path):
     kind = GGMLQuantizationType[kind]
     path = llama(tmp_path / "model.gguf", kind=kind)
-    assert torch.equal(wb.open_checkpoint(path).model(TOKENS).logits, whole(path)(TOKENS).logits)
+    assert torch.equal(wb.open_checkpoint(path).model(TOKENS).logits, reference(path)(TOKENS).logits)
 
 
 def test_the_tokenizer_is_read_from_the_file(tmp_path):
@@ -169,26 +169,28 @@ def test_the_tokenizer_is_read_from_the_file(tmp_path):
     oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     assert subject.tokenize(["ABCA"])["input_ids"].tolist() == [oracle("ABCA")["input_ids"]] == [[0, 1, 2, 0]]
     path.write_bytes(b"GGUF")
-    with pytest.raises(wb.WorkbenchError, match="transformers cannot open model.gguf: .*; fetch it again"):
+    with pytest.raises(wb.WorkbenchError, check=about("model.gguf")):
         wb.Subject(subject.model, "x", "x", path).tokenizer  # noqa: B018
 
 
-def test_an_architecture_that_is_not_known_is_refused(tmp_path):
+def test_an_unknown_architecture_is_rejected(tmp_path):
     path = write(tmp_path / "model.gguf", "nope", OUTSIDE)
-    assert "model.gguf: GGUF model with architecture nope is not supported yet; fetch it again" in refusal(path)
+    error = rejection(path)
+    assert about("model.gguf")(error)
+    assert "architecture nope is not supported" in str(error)  # the sentence of transformers
 
 
-def test_a_shape_that_cannot_be_divided_among_heads_is_refused(tmp_path):
+def test_a_shape_that_cannot_be_divided_into_heads_is_rejected(tmp_path):
     path = write(
         tmp_path / "model.gguf", "llama", OUTSIDE | ATTENTION | MLP | {"attn_q.weight": (63, 64)},
         head_count_kv=2, layer_norm_rms_eps=1e-5,
     )  # fmt: skip
-    assert "blk.0.attn_q.weight of model.gguf has a shape that does not fit the header; fetch" in refusal(path)
+    assert about("blk.0.attn_q.weight", (63, 64))(rejection(path))
 
 
-def test_what_transformers_reads_as_a_whole_opens_as_a_whole(tmp_path):
+def test_architectures_that_transformers_reads_at_once_open_as_models(tmp_path):
     path = lfm2(tmp_path / "model.gguf")
     model = wb.open_checkpoint(path).model
-    assert torch.equal(model(TOKENS).logits, whole(path)(TOKENS).logits)
-    with pytest.raises(wb.WorkbenchError, match="model.gguf is of the architecture lfm2, which .* as a whole only"):
+    assert torch.equal(model(TOKENS).logits, reference(path)(TOKENS).logits)
+    with pytest.raises(wb.WorkbenchError, check=about("architecture", "lfm2")):
         lazy_state(path)

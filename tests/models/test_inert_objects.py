@@ -1,4 +1,4 @@
-"""Objects beside the weights of a pickle: never made, never in the way of the weights."""
+"""Objects that a pickle holds in addition to weights are never created, and do not prevent reading the weights."""
 
 import argparse
 import datetime
@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.models.weight_models import assert_opens, refusal, small
+from tests.about import about
+from tests.models.weight_models import assert_opens, rejection, small
 from workbench.models.inert_objects import Placeholder
 from workbench.models.state_files import read_state
 
@@ -36,7 +37,7 @@ class _Kind(enum.Enum):
 
 
 class _Noisy:
-    """What would raise if it were made or filled."""
+    """An object that would raise if it were created or filled."""
 
     def __new__(cls):
         return object.__new__(cls)
@@ -47,7 +48,7 @@ class _Noisy:
 
 _Point = namedtuple("_Point", "x y")
 
-BESIDE = {
+OTHER = {
     "Namespace": argparse.Namespace(lr=1, out=pathlib.Path("a/b")),
     "SimpleNamespace": types.SimpleNamespace(lr=1),
     "path": pathlib.Path("a/b"),
@@ -69,10 +70,10 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("kind", BESIDE)
-def test_weights_open_beside_an_object(kind, tmp_path):
+@pytest.mark.parametrize("kind", OTHER)
+def test_weights_open_with_another_object_in_the_file(kind, tmp_path):
     model = small()
-    torch.save({"model": model.state_dict(), "beside": BESIDE[kind]}, tmp_path / "x.pt")
+    torch.save({"model": model.state_dict(), "other": OTHER[kind]}, tmp_path / "x.pt")
     assert_opens(tmp_path / "x.pt", model)
 
 
@@ -92,7 +93,7 @@ def test_the_class_is_never_imported(tmp_path, monkeypatch):
 
 
 class _Call:
-    """A pickle that calls a function."""
+    """An object whose pickle calls a function."""
 
     def __init__(self, function, *args):
         self.call = (function, args)
@@ -116,49 +117,43 @@ CALLS = {
 
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("is_zip", [True, False])
-def test_a_pickle_that_calls_a_function_is_refused(kind, is_zip, tmp_path, monkeypatch):
+def test_a_pickle_that_calls_a_function_is_rejected(kind, is_zip, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    state = {"model": small().state_dict(), "beside": {"a": [CALLS[kind]]}}
+    state = {"model": small().state_dict(), "other": {"a": [CALLS[kind]]}}
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
-    assert refusal(tmp_path / "x.pt", small(9)) == (
-        "x.pt holds more than tensors, possibly code, and was not loaded; "
-        "save its state dict as .safetensors where you trust it."
-    )
+    assert about("x.pt", "a pickle with more than tensors")(rejection(tmp_path / "x.pt", small(9)))
     assert not (tmp_path / "exploded").exists()
 
 
-def test_objects_before_torch_1_6_are_refused(tmp_path):
+def test_objects_in_the_format_before_torch_1_6_are_rejected(tmp_path):
     state = {"model": small().state_dict(), "args": argparse.Namespace(lr=1)}
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    assert "holds more than tensors, possibly code, and was not loaded" in refusal(tmp_path / "x.pt", small(9))
+    assert about("x.pt", "a pickle with more than tensors")(rejection(tmp_path / "x.pt", small(9)))
 
 
-def test_nothing_stays_allowed(tmp_path):
+def test_allowed_classes_are_restored(tmp_path):
     before = torch.serialization.get_safe_globals()
     torch.save({"weight": torch.ones(2), "args": argparse.Namespace()}, tmp_path / "x.pt")
-    with pytest.raises(wb.WorkbenchError, match="holds no state dict"):
+    with pytest.raises(wb.WorkbenchError, check=about("x.pt")):
         read_state(tmp_path / "x.pt")
     assert torch.serialization.get_safe_globals() == before
     with pytest.raises(Exception, match="Unsupported global: GLOBAL argparse.Namespace"):
         torch.load(tmp_path / "x.pt", weights_only=True)
 
 
-def test_a_whole_module_is_named(tmp_path):
+def test_a_pickled_module_is_rejected_with_its_class(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "x.pt")
-    text = refusal(tmp_path / "x.pt", nn.Linear(2, 2))
-    assert text == (
-        "x.pt holds no state dict but an object of the class torch.nn.modules.linear.Linear; "
-        "save its module.state_dict() where that class is known."
-    )
+    error = rejection(tmp_path / "x.pt", nn.Linear(2, 2))
+    assert about("x.pt", "torch.nn.modules.linear.Linear")(error)
 
 
-def test_a_program_of_torchscript_is_named(tmp_path):
+def test_a_program_of_torchscript_is_rejected(tmp_path):
     torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(str(tmp_path / "x.pt"))
-    text = refusal(tmp_path / "x.pt", nn.Linear(2, 2))
-    assert text == "x.pt is a program of TorchScript, not a state dict; save the state_dict() of its module."
+    error = rejection(tmp_path / "x.pt", nn.Linear(2, 2))
+    assert about("x.pt", "a program of TorchScript")(error)
 
 
-def test_a_placeholder_takes_whatever_it_is_given():
+def test_a_placeholder_ignores_its_arguments():
     placeholder = Placeholder.__new__(Placeholder, 1, x=2)
     placeholder.__setstate__({"a": 1})
     assert vars(placeholder) == {}

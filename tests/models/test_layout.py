@@ -1,4 +1,4 @@
-"""Which axis counts sequences, several streams, and blocks that are none: read for certain, or refused."""
+"""Axes that count sequences, several streams, and modules that are not blocks: read with certainty, or rejected."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from torch import nn
 from transformers import XLNetConfig, XLNetModel
 
 import workbench as wb
+from tests.about import about
 from tests.models.layout_models import (
     VOCABULARY,
     WIDTH,
@@ -24,11 +25,11 @@ from workbench.errors import AnatomyError, SnapshotError
 from workbench.models.block_hooks import BlockHooks
 
 pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
-N_ROWS, N_TOKENS = 6, 20
+N_EXAMPLES, N_TOKENS = 6, 20
 
 
-def ids_of(model, n_rows=N_ROWS, n_tokens=N_TOKENS, seed=0):
-    tokens = torch.randint(VOCABULARY, (n_rows, n_tokens), generator=torch.Generator().manual_seed(seed))
+def ids_of(model, n_examples=N_EXAMPLES, n_tokens=N_TOKENS, seed=0):
+    tokens = torch.randint(VOCABULARY, (n_examples, n_tokens), generator=torch.Generator().manual_seed(seed))
     return tokens if model.ids_first else tokens.T.contiguous()
 
 
@@ -48,42 +49,42 @@ def decoder(request):
     return Decoder(ids_first=ids_first, states_first=states_first).eval()
 
 
-@pytest.mark.parametrize(("n_rows", "n_tokens"), [(6, 20), (20, 6), (7, 7), (2, 9), (9, 2), (2, 2), (1, 8)])
-def test_axes_are_found_whatever_their_lengths(decoder, n_rows, n_tokens):
+@pytest.mark.parametrize(("n_examples", "n_tokens"), [(6, 20), (20, 6), (7, 7), (2, 9), (9, 2), (2, 2), (1, 8)])
+def test_axes_are_found_whatever_their_lengths(decoder, n_examples, n_tokens):
     expected = (0 if decoder.ids_first else 1, 0 if decoder.states_first else 1)
-    assert axes(decoder, ids_of(decoder, n_rows, n_tokens)) == expected
-    assert axes(decoder, ids_of(decoder, n_rows, n_tokens), batch_first=decoder.ids_first) == expected
+    assert axes(decoder, ids_of(decoder, n_examples, n_tokens)) == expected
+    assert axes(decoder, ids_of(decoder, n_examples, n_tokens), batch_first=decoder.ids_first) == expected
 
 
-@pytest.mark.parametrize(("n_rows", "n_tokens"), [(6, 20), (8, 8)])
-def test_masks_and_first_tokens_act_on_sequences(decoder, n_rows, n_tokens):
-    tokens = ids_of(decoder, n_rows, n_tokens)
-    mask = torch.ones(n_rows, n_tokens, dtype=torch.int64)
+@pytest.mark.parametrize(("n_examples", "n_tokens"), [(6, 20), (8, 8)])
+def test_masks_and_first_tokens_act_on_sequences(decoder, n_examples, n_tokens):
+    tokens = ids_of(decoder, n_examples, n_tokens)
+    mask = torch.ones(n_examples, n_tokens, dtype=torch.int64)
     mask[1:, 5:] = 0
     inputs = {"input_ids": tokens, "attention_mask": mask if decoder.ids_first else mask.T}
-    whole = {"input_ids": tokens, "attention_mask": torch.ones_like(inputs["attention_mask"])}
-    # Only the first sequence is whole; of the others five tokens count.
-    assert spectra(decoder, inputs).attrs["n_snapshots"] == n_tokens + 5 * (n_rows - 1)
-    assert spectra(decoder, inputs, skip_first=2).attrs["n_snapshots"] == n_tokens - 2 + 3 * (n_rows - 1)
-    assert spectra(decoder, whole, skip_first=2).attrs["n_snapshots"] == (n_tokens - 2) * n_rows
+    unmasked = {"input_ids": tokens, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+    # All tokens of the first sequence count, but only five of each other sequence.
+    assert spectra(decoder, inputs).attrs["n_snapshots"] == n_tokens + 5 * (n_examples - 1)
+    assert spectra(decoder, inputs, skip_first=2).attrs["n_snapshots"] == n_tokens - 2 + 3 * (n_examples - 1)
+    assert spectra(decoder, unmasked, skip_first=2).attrs["n_snapshots"] == (n_tokens - 2) * n_examples
 
 
 def test_spectra_are_those_of_the_model_with_sequences_first(decoder):
-    """The same weights, with both axes the other way round, have the same spectra."""
+    """The same weights with both axes exchanged have the same spectra."""
     usual = Decoder(ids_first=True, states_first=True).eval()
     usual.load_state_dict(decoder.state_dict())
     tokens = ids_of(usual, 30, 12)
     mask = torch.ones_like(tokens)
     mask[3:, 7:] = 0
     given = {"input_ids": tokens, "attention_mask": mask}
-    turned = given if decoder.ids_first else {name: value.T.contiguous() for name, value in given.items()}
-    expected, found = spectra(usual, given, skip_first=1), spectra(decoder, turned, skip_first=1)
+    transposed = given if decoder.ids_first else {name: value.T.contiguous() for name, value in given.items()}
+    expected, found = spectra(usual, given, skip_first=1), spectra(decoder, transposed, skip_first=1)
     np.testing.assert_allclose(found["spectral_radius"], expected["spectral_radius"], rtol=1e-4)
     np.testing.assert_allclose(found["update_norm"], expected["update_norm"], rtol=1e-4)
 
 
-def test_big_inputs_are_split_between_sequences(decoder):
-    """Five thousand tokens take two passes; a sequence that was cut would have other states."""
+def test_large_inputs_are_split_between_sequences(decoder):
+    """5,000 tokens take two passes; a sequence that was split would have other states."""
     tokens = ids_of(decoder, 50, 100)
     seen = []
     decoder.embedding.register_forward_hook(lambda module, args, output: seen.append(args[0].shape))
@@ -93,13 +94,13 @@ def test_big_inputs_are_split_between_sequences(decoder):
     assert sum(shape[0 if decoder.ids_first else 1] for shape in seen[-2:]) == 50
 
 
-def test_pytorch_s_own_layers_say_it_themselves():
+def test_layouts_of_pytorch_layers_are_documented():
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0)
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
-    assert axes(encoder, torch.randn(N_TOKENS, N_ROWS, WIDTH)) == (1, 1)
-    hidden = torch.zeros(N_ROWS, N_TOKENS, dtype=torch.bool)
+    assert axes(encoder, torch.randn(N_TOKENS, N_EXAMPLES, WIDTH)) == (1, 1)
+    hidden = torch.zeros(N_EXAMPLES, N_TOKENS, dtype=torch.bool)
     hidden[2:, 4:] = True
-    inputs = {"src": torch.randn(N_TOKENS, N_ROWS, WIDTH), "src_key_padding_mask": hidden}
+    inputs = {"src": torch.randn(N_TOKENS, N_EXAMPLES, WIDTH), "src_key_padding_mask": hidden}
     assert spectra(encoder, inputs).attrs["n_snapshots"] == int((~hidden).sum())
 
 
@@ -123,45 +124,45 @@ def test_states_with_tokens_first_inside_transformers():
     assert spectra(model, inputs).attrs["n_snapshots"] == int(mask.sum())
 
 
-def test_where_no_token_depends_on_another_the_user_is_asked():
+def test_batch_first_is_required_where_no_token_depends_on_another():
     model, inputs = Chain(), torch.randn(4, 7, WIDTH)
     assert axes(model, inputs) == (None, None)
     assert spectra(model, inputs).attrs["n_snapshots"] == 28
-    with pytest.raises(AnatomyError, match=r"skip_first needs to know .* pass batch_first=True"):
+    with pytest.raises(AnatomyError, check=about("batch_first", None, (True, False))):
         spectra(model, inputs, skip_first=1)
     assert spectra(model, inputs, skip_first=1, batch_first=True).attrs["n_snapshots"] == 24
     assert spectra(model, inputs, skip_first=1, batch_first=False).attrs["n_snapshots"] == 21
 
 
 class MixesSequences(Chain):
-    """Takes the mean over the batch out, as batch normalization does, and over tokens."""
+    """Subtracts the mean over the batch, like batch normalization, and over tokens."""
 
     def forward(self, x):
         return super().forward(x - x.mean((0, 1), keepdim=True))
 
 
-def test_sequences_that_depend_on_each_other_are_refused_unless_told():
+def test_dependent_sequences_are_rejected_without_batch_first():
     model, inputs = MixesSequences(), torch.randn(4, 7, WIDTH)
-    with pytest.raises(AnatomyError, match="changes states along both axes"):
+    with pytest.raises(AnatomyError, check=about("batch_first", None, (True, False))):
         wb.read_anatomy(model, inputs)
     assert axes(model, inputs, batch_first=True) == (0, 0)
     assert axes(model, inputs, batch_first=False) == (1, 1)
 
 
-def test_several_streams_are_refused_by_name():
+def test_several_streams_are_rejected():
     both = torch.randn(2, 9, WIDTH), torch.randn(2, 5, WIDTH)
-    with pytest.raises(AnatomyError, match="transformer_blocks carries 2 residual streams side by side"):
+    with pytest.raises(AnatomyError, check=about("transformer_blocks", ((2, 5, WIDTH), (2, 9, WIDTH)))):
         wb.read_anatomy(TwoStreams(), both)
-    for said in (None, True):
-        with pytest.raises(AnatomyError, match="several residual streams are folded into the batch"):
-            wb.read_anatomy(FoldedStreams().eval(), torch.randint(VOCABULARY, (4, 11)), batch_first=said)
+    for batch_first in (None, True):
+        with pytest.raises(AnatomyError, check=about("model", (8, 11))):
+            wb.read_anatomy(FoldedStreams().eval(), torch.randint(VOCABULARY, (4, 11)), batch_first=batch_first)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_one_of_several_streams_can_be_named(axis):
+def test_one_of_several_streams_can_be_selected(axis):
     torch.manual_seed(0)
     model, tokens = Streams(axis).eval(), torch.randint(VOCABULARY, (3, 11))
-    with pytest.raises(AnatomyError, match="choose one of them by its number, stack='layers:0' to stack='layers:3'"):
+    with pytest.raises(AnatomyError, check=about("layers")):
         wb.read_anatomy(model, tokens)
     with torch.no_grad():
         states = model.states(tokens)
@@ -180,20 +181,20 @@ def test_one_of_several_streams_can_be_named(axis):
     np.testing.assert_allclose(gains, np.divide(rms[1:], rms[:-1]), rtol=1e-5)
 
 
-def test_streams_that_are_not_there_are_refused():
+def test_streams_that_do_not_exist_are_rejected():
     model, tokens = Streams(1).eval(), torch.randint(VOCABULARY, (3, 11))
-    with pytest.raises(AnatomyError, match="There is no stream 4 in layers"):
+    with pytest.raises(AnatomyError, check=about("stack", "layers:4")):
         wb.read_anatomy(model, tokens, stack="layers:4")
-    with pytest.raises(AnatomyError, match="There is no stream 0 in blocks"):
+    with pytest.raises(AnatomyError, check=about("stack", "blocks:0")):
         wb.read_anatomy(wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2), tokens, stack="blocks:0")
-    with pytest.raises(AnatomyError, match="There is no stream 1 in layers.*no doubt which it is"):
+    with pytest.raises(AnatomyError, check=about("stack", "layers:1")):
         wb.read_anatomy(model, tokens[:, :4], stack="layers:1")  # four tokens, four streams
     with pytest.raises(AnatomyError):
         wb.read_anatomy(ResidualOutside().eval(), tokens, stack="layers:0")
 
 
-def test_blocks_that_see_fewer_tokens():
-    """States are counted, not tokens; a mask that does not fit them is refused."""
+def test_blocks_with_fewer_states_than_tokens():
+    """States are counted, not tokens; a mask that does not fit them is rejected."""
 
     class Pooled(Decoder):
         def forward(self, input_ids, attention_mask=None):
@@ -203,37 +204,36 @@ def test_blocks_that_see_fewer_tokens():
     assert spectra(model, tokens).attrs["n_snapshots"] == 18
     mask = torch.ones_like(tokens)
     mask[:, 8:] = 0
-    with pytest.raises(SnapshotError, match="hides tokens, but the states have leading shape"):
+    with pytest.raises(SnapshotError, check=about("attention_mask", (3, 12))):
         spectra(model, {"input_ids": tokens, "attention_mask": mask})
 
 
 def test_branches_are_neither_profiled_nor_suggested():
     model, tokens = ResidualOutside().eval(), torch.randint(VOCABULARY, (2, 11))
     for stack in ("layers.*", "layers.0"):
-        with pytest.raises(AnatomyError, match=f"The modules of '{stack}' are no residual blocks".replace("*", r"\*")):
+        with pytest.raises(AnatomyError, check=about("stack", stack)) as caught:
             wb.read_anatomy(model, tokens, stack=stack)
-        with pytest.raises(AnatomyError, match=r"What can be named as stack= too: layers \(6 layers"):
-            wb.read_anatomy(model, tokens, stack=stack)
-    with pytest.raises(AnatomyError, match=r"layers\.0\.0\.0 has no matrix among its parameters"):
+        assert "layers (6 layers" in str(caught.value)  # the stack that can be selected
+    with pytest.raises(AnatomyError, check=about("stack", "layers.*.*")):
         wb.read_anatomy(model, tokens, stack="layers.*.*")
-    with pytest.raises(AnatomyError, match="no module of this model is a residual block.*named as stack= too: layers"):
+    with pytest.raises(AnatomyError, check=about("stack", "nothing")):
         wb.read_anatomy(model, tokens, stack="nothing")
 
 
-def test_blocks_with_a_scaled_stream_between_them_can_be_named():
+def test_blocks_with_a_scaled_stream_between_them_can_be_selected():
     tokens = torch.randint(VOCABULARY, (2, 11))
     assert len(wb.read_anatomy(ScaledOutside(), tokens, stack="blocks").sites) == 4
-    with pytest.raises(AnatomyError, match=r"expected one of blocks \(4 blocks, 0 of 3 links\)"):
+    with pytest.raises(AnatomyError, check=about("stack", "nothing")):
         wb.read_anatomy(ScaledOutside(), tokens, stack="nothing")
 
 
 @pytest.mark.parametrize("kind", ["pre", "post", "none"])
 def test_residual_blocks_of_every_norm_pass_the_check(kind):
-    from workbench.models.residual_check import why_no_blocks
+    from workbench.models.residual_check import lack_of_residual
 
     model = wb.zoo.transformer(norm={"pre": "pre_ln", "post": "post_ln", "none": "none"}[kind], n_layers=3, d_model=32)
     tokens = torch.randint(VOCABULARY, (2, 11))
-    assert not why_no_blocks(model, tokens, wb.read_anatomy(model, tokens).sites)
+    assert not lack_of_residual(model, tokens, wb.read_anatomy(model, tokens).sites)
 
 
 @pytest.mark.parametrize("model", [EarlyExit(), Universal()], ids=["early exit", "universal"])
@@ -244,14 +244,14 @@ def test_snapshots_are_counted_by_layer_where_depth_depends_on_data(model):
     assert found["layer_snapshots"].values.tolist() == [200, 200, 120, 120]
     assert found.attrs["n_snapshots"] == 200
     assert "layer_snapshots" not in spectra(model, [deep, deep])
-    with pytest.raises(SnapshotError, match="depth depends on the data; pass anatomy="):
+    with pytest.raises(SnapshotError, check=about("anatomy")):
         spectra(model, [shallow, deep])
-    again = spectra(model, [shallow, deep], anatomy=wb.read_anatomy(model, deep))
-    assert again["layer_snapshots"].values.tolist() == [200, 200, 120, 120]
+    found = spectra(model, [shallow, deep], anatomy=wb.read_anatomy(model, deep))
+    assert found["layer_snapshots"].values.tolist() == [200, 200, 120, 120]
 
 
 def test_flow_and_weights_of_a_model_with_tokens_first(decoder):
-    """Everything that runs over sequences gives what it gives with sequences first."""
+    """Every measurement over sequences has the same result as with sequences first."""
     usual = Decoder(ids_first=True, states_first=True).eval()
     usual.load_state_dict(decoder.state_dict())
     tokens = ids_of(usual, 5, 9)
@@ -262,7 +262,7 @@ def test_flow_and_weights_of_a_model_with_tokens_first(decoder):
     assert torch.equal(weights[0].query, weights[1].query)
 
 
-def test_kss_draws_whole_sequences():
+def test_kss_draws_complete_sequences():
     torch.manual_seed(0)
     model = Decoder(ids_first=False, states_first=False)
     lengths = []
@@ -274,4 +274,4 @@ def test_kss_draws_whole_sequences():
             optimizer.zero_grad()
             model(ids_of(model, 40, 30, seed=step)).square().mean().backward()
             optimizer.step()
-    assert {length for length, n_rows in lengths if n_rows > 2} == {30}
+    assert {length for length, n_examples in lengths if n_examples > 2} == {30}

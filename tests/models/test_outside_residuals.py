@@ -1,4 +1,4 @@
-"""Residual streams that loops add: read to the bit where the stream is a sum, else refused."""
+"""Residual streams that are added in loops: read bit for bit if they are sums, otherwise rejected."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 import workbench as wb
-from benchmarks.foreign.written_models import ParallelLists, ParallelPostLists
+from benchmarks.third_party.written_models import ParallelLists, ParallelPostLists
+from tests.about import about
 from tests.models.layout_models import (
     VOCABULARY,
     WIDTH,
@@ -68,7 +69,7 @@ def test_states_are_those_of_the_loop(kind, tokens):
         if kind is not MergedSkips or i < 2:
             assert torch.equal(left[i], states[i + 1])
     assert torch.equal(left[3], states[4])
-    # Another batch of another shape, with nothing left behind.
+    # A batch of another shape; hooks are removed.
     assert (
         wb.profile(model, tokens[:2, :9], anatomy=anatomy, n_snapshots=None, progress=False).attrs["n_snapshots"] == 18
     )
@@ -76,7 +77,7 @@ def test_states_are_those_of_the_loop(kind, tokens):
 
 
 def test_a_merged_skip_lies_between_two_layers(tokens):
-    """What leaves the layer before is the state without the skip."""
+    """Check that the state that leaves the previous layer does not contain the skip."""
     model = built(MergedSkips)
     _, left = seen(model, wb.read_anatomy(model, tokens), tokens)
     with torch.no_grad():
@@ -86,8 +87,8 @@ def test_a_merged_skip_lies_between_two_layers(tokens):
         assert not torch.equal(left[2], states[3])
 
 
-class WholeBlocks(nn.Module):
-    """The layers of another model as modules, with the residual inside."""
+class CompleteBlocks(nn.Module):
+    """The layers of another model as modules that add the residual themselves."""
 
     def __init__(self, model):
         super().__init__()
@@ -110,30 +111,30 @@ class WholeBlocks(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Triples, Pairs, PostNorms])
-def test_spectra_and_weights_are_those_of_whole_blocks(kind, tokens):
+def test_spectra_and_weights_are_those_of_complete_blocks(kind, tokens):
     model = built(kind)
-    whole = WholeBlocks(model)
-    expected, found = (wb.profile(m, tokens, n_snapshots=None, progress=False) for m in (whole, model))
+    complete = CompleteBlocks(model)
+    expected, found = (wb.profile(m, tokens, n_snapshots=None, progress=False) for m in (complete, model))
     np.testing.assert_array_equal(found["eigenvalue"], expected["eigenvalue"])
-    same = [q.query for q in wb.query_key_weights(whole, tokens) if isinstance(q, QueryKey)]
+    same = [q.query for q in wb.query_key_weights(complete, tokens) if isinstance(q, QueryKey)]
     weights = [q.query for q in wb.query_key_weights(model, tokens) if isinstance(q, QueryKey)]
     assert len(weights) == len(same) > 1
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
 
 
-def test_names_say_which_branch(tokens):
-    """A list that alternates attention and MLP has a layer for each."""
+def test_names_state_the_kind_of_branch(tokens):
+    """Check that a list that alternates attention and MLP has a layer for each."""
     names = wb.profile(built(Triples), tokens, progress=False)["layer_name"].values
     assert list(names) == ["layers.0#Branch", "layers.1#Sequential", "layers.2#Branch", "layers.3#Sequential"]
     assert [site.name for site in wb.read_anatomy(built(Pairs), tokens).sites][:2] == ["layers.0", "layers.1"]
 
 
 @pytest.mark.parametrize("kind", [Gated, NoResidual])
-def test_what_is_no_sum_is_refused(kind, tokens):
+def test_states_that_are_no_sums_are_rejected(kind, tokens):
     for stack in (None, "layers", "layers.*", "layers.0"):
         with pytest.raises(AnatomyError):
             wb.read_anatomy(built(kind), tokens, stack=stack)
-    with pytest.raises(AnatomyError, match="The members of layers are called one by one, but .* is no sum"):
+    with pytest.raises(AnatomyError, match="The members of layers are called in sequence, but .* is not the sum"):
         wb.read_anatomy(built(kind), tokens)
 
 
@@ -146,9 +147,9 @@ def test_other_precisions(kind, dtype, tokens):
 
 
 def test_a_branch_and_its_sum_are_no_blocks(tokens):
-    """The two follow each other as blocks do."""
+    """Check two modules that are called in sequence, as blocks are; the error suggests a stack."""
     model = built(Triples)
-    with pytest.raises(AnatomyError, match=r"no residual blocks.*named as stack= too: layers \(4 layers"):
+    with pytest.raises(AnatomyError, match=r"can also be passed as stack=: layers \(4 layers"):
         wb.read_anatomy(model, tokens, stack="layers.0")
 
 
@@ -159,20 +160,20 @@ def test_depth_that_depends_on_data(tokens):
     assert len(wb.read_anatomy(model, shallow, batch_first=True).sites) == 4
     anatomy = wb.read_anatomy(model, deep, batch_first=True)
     assert [site.name for site in anatomy.sites][3:6] == ["layers.3#Branch", "layers.0#Branch#1", "layers.1#Branch#1"]
-    with pytest.raises(SnapshotError, match="depth depends on the data"):
+    with pytest.raises(SnapshotError, check=about("anatomy")):
         wb.profile(model, [shallow, deep], batch_first=True, progress=False)
 
 
-def test_the_config_s_count_may_be_of_pairs_of_entries(tokens):
+def test_the_depth_in_the_config_may_count_pairs_of_layers(tokens):
     model = built(Triples)
     model.config = {"num_hidden_layers": 2}
     assert len(wb.read_anatomy(model, tokens).sites) == 4
     model.config = {"num_hidden_layers": 3}
-    with pytest.raises(AnatomyError, match=r"num_hidden_layers = 3.*named as stack= too: layers \(4 layers"):
+    with pytest.raises(AnatomyError, match=r"num_hidden_layers = 3.*can also be passed as stack=: layers \(4 layers"):
         wb.read_anatomy(model, tokens)
 
 
-def test_a_stream_that_the_model_returns_as_it_is(tokens):
+def test_a_stream_that_the_model_returns_unchanged(tokens):
     model = built(ResidualOutside)
     anatomy = wb.read_anatomy(model, tokens)
     _, left = seen(model, anatomy, tokens)
@@ -183,12 +184,12 @@ def test_a_stream_that_the_model_returns_as_it_is(tokens):
 def test_states_can_be_read_but_not_replaced(tokens):
     model = built(Pairs)
     for measure in (lambda: wb.flow.measure(model, tokens), lambda: wb.flow.measure(model, tokens, jacobian=False)):
-        with pytest.raises(AnatomyError, match=r"layers\.0 is added outside of modules.*read but not replaced"):
+        with pytest.raises(AnatomyError, check=about("layers.0", "a residual added outside of modules")):
             measure()
 
 
 def test_states_keep_their_graph(tokens):
-    """What only reads states, as penalties on the stream do, works as in other models."""
+    """Check the gradients of functions that only read states, such as penalties on the stream."""
     model = built(Pairs)
     entered, left = [], []
     hooks = BlockHooks(
@@ -200,14 +201,14 @@ def test_states_keep_their_graph(tokens):
         model(tokens)
     for before, after, parts in zip(entered, left, model.layers, strict=True):
         expected = model.step(0, [before], *parts)
-        (found,), (wanted,) = (
+        (found,), (gradient,) = (
             torch.autograd.grad(y.square().sum(), before, retain_graph=True) for y in (after, expected)
         )
-        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(found, gradient)
 
 
 @pytest.mark.parametrize("kind", [ParallelLists, ParallelPostLists])
-def test_parts_in_lists_side_by_side(kind, tokens):
+def test_parts_in_parallel_lists(kind, tokens):
     torch.manual_seed(0)
     model = kind().eval()
     anatomy = wb.read_anatomy(model, tokens)
@@ -224,7 +225,7 @@ def test_parts_in_lists_side_by_side(kind, tokens):
 
 
 class TwoPasses(ParallelLists):
-    """First all attentions, then all MLPs: lists of one length that are no layers together."""
+    """A model that runs all attentions before all MLPs, so that its lists do not form layers."""
 
     def states(self, ids):
         found = [self.embedding(ids)]
@@ -235,15 +236,15 @@ class TwoPasses(ParallelLists):
         return found
 
 
-def test_lists_that_do_not_take_turns_are_no_layers(tokens):
+def test_lists_that_do_not_alternate_are_no_layers(tokens):
     torch.manual_seed(0)
-    with pytest.raises(AnatomyError) as refusal:
+    with pytest.raises(AnatomyError) as caught:
         wb.read_anatomy(TwoPasses().eval(), tokens)
-    assert "+" not in str(refusal.value)
+    assert "+" not in str(caught.value)
 
 
 class MergesInside(MergedSkips):
-    """The merge belongs to the layer, and the earlier state comes first: in layer 2 it is what entered layer 1."""
+    """A model whose layers merge earlier states themselves: layer 2 merges the state that entered layer 1."""
 
     def members(self, i, width):
         return nn.ModuleList([nn.Linear(2 * width, width) if i >= 2 else None, Gain(width), Branch(width)])
@@ -262,7 +263,7 @@ class MergesInside(MergedSkips):
 
 
 def test_a_merge_inside_of_a_layer(tokens):
-    """What leaves layer 1 stands beside what entered it, and is not mistaken for it."""
+    """Check that the state that leaves layer 1 is distinguished from the one that entered it, concatenated with it."""
     model = built(MergesInside)
     anatomy = wb.read_anatomy(model, tokens)
     assert (anatomy.stack, len(anatomy.sites)) == ("layers", 4)

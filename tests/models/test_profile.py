@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from tests.oracle import oracle
 from workbench.errors import AnatomyError, SnapshotError
 
@@ -27,7 +28,7 @@ def hooks_of(model):
 
 
 def block_states(model, tokens):
-    """Input and output of every block by running the model by hand."""
+    """Return the states between blocks by running them explicitly."""
     states = [model.token_embedding(tokens) + model.position_embedding(torch.arange(tokens.shape[1]))]
     for block in model.blocks:
         states.append(block(states[-1]))
@@ -49,10 +50,10 @@ def test_profile_is_the_oracle_on_the_blocks_states(model, tokens):
         assert float(layer.eigenvector_condition) == pytest.approx(truth["eigenvector_condition"], rel=1e-5)
 
 
-def test_streaming_in_batches_changes_nothing(model, tokens):
-    whole = wb.profile(model, tokens, progress=False)
-    parts = wb.profile(model, (tokens[i : i + 3] for i in range(0, 20, 3)), n_snapshots=None, progress=False)
-    np.testing.assert_allclose(np.abs(parts.eigenvalue), np.abs(whole.eigenvalue), rtol=1e-6)
+def test_inputs_in_batches_change_nothing(model, tokens):
+    at_once = wb.profile(model, tokens, progress=False)
+    in_batches = wb.profile(model, (tokens[i : i + 3] for i in range(0, 20, 3)), n_snapshots=None, progress=False)
+    np.testing.assert_allclose(np.abs(in_batches.eigenvalue), np.abs(at_once.eigenvalue), rtol=1e-6)
 
 
 def test_dropout_is_off_while_profiling(tokens):
@@ -64,46 +65,46 @@ def test_dropout_is_off_while_profiling(tokens):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_layer_that_is_not_finite_is_named_and_hooks_are_gone(model, tokens, bad):
+def test_a_layer_that_is_not_finite_is_named_and_hooks_are_removed(model, tokens, bad):
     with torch.no_grad():
         model.blocks[1].mlp.down.bias[0] = bad
-    with pytest.raises(SnapshotError, match=r"NaN or infinite values in layer 1 \(blocks.1\); profile an earlier"):
+    with pytest.raises(SnapshotError, check=about("layer 1 (blocks.1)", expected="finite")):
         wb.profile(model, tokens, progress=False)
     assert not any(hooks_of(model))
     assert model.training
 
 
 def test_the_first_layer_that_is_not_finite_in_a_later_batch_is_named(model, tokens):
-    """All layers of a batch are looked at together; those behind the bad one are bad too."""
+    """Check the first of the layers, which are tested together after each batch; later ones are not finite either."""
     with torch.no_grad():
         model.token_embedding.weight[250] = 1e6
     model.blocks[1].register_forward_hook(lambda block, args, y: y / (args[0].abs().max() < 1e4))
     last = tokens.clone()
     last[0, 0] = 250
-    with pytest.raises(SnapshotError, match=r"NaN or infinite values in layer 1 \(blocks.1\)"):
+    with pytest.raises(SnapshotError, check=about("layer 1 (blocks.1)", expected="finite")):
         wb.profile(model, [tokens, tokens, last], n_snapshots=None, progress=False)
     assert wb.profile(model, [tokens, tokens], n_snapshots=None, progress=False).sizes["layer"] == 3
 
 
-def test_a_constant_stream_is_refused(model):
+def test_a_constant_stream_is_rejected(model):
     with torch.no_grad():
         model.position_embedding.weight.zero_()
-    with pytest.raises(SnapshotError, match=r"The states entering layer 0 \(blocks.0\) are all the same"):
+    with pytest.raises(SnapshotError, check=about("layer 0 (blocks.0)", expected="states that differ")):
         wb.profile(model, torch.full((8, 32), 7), progress=False)
 
 
-def test_too_few_states_are_refused(model):
-    with pytest.raises(SnapshotError, match=r"Layer 0 \(blocks.0\) has 2 snapshots, expected at least 3"):
+def test_too_few_states_are_rejected(model):
+    with pytest.raises(SnapshotError, check=about("n_snapshots", 2)):
         wb.profile(model, torch.tensor([[1, 2]]), progress=False)
 
 
-def test_a_model_without_residual_stack_is_refused():
+def test_a_model_without_residual_stack_is_rejected():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    with pytest.raises(AnatomyError, match="no stack of residual blocks"):
+    with pytest.raises(AnatomyError, check=about("model", "Sequential")):
         wb.profile(model, torch.randn(10, 4), progress=False)
 
 
-def test_a_block_that_writes_into_its_input_is_seen_right(tokens):
+def test_a_block_that_writes_to_its_input_is_measured_correctly(tokens):
     class InPlace(nn.Module):
         def __init__(self):
             super().__init__()
@@ -141,11 +142,11 @@ def test_rank_seed_and_thresholds_are_recorded(model, tokens):
     assert spectra.attrs["stack"] == "blocks"
 
 
-def test_progress_is_told_layer_by_layer(model, tokens, capsys):
-    told = []
-    wb.profile(model, tokens, progress=told.append)
-    assert told[:2] == ["finding the blocks", "forward pass"]
-    assert told[-4:] == ["spectra", *(f"{n} of 3 layers" for n in (1, 2, 3))]
+def test_progress_is_reported_for_each_layer(model, tokens, capsys):
+    texts = []
+    wb.profile(model, tokens, progress=texts.append)
+    assert texts[:2] == ["finding the blocks", "forward pass"]
+    assert texts[-4:] == ["spectra", *(f"{n} of 3 layers" for n in (1, 2, 3))]
     wb.profile(model, tokens)
     assert capsys.readouterr().err == ""  # it took less than a second
 
@@ -162,15 +163,15 @@ def test_an_interrupt_leaves_no_hook_and_ends_at_once(model, tokens, notebook):
     assert notebook.lines[-1] == "stopped after 0 of 3 layers"
 
 
-def test_layers_that_have_begun_are_not_waited_for(model, tokens, notebook, monkeypatch):
+def test_an_interrupt_does_not_wait_for_layers_that_have_begun(model, tokens, notebook, monkeypatch):
     begun = itertools.count()
-    goes_on = threading.Event()
+    is_released = threading.Event()
 
     def spectrum(moments, options):
         if next(begun) == 0:
             time.sleep(0.2)
             raise KeyboardInterrupt
-        goes_on.wait(20)
+        is_released.wait(20)
 
     monkeypatch.setattr("workbench.koopman.spectra.layer_spectrum", spectrum)
     before, start = torch.get_num_threads(), time.monotonic()
@@ -179,7 +180,7 @@ def test_layers_that_have_begun_are_not_waited_for(model, tokens, notebook, monk
     assert time.monotonic() - start < 2
     assert torch.get_num_threads() == before
     assert notebook.lines[-1] == "stopped after 0 of 3 layers"
-    goes_on.set()
+    is_released.set()
 
 
 def test_low_precision_weights_are_profiled_in_float64(model, tokens):
@@ -190,39 +191,39 @@ def test_low_precision_weights_are_profiled_in_float64(model, tokens):
 
 @pytest.mark.medium
 def test_a_compiled_model_is_profiled_like_the_model_itself(model, tokens):
-    plain = wb.profile(model, tokens, progress=False)
+    expected = wb.profile(model, tokens, progress=False)
     compiled = torch.compile(model, backend="eager")
     with torch.no_grad():
-        compiled(tokens)  # hooks that come after the first compiled call would not be seen
+        compiled(tokens)  # compiled code would ignore hooks that are added after the first call
     found = wb.profile(compiled, tokens, progress=False)
-    np.testing.assert_array_equal(found.eigenvalue, plain.eigenvalue)
+    np.testing.assert_array_equal(found.eigenvalue, expected.eigenvalue)
 
 
-def test_the_seed_of_the_options_counts_unless_another_is_given(model, tokens):
+def test_the_seed_of_the_options_is_used_unless_another_is_given(model, tokens):
     options = wb.DmdOptions(rank=4, seed=5)
     assert wb.profile(model, tokens, options=options, progress=False).attrs["seed"] == 5
     assert wb.profile(model, tokens, options=options, seed=6, progress=False).attrs["seed"] == 6
 
 
 @pytest.mark.parametrize("was_run", [False, True])
-def test_outputs_that_transformers_captures_are_as_many_as_before(was_run):
-    """It adds hooks in the first call that captures, which must not pile up."""
+def test_transformers_captures_the_same_number_of_outputs_afterwards(was_run):
+    """Check that the hooks that transformers adds in the first call that captures outputs do not accumulate."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=64, num_hidden_layers=3, num_local_experts=2, **sizes)).eval()
-    asked = {"input_ids": torch.randint(64, (2, 12)), "output_hidden_states": True, "output_router_logits": True}
+    inputs = {"input_ids": torch.randint(64, (2, 12)), "output_hidden_states": True, "output_router_logits": True}
     if was_run:
-        model(**asked)
+        model(**inputs)
     for _ in range(3):
-        wb.profile(model, asked, progress=False)
-        wb.query_key_weights(model, asked)
-        found = model(**asked)
+        wb.profile(model, inputs, progress=False)
+        wb.query_key_weights(model, inputs)
+        found = model(**inputs)
         assert (len(found.hidden_states), len(found.router_logits)) == (4, 3)
 
 
 def test_blocks_of_which_some_are_quantized(tokens):
-    """Matrices may be buffers; such blocks are no norms."""
+    """Check that blocks whose matrix is a buffer are not taken for norms."""
 
     class Block(nn.Module):
         def __init__(self, *, is_quantized):

@@ -4,6 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import SnapshotError
 from workbench.models import profile_cost
 from workbench.models.profile_cost import ProfileCost
@@ -32,7 +33,7 @@ IDS = torch.randint(0, 90, (4, 64), generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_dry_run_tells_memory_and_time_and_measures_no_layer(folder, streaming, monkeypatch):
+def test_a_dry_run_estimates_memory_and_time_and_measures_no_layer(folder, streaming, monkeypatch):
     monkeypatch.setattr("workbench.models.profile.LayerResults", None)
     cost = wb.profile(wb.open_checkpoint(folder, streaming=streaming), IDS, dry_run=True)
     assert isinstance(cost, ProfileCost)
@@ -41,7 +42,7 @@ def test_a_dry_run_tells_memory_and_time_and_measures_no_layer(folder, streaming
     assert f"of {cost.free / 1e9:.1f} GB free, about" in str(cost)
 
 
-def test_a_rank_few_layers_and_one_worker_take_less():
+def test_a_rank_few_layers_and_one_worker_need_less():
     model = wb.zoo.transformer(d_model=1040, n_layers=2, n_heads=2, vocab_size=90)
     ids = IDS.repeat(8, 1)
     assert ids.numel() > 1040
@@ -49,14 +50,14 @@ def test_a_rank_few_layers_and_one_worker_take_less():
     def cost(**options):
         return wb.profile(model, list(ids.split(16)), dry_run=True, **options)
 
-    whole = cost(n_workers=2)
-    assert whole.moments == 2 * 3 * 8 * 1040**2
-    assert cost(n_workers=2, layers=[0]).moments == whole.moments / 2
-    assert cost(n_workers=1).spectra == whole.spectra / 2
-    assert cost(n_workers=2, rank=8).memory < whole.memory / 2
+    full = cost(n_workers=2)
+    assert full.moments == 2 * 3 * 8 * 1040**2
+    assert cost(n_workers=2, layers=[0]).moments == full.moments / 2
+    assert cost(n_workers=1).spectra == full.spectra / 2
+    assert cost(n_workers=2, rank=8).memory < full.memory / 2
 
 
-def test_time_is_not_known_for_inputs_that_cannot_be_counted():
+def test_time_is_unknown_for_inputs_that_cannot_be_counted():
     model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=90)
     cost = wb.profile(model, (ids for ids in IDS.split(2)), dry_run=True)
     assert np.isnan(cost.seconds)
@@ -72,21 +73,20 @@ def test_time_is_not_known_for_inputs_that_cannot_be_counted():
         ("spectra", "pass rank=64, or n_workers=1"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_remedy_for_its_largest_part(part, remedy):
+def test_the_remedy_for_too_large_a_profile_depends_on_its_largest_part(part, remedy):
     sizes = dict.fromkeys(("weights", "states", "moments", "spectra"), GIGABYTE) | {part: 3 * GIGABYTE}
     subject = wb.open_checkpoint(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2))
-    profile_cost.refuse_too_large(ProfileCost(**sizes, free=6 * GIGABYTE), subject)
-    with pytest.raises(SnapshotError) as refusal:
-        profile_cost.refuse_too_large(ProfileCost(**sizes, free=6 * GIGABYTE - 1), subject)
-    assert str(refusal.value).startswith("This profile takes up to 6.00 GB (")
-    assert str(refusal.value).endswith(f"; {remedy}.")
+    profile_cost.require_memory(ProfileCost(**sizes, free=6 * GIGABYTE), subject)
+    with pytest.raises(SnapshotError, check=about("memory", 6 * GIGABYTE)) as caught:
+        profile_cost.require_memory(ProfileCost(**sizes, free=6 * GIGABYTE - 1), subject)
+    assert str(caught.value).endswith(f"; {remedy}.")
 
 
-def test_a_wide_model_is_refused_before_anything_runs(monkeypatch):
+def test_too_wide_a_model_is_rejected_before_anything_runs(monkeypatch):
     model = wb.zoo.transformer(d_model=520, n_layers=2, n_heads=2, vocab_size=90)
     monkeypatch.setattr(profile_cost, "free_memory", lambda device: 10**6)
     monkeypatch.setattr("workbench.models.profile.capture_layers", None)
-    with pytest.raises(SnapshotError, match="of 0.0 GB free; "):
+    with pytest.raises(SnapshotError, check=about("memory", expected="at most the 1000000 bytes that are free")):
         wb.profile(model, IDS, progress=False)
 
 

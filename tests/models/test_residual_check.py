@@ -1,4 +1,4 @@
-"""Plain chains are refused where a residual stream is needed; every form of residual is not."""
+"""Chains without residuals are rejected where a residual stream is needed; every form of residual is accepted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
+from tests.about import about
 from tests.flow.nets import deep_net
 from tests.models.model_families import BERT, BY_NAME, FAMILIES_BY_TIER, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, inputs_for
 from workbench.errors import AnatomyError
-from workbench.models.residual_check import refuse_plain_chain
+from workbench.models.residual_check import require_residuals
 
 WIDTH = 12
 
@@ -29,7 +30,7 @@ class Attend(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated MLP without a residual, which writes into what its products return."""
+    """A gated MLP without a residual, which writes to the outputs of its products."""
 
     def __init__(self):
         super().__init__()
@@ -63,18 +64,18 @@ def vectors():
 
 
 @pytest.mark.parametrize("part", [perceptron, Attend, Gated, Recurrent, convolution])
-def test_a_plain_chain_is_refused_and_can_be_named(part, vectors):
+def test_a_chain_without_residuals_is_rejected_unless_it_is_named(part, vectors):
     torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.Sequential(*(part() for _ in range(4)))})["layers"]
     inputs = torch.randn(3, WIDTH, 5, 4) if part is convolution else vectors
-    with pytest.raises(AnatomyError, match=r"are a plain chain without residuals: what leaves 0 depends"):
+    with pytest.raises(AnatomyError, check=about("stack", "", "a stack of residual blocks")):
         wb.profile(model, inputs, progress=False)
     assert wb.profile(model, inputs, stack="", progress=False).sizes["layer"] == 4
     assert len(wb.read_anatomy(model, inputs).sites) == 4  # gains along depth have a meaning without residuals
 
 
 class Form(nn.Module):
-    """A block that hands its state on in the form that a function of (block, state, branch) says."""
+    """A block whose output is a function of (block, state, branch)."""
 
     def __init__(self, form):
         super().__init__()
@@ -134,32 +135,32 @@ def test_kss_and_recorded_spectra_need_residuals_too():
 
     task = wb.tasks.associative_recall(length=16, batch_size=8)
     for options in ({"kss": wb.KSS.published()}, {"spectra_every": 1}):
-        with pytest.raises(AnatomyError, match=r"modules of 'layers' are a plain chain without residuals"):
+        with pytest.raises(AnatomyError, check=about("stack", "layers", "a stack of residual blocks")):
             list(wb.train(Model(), task, n_steps=1, learning_rate=1e-3, **options))
-    with pytest.raises(AnatomyError, match=r"modules of 'layers' are a plain chain without residuals"):
+    with pytest.raises(AnatomyError, check=about("stack", "layers", "a stack of residual blocks")):
         wb.sweeps.measure_case(Model(), task, learning_rate=1e-3, warmup=0, n_steps=2)
 
 
-def test_the_flow_of_a_deep_net_without_residuals_is_measured_as_before():
+def test_the_flow_of_a_deep_net_without_residuals_is_measured():
     flow = wb.flow.measure(deep_net(16, 4, 1.0), torch.randn(4, 3, 16), jacobian=False)
     assert flow.sizes["layer"] == 4
 
 
 @pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
-def test_no_family_is_taken_for_a_plain_chain(family):
+def test_no_family_is_taken_for_a_chain_without_residuals(family):
     model, inputs = build(family), make_inputs(family)
     anatomy = wb.read_anatomy(model, inputs)
-    refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+    require_residuals(model, inputs, anatomy.stack, anatomy.sites)
 
 
-def test_the_first_block_that_hands_its_state_on_is_enough():
-    """Each pass runs to its end, as wrappers such as FSDP keep a state; nothing is left behind."""
+def test_one_block_that_passes_on_its_state_suffices():
+    """Check that passes run to their end, which wrappers such as FSDP need, and that hooks are removed."""
     model, inputs = build(BY_NAME["llama"]), make_inputs(BY_NAME["llama"])
     anatomy, n_calls = wb.read_anatomy(model, inputs), []
     for layer in model.model.layers:
         layer.register_forward_hook(lambda *_: n_calls.append(1))
     n_hooks = [len(site.module._forward_hooks) for site in anatomy.sites]
-    refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+    require_residuals(model, inputs, anatomy.stack, anatomy.sites)
     assert len(n_calls) == 2 * len(model.model.layers)
     assert [len(site.module._forward_hooks) for site in anatomy.sites] == n_hooks
 
@@ -172,7 +173,7 @@ def test_a_post_norm_encoder_of_transformers_is_read():
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_no_model_of_the_zoo_is_taken_for_a_plain_chain(name):
+def test_no_model_of_the_zoo_is_taken_for_a_chain_without_residuals(name):
     model = MAKERS[name](0)
     anatomy = wb.read_anatomy(model, inputs_for(model))
-    refuse_plain_chain(model, inputs_for(model), anatomy.stack, anatomy.sites)
+    require_residuals(model, inputs_for(model), anatomy.stack, anatomy.sites)

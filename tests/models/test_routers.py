@@ -1,4 +1,4 @@
-"""Router weights of the mixtures of experts, against the parameters that each family documents."""
+"""Router weights of mixture-of-experts models, compared with the parameters that each family documents."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_one_expert_per_token_by_maximum():
     assert routers[0].name == "decoder.block.1.layer.2.mlp.router.classifier.weight"
 
 
-def test_correction_bias_is_noticed_and_kept_out():
+def test_a_correction_bias_is_detected_and_not_part_of_the_bias():
     family = BY_NAME["deepseek_v3"]
     model, inputs = build(family, n_group=1, topk_group=1), make_inputs(family)
     assert not router_weights(model, inputs)[0].is_corrected
@@ -98,7 +98,7 @@ def test_reading_follows_the_weights_without_a_forward():
 
 
 class Mixture(nn.Module):
-    """A router with the transformed logits of a subclass, beside a decoy of the same shape."""
+    """A block with a router, whose logits a subclass may transform, and a decoy of the same shape."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Squared(Mixture):
         return logits.square()
 
 
-def test_the_router_is_told_from_a_decoy_by_its_values():
+def test_the_router_is_distinguished_from_a_decoy_by_its_values():
     torch.manual_seed(0)
     model = nn.Sequential(Mixture(), Mixture())
     routers = router_weights(model, torch.randn(2, 7, 16))
@@ -134,11 +134,11 @@ def test_an_unknown_scoring_is_not_guessed():
     torch.manual_seed(0)
     findings = router_weights(nn.Sequential(Squared(), Squared()), torch.randn(2, 7, 16))
     assert [type(finding) for finding in findings] == [Unreadable, Unreadable]
-    assert "chooses the largest of 5 values, but they are not the logits of a linear map" in findings[0].reason
+    assert "selects the largest of 5 values, but these are not the logits of one of its linear" in findings[0].reason
 
 
 class Stabilized(nn.Module):
-    """Takes a maximum only to keep the exponential in range."""
+    """A block that computes a maximum only to keep the exponential in range."""
 
     def __init__(self):
         super().__init__()

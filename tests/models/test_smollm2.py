@@ -1,4 +1,4 @@
-"""The whole way on real weights."""
+"""Opening, tokenizing and profiling a real pretrained model."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def subject():
     return wb.open_checkpoint(path)
 
 
-def test_continuation_proves_the_weights(subject):
+def test_the_weights_continue_a_prompt_correctly(subject):
     prompt = subject.tokenize("The capital of France is")
     found = subject.model.generate(**prompt, max_new_tokens=2, do_sample=False)
     assert subject.tokenizer.decode(found[0]) == "The capital of France is Paris."
@@ -31,7 +31,7 @@ def test_profile_of_a_real_model(subject):
         spectra = wb.profile(subject, passages, n_snapshots=1024, skip_first=1, progress=False)
     assert spectra.sizes == {"layer": 30, "mode": 576}
     assert spectra.attrs["stack"] == "model.layers"
-    # The first block's input is the token alone, so its states are as many as there are different tokens.
+    # The first block's input depends only on the token, so there are as many states as different tokens.
     assert 300 < int(spectra["rank"][0]) < 576
     assert (spectra["rank"][1:] == 576).all()
     assert np.isfinite(spectra.eigenvalue[1:]).all()

@@ -1,4 +1,4 @@
-"""States that blocks hand on as two terms: their sum is followed; two streams of equal right are refused."""
+"""States that blocks pass on as two tensors: their sum is read; two parallel streams are rejected."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from benchmarks.foreign.written_models import DEPTH, VOCABULARY, WIDTH, Block, Fused, FusedBlock, Model, Reversible
+from benchmarks.third_party.written_models import DEPTH, VOCABULARY, WIDTH, Block, Fused, FusedBlock, Model, Reversible
 from workbench.errors import AnatomyError
 from workbench.models.block_hooks import BlockHooks
 
@@ -22,7 +22,7 @@ def built(kind):
 
 
 class FromZeros(Fused):
-    """The first block gets zeros as its second term."""
+    """A model whose first block receives zeros as its second term."""
 
     def states(self, ids):
         hidden = self.embed(ids)
@@ -65,8 +65,8 @@ def test_states_are_the_sums(kind, tokens):
     )
     with torch.no_grad(), hooks:
         expected = model.states(tokens)
-    for found, wanted in ((entered, expected[:-1]), (left, expected[1:])):
-        assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    for found, states in ((entered, expected[:-1]), (left, expected[1:])):
+        assert all(torch.equal(one, other) for one, other in zip(found, states, strict=True))
 
 
 def test_spectra_are_those_of_the_same_blocks_with_one_state(tokens):
@@ -95,7 +95,7 @@ def test_another_state_can_enter(tokens):
 
 
 class Swapped(nn.Module):
-    """Two streams of one shape that pass the same blocks and never meet."""
+    """A model of two streams of one shape that pass through the same blocks independently."""
 
     def __init__(self):
         super().__init__()
@@ -113,6 +113,8 @@ class Swapped(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Reversible, Swapped])
-def test_two_streams_are_refused(kind, tokens):
-    with pytest.raises(AnatomyError, match="2 residual streams side by side"):
+def test_two_streams_are_rejected(kind, tokens):
+    with pytest.raises(AnatomyError) as caught:
         wb.read_anatomy(built(kind), tokens)
+    assert caught.value.expected == "a stack of one residual stream"
+    assert len(caught.value.value) == 2

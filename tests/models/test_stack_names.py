@@ -4,6 +4,7 @@ import transformers
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import AnatomyError
 
 TOKENS = torch.arange(18).reshape(2, 9)
@@ -11,7 +12,7 @@ IMAGES = {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().
 
 
 class Hyper(nn.Module):
-    """Three streams side by side, of which each block reads and writes a mixture."""
+    """A model of three parallel streams, of which each block reads and writes a mixture."""
 
     def __init__(self):
         super().__init__()
@@ -83,6 +84,6 @@ def test_each_stack_can_be_profiled_by_its_name(make, inputs, expected):
     assert widths == {name: width for name, (_, width) in expected.items()}
 
 
-def test_what_has_no_stack_is_refused_with_the_reason():
-    with pytest.raises(AnatomyError, match="Linear has no stack of residual blocks"):
+def test_a_model_without_a_stack_is_rejected():
+    with pytest.raises(AnatomyError, check=about("model", "Linear")):
         wb.list_stacks(nn.Linear(4, 4), torch.randn(3, 4))

@@ -1,4 +1,4 @@
-"""Which axis of images counts features, also where both sizes are widths of the blocks."""
+"""The feature axis of images, including images whose sizes are widths of the blocks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import AnatomyError
 
 WIDTH = 8
 
 
 class ChannelsSecond(nn.Module):
-    """As ConvNeXt: a convolution of (batch, feature, height, width), then linear maps with features last."""
+    """A block as in ConvNeXt: a convolution of (batch, feature, height, width), then linear maps with features last."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -26,7 +27,7 @@ class ChannelsSecond(nn.Module):
 
 
 class ChannelsLast(nn.Module):
-    """As Swin and MetaFormer: a norm with features last, then a convolution."""
+    """A block as in Swin and MetaFormer: a norm with features last, then a convolution."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -39,7 +40,7 @@ class ChannelsLast(nn.Module):
 
 
 class WithoutBias(nn.Module):
-    """No parameter but the kernel of a convolution."""
+    """A block whose only parameter is the kernel of a convolution."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -49,8 +50,8 @@ class WithoutBias(nn.Module):
         return x + torch.tanh(self.conv(x))
 
 
-class OwnMap(nn.Module):
-    """A linear map of its own making, from which the axis cannot be told."""
+class CustomMap(nn.Module):
+    """A block with a custom linear map, from which the axis cannot be determined."""
 
     def __init__(self, hidden):
         super().__init__()
@@ -73,7 +74,7 @@ class OwnMap(nn.Module):
         (WithoutBias, (3, WIDTH, 5, WIDTH)),
     ],
 )
-def test_layers_tell_which_axis_counts_features(block, shape, hidden):
+def test_layers_determine_which_axis_counts_features(block, shape, hidden):
     torch.manual_seed(0)
     model, images = nn.Sequential(*(block(hidden) for _ in range(3))), torch.randn(shape)
     anatomy = wb.read_anatomy(model, images)
@@ -85,14 +86,14 @@ def test_layers_tell_which_axis_counts_features(block, shape, hidden):
     assert torch.equal(state, images.movedim(expected, -1))
 
 
-def test_what_stays_in_doubt_is_refused():
-    model = nn.Sequential(*(OwnMap(0) for _ in range(3)))
+def test_an_axis_that_cannot_be_determined_is_an_error():
+    model = nn.Sequential(*(CustomMap(0) for _ in range(3)))
     assert wb.read_anatomy(model, torch.randn(2, WIDTH, 5, 7)).sites[0].feature_axis == 1
-    with pytest.raises(AnatomyError, match=r"do not tell whether axis 1 or the last counts features.*another size"):
+    with pytest.raises(AnatomyError, check=about("inputs", (2, WIDTH, 5, WIDTH))):
         wb.read_anatomy(model, torch.randn(2, WIDTH, 5, WIDTH))
 
 
-def test_sequences_with_features_second_are_refused_whatever_their_length():
+def test_sequences_with_features_second_are_rejected_for_every_length():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
@@ -103,13 +104,13 @@ def test_sequences_with_features_second_are_refused_whatever_their_length():
 
     model = nn.Sequential(*(Block() for _ in range(3)))
     for n_tokens in (9, 12, WIDTH):
-        with pytest.raises(AnatomyError, match="is not its feature dimension"):
+        with pytest.raises(AnatomyError, check=about("", (2, WIDTH, n_tokens))):
             wb.read_anatomy(model, torch.randn(2, WIDTH, n_tokens))
 
 
-def test_sequences_as_long_as_they_are_wide_keep_their_features_last():
+def test_sequences_with_as_many_tokens_as_features_have_features_last():
     class Block(nn.Module):
-        """A convolution along tokens, as state-space models have it."""
+        """A block with a convolution along tokens, as in state-space models."""
 
         def __init__(self):
             super().__init__()

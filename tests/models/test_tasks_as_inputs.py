@@ -1,11 +1,11 @@
-"""Whoever takes inputs takes a task, and uses its held-out ones."""
+"""All functions that take inputs also accept a task, of which they use the held-out inputs."""
 
 import numpy as np
 import pytest
 import torch
 
 import workbench as wb
-from workbench.models.batches import Batches, take_rows
+from workbench.models.batches import Batches, take_examples
 
 TASK = wb.tasks.text_bytes(length=16, batch_size=4)
 
@@ -36,13 +36,13 @@ def test_flow(model):
     equal(wb.flow.measure(model, TASK, **options), wb.flow.measure(model, TASK.probe(64), **options))
 
 
-def test_what_reads_the_model(model, mixture):
+def test_anatomy_and_weights(model, mixture):
     assert wb.read_anatomy(model, TASK).stack == wb.read_anatomy(model, TASK.probe(64)).stack
     assert len(wb.query_key_weights(model, TASK)) == 2
     assert [router.n_experts for router in wb.router_weights(mixture, TASK)] == [4, 4]
 
 
-def test_a_look_at_the_model(mixture):
+def test_a_probe_of_the_model(mixture):
     anatomy = wb.read_anatomy(mixture, TASK)
     found = wb.monitors.ModelProbe(mixture, anatomy, TASK).take()
     expected = wb.monitors.ModelProbe(mixture, anatomy, TASK.probe(1024)).take()
@@ -51,10 +51,10 @@ def test_a_look_at_the_model(mixture):
             np.testing.assert_array_equal(found[part][name], values)
 
 
-def test_what_trains_reads_a_model_with_a_task(model):
+def test_a_recorder_is_prepared_with_a_task(model):
     wb.Recorder().prepare(model, TASK)
 
 
-def test_rows_and_batches_of_a_task():
-    assert torch.equal(take_rows(TASK, slice(0, 2)), TASK.probe(1024)[:2])
+def test_examples_and_batches_of_a_task():
+    assert torch.equal(take_examples(TASK, slice(0, 2)), TASK.probe(1024)[:2])
     assert torch.equal(Batches.of(TASK, n_tokens=32).first(), TASK.probe(32))

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import OptionError, SnapshotError
 from workbench.models.batches import Batches
 from workbench.models.token_selection import TokenSelection
@@ -19,19 +20,19 @@ def choose(inputs, n_snapshots, **options):
     return chosen, selection
 
 
-def test_states_are_spread_over_all_rows():
+def test_states_are_drawn_from_all_sequences():
     chosen, selection = choose(TOKENS, 1000, seed=1)
     assert sum(map(len, chosen)) == 1000 == selection.n_chosen
-    assert len(chosen) == len(Batches.of(TOKENS).split().n_rows)
+    assert len(chosen) == len(Batches.of(TOKENS).split().n_examples)
     assert all(torch.equal(part, part.unique()) for part in chosen)
     assert selection.describe() == "1000 of 12800 tokens"
-    again, _ = choose(TOKENS, 1000, seed=1)
+    repeated, _ = choose(TOKENS, 1000, seed=1)
     other, _ = choose(TOKENS, 1000, seed=2)
-    assert all(map(torch.equal, chosen, again))
+    assert all(map(torch.equal, chosen, repeated))
     assert not all(map(torch.equal, chosen, other))
 
 
-def test_an_iterator_gives_its_first_states():
+def test_the_first_states_of_an_iterator_are_chosen():
     chosen, selection = choose((TOKENS[i : i + 2] for i in range(0, 200, 2)), 300)
     assert [len(part) for part in chosen] == [128, 128, 44]
     assert chosen[2].tolist() == list(range(44))
@@ -47,16 +48,16 @@ def test_padding_and_first_tokens_are_left_out():
     assert selection.describe() == "every token, first 1 of each sequence left out"
 
 
-def test_fewer_states_than_asked_takes_all_there_are():
+def test_all_states_are_chosen_if_there_are_fewer_than_requested():
     chosen, selection = choose(TOKENS[:2], 1000)
     assert len(chosen[0]) == 128
     assert selection.describe() == "every token"
 
 
-def test_impossible_selections_are_refused():
-    with pytest.raises(SnapshotError, match="n_snapshots is 2, expected at least 3"):
+def test_impossible_selections_are_rejected():
+    with pytest.raises(SnapshotError, check=about("n_snapshots", 2)):
         TokenSelection(2)
-    with pytest.raises(OptionError, match="skip_first is -1, expected at least 0"):
+    with pytest.raises(OptionError, check=about("skip_first", -1)):
         TokenSelection(10, skip_first=-1)
 
 
@@ -67,11 +68,11 @@ def test_a_mask_that_hides_nothing_need_not_fit():
     assert selection.describe() == "every token"
 
 
-def test_a_mask_that_hides_tokens_and_does_not_fit_is_refused():
+def test_a_mask_that_hides_tokens_and_does_not_fit_is_rejected():
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, 5:] = 0
     inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": mask}
-    with pytest.raises(SnapshotError, match=r"attention_mask of shape \(2, 9\) hides tokens"):
+    with pytest.raises(SnapshotError, check=about("attention_mask", (2, 9))):
         choose(inputs, None)
     chosen, selection = choose(inputs | {"decoder_input_ids": torch.zeros(2, 4, dtype=torch.int64)}, None)
     assert len(chosen[0]) == 8  # the mask is that of the encoder
@@ -82,7 +83,7 @@ IDS = torch.arange(12).reshape(2, 6)
 
 
 class Prompted(nn.Module):
-    """Tokens of its own in front of those it is given, as prompt tuning has them; or a class token before patches."""
+    """A model that puts its own tokens in front of its inputs, as in prompt tuning or with a class token."""
 
     def __init__(self, n_prompt):
         super().__init__()
@@ -110,13 +111,13 @@ def test_first_tokens_behind_a_prompt_cannot_be_counted(kind):
         "with mask": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
     }[kind]
     options = {"progress": False, "n_snapshots": None, "batch_first": True}
-    with pytest.raises(SnapshotError, match=r"inputs have 9 tokens the states have 11, .*pass skip_first=0"):
+    with pytest.raises(SnapshotError, check=about("skip_first", 1, "0 for states that are not one for each token")):
         wb.profile(Prompted(2), inputs, skip_first=1, **options)
     assert wb.profile(Prompted(2), inputs, **options).attrs["n_snapshots"] == 33
     assert wb.profile(Prompted(0), inputs, skip_first=1, **options).attrs["n_snapshots"] == 24
 
 
-def test_of_images_the_first_states_are_left_out_the_class_token_among_them():
+def test_the_first_states_of_images_including_the_class_token_are_left_out():
     patches = {"pixel_values": torch.randn(3, 9, 16)}
     found = wb.profile(Prompted(1), patches, skip_first=1, n_snapshots=None, batch_first=True, progress=False)
     assert found.attrs["n_snapshots"] == 27

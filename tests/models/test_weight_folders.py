@@ -1,4 +1,4 @@
-"""Folders of DeepSpeed, of diffusers and of transformers' Trainer."""
+"""Folders of DeepSpeed, of diffusers and of the Trainer of transformers."""
 
 import json
 import sys
@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import workbench as wb
-from tests.models.weight_models import TOKENS, assert_opens, refusal, small
+from tests.about import about
+from tests.models.weight_models import TOKENS, assert_opens, rejection, small
 
 
 def deepspeed(folder, model, name="mp_rank_00_model_states.pt"):
-    """What DeepSpeed's save_checkpoint writes, without the states of the optimizer."""
+    """Write the files of DeepSpeed's save_checkpoint, without the states of the optimizer."""
     (folder / "global_step5").mkdir(parents=True)
     state = OrderedDict((f"module.{k}", v) for k, v in model.state_dict().items())
     torch.save({"module": state, "param_shapes": [], "ds_version": "0.16"}, folder / "global_step5" / name)
@@ -33,26 +34,27 @@ def test_deepspeed_folders_open(tmp_path):
     assert_opens(tmp_path / "global_step5" / "mp_rank_00_model_states.pt", model)
     for text in ("global_step7", "", "../elsewhere", ".", "\0"):
         (tmp_path / "latest").write_text(text)
-        assert "which is no folder beside it; fetch that too." in refusal(tmp_path, small(9))
+        assert about(str(tmp_path / "latest"), text)(rejection(tmp_path, small(9)))
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
-    assert "which is no folder beside it; fetch that too." in refusal(tmp_path, small(9))
+    assert about(str(tmp_path / "latest"), "")(rejection(tmp_path, small(9)))
 
 
-def test_weights_divided_among_ranks_of_model_parallelism_are_refused(tmp_path):
+def test_weights_partitioned_among_ranks_of_model_parallelism_are_rejected(tmp_path):
     deepspeed(tmp_path / "two", small())
     (tmp_path / "two" / "global_step5" / "mp_rank_01_model_states.pt").write_bytes(b"")
-    assert "holds weights divided among 2 ranks of model parallelism; export" in refusal(tmp_path / "two", small(9))
+    folder = str(tmp_path / "two" / "global_step5")
+    assert about(folder, "weights of 2 ranks")(rejection(tmp_path / "two", small(9)))
     deepspeed(tmp_path / "three", small(), "zero_pp_rank_0_mp_rank_00_model_states.pt")
     (tmp_path / "three" / "global_step5" / "zero_pp_rank_0_mp_rank_01_model_states.pt").write_bytes(b"")
-    text = refusal(tmp_path / "three", small(9))
-    assert "holds weights that ZeRO-3 divided; run the zero_to_fp32.py beside it and pass the file it makes." in text
+    folder = str(tmp_path / "three" / "global_step5")
+    assert about(folder, "weights partitioned by ZeRO-3")(rejection(tmp_path / "three", small(9)))
 
 
 def diffusers_folder(folder, model, **config):
     folder.mkdir()
     save_file(model.state_dict(), folder / "diffusion_pytorch_model.safetensors")
-    about = {"_class_name": "DiTTransformer2DModel", "_diffusers_version": "0.33", **config}
-    (folder / "config.json").write_text(json.dumps(about))
+    content = {"_class_name": "DiTTransformer2DModel", "_diffusers_version": "0.33", **config}
+    (folder / "config.json").write_text(json.dumps(content))
     return folder
 
 
@@ -60,13 +62,9 @@ def test_diffusers_folders_open_with_their_module(tmp_path):
     model = small()
     folder = diffusers_folder(tmp_path / "dit", model)
     assert_opens(folder, model)
-    text = refusal(folder)
-    assert text == (
-        f"{folder} holds a DiTTransformer2DModel of diffusers, which is not installed; "
-        "install diffusers, or pass the model as module=."
-    )
+    assert about("diffusers", None, "installed")(rejection(folder))
     (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel", "model_type": "llama"}')
-    assert "module= goes with a file of weights" in refusal(folder, small(9))
+    assert about("module", "Transformer", "None")(rejection(folder, small(9)))
 
 
 def test_a_class_of_diffusers_is_built_where_it_is_installed(tmp_path, monkeypatch):
@@ -86,19 +84,20 @@ def test_a_class_of_diffusers_is_built_where_it_is_installed(tmp_path, monkeypat
     assert not subject.model.training
     assert wb.open_checkpoint(folder, dtype="bfloat16").model.weight.dtype == torch.bfloat16
     (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel", "n_in": 3, "n_out": 5}')
-    assert "does not fit DiTTransformer2DModel: it has 2 tensors of another shape" in refusal(folder)
+    error = rejection(folder)
+    assert error.expected == "a checkpoint whose tensors fit DiTTransformer2DModel"
+    assert error.value.startswith("has 2 tensors of another shape")
     (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel"}')
-    assert "config.json does not describe a DiTTransformer2DModel (KeyError: 'n_in')" in refusal(folder)
+    assert about("config.json", "KeyError: 'n_in'")(rejection(folder))
     for name in ("Nope", "Broken"):
         (folder / "config.json").write_text(json.dumps({"_class_name": name}))
-        assert f"holds a {name}, which the installed diffusers does not know; update diffusers" in refusal(folder)
+        assert about("_class_name", name)(rejection(folder))
 
 
-def test_a_whole_pipeline_is_refused(tmp_path):
+def test_a_pipeline_is_rejected(tmp_path):
     (tmp_path / "model_index.json").write_text("{}")
     folder = diffusers_folder(tmp_path / "unet", small())
-    text = refusal(tmp_path)
-    assert text.endswith(f"it holds a pipeline of diffusers: pass the folder of one of its models, such as {folder}.")
+    assert str(rejection(tmp_path)).endswith(f"pass the folder of one of its models, such as {folder}.")
 
 
 def test_a_trainers_folder_with_one_checkpoint_opens(tmp_path):
@@ -111,7 +110,7 @@ def test_a_trainers_folder_with_one_checkpoint_opens(tmp_path):
     assert torch.equal(subject.model(TOKENS), model(TOKENS))
     for step in (9, 100):
         wb.save_checkpoint(small(step), tmp_path / f"checkpoint-{step}")
-    assert refusal(tmp_path) == f"{tmp_path} holds 3 checkpoints; pass one, such as {tmp_path / 'checkpoint-100'}."
+    assert about(str(tmp_path), 3, "a folder with one checkpoint")(rejection(tmp_path))
     wb.save_checkpoint(small(3), tmp_path / "other")
     for file in (tmp_path / "other").iterdir():
         file.rename(tmp_path / file.name)
@@ -131,7 +130,7 @@ def test_weights_without_a_config_open_with_their_module(name, tmp_path):
     save = save_file if name.endswith("safetensors") else torch.save
     save(model.state_dict(), tmp_path / name)
     assert_opens(tmp_path, model)
-    assert "holds weights without an architecture; pass module=, or the folder with its config" in refusal(tmp_path)
+    assert about("module", None)(rejection(tmp_path))
 
 
 def test_a_sharded_checkpoint_of_accelerate_opens_with_its_module(tmp_path):
@@ -139,7 +138,7 @@ def test_a_sharded_checkpoint_of_accelerate_opens_with_its_module(tmp_path):
     dcp.save({"model": model}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
     dcp.save({"optimizer": {"x": torch.ones(2)}}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
     assert_opens(tmp_path, model)
-    assert "holds weights without an architecture; pass module=" in refusal(tmp_path)
+    assert about("module", None)(rejection(tmp_path))
 
 
 def test_a_config_that_names_no_model_goes_with_a_module(tmp_path):
@@ -149,7 +148,7 @@ def test_a_config_that_names_no_model_goes_with_a_module(tmp_path):
     assert_opens(tmp_path, model)
     for known in ("model_type", "architectures", "auto_map", "workbench_architecture"):
         (tmp_path / "config.json").write_text(json.dumps({known: "x"}))
-        assert "module= goes with a file of weights" in refusal(tmp_path, small(9))
+        assert about("module", "Transformer", "None")(rejection(tmp_path, small(9)))
 
 
 def test_a_variant_of_diffusers_opens_with_its_module(tmp_path):
@@ -161,5 +160,6 @@ def test_a_variant_of_diffusers_opens_with_its_module(tmp_path):
 
 def test_a_file_of_weights_in_a_folder_is_named(tmp_path):
     torch.save(small().state_dict(), tmp_path / "last.ckpt")
-    text = refusal(tmp_path, small(9))
-    assert text == f"{tmp_path} has no config.json, so it is no checkpoint folder; pass the file {tmp_path}/last.ckpt."
+    error = rejection(tmp_path, small(9))
+    assert about("source", str(tmp_path), "a checkpoint folder")(error)
+    assert str(error).endswith(f"pass the file {tmp_path}/last.ckpt.")

@@ -1,4 +1,4 @@
-"""Models as people run them: compiled block by block, with flex_attention, offloaded; read as they would be plain."""
+"""Compiled, offloaded, adapted, quantized and sharded models are measured like the unmodified model."""
 
 import copy
 
@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import AnatomyError
 
 pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
@@ -47,7 +48,7 @@ def compiled_in_place(model):
 @pytest.mark.slow
 @pytest.mark.medium
 @pytest.mark.parametrize("compiled", [compiled_by_replacement, compiled_in_place])
-def test_blocks_compiled_one_by_one(plain, compiled):
+def test_blocks_that_are_compiled_separately(plain, compiled):
     model = compiled(copy.deepcopy(plain))
     with torch.no_grad():
         before = model(TOKENS).logits
@@ -73,13 +74,13 @@ class Narrow(nn.Module):
         return x + self.map(self.norm(x))
 
 
-def test_blocks_that_hold_a_compiled_sequence():
+def test_blocks_that_contain_a_compiled_sequence():
     model = nn.Sequential(nn.Embedding(64, 32), nn.Sequential(*(Narrow() for _ in range(3))))
     assert wb.profile(model, TOKENS, progress=False).attrs["stack"] == "1"
 
 
 def test_flex_attention_of_transformers(plain):
-    import torch._dynamo  # noqa: F401  (else transformers compiles the kernel in the first pass, which takes long)
+    import torch._dynamo  # noqa: F401  (otherwise transformers compiles the kernel in the first pass, which is slow)
 
     model = make(attn_implementation="flex_attention")
     np.testing.assert_allclose(eigenvalues(model), eigenvalues(plain), atol=1e-4)
@@ -95,7 +96,7 @@ class FlexBlock(nn.Module):
         return x + flex_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def test_flex_attention_as_it_is_written():
+def test_flex_attention_without_compilation():
     model = nn.Sequential(nn.Embedding(64, 32), nn.Sequential(*(FlexBlock() for _ in range(3))))
     assert len(wb.profile(model, TOKENS, progress=False)["layer"]) == 3
 
@@ -116,7 +117,7 @@ def test_offloaded_models(plain, where, tmp_path):
 
 
 class LowRank(nn.Module):
-    """A linear map with an adapter that is not merged, with the names that peft gives."""
+    """A linear map with an adapter that is not merged, with the names of PEFT."""
 
     def __init__(self, base, rank=4):
         super().__init__()
@@ -133,7 +134,7 @@ class LowRank(nn.Module):
 
 
 class Int8(nn.Module):
-    """A linear map whose matrix is kept as int8 and a scale for each output."""
+    """A linear map whose matrix is stored as int8 with a scale per output."""
 
     def __init__(self, base):
         super().__init__()
@@ -150,7 +151,7 @@ class Int8(nn.Module):
 
 
 class Packed(torch.Tensor):
-    """A tensor subclass that holds int8 values and scales, as torchao's do."""
+    """A tensor subclass with int8 values and scales, as in torchao."""
 
     @staticmethod
     def __new__(cls, values, scale):
@@ -204,7 +205,7 @@ def changed(plain, request):
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("changed", KINDS, indirect=True, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_weights_are_those_that_act(changed):
+def test_effective_weights_are_read(changed):
     names = {name: id(value) for name, value in changed.named_parameters()}
     with torch.no_grad():
         before = changed(TOKENS).logits
@@ -222,12 +223,12 @@ def test_weights_are_those_that_act(changed):
 
 
 @pytest.mark.parametrize("changed", [adapted], indirect=True)
-def test_an_adapter_that_is_still_zero_is_seen_when_it_is_not(changed):
+def test_an_adapter_that_was_zero_at_first_is_read_when_it_is_not(changed):
     query = changed.model.layers[0].self_attn.q_proj
     with torch.no_grad():
         query.lora_B["default"].weight.zero_()
     reading = wb.query_key_weights(changed, TOKENS)[0]
-    assert "is no parameter, but the matrix that model.layers.0.self_attn.q_proj applies" in reading.notes
+    assert "not a parameter, but the matrix that model.layers.0.self_attn.q_proj applies" in reading.notes
     with torch.no_grad():
         query.lora_B["default"].weight.normal_()
     expected = query.effective().detach().view(4, 8, 32).transpose(1, 2)
@@ -235,7 +236,7 @@ def test_an_adapter_that_is_still_zero_is_seen_when_it_is_not(changed):
 
 
 class Shell(nn.Module):
-    """Holds a model without being one, as a LightningModule without forward."""
+    """A module that contains a model but has no forward, such as a LightningModule."""
 
     def __init__(self, model, **others):
         super().__init__()
@@ -244,11 +245,11 @@ class Shell(nn.Module):
             setattr(self, name, part)
 
 
-def test_a_shell_without_forward_is_read_through(plain):
+def test_the_model_in_a_shell_without_forward_is_measured(plain):
     np.testing.assert_array_equal(eigenvalues(Shell(plain)), eigenvalues(plain))
     reading = wb.query_key_weights(Shell(plain), TOKENS)[0]
     assert torch.equal(reading.read(Shell(plain)).query, wb.query_key_weights(plain, TOKENS)[0].query)
-    with pytest.raises(AnatomyError, match=r"no forward, and 2 of its parts.*such as model\.net"):
+    with pytest.raises(AnatomyError, check=about("model", "Shell")):
         wb.profile(Shell(plain, other=nn.Linear(2, 2)), TOKENS, progress=False)
 
 
@@ -264,7 +265,7 @@ def test_a_lightning_module_without_forward(plain):
     np.testing.assert_array_equal(eigenvalues(Lit()), eigenvalues(plain))
 
 
-def test_exported_graphs_are_refused_in_one_sentence():
+def test_exported_graphs_are_rejected():
     class Chain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -277,9 +278,9 @@ def test_exported_graphs_are_refused_in_one_sentence():
             return x
 
     exported = torch.export.export(Chain(), (TOKENS,))
-    with pytest.raises(AnatomyError, match="exported graph of operations.*pass the module that it was made from"):
+    with pytest.raises(AnatomyError, check=about("model", "GraphModule")):
         wb.profile(exported.module(), TOKENS, progress=False)
-    with pytest.raises(wb.WorkbenchError, match="ExportedProgram"):
+    with pytest.raises(wb.WorkbenchError, check=about("source", "ExportedProgram")):
         wb.profile(exported, TOKENS, progress=False)
 
 
@@ -315,7 +316,7 @@ def tensor_parallel(model, mesh):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("split", [fsdp, tensor_parallel])
-def test_split_parameters_are_read_whole(plain, mesh, split):
+def test_sharded_parameters_are_gathered(plain, mesh, split):
     model = split(copy.deepcopy(plain), mesh)
     np.testing.assert_array_equal(eigenvalues(model), eigenvalues(plain))
     expected = wb.query_key_weights(plain, TOKENS)
@@ -330,9 +331,9 @@ def test_flat_parameters(plain, mesh):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(copy.deepcopy(plain), device_id=torch.device("cpu"))
-    with pytest.raises(AnatomyError, match="keeps the parameters of many modules in one.*use_orig_params=True"):
+    with pytest.raises(AnatomyError, check=about("model", expected="a model whose parameters are not flattened")):
         eigenvalues(model)
     model = FullyShardedDataParallel(copy.deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
     np.testing.assert_array_equal(eigenvalues(model), eigenvalues(plain))
-    # A pass that is cut off would leave it gathered, so that it could not be read again.
+    # An interrupted pass would leave the parameters gathered, and the model could not be measured again.
     np.testing.assert_array_equal(eigenvalues(model), eigenvalues(plain))

@@ -1,4 +1,4 @@
-"""Weights that ZeRO-3 divided, in the layout that DeepSpeed's zero_to_fp32.py reads."""
+"""Weights partitioned by ZeRO-3, in the layout that DeepSpeed's zero_to_fp32.py reads."""
 
 from collections import OrderedDict
 
@@ -7,17 +7,18 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.models.weight_models import TOKENS, assert_opens, refusal, small
+from tests.about import about
+from tests.models.weight_models import TOKENS, assert_opens, rejection, small
 from workbench.models.lazy_state import lazy_state
 from workbench.models.zero_partitions import is_partitioned
 
 
 class _LossScaler:
-    """An object of DeepSpeed's in the optimizer's state."""
+    """An object of DeepSpeed in the state of the optimizer."""
 
 
-def write(folder, model, n_ranks=2, *, n_groups=2, frozen=(), shared=None, prefix="", **beside):
-    """What DeepSpeed's save_checkpoint writes with ZeRO-3.
+def write(folder, model, n_ranks=2, *, n_groups=2, frozen=(), shared=None, prefix="", **others):
+    """Write the files of DeepSpeed's save_checkpoint with ZeRO-3, and return their folder.
 
     Args:
         folder: Folder with ``latest``.
@@ -25,9 +26,9 @@ def write(folder, model, n_ranks=2, *, n_groups=2, frozen=(), shared=None, prefi
         n_ranks: Number of ranks.
         n_groups: Number of groups of parameters.
         frozen: Names of parameters that are not trained.
-        shared: Name of a parameter that is kept once -> its other name.
-        prefix: What stands before the names of the optimizer's files.
-        beside: What else the files of the model hold.
+        shared: Other name -> name of a parameter that is stored once.
+        prefix: Prefix of the names of the optimizer's files.
+        others: Further entries of the model's files.
     """
     place = folder / "global_step5"
     place.mkdir(parents=True)
@@ -45,7 +46,7 @@ def write(folder, model, n_ranks=2, *, n_groups=2, frozen=(), shared=None, prefi
         return padded[rank * length : (rank + 1) * length].clone()
 
     for rank in range(n_ranks):
-        about = {
+        content = {
             "module": {**{name: torch.empty(0) for name in parameters}, **buffers},
             "buffer_names": list(buffers),
             "param_shapes": [OrderedDict((name, p.shape) for name, p in group) for group in groups],
@@ -53,9 +54,9 @@ def write(folder, model, n_ranks=2, *, n_groups=2, frozen=(), shared=None, prefi
             "frozen_param_shapes": OrderedDict((name, parameters[name].shape) for name in frozen) or None,
             "frozen_param_fragments": OrderedDict((name, part(parameters[name], rank)) for name in frozen) or None,
             "ds_version": "0.16.0",
-            **beside,
+            **others,
         }
-        torch.save(about, place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save(content, place / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         optimizer = {
             "zero_stage": 3,
             "partition_count": n_ranks,
@@ -69,7 +70,7 @@ def write(folder, model, n_ranks=2, *, n_groups=2, frozen=(), shared=None, prefi
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3, 12])
 @pytest.mark.parametrize("n_groups", [1, 2])
-def test_the_parts_of_all_ranks_are_put_together(n_ranks, n_groups, tmp_path):
+def test_the_parts_of_all_ranks_are_merged(n_ranks, n_groups, tmp_path):
     model = small()
     place = write(tmp_path, model, n_ranks, n_groups=n_groups, prefix="bf16_" if n_ranks == 3 else "")
     assert is_partitioned(place)
@@ -87,7 +88,7 @@ def test_streamed_equals_resident(tmp_path):
 
 
 class _Mixed(nn.Module):
-    """A buffer, and one parameter under two names."""
+    """A module with a buffer, and with one parameter under two names."""
 
     def __init__(self):
         super().__init__()
@@ -108,24 +109,20 @@ def test_frozen_and_shared_parameters_and_buffers(tmp_path):
         assert (state[name].shape, state[name].dtype) == (tuple(tensor.shape), tensor.dtype)
 
 
-def test_what_is_not_all_there_is_refused(tmp_path):
+def test_incomplete_folders_are_rejected(tmp_path):
     place = write(tmp_path / "a", small(), 3)
     for file in place.glob("zero_pp_rank_2_*"):
         file.unlink()
-    assert refusal(tmp_path / "a", small(9)) == (
-        f"{place} does not hold all parts of its weights: there are files of 2 of 3 ranks; fetch the checkpoint again, "
-        "or run the zero_to_fp32.py beside it and pass the file it makes."
-    )
+    assert about(str(place), 2, "a folder with the files of 3 ranks")(rejection(tmp_path / "a", small(9)))
     for i, wrong in enumerate(({"param_shapes": []}, {"param_shapes": None}, {"buffer_names": ["x"]})):
         place = write(tmp_path / str(i), small(), 2, **wrong)
-        text = refusal(tmp_path / str(i), small(9))
-        assert text.startswith(f"{place} does not hold all parts of its weights, or in another layout; fetch the")
+        assert about(str(place))(rejection(tmp_path / str(i), small(9)))
     place = write(tmp_path / "b", small())
-    (place / "zero_pp_rank_1_mp_rank_00_optim_states.pt").write_bytes(b"PK")
-    text = refusal(tmp_path / "b", small(9))
-    assert text == "zero_pp_rank_1_mp_rank_00_optim_states.pt is damaged or incomplete; fetch it again."
-    torch.save([1], place / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    assert "holds no dict of tensors; fetch it again." in refusal(tmp_path / "b", small(9))
+    file = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (place / file).write_bytes(b"PK")
+    assert about(file, expected="a complete file")(rejection(tmp_path / "b", small(9)))
+    torch.save([1], place / file)
+    assert about(file, "list")(rejection(tmp_path / "b", small(9)))
 
 
 class _Bomb:
@@ -138,5 +135,6 @@ def test_code_is_not_run(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place = write(tmp_path / "a", small())
     torch.save({"optimizer_state_dict": _Bomb()}, place / f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt")
-    assert "holds more than tensors, possibly code, and was not loaded" in refusal(tmp_path / "a", small(9))
+    error = rejection(tmp_path / "a", small(9))
+    assert about(f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt", "a pickle with more than tensors")(error)
     assert not (tmp_path / "exploded").exists()

@@ -1,4 +1,4 @@
-"""A small model in two copies, and the refusal of a checkpoint, for the tests of formats."""
+"""A small model in two copies, and the error of a checkpoint that does not open, for tests of file formats."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ TOKENS = torch.arange(12).reshape(2, 6)
 
 
 def small(seed=0):
-    """A model whose weights depend on the seed."""
+    """Return a model whose weights depend on the seed."""
     return wb.zoo.transformer("rms_norm", d_model=16, n_layers=2, n_heads=2, vocab_size=32, seed=seed).eval()
 
 
 def assert_opens(source, saved, **options):
-    """Open a source onto another copy of the saved model; the logits are its to the bit."""
+    """Open a source with another copy of the saved model, and check that its logits are bitwise identical."""
     target = small(seed=9)
     before = target(TOKENS)
     subject = wb.open_checkpoint(source, module=target, **options)
@@ -27,7 +27,12 @@ def assert_opens(source, saved, **options):
 
 
 def refusal(source, module=None, **options):
-    """The one sentence that refuses a source; the module is left as it was."""
+    """Return the sentence of the error of a source that does not open; see `rejection`."""
+    return str(rejection(source, module, **options))
+
+
+def rejection(source, module=None, **options):
+    """Return the error of a source that does not open, and check that the module is not changed."""
     before = {} if module is None else {name: tensor.clone() for name, tensor in module.state_dict().items()}
     with pytest.raises(CheckpointError) as caught:
         wb.open_checkpoint(source, module=module, **options)
@@ -36,4 +41,4 @@ def refusal(source, module=None, **options):
     assert text.endswith(".")
     if module is not None:
         assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
-    return text
+    return caught.value

@@ -1,4 +1,4 @@
-"""Outliers in the stream: planted ones, and NumPy and SciPy as judges."""
+"""Outliers of the residual stream: known outliers, and comparison with NumPy and SciPy."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_against_numpy_and_scipy():
         assert state_norm(h)[i].item() == pytest.approx(np.linalg.norm(one, axis=1).mean())
 
 
-def test_a_planted_outlier():
+def test_a_known_outlier():
     h = torch.ones(4, 25)
     h[::2] = -1
     h[2, 3] = 5000.0
@@ -36,17 +36,17 @@ def test_a_planted_outlier():
     assert massive_activations(10 * h, ratio=1e5).item() == 0
     assert massive_activations(0.01 * h).item() == 0  # 50: beyond the ratio, not beyond 100
     assert kurtosis(h).item() == pytest.approx(scipy.stats.kurtosis(h.double(), axis=None, fisher=False), rel=1e-4)
-    assert 95 < kurtosis(h).item() < 100  # one of a hundred numbers has it all
+    assert 95 < kurtosis(h).item() < 100  # one of a hundred numbers dominates
 
 
-def test_kurtosis_knows_no_unit_and_is_three_for_a_normal_distribution():
+def test_kurtosis_is_independent_of_the_unit_and_three_for_a_normal_distribution():
     h = states(300, 100)
     assert kurtosis(h).item() == pytest.approx(3, abs=0.1)
     for unit in (1e-30, 1e30):
         assert kurtosis(unit * h.double()).item() == pytest.approx(kurtosis(h).item())
 
 
-def test_at_the_edges():
+def test_edge_cases():
     assert outlier_ratio(torch.tensor([[0.0, 0, 0, 1]])).item() == math.inf
     assert outlier_ratio(torch.zeros(2, 3)).isnan()
     assert kurtosis(torch.ones(2, 3)).isnan()

@@ -1,4 +1,4 @@
-"""Measures of a spectrum, against the oracle; products that are never formed."""
+"""Measures of singular values compared with a reference implementation, and products that are never formed."""
 
 import math
 
@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
+from tests.about import about
 from workbench.errors import OptionError
 from workbench.monitors.matrices import (
     effective_rank,
@@ -32,21 +33,21 @@ def test_measures_of_a_matrix(alpha):
     for i, one in enumerate(matrix.numpy()):
         assert effective_rank(s, alpha=alpha)[i].item() == pytest.approx(oracle.effective_rank(one, alpha), rel=1e-12)
         assert frobenius_norm(s)[i].item() == pytest.approx(np.linalg.norm(one))
-        wanted = (np.linalg.norm(one) / np.linalg.norm(one, 2)) ** 2
-        assert stable_rank(s)[i].item() == pytest.approx(wanted)
+        expected = (np.linalg.norm(one) / np.linalg.norm(one, 2)) ** 2
+        assert stable_rank(s)[i].item() == pytest.approx(expected)
     torch.testing.assert_close(spectral_entropy(s, alpha=alpha).exp(), effective_rank(s, alpha=alpha))
 
 
 @given(st.lists(st.floats(1e-30, 1e30), min_size=1, max_size=6), st.floats(0.25, 4), st.floats(1e-100, 1e100))
 @settings(deadline=None, max_examples=50)
-def test_ranks_lie_between_one_and_n_and_know_no_unit(values, alpha, unit):
+def test_ranks_lie_between_one_and_n_and_are_independent_of_the_unit(values, alpha, unit):
     s = torch.tensor(values, dtype=torch.float64)
     for rank in (lambda x: effective_rank(x, alpha=alpha), stable_rank):
         assert 1 - 1e-9 <= rank(s).item() <= len(values) + 1e-9
         torch.testing.assert_close(rank(s * unit), rank(s), rtol=1e-6, atol=1e-9)
 
 
-def test_planted_ranks():
+def test_known_ranks():
     equal = torch.tensor([[3.0, 3, 3, 0], [2.0, 0, 0, 0]])
     for rank in (effective_rank, stable_rank):
         torch.testing.assert_close(rank(equal), torch.tensor([3.0, 1.0], dtype=torch.float64))
@@ -66,7 +67,7 @@ def test_everything_is_computed_in_double_precision(dtype):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_with_its_matrix(bad):
+def test_a_matrix_that_is_not_finite_does_not_affect_others(bad):
     matrix = draw(3, 6, 4)
     matrix[1, 2, 3] = bad
     for values in (singular_values(matrix), product_singular_values(matrix, draw(3, 5, 4))):
@@ -78,8 +79,8 @@ def test_what_is_not_finite_stays_with_its_matrix(bad):
 @pytest.mark.parametrize(("d_a", "d_b", "r"), [(9, 7, 3), (9, 9, 4), (3, 8, 5), (2, 3, 6), (5, 5, 5)])
 def test_product(d_a, d_b, r):
     a, b = draw(2, d_a, r), draw(2, d_b, r, seed=1)
-    wanted = torch.linalg.svdvals(a @ b.mT)[..., : min(d_a, d_b, r)]
-    torch.testing.assert_close(product_singular_values(a, b), wanted, rtol=1e-10, atol=1e-12)
+    expected = torch.linalg.svdvals(a @ b.mT)[..., : min(d_a, d_b, r)]
+    torch.testing.assert_close(product_singular_values(a, b), expected, rtol=1e-10, atol=1e-12)
 
 
 @given(st.integers(0, 10**6), st.integers(-9, 0), st.booleans())
@@ -95,12 +96,12 @@ def test_the_factor_reproduces_the_gram_matrix_however_ill_conditioned(seed, exp
     length = torch.linalg.vector_norm(matrix, dim=0)
     scale = torch.outer(length, length).clamp_min(1e-300)
     assert ((r.mT @ r - matrix.mT @ matrix).abs() / scale).max() < 1e-12
-    # The Gram matrix alone would lose half of the digits of what is small.
-    small, wanted = (torch.linalg.svdvals(m[:, :2])[-1].item() for m in (r, matrix))
-    assert small == pytest.approx(wanted, rel=1e-8, abs=1e-14)
+    # With the Gram matrix alone, small values would lose half of their digits.
+    small, expected = (torch.linalg.svdvals(m[:, :2])[-1].item() for m in (r, matrix))
+    assert small == pytest.approx(expected, rel=1e-8, abs=1e-14)
 
 
-def test_rounding_is_no_rank():
+def test_rounding_errors_do_not_increase_the_rank():
     matrix = draw(40, 2) @ draw(2, 30, seed=1)
     s = singular_values(matrix)
     assert (s[:2] > 0).all()
@@ -108,10 +109,10 @@ def test_rounding_is_no_rank():
     assert effective_rank(s, alpha=0.1).item() <= 2
 
 
-def test_refusals():
-    with pytest.raises(OptionError, match=r"alpha is 0, expected a positive number such as 2."):
+def test_invalid_arguments_are_rejected():
+    with pytest.raises(OptionError, check=about("alpha", 0)):
         effective_rank(torch.ones(3), alpha=0)
-    with pytest.raises(OptionError, match=r"alpha is nan"):
+    with pytest.raises(OptionError, check=about("alpha")):
         spectral_entropy(torch.ones(3), alpha=math.nan)
-    with pytest.raises(OptionError, match=r"shape \(4, 3\) and \(4, 2\) have no product a b'"):
+    with pytest.raises(OptionError, check=about("b", (4, 2))):
         product_singular_values(torch.ones(4, 3), torch.ones(4, 2))

@@ -1,4 +1,4 @@
-"""What a look at a model says, against attention and routing computed from the model's own weights in float64."""
+"""Measurements of a model compared with attention and routing computed in float64 from its weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import nn
 
 import workbench as wb
 from tests import oracle
+from tests.about import about
 from tests.models.model_families import BY_NAME, build, make_inputs
-from tests.zoo.zoo_models import MAKERS, inputs_for, unsettled
+from tests.zoo.zoo_models import MAKERS, inputs_for, perturbed
 from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.monitors.probe_pass import ModelProbe
@@ -22,12 +23,12 @@ from workbench.zoo.attention import rotate
 ATTENTION = ("attention_logit_max", "attention_entropy", "attention_entropy_share")
 
 
-def look_at(model, inputs):
+def probe_of(model, inputs):
     return ModelProbe(model, read_anatomy(model, inputs), inputs)
 
 
 def attention_by_hand(q, k, scale, visible):
-    """(3, head) from q (batch, head, token, head_dim), k alike, visible (batch, token, token)."""
+    """Return (3, head) from q (batch, head, token, head_dim), k of the same shape, visible (batch, token, token)."""
     columns = []
     for h in range(q.shape[1]):
         rows = [
@@ -50,7 +51,7 @@ def causal(n_rows, n_tokens, window=None):
 
 
 def inputs_of(modules, model, inputs):
-    """What entered each module in one forward."""
+    """Return the input of each module in one forward pass."""
     taken = []
     handles = [
         m.register_forward_pre_hook(
@@ -72,10 +73,10 @@ ZOO = ("transformer", "gpt2", "llama", "parallel", "mixtral", "vit pre_ln")
 
 @pytest.mark.parametrize("name", ZOO)
 def test_attention_of_the_zoo(name):
-    model = unsettled(MAKERS[name](0)).double()
+    model = perturbed(MAKERS[name](0)).double()
     inputs = inputs_for(model)
     inputs = inputs.double() if inputs.is_floating_point() else inputs
-    taken = look_at(model, inputs).take(["attention"])["attention"]
+    taken = probe_of(model, inputs).take(["attention"])["attention"]
     modules = [m for m in model.modules() if type(m).__name__ == "Attention"]
     states, _ = inputs_of(modules, model.eval(), inputs)
     for layer, (attention, x) in enumerate(zip(modules, states, strict=True)):
@@ -88,8 +89,8 @@ def test_attention_of_the_zoo(name):
             k = k.repeat_interleave(attention.n_heads // attention.n_kv_heads, dim=1)
         visible = causal(*x.shape[:2], attention.window)
         visible = visible if attention.is_causal else torch.ones_like(visible)
-        wanted = attention_by_hand(q, k, q.shape[-1] ** -0.5, visible)
-        for measure, values in zip(ATTENTION, wanted, strict=True):
+        expected = attention_by_hand(q, k, q.shape[-1] ** -0.5, visible)
+        for measure, values in zip(ATTENTION, expected, strict=True):
             assert taken[measure].dtype == np.float64
             np.testing.assert_allclose(taken[measure][layer], values, rtol=1e-8, err_msg=measure)
 
@@ -109,16 +110,16 @@ PAD = {
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "mixtral"])
 def test_attention_of_families_is_what_the_model_returns(name, implementation, padding):
-    """transformers hands out the eager probabilities, rounded to float32."""
+    """transformers returns the eager probabilities, rounded to float32."""
     family = BY_NAME[name]
     model = build(family)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(2)  # else attention is all but even
+            parameter.mul_(2)  # otherwise attention is almost uniform
     tokens, mask = make_inputs(family), PAD[padding]
     inputs = {"input_ids": tokens} | ({} if mask is None else {"attention_mask": mask})
     model.set_attn_implementation(implementation)
-    taken = look_at(model, inputs).take(["attention"])["attention"]
+    taken = probe_of(model, inputs).take(["attention"])["attention"]
     model.set_attn_implementation("eager")
     with torch.no_grad():
         probabilities = model(**inputs, output_attentions=True).attentions
@@ -129,11 +130,11 @@ def test_attention_of_families_is_what_the_model_returns(name, implementation, p
         visible = causal(*tokens.shape) if is_causal else torch.ones(2, 7, 7, dtype=torch.bool)
         n_seen = (visible & rows[:, None, :]).sum(-1)[:, None].expand_as(entropy)
         counts = rows[:, None].expand_as(entropy)
-        wanted = (entropy * counts).sum((0, 2)) / counts.sum((0, 2))
-        np.testing.assert_allclose(taken["attention_entropy"][layer], wanted, rtol=1e-5)
+        expected = (entropy * counts).sum((0, 2)) / counts.sum((0, 2))
+        np.testing.assert_allclose(taken["attention_entropy"][layer], expected, rtol=1e-5)
         share, counts = (entropy / n_seen.log()).masked_fill(~(counts & (n_seen > 1)), 0), counts & (n_seen > 1)
-        wanted = share.sum((0, 2)) / counts.sum((0, 2))
-        np.testing.assert_allclose(taken["attention_entropy_share"][layer], wanted, rtol=1e-5)
+        expected = share.sum((0, 2)) / counts.sum((0, 2))
+        np.testing.assert_allclose(taken["attention_entropy_share"][layer], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -141,18 +142,18 @@ def test_largest_logit_of_llama(implementation):
     family = BY_NAME["llama"]
     model, tokens = build(family).double(), make_inputs(family)
     model.set_attn_implementation(implementation)
-    taken = look_at(model, tokens).take()["attention"]["attention_logit_max"]
+    taken = probe_of(model, tokens).take()["attention"]["attention_logit_max"]
     modules = [layer.self_attn for layer in model.model.layers]
     states, _ = inputs_of(modules, model, tokens)
     for layer, (attention, x) in enumerate(zip(modules, states, strict=True)):
         with torch.no_grad():
             q, k = (rotate(heads(p(x), n), 10000.0) for p, n in ((attention.q_proj, 4), (attention.k_proj, 2)))
-        wanted = attention_by_hand(q, k.repeat_interleave(2, 1), 6**-0.5, causal(*tokens.shape))[0]
-        np.testing.assert_allclose(taken[layer], wanted, rtol=1e-4)  # the model's rotations are in float32
+        expected = attention_by_hand(q, k.repeat_interleave(2, 1), 6**-0.5, causal(*tokens.shape))[0]
+        np.testing.assert_allclose(taken[layer], expected, rtol=1e-4)  # the model's rotations are in float32
 
 
 class SoftmaxWatch(torch.overrides.TorchFunctionMode):
-    """Keeps what enters each softmax of attention."""
+    """Records the input of each softmax of attention."""
 
     def __init__(self):
         super().__init__()
@@ -169,12 +170,12 @@ class SoftmaxWatch(torch.overrides.TorchFunctionMode):
 
 @pytest.mark.parametrize(("name", "n_sinks"), [("gemma2", 0), ("gpt_oss", 1)])
 def test_scores_are_those_that_enter_the_softmax(name, n_sinks):
-    """gemma2 caps its logits; gpt_oss adds a sink for every token, and subtracts the largest logit of each token."""
+    """gemma2 caps its logits; gpt_oss adds a sink for each token and subtracts the largest logit of each token."""
     family = BY_NAME[name]
     model, tokens = build(family, attn_implementation="eager"), make_inputs(family)
     with torch.no_grad(), SoftmaxWatch() as watch:
         model(tokens)
-    taken = look_at(model, tokens).take(["attention"])["attention"]
+    taken = probe_of(model, tokens).take(["attention"])["attention"]
     for layer, logits in enumerate(watch.entering):
         assert logits.shape[-1] == 7 + n_sinks
         np.testing.assert_allclose(taken["attention_logit_max"][layer], logits.amax((0, 2, 3)), rtol=1e-5)
@@ -196,7 +197,7 @@ def test_pytorch_attention(batch_first, is_padded):
     if is_padded:
         inputs["src_key_padding_mask"] = hidden
         inputs["mask"] = ~torch.ones(7, 7, dtype=torch.bool).tril()
-    taken = look_at(model, inputs).take()["attention"]
+    taken = probe_of(model, inputs).take()["attention"]
     attention = model.layers[0].self_attn
     with torch.no_grad():
         q, k = (
@@ -205,21 +206,21 @@ def test_pytorch_attention(batch_first, is_padded):
         )
     visible = torch.ones(3, 7, 7, dtype=torch.bool)
     if is_padded:
-        visible = causal(3, 7) & ~hidden[:, None, :] & ~hidden[:, :, None]  # what padding looks at does not count
-    wanted = attention_by_hand(q, k, 6**-0.5, visible)
-    for measure, values in zip(ATTENTION, wanted, strict=True):
+        visible = causal(3, 7) & ~hidden[:, None, :] & ~hidden[:, :, None]  # padding tokens are excluded as queries
+    expected = attention_by_hand(q, k, 6**-0.5, visible)
+    for measure, values in zip(ATTENTION, expected, strict=True):
         np.testing.assert_allclose(taken[measure][0], values, rtol=1e-7, err_msg=measure)
 
 
-def test_decoders_look_at_their_own_tokens():
-    """Of a decoder's two attentions the one among its own tokens counts, which sees the past alone."""
+def test_self_attention_of_decoders_is_measured():
+    """Of the two attentions of a decoder block, the causal self-attention is measured."""
     family = BY_NAME["bart"]
     model, tokens = build(family), make_inputs(family)
-    look = look_at(model, tokens)
-    taken = look.take(["attention"])["attention"]
+    probe = probe_of(model, tokens)
+    taken = probe.take(["attention"])["attention"]
     even = np.mean([math.log(n) for n in range(1, 8)])
     np.testing.assert_allclose(taken["attention_entropy"], even, atol=0.02)
-    assert look.unreadable == []
+    assert probe.unreadable == []
 
 
 # --- routing ---------------------------------------------------------------------------------------------------------
@@ -227,12 +228,12 @@ def test_decoders_look_at_their_own_tokens():
 
 @pytest.mark.parametrize("name", ["moe", "switch", "mixtral"])
 def test_routing_of_the_zoo(name):
-    model = unsettled(MAKERS[name](0)).double()
+    model = perturbed(MAKERS[name](0)).double()
     tokens = inputs_for(model)
-    look = look_at(model, tokens)
-    taken = look.take(["router"])["router"]
+    probe = probe_of(model, tokens)
+    taken = probe.take(["router"])["router"]
     model(tokens)
-    assert look.router_layers == (0, 1)
+    assert probe.router_layers == (0, 1)
     for layer, block in enumerate(model.blocks):
         p = block.mlp.logits.detach().softmax(-1)
         n_experts, top_k = p.shape[-1], model.config.top_k
@@ -250,13 +251,13 @@ def test_routing_of_the_zoo(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text", "granitemoe"])
 def test_routing_of_families(name, dtype):
-    """The logits are those of the documented router on what enters it; the choices are those that it made."""
+    """The logits are those of the documented router for its inputs; the choices are its own."""
     family = BY_NAME[name]
     model, tokens = build(family).to(dtype), make_inputs(family)
-    look = look_at(model, tokens)
-    taken = look.take(["router"])["router"]
+    probe = probe_of(model, tokens)
+    taken = probe.take(["router"])["router"]
     gates = [model.get_submodule(router.name.rpartition(".")[0]) for router in wb.router_weights(model, tokens)]
-    assert len(gates) == len(look.router_layers) == len(taken["routing_entropy"])
+    assert len(gates) == len(probe.router_layers) == len(taken["routing_entropy"])
     states, _ = inputs_of(gates, model, tokens)
     for row, (gate, x) in enumerate(zip(gates, states, strict=True)):
         x = x.reshape(-1, x.shape[-1]).double()
@@ -266,7 +267,7 @@ def test_routing_of_families(name, dtype):
         assert taken["routing_entropy"][row] == pytest.approx(
             torch.special.entr(p).sum(-1).mean().item(), abs=1e-5 if dtype == torch.float32 else 2e-3
         )
-        if dtype == torch.float32 and name != "deepseek_v3":  # which rules experts out by group
+        if dtype == torch.float32 and name != "deepseek_v3":  # which excludes experts by group
             top_k = family.config["num_experts_per_tok"]
             count = np.bincount(logits.topk(top_k, dim=-1).indices.flatten(), minlength=logits.shape[-1])
             np.testing.assert_allclose(taken["expert_load"][row], count / count.sum())
@@ -274,41 +275,41 @@ def test_routing_of_families(name, dtype):
 
 
 def test_choices_follow_a_correction():
-    """A bias on top of the scores decides who is chosen, though the logits stay."""
+    """A bias added to the scores changes the choices but not the logits."""
     family = BY_NAME["deepseek_v3"]
     model, tokens = build(family, n_group=1, topk_group=1), make_inputs(family)
-    before = look_at(model, tokens).take(["router"])["router"]
+    before = probe_of(model, tokens).take(["router"])["router"]
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.tensor([100.0, 90.0] + [0] * 6))
-    after = look_at(model, tokens).take(["router"])["router"]
+    after = probe_of(model, tokens).take(["router"])["router"]
     np.testing.assert_allclose(after["expert_load"][0], [0.5, 0.5] + [0] * 6)
     assert after["dead_experts"][0] == 6
     assert after["max_violation"][0] == 3
     assert after["routing_entropy"][0] == pytest.approx(before["routing_entropy"][0])
 
 
-def test_routing_change_is_since_the_last_look():
-    model = unsettled(MAKERS["switch"](0))
-    look = look_at(model, inputs_for(model))
-    look.take()
-    assert (look.take()["router"]["routing_change"] == 0).all()
+def test_routing_change_is_since_the_last_measurement():
+    model = perturbed(MAKERS["switch"](0))
+    probe = probe_of(model, inputs_for(model))
+    probe.take()
+    assert (probe.take()["router"]["routing_change"] == 0).all()
     with torch.no_grad():
         router = model.blocks[1].mlp.router.weight
         router.copy_(-router)
-    look.take(["attention"])  # not a look at the routers
-    change = look.take()["router"]["routing_change"]
+    probe.take(["attention"])  # does not measure the routers
+    change = probe.take()["router"]["routing_change"]
     assert change[0] == 0
-    assert change[1] == 1  # who had most has least
+    assert change[1] == 1  # the most loaded expert is now the least loaded
 
 
-def test_padding_takes_no_part():
+def test_padding_is_excluded():
     family = BY_NAME["mixtral"]
     model, tokens = build(family), make_inputs(family, n_rows=1)
     padded = torch.cat([tokens, torch.full((1, 5), 3)], dim=1)
     mask = (torch.arange(12) < 7).long()[None]
-    alone = look_at(model, tokens).take()
-    with_padding = look_at(model, {"input_ids": padded, "attention_mask": mask}).take()
+    alone = probe_of(model, tokens).take()
+    with_padding = probe_of(model, {"input_ids": padded, "attention_mask": mask}).take()
     for part, values in alone.items():
         for name, value in values.items():
             np.testing.assert_allclose(with_padding[part][name], value, rtol=1e-4, err_msg=name)
@@ -318,9 +319,9 @@ def test_padding_takes_no_part():
 
 
 def test_states_and_log_z():
-    model = unsettled(MAKERS["transformer"](0))
+    model = perturbed(MAKERS["transformer"](0))
     tokens = inputs_for(model)
-    taken = look_at(model, tokens).take(["activations"])["activations"]
+    taken = probe_of(model, tokens).take(["activations"])["activations"]
     leaving = []
     handles = [
         b.register_forward_hook(lambda m, args, out: leaving.append(out.detach().double())) for b in model.blocks
@@ -338,19 +339,19 @@ def test_states_and_log_z():
     assert taken["log_z"] == pytest.approx(np.sqrt((np.log(np.exp(logits).sum(-1)) ** 2).mean()), rel=1e-5)
 
 
-# --- what cannot be had ----------------------------------------------------------------------------------------------
+# --- missing values --------------------------------------------------------------------------------------------------
 
 
 def test_mixed_blocks():
     family = BY_NAME["jamba"]
     model, tokens = build(family), make_inputs(family)
-    look = look_at(model, tokens)
-    taken = look.take()
+    probe = probe_of(model, tokens)
+    taken = probe.take()
     assert np.isnan(taken["attention"]["attention_entropy"][[0, 2]]).all()
     assert np.isfinite(taken["attention"]["attention_entropy"][1]).all()
-    assert look.router_layers == (1,)
-    look.take()
-    assert [reason.split(" cannot")[0] for reason in look.unreadable] == [
+    assert probe.router_layers == (1,)
+    probe.take()
+    assert [reason.split(" cannot")[0] for reason in probe.unreadable] == [
         "The attention of model.layers.0",
         "The attention of model.layers.2",
     ]
@@ -359,31 +360,31 @@ def test_mixed_blocks():
 def test_a_model_without_attention_routers_and_logits():
     family = BY_NAME["mamba"]
     model, tokens = build(family), make_inputs(family)
-    look = look_at(model.backbone, tokens)
-    taken = look.take()
+    probe = probe_of(model.backbone, tokens)
+    taken = probe.take()
     assert list(taken) == ["activations"]
     assert np.isnan(taken["activations"]["log_z"])
     assert np.isfinite(taken["activations"]["kurtosis"]).all()
-    assert look.unreadable[-1] == "The model returns no logits, so that log_z is unknown."
-    assert len(look.unreadable) == 4
+    assert probe.unreadable[-1] == "The model returns no logits, so log_z is unknown."
+    assert len(probe.unreadable) == 4
 
 
 def test_choices_that_cannot_be_seen_are_not_guessed():
-    family = BY_NAME["phimoe"]  # picks one expert after the other, each by a maximum among those left
-    look = look_at(build(family), make_inputs(family))
-    taken = look.take()["router"]
+    family = BY_NAME["phimoe"]  # chooses experts sequentially, each by a maximum among the remaining ones
+    probe = probe_of(build(family), make_inputs(family))
+    taken = probe.take()["router"]
     assert np.isfinite(taken["routing_entropy"]).all()
     assert all(np.isnan(taken[name]).all() for name in ("expert_load", "max_violation", "dead_experts"))
-    assert look.unreadable[0] == "The choices of the router of model.layers.0 cannot be seen, only its logits."
+    assert probe.unreadable[0] == "The choices of the router of model.layers.0 cannot be observed, only its logits."
 
 
 @pytest.mark.parametrize("name", ["moe", "llama"])
 def test_a_layer_that_is_not_finite_leaves_the_others(name):
     model = MAKERS[name](0)
-    look = look_at(model, inputs_for(model))
+    probe = probe_of(model, inputs_for(model))
     with torch.no_grad():
         model.blocks[1].attention.query.weight[0, 0] = math.nan
-    taken = look.take()
+    taken = probe.take()
     for part in taken.values():
         for measure, values in part.items():
             if measure == "log_z" or measure == "routing_change":
@@ -393,18 +394,18 @@ def test_a_layer_that_is_not_finite_leaves_the_others(name):
             expected_nan = values[1][:1] if measure.startswith("attention") else values[1]
             assert np.isnan(expected_nan).all(), measure
     assert np.isnan(taken["activations"]["log_z"])
-    assert look.unreadable == []
-    look.take()
+    assert probe.unreadable == []
+    probe.take()
 
 
 def test_an_unknown_part():
     model = MAKERS["moe"](0)
-    look = look_at(model, inputs_for(model))
-    with pytest.raises(OptionError, match="There is no part 'routers' to measure; expected some of attention, router"):
-        look.take(["routers"])
+    probe = probe_of(model, inputs_for(model))
+    with pytest.raises(OptionError, check=about("parts", "routers", ("attention", "router", "activations"))):
+        probe.take(["routers"])
 
 
-# --- nothing is disturbed --------------------------------------------------------------------------------------------
+# --- the model is unchanged ------------------------------------------------------------------------------------------
 
 
 def random_states():
@@ -412,12 +413,12 @@ def random_states():
     return random.getstate(), legacy, torch.get_rng_state().tolist()
 
 
-def test_nothing_is_disturbed():
+def test_the_model_is_unchanged():
     model = MAKERS["moe"](0)
     model.train()
     model.blocks[0].eval()
     tokens = inputs_for(model)
-    look = look_at(model, tokens)
+    probe = probe_of(model, tokens)
     logits = model(tokens)
     logits.sum().backward()
     held = model.blocks[0].mlp.logits
@@ -425,8 +426,8 @@ def test_nothing_is_disturbed():
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     modes = [m.training for m in model.modules()]
     states = random_states()
-    first = look.take()
-    second = look.take()
+    first = probe.take()
+    second = probe.take()
     assert states == random_states()
     assert modes == [m.training for m in model.modules()]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -442,16 +443,16 @@ def test_nothing_is_disturbed():
                 np.testing.assert_array_equal(value, second[part][name])
 
 
-def test_hooks_go_also_when_the_model_fails():
+def test_hooks_are_removed_if_the_model_fails():
     model = MAKERS["transformer"](0)
-    look = look_at(model, inputs_for(model))
+    probe = probe_of(model, inputs_for(model))
 
     def fail(module, args):
         raise RuntimeError("broken")
 
     handle = model.blocks[1].mlp.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="broken"):
-        look.take()
+        probe.take()
     handle.remove()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    look.take()
+    probe.take()

@@ -1,4 +1,4 @@
-"""The notebooks as they are shipped: short stories with goals, run, and with a picture of everything that they show."""
+"""The shipped notebooks: short, with goals, executed, and with an image of every figure and widget."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_it_is_short(notebook):
     assert max(len(line) for cell in code for line in cell.source.splitlines()) <= 90
 
 
-def test_it_begins_with_goals_and_ends_with_what_is_next(notebook, path):
+def test_it_begins_with_goals_and_ends_with_the_next_notebook(notebook, path):
     first, last = notebook.cells[0], notebook.cells[-1]
     assert first.source.startswith("# ")
     assert "You will" in first.source
@@ -60,10 +60,10 @@ def test_it_is_shipped_with_its_outputs(notebook, path):
     assert path.stat().st_size < 1e6
 
 
-def test_every_figure_and_widget_has_its_picture(notebook):
+def test_every_figure_and_widget_has_an_image(notebook):
     outputs = [output for output in outputs_of(notebook) if "data" in output]
     views = [place for place, output in enumerate(outputs) if WIDGET in output["data"]]
     assert views
     for place in views:
         assert "image/png" in outputs[place + 1]["data"]
-        assert outputs[place + 1]["data"]["text/plain"].endswith(".")  # a sentence for readers without pictures
+        assert outputs[place + 1]["data"]["text/plain"].endswith(".")  # a sentence for readers without images

@@ -1,4 +1,4 @@
-"""Small spectra with known features: made by the real pipeline from random linear maps."""
+"""Small spectra with known properties, computed by the real pipeline from random linear maps."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from workbench.plots.primitives import Primitives
 
 
 def spectra_of(radius, *, n_layers=4, width=12, noise=0.05, seed=0, subject="synthetic"):
-    """Spectra of ``n_layers`` random maps of about the given spectral radius."""
+    """Return spectra of ``n_layers`` random maps with about the given spectral radius."""
     generator = np.random.default_rng(seed)
     layers = []
     for _ in range(n_layers):
@@ -25,7 +25,7 @@ def spectra_of(radius, *, n_layers=4, width=12, noise=0.05, seed=0, subject="syn
 
 
 def run_of(radii, *, subject="synthetic", n_steps=21, diverged=None, seed=0, **kwargs):
-    """A training run: step -> radius of its spectra; monitors at every step, up to the divergence."""
+    """Return a training run with spectra (step -> radius), and monitors at every step up to the divergence."""
     spectra = [spectra_of(radius, seed=seed + step, subject=subject, **kwargs) for step, radius in radii.items()]
     step = xr.IndexVariable("step", list(radii))
     parts = {"spectra": xr.concat(spectra, dim=step, combine_attrs="override", data_vars="all")}
@@ -49,7 +49,7 @@ def run_of(radii, *, subject="synthetic", n_steps=21, diverged=None, seed=0, **k
 
 @pytest.fixture(scope="session")
 def runs():
-    """Three steps without trouble; a run that explodes at step 12; spectra that name no step."""
+    """A healthy run with spectra at three steps, a run that diverges at step 12, and spectra without a step."""
     return {
         "Pre-LN": run_of({0: 0.9, 10: 1.2, 20: 0.8}, subject="calm", n_layers=3, width=8),
         "none": run_of({0: 3.0, 10: 9.0}, subject="wild", n_layers=3, width=8, diverged=12, seed=100),
@@ -74,7 +74,7 @@ def wild():
 
 @pytest.fixture
 def ragged(calm):
-    """A layer with fewer modes, one that says nothing, one with a defective operator."""
+    """Spectra with a layer of fewer modes, an uninformative layer, and a layer with a defective operator."""
     spectra = calm.copy(deep=True)
     spectra["eigenvalue"][1, -3:] = np.nan
     spectra["residual"][1, -3:] = np.nan
@@ -87,7 +87,7 @@ def ragged(calm):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """What is drawn, by the kind of mark."""
+    """Arguments of all calls of the primitives, by kind of mark."""
     found = {}
     for kind in ("line", "band", "boxes", "bars", "dots", "panel"):
         own = getattr(Primitives, kind)
@@ -102,7 +102,7 @@ def drawn(monkeypatch):
 
 @pytest.fixture(scope="session")
 def crowded(wild):
-    """More modes than can be drawn one by one: those of `wild`, again and again with a little noise."""
+    """More modes than are drawn one by one: those of `wild`, repeated with a little noise."""
     n_modes = wild.sizes["mode"]
     spectra = (
         wild.isel(mode=np.tile(np.arange(n_modes), 80)).assign_coords(mode=np.arange(80 * n_modes)).copy(deep=True)

@@ -1,4 +1,4 @@
-"""Criteria against their bands, without pixels: where marks stand, what they look like, what is said of each."""
+"""Criteria against their bands, without rendering: positions and styles of marks, and their texts."""
 
 import math
 
@@ -8,6 +8,7 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.about import about
 from tests.plots.panels import bokeh_panels, elements, matplotlib_axes, words
 from workbench.errors import OptionError, SchemaError
 from workbench.plots.criteria_bands_figure import criteria_bands, place_in_band
@@ -34,7 +35,7 @@ def criteria():
     return xr.Dataset(data | {"units": ("criterion", ["1"] * 5 + ["s"])})
 
 
-def test_marks_stand_where_their_bands_put_them(criteria):
+def test_marks_are_at_their_positions_relative_to_the_bands(criteria):
     (panel,) = criteria_bands(criteria)
     marks = {
         str(name): (float(x), float(y))
@@ -49,13 +50,13 @@ def test_marks_stand_where_their_bands_put_them(criteria):
     assert marks["far above"][0] == 2.6
 
 
-def test_every_number_and_every_lack_is_said(criteria):
+def test_every_value_and_every_missing_value_has_a_text(criteria):
     (panel,) = criteria_bands(criteria)
-    told = {str(text) for labels in elements(panel, "Labels") for text in labels["text"]}
-    assert {"2  (1 to 3)", "0.9  (≤ 0.5)", "0.1  (≥ 0.4)", "not measured", "7 s  (no band)", "›"} <= told
+    texts = {str(text) for labels in elements(panel, "Labels") for text in labels["text"]}
+    assert {"2  (1 to 3)", "0.9  (≤ 0.5)", "0.1  (≥ 0.4)", "not measured", "7 s  (no band)", "›"} <= texts
 
 
-def test_the_longest_text_has_room_beside_the_axis(criteria):
+def test_the_longest_text_fits_next_to_the_axis(criteria):
     criteria["units"][1] = "of what the batch's sampling noise alone would do to it"
     (shown,) = bokeh_panels(criteria_bands(criteria))
     low, high = shown.x_range.start, shown.x_range.end
@@ -67,7 +68,7 @@ def test_the_longest_text_has_room_beside_the_axis(criteria):
 
 
 @pytest.mark.parametrize("n_rows", [1, 80])
-def test_the_note_keeps_off_the_title_and_the_rows_at_any_height(criteria, n_rows):
+def test_the_note_overlaps_neither_the_title_nor_the_rows_at_any_height(criteria, n_rows):
     many = criteria.isel(criterion=np.zeros(n_rows, int))
     (frame,) = matplotlib_axes(criteria_bands(many, backend="matplotlib"))
     note = next(text for text in frame.texts if text.get_text().startswith("shaded"))
@@ -75,10 +76,10 @@ def test_the_note_keeps_off_the_title_and_the_rows_at_any_height(criteria, n_row
     assert note.get_window_extent().y1 < title.get_window_extent().y0
     assert note.get_window_extent().y0 > frame.transData.transform((0, 0.5))[1]
     (panel,) = criteria_bands(many)
-    assert any(word.startswith("shaded: healthy") for word in words(panel))
+    assert any(word.startswith("shaded: healthy band") for word in words(panel))
 
 
-def test_the_legend_shows_a_hollow_mark_only_for_a_state_that_has_no_other(criteria):
+def test_the_legend_has_a_hollow_mark_only_for_a_state_without_filled_marks(criteria):
     criteria["state"][5] = "healthy"
     (frame,) = matplotlib_axes(criteria_bands(criteria, backend="matplotlib"))
     legend = frame.get_legend()
@@ -90,10 +91,10 @@ def test_the_legend_shows_a_hollow_mark_only_for_a_state_that_has_no_other(crite
     assert faces["healthy"] != "none"
 
 
-def test_shape_alone_tells_the_states_apart(criteria):
-    from workbench.plots.criteria_bands_figure import STATE_LOOKS
+def test_states_are_distinguished_by_shape(criteria):
+    from workbench.plots.criteria_bands_figure import STATE_MARKS
 
-    shown = {state: marker for state, (_, marker) in STATE_LOOKS.items() if state != "not measured"}
+    shown = {state: marker for state, (_, marker) in STATE_MARKS.items() if state != "not measured"}
     assert len(set(shown.values())) == len(shown) == 3
 
 
@@ -106,14 +107,14 @@ def test_a_mark_is_inside_exactly_if_the_value_is(value, low, width):
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9), st.floats(1e-3, 1e3))
-def test_what_is_larger_stands_further_right(a, b, limit):
+def test_larger_values_are_further_right(a, b, limit):
     a, b = sorted((a, b))
     for band in ((limit, 3 * limit), (limit, 300 * limit), (NAN, limit), (limit, NAN)):
         assert place_in_band(a, *band) <= place_in_band(b, *band) + 1e-12
 
 
-def test_what_is_no_table_or_backend_is_refused(criteria):
-    with pytest.raises(SchemaError, match=r"is no table of criteria: it lacks state; make it with wb.assess\(\)"):
+def test_invalid_tables_and_backends_are_rejected(criteria):
+    with pytest.raises(SchemaError, check=about("state")):
         criteria_bands(criteria.drop_vars("state"))
-    with pytest.raises(OptionError, match="The backend is 'paint'"):
+    with pytest.raises(OptionError, check=about("backend", "paint", ("bokeh", "matplotlib"))):
         criteria_bands(criteria, backend="paint")

@@ -1,8 +1,9 @@
-"""Figures of a diagnosis, without pixels: bars are the numbers given, and nothing is left out silently."""
+"""Figures of a diagnosis, without rendering: bars have the given values, and nothing is omitted without a note."""
 
 import numpy as np
 import pytest
 
+from tests.about import about
 from tests.plots.panels import elements, ends
 from tests.reports import made_trees
 from workbench.errors import OptionError, SchemaError
@@ -29,7 +30,7 @@ def test_causes_are_bars_of_their_probability(tree):
     assert words(panel) == ["81 %", "15 %", "3 %", "1 %"]
 
 
-def test_evidence_is_drawn_to_the_side_that_it_speaks_for(tree):
+def test_evidence_for_a_cause_is_on_the_right_and_against_it_on_the_left(tree):
     evidence = tree["evidence"].to_dataset()
     (panel,) = evidence_bars(evidence)
     right, left = elements(panel, "Rectangles")
@@ -39,29 +40,29 @@ def test_evidence_is_drawn_to_the_side_that_it_speaks_for(tree):
     assert {"+2.10", "-1.50", "learning rate", "architecture", "precision"} <= set(words(panel))
 
 
-def test_what_has_no_bar_of_its_own_is_summed_up(tree):
+def test_the_remaining_symptoms_share_one_bar(tree):
     evidence = tree["evidence"].to_dataset()
     (panel,) = evidence_bars(evidence, n=1)
     bars = np.concatenate([ends(boxes)[:, 2] for boxes in elements(panel, "Rectangles")])
     np.testing.assert_allclose(bars.sum(), evidence["weight"].values.sum())
-    assert len(bars) == 4  # of the learning rate its strongest sign and the two others together
-    with pytest.raises(OptionError, match="n is 0, expected a whole number of at least 1"):
+    assert len(bars) == 4  # learning rate: the strongest symptom, and the two others combined
+    with pytest.raises(OptionError, check=about("n", 0)):
         evidence_bars(evidence, n=0)
 
 
-def test_signs_stand_at_their_steps_and_those_without_are_named(tree):
+def test_symptoms_are_at_their_steps(tree):
     evidence = tree["evidence"].to_dataset()
     (panel,) = evidence_timeline(evidence)
     steps = sorted(float(points["step"][0]) for points in elements(panel, "Points"))
     assert steps == [300.0, 380.0, 395.0]
-    with pytest.raises(SchemaError, match="No symptom of the evidence has a step"):
+    with pytest.raises(SchemaError, check=about("step")):
         evidence_timeline(evidence.isel(evidence=[2, 4]))
 
 
 @pytest.mark.parametrize("draw", [cause_bars, evidence_bars, evidence_timeline])
-def test_they_are_drawn_by_both_backends(draw, tree, tmp_path):
+def test_both_backends_draw_it(draw, tree, tmp_path):
     data = tree["causes" if draw is cause_bars else "evidence"].to_dataset()
     assert save(draw(data, backend="matplotlib"), tmp_path / "a.png", dpi=50).stat().st_size > 3000
     assert "Bokeh.embed" in save(draw(data), tmp_path / "a.html").read_text()
-    with pytest.raises(SchemaError, match="it lacks"):
+    with pytest.raises(SchemaError, check=about("probability" if draw is cause_bars else "weight")):
         draw(data.drop_vars(["probability", "weight"], errors="ignore"))

@@ -1,4 +1,4 @@
-"""eigenvalue_map without pixels: which modes are drawn where, and what the panels share."""
+"""eigenvalue_map without rendering: positions of the modes, and what the panels share."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.about import about
 from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import eigenvalue_map
@@ -29,11 +30,11 @@ def test_every_mode_is_drawn_at_its_eigenvalue(calm):
     assert len(drawn) == calm["eigenvalue"].size
 
 
-def test_modes_that_do_not_exist_are_dropped(ragged):
+def test_modes_that_do_not_exist_are_omitted(ragged):
     assert len(points_of(eigenvalue_map(ragged))) == ragged["eigenvalue"].size - 3
 
 
-def test_unreliable_modes_are_hollow_and_silent_layers_crossed(ragged):
+def test_unreliable_modes_are_hollow_and_uninformative_layers_are_crosses(ragged):
     columns = mode_columns(ragged)
     reliable = ragged["is_reliable"].values[columns["layer"], columns["mode"]]
     np.testing.assert_array_equal(columns["fill"] > 0, reliable)
@@ -41,7 +42,7 @@ def test_unreliable_modes_are_hollow_and_silent_layers_crossed(ragged):
     assert "layer 2" in silent_layers(ragged)
 
 
-def test_reliable_only_leaves_the_others_out_of_picture_and_masses(calm):
+def test_reliable_only_excludes_other_modes_from_figure_and_masses(calm):
     points = points_of(eigenvalue_map(calm, reliable_only=True))
     assert len(points) == int(calm["is_reliable"].sum())
     assert (points["fill"] > 0).all()
@@ -51,7 +52,7 @@ def test_layers_are_selected_and_keep_their_depth(calm):
     points = points_of(eigenvalue_map(calm, layers=[1, 3]))
     assert set(points["layer"]) == {1, 3}
     np.testing.assert_allclose(np.unique(points["depth"]), [1 / 3, 1])
-    with pytest.raises(OptionError, match="choose from 0 to 3"):
+    with pytest.raises(OptionError, check=about("layers", (7,))):
         eigenvalue_map(calm, layers=[7])
 
 
@@ -63,7 +64,7 @@ def test_panels_share_their_ranges_and_are_square(calm, wild):
     assert first.frame_width == first.frame_height
 
 
-def test_modes_are_drawn_where_the_view_maps_them(wild):
+def test_modes_are_drawn_at_their_mapped_positions(wild):
     points = points_of(eigenvalue_map(wild))
     eigenvalue = points["real"] + 1j * points["imag"]
     drawn = points["x"] + 1j * points["y"]
@@ -75,7 +76,7 @@ def test_modes_are_drawn_where_the_view_maps_them(wild):
     )
 
 
-def test_every_mode_of_a_wild_model_is_in_sight_and_the_circle_stays_large(calm, wild):
+def test_every_mode_of_an_expansive_model_is_visible_and_the_unit_circle_remains_large(calm, wild):
     modes = {"calm": mode_columns(calm), "wild": mode_columns(wild)}
     panels = bokeh_panels(eigenvalue_map({"calm": calm, "wild": wild}))
     half = panels[0].x_range.end
@@ -93,7 +94,7 @@ def test_the_view_near_one_counts_the_modes_outside(wild):
     assert f"   {n_outside} outside" in headline(wild, columns, view)
     axis = bokeh_panels(eigenvalue_map(wild, zoom="near 1"))[0].xaxis[0]
     assert axis.visible
-    with pytest.raises(OptionError, match="The zoom is 'wide', expected one of 'all modes', 'near 1'"):
+    with pytest.raises(OptionError, check=about("zoom", "wide", ("all modes", "near 1"))):
         eigenvalue_map(wild, zoom="wide")
 
 
@@ -122,7 +123,7 @@ def test_thousands_of_modes_are_drawn_as_their_density(crowded):
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(*[st.floats(0, 1e9, width=32) | st.sampled_from([np.nan, np.inf])] * 2), min_size=1))
-def test_the_headline_says_what_summarize_does(rows):
+def test_the_headline_agrees_with_summarize(rows):
     values = np.array(rows, dtype=np.float32).T
     spectra = xr.Dataset(
         {name: ("layer", row) for name, row in zip(("near_unit_mass", "spectral_radius"), values, strict=True)}
@@ -137,7 +138,7 @@ def test_the_headline_says_what_summarize_does(rows):
     assert line == "{!r} {!r}".format(*expected)
 
 
-def test_the_band_is_the_dataset_s_own(calm):
+def test_the_band_is_that_of_the_dataset(calm):
     changed = calm.assign_attrs(near_unit_lower=0.5, near_unit_upper=1.2)
     ring = next(iter(eigenvalue_map(changed))).Polygons.values()[0]
     radius = np.hypot(ring["x"], ring["y"])
@@ -154,7 +155,7 @@ def test_markers_follow_the_columns_even_if_all_values_are_the_same(calm):
 
 
 @pytest.mark.slow
-def test_a_run_is_shown_at_the_step_asked_for(runs):
+def test_a_run_is_shown_at_the_requested_step(runs):
     run = runs["Pre-LN"]
     for step, shown in ((10, 10), (15, 10), ("last", 20)):
         figure = eigenvalue_map({"a": run}, step=step)
@@ -164,9 +165,9 @@ def test_a_run_is_shown_at_the_step_asked_for(runs):
         assert bokeh_panels(figure)[0].title.text == f"a, step {shown}"
     assert bokeh_panels(eigenvalue_map(run, step=0))[0].title.text == "calm, step 0"
     assert bokeh_panels(eigenvalue_map({"b": runs["bare"]}, step="last"))[0].title.text == "b"
-    with pytest.raises(SchemaError, match="'a' runs over step and .* or draw with step='last'"):
+    with pytest.raises(SchemaError, check=about("a", ("step",))):
         eigenvalue_map({"a": run})
-    with pytest.raises(OptionError, match="'a' has no spectra at or before step -3; its first are at step 0"):
+    with pytest.raises(OptionError, check=about("step", -3)):
         eigenvalue_map({"a": run}, step=-3)
 
 
@@ -176,12 +177,12 @@ def test_a_run_of_bare_spectra_needs_no_step(calm):
     assert len(points_of(eigenvalue_map({"a": as_run(calm)}))) == calm["eigenvalue"].size
 
 
-def test_wrong_input_says_what_to_do(calm):
-    with pytest.raises(SchemaError, match="empty dict"):
+def test_invalid_input_is_rejected(calm):
+    with pytest.raises(SchemaError, check=about("spectra")):
         eigenvalue_map({})
-    with pytest.raises(SchemaError, match="'a' is of type int"):
+    with pytest.raises(SchemaError, check=about("a", 1)):
         eigenvalue_map({"a": 1})
-    with pytest.raises(SchemaError, match="isel"):
+    with pytest.raises(SchemaError, check=about("calm", ("step",))):
         eigenvalue_map(calm.expand_dims(step=[1, 2]))
-    with pytest.raises(OptionError, match="plotly"):
+    with pytest.raises(OptionError, check=about("backend", "plotly")):
         eigenvalue_map(calm, backend="plotly")

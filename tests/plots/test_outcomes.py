@@ -1,11 +1,12 @@
-"""Figures of outcomes without pixels: what stands where, what the labels say, and that nothing vanishes."""
+"""Figures of outcomes without rendering: positions, labels, and notes on missing values."""
 
 import numpy as np
 import pytest
 
 import workbench as wb
+from tests.about import about
 from tests.plots.panels import bokeh_panels
-from tests.studies.test_outcomes import PLANTED, grid_of, outcomes_of
+from tests.studies.test_outcomes import KNOWN, grid_of, outcomes_of
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import dose_response, explosion_edge
 from workbench.plots.dose_response_figure import Responses
@@ -14,12 +15,12 @@ from workbench.plots.style import MODEL_COLORS
 
 pytestmark = pytest.mark.render
 
-SHARES = {"none": (0.0, 0.5, 1.0), "clip 1.0": (None, 0.1, 0.9), "KSS, best": (0.0, 0.0, 0.1), "worse": (1.0, 1.0, 1.0)}
+RATES = {"none": (0.0, 0.5, 1.0), "clip 1.0": (None, 0.1, 0.9), "KSS, best": (0.0, 0.0, 0.1), "worse": (1.0, 1.0, 1.0)}
 
 
 @pytest.fixture(scope="module")
 def sweep():
-    return grid_of(SHARES)
+    return grid_of(RATES)
 
 
 # ---- explosion_edge
@@ -27,15 +28,15 @@ def sweep():
 
 def test_edges_are_the_rates_of_the_table(sweep):
     edges = {edge.control: edge for edge in edges_of(sweep)}
-    assert list(edges) == list(SHARES)
-    np.testing.assert_allclose(edges["none"].columns["share"], SHARES["none"])
+    assert list(edges) == list(RATES)
+    np.testing.assert_allclose(edges["none"].columns["fraction"], RATES["none"])
     assert edges["none"].columns["n_runs"].tolist() == [10, 10, 10]
     assert edges["clip 1.0"].columns["learning_rate"].tolist() == [0.002, 0.003]
     assert edges["clip 1.0"].missing == (0.001,)
     assert [edge.largest for edge in edges.values()] == [0, 0, 2, None]
 
 
-def test_labels_say_the_largest_rate_without_explosion(sweep):
+def test_labels_state_the_largest_rate_without_explosion(sweep):
     assert [edge.label for edge in edges_of(sweep)] == [
         "none: up to 0.001",
         "clip 1.0: up to 0.002",
@@ -45,23 +46,26 @@ def test_labels_say_the_largest_rate_without_explosion(sweep):
     assert edges_of(sweep, below=0.6)[0].label == "none: up to 0.002"
 
 
-def test_what_the_edge_figure_draws(sweep):
+def test_elements_of_the_edge_figure(sweep):
     (panel,) = explosion_edge(sweep)
     curves = panel.traverse(lambda part: part, ["Curve"])
     rings = [part for part in panel.traverse(lambda part: part, ["Scatter"]) if len(part) == 1]
-    assert [curve["share"].tolist() for curve in curves] == [
-        [share for share in of_control if share is not None] for of_control in SHARES.values()
+    assert [curve["fraction"].tolist() for curve in curves] == [
+        [rate for rate in of_control if rate is not None] for of_control in RATES.values()
     ]
-    assert [float(ring["share"][0]) for ring in rings] == [0.0, 0.1, 0.1]
+    assert [float(ring["fraction"][0]) for ring in rings] == [0.0, 0.1, 0.1]
     whiskers = panel.traverse(lambda part: part, ["Segments"])[0].dframe()
-    assert (whiskers.iloc[:, 1].values <= SHARES["none"]).all()
-    assert (whiskers.iloc[:, 3].values >= SHARES["none"]).all()
+    assert (whiskers.iloc[:, 1].values <= RATES["none"]).all()
+    assert (whiskers.iloc[:, 3].values >= RATES["none"]).all()
     (figure,) = bokeh_panels(explosion_edge(sweep))
     note = figure.select_one({"name": "note_above"}).text
-    assert note == "10 runs a point, 95 % Wilson intervals; clip 1.0 not run at 0.001"
+    assert note == (
+        "10 runs per point, 95 % Wilson intervals; large marker: largest rate with less than 20 % diverged; "
+        "clip 1.0 not run at 0.001"
+    )
 
 
-def test_controls_stand_beside_each_other_and_labels_apart():
+def test_controls_are_offset_and_labels_do_not_overlap():
     rates = [np.array([0.001, 0.002, 0.004])] * 4
     places = np.array(dodged(rates))
     assert len(np.unique(places.round(9))) == 12
@@ -72,30 +76,30 @@ def test_controls_stand_beside_each_other_and_labels_apart():
     assert heights == pytest.approx([1.0, 0.9, 0.1, 0.0, 0.5])
 
 
-def test_looks_of_the_edge_follow_places(sweep):
+def test_styles_of_the_edge_figure_follow_places(sweep):
     some = sweep.isel(run=np.isin(sweep["control"], ["none", "KSS, best"]))
     (figure,) = bokeh_panels(explosion_edge(some, places={"none": 0, "clip 1.0": 1, "KSS, best": 2}))
     lines = [
         part.glyph.line_color for part in figure.renderers if type(getattr(part, "glyph", None)).__name__ == "Line"
     ]
     assert lines == [MODEL_COLORS[i] for i in (0, 2)]
-    with pytest.raises(OptionError, match="The places lack the model 'none'"):
+    with pytest.raises(OptionError, check=about("places", ("KSS, best",))):
         explosion_edge(some, places={"KSS, best": 2})
 
 
 # ---- dose_response
 
 
-def test_responses_are_the_numbers_of_the_table():
-    table = outcomes_of(PLANTED)
-    shares = Responses.of(table, "divergence_rate", reference="none", published=wb.published.shaping_table())
-    assert shares.controls == ("none", "KSS")
-    assert shares.values.tolist() == [0.25, 0.25]
-    assert (shares.intervals[0] < 0.25).all()
-    assert (shares.intervals[1] > 0.25).all()
-    assert shares.published[0] == pytest.approx(16 / 24)
-    assert np.isnan(shares.published[1])  # not one of the paper's
-    assert shares.reference == 0.25
+def test_responses_have_the_values_of_the_table():
+    table = outcomes_of(KNOWN)
+    rates = Responses.of(table, "divergence_rate", reference="none", published=wb.published.shaping_table())
+    assert rates.controls == ("none", "KSS")
+    assert rates.values.tolist() == [0.25, 0.25]
+    assert (rates.intervals[0] < 0.25).all()
+    assert (rates.intervals[1] > 0.25).all()
+    assert rates.published[0] == pytest.approx(16 / 24)
+    assert np.isnan(rates.published[1])  # not in the paper
+    assert rates.reference == 0.25
     accuracy = Responses.of(table, "accuracy")
     np.testing.assert_allclose(accuracy.values, [0.4, 0.3])
     assert accuracy.n_runs.tolist() == [3, 3]
@@ -105,15 +109,15 @@ def test_responses_are_the_numbers_of_the_table():
     assert np.isnan(accuracy.published).all()
 
 
-def test_what_the_dose_figure_draws(sweep):
-    shares, accuracy = dose_response(sweep)
-    ours = shares.traverse(lambda part: part, ["Points"])[0]
+def test_elements_of_the_dose_figure(sweep):
+    rates, accuracy = dose_response(sweep)
+    ours = rates.traverse(lambda part: part, ["Points"])[0]
     assert ours["place"].tolist() == [0.0, -1.0, -2.0, -3.0]
     np.testing.assert_allclose(ours["value"], [0.5, 0.5, 1 / 30, 1.0])
     assert [text.data[:3] for text in accuracy.traverse(lambda part: part, ["Text"])] == [
-        (0.0, -3.0, "every run diverged")
+        (0.0, -3.0, "all runs diverged")
     ]
-    published = shares.traverse(lambda part: part, ["Points"])[1]
+    published = rates.traverse(lambda part: part, ["Points"])[1]
     theirs = wb.published.shaping_table()["divergence_rate"]
     np.testing.assert_allclose(published["value"], theirs.sel(control=["none", "clip 1.0"]))
     left, right = bokeh_panels(dose_response(sweep))
@@ -124,25 +128,25 @@ def test_what_the_dose_figure_draws(sweep):
 
 
 def test_without_the_paper_and_without_a_reference(sweep):
-    (shares,) = dose_response(sweep, measures="divergence_rate", published=False, reference=None)
-    assert len(shares.traverse(lambda part: part, ["Points"])) == 1
-    assert not shares.traverse(lambda part: part, ["VLine"])
+    (rates,) = dose_response(sweep, measures="divergence_rate", published=False, reference=None)
+    assert len(rates.traverse(lambda part: part, ["Points"])) == 1
+    assert not rates.traverse(lambda part: part, ["VLine"])
     (figure,) = bokeh_panels(dose_response(sweep, measures=["near_unit_mass"], published=False, reference="nowhere"))
     assert figure.select_one({"name": "note_above"}).text == "● ours, 0 to 29 runs"
-    assert figure.title.text == "near-unit mass M, converged runs"
+    assert figure.title.text == "Near-unit mass M, converged runs"
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "check"),
     [
-        (lambda data: explosion_edge(data, backend="plotly"), OptionError, "plotly"),
-        (lambda data: explosion_edge(data, below=2), OptionError, "below is 2"),
-        (lambda data: explosion_edge(data.isel(run=[])), SchemaError, "has no run"),
-        (lambda data: dose_response(data, measures="loss"), SchemaError, "no measure 'loss' of outcomes"),
-        (lambda data: dose_response(data, measures=[]), SchemaError, "No measure was named"),
-        (lambda data: dose_response(data, backend="plotly"), OptionError, "plotly"),
+        (lambda data: explosion_edge(data, backend="plotly"), OptionError, about("backend", "plotly")),
+        (lambda data: explosion_edge(data, below=2), OptionError, about("below", 2)),
+        (lambda data: explosion_edge(data.isel(run=[])), SchemaError, about("run")),
+        (lambda data: dose_response(data, measures="loss"), SchemaError, about("measures", "loss")),
+        (lambda data: dose_response(data, measures=[]), SchemaError, about("measures", ())),
+        (lambda data: dose_response(data, backend="plotly"), OptionError, about("backend", "plotly")),
     ],
 )
-def test_wrong_input_says_what_to_do(sweep, call, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_invalid_input_is_rejected(sweep, call, error, check):
+    with pytest.raises(error, check=check):
         call(sweep)

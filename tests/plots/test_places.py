@@ -1,8 +1,9 @@
-"""A model keeps its look where others are left out: colours, markers and dashes of the figures as they are drawn."""
+"""A model keeps its color, marker and dash in figures that omit other models."""
 
 import pytest
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import OptionError
 from workbench.plots import layer_profile, style
 from workbench.plots.figure_files import bokeh_plot
@@ -27,7 +28,7 @@ def charts(runs, **options):
 
 
 def bokeh_looks(figure):
-    """Label -> colour, dash and marker of each glyph that its entries in the legends stand for."""
+    """Return label -> color, dash and marker of the glyphs of its legend entries."""
     looks = {}
     for panel in bokeh_plot(figure).traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"]):
         for item in (item for legend in panel.state.legend for item in legend.items):
@@ -39,7 +40,7 @@ def bokeh_looks(figure):
 
 
 def matplotlib_looks(figure):
-    """Label -> look of each line, of each group of markers, and of its entries in the legends."""
+    """Return label -> style of its lines, markers and legend entries."""
     with style.drawing("matplotlib") as hv:
         drawn = hv.renderer("matplotlib").instance().get_plot(figure).state
     looks = {}
@@ -69,26 +70,26 @@ LOOKS = {"bokeh": bokeh_looks, "matplotlib": matplotlib_looks}
         pytest.param(charts, "matplotlib", marks=pytest.mark.slow),
     ],
 )
-def test_looks_stay_where_models_are_left_out(runs, draw, backend):
-    whole = LOOKS[backend](draw(runs, backend=backend))
+def test_styles_are_unchanged_if_models_are_omitted(runs, draw, backend):
+    full = LOOKS[backend](draw(runs, backend=backend))
     some = {name: runs[name] for name in ("none", "bare")}
     part = LOOKS[backend](draw(some, places=PLACES, backend=backend))
     assert len(part) == 2
-    assert part == {label: whole[label] for label in part}
-    # Otherwise they are counted from the first model drawn.
+    assert part == {label: full[label] for label in part}
+    # Without places, styles are numbered from the first model drawn.
     assert LOOKS[backend](draw(some, backend=backend)) != part
 
 
-def test_one_model_is_found_by_its_subject(runs):
+def test_a_single_model_is_identified_by_its_subject(runs):
     looks = bokeh_looks(profiles(runs["Pre-LN"], places={"calm": 3}))
     assert [look[0] for look in looks["calm, step 20"]] == [style.MODEL_COLORS[3]] * 2
 
 
-def test_places_that_say_nothing_are_refused(runs):
+def test_invalid_places_are_rejected(runs):
     assert style.model_places(["a", "b"]) == [0, 1]
     assert style.model_places(["b"], {"a": 0, "b": 7}) == [7]
-    with pytest.raises(OptionError, match="The places lack the model 'bare'; they are for Pre-LN, none."):
+    with pytest.raises(OptionError, check=about("places", ("Pre-LN", "none"))):
         losses(runs, places={"Pre-LN": 0, "none": 1})
     for place in (-1, 1.5, True, None):
-        with pytest.raises(OptionError, match=f"The place of 'bare' is {place}, expected a whole number from 0."):
+        with pytest.raises(OptionError, check=about("places['bare']", place)):
             charts(runs, places=PLACES | {"bare": place})

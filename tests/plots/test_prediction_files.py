@@ -1,4 +1,4 @@
-"""Figures of prediction as files: both backends draw them, without a warning, a link or a pyplot figure left open."""
+"""Figures of predictions as files: both backends draw them, without warnings, links or open pyplot figures."""
 
 import io
 
@@ -17,10 +17,10 @@ from workbench.plots.roc_figure import roc
 
 pytestmark = pytest.mark.render
 
-CHANCES = ("too_small", "too_large", "failure", "explosion")
+PROBABILITIES = ("too_small", "too_large", "failure", "explosion")
 EDGES = ("slow_edge", "useful_edge", "explosion_edge")
 RISK = xr.Dataset(
-    {f"{name}{end}": ("learning_rate", [0.1, 0.5, 0.9]) for name in CHANCES for end in ("", "_low", "_high")}
+    {f"{name}{end}": ("learning_rate", [0.1, 0.5, 0.9]) for name in PROBABILITIES for end in ("", "_low", "_high")}
     | {f"{name}{end}": 0.002 for name in EDGES for end in ("", "_low", "_high")},
     {"learning_rate": [1e-3, 1e-2, 1e-1]},
     {"n_steps": 480, "d_model": 64, "reason": ""},

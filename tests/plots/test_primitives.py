@@ -1,4 +1,4 @@
-"""The primitives: what both backends make of the same description, and the words and ticks around it."""
+"""The primitives: how both backends draw the same description, with its texts and ticks."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.render
 
 
 def drawn(backend, *, ticks=(None, None), **options):
-    """Two panels, the first with every primitive."""
+    """Return a figure of two panels, the first with every primitive."""
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "x", "y")
         draw.line([1, 2, 3], [1, np.nan, 3], color="#112233", dash="dashed", label="line")
@@ -34,7 +34,7 @@ def drawn(backend, *, ticks=(None, None), **options):
         return style.laid_out(hv, panels, backend)
 
 
-def test_elements_stand_where_they_were_put():
+def test_elements_are_at_their_positions():
     panel = next(iter(drawn("bokeh")))
     line, area, second, segments, boxes, dots, word = panel
     np.testing.assert_array_equal(places(line), [[1, 1], [2, np.nan], [3, 3]])
@@ -46,7 +46,7 @@ def test_elements_stand_where_they_were_put():
     assert word["text"].tolist() == ["here"]
 
 
-def test_bokeh_draws_the_looks_it_was_told():
+def test_bokeh_draws_the_requested_styles():
     first, second = bokeh_panels(drawn("bokeh", bare=(True, False), bounds=(1, 2), grid=False))
     assert (first.frame_width, first.frame_height, second.frame_height) == (300, 200, 90)
     assert (first.title.text, note(first)) == ("Title", "one   two")
@@ -60,10 +60,10 @@ def test_bokeh_draws_the_looks_it_was_told():
     assert glyphs["Scatter"].fill_alpha == 0
     assert glyphs["Scatter"].marker == "square"
     assert glyphs["Line"].line_dash == [6]
-    assert first.x_range is second.x_range  # moved together
+    assert first.x_range is second.x_range  # linked
 
 
-def test_matplotlib_puts_frames_where_they_belong():
+def test_matplotlib_places_frames_at_their_positions():
     first, second = matplotlib_axes(drawn("matplotlib"))
     inches = [axis.get_position().bounds * np.tile(axis.figure.get_size_inches(), 2) for axis in (first, second)]
     np.testing.assert_allclose(inches, [[0, 1.2, 3, 2], [0, 0, 3, 0.9]], atol=1e-6)
@@ -76,7 +76,7 @@ def test_matplotlib_puts_frames_where_they_belong():
 
 
 @pytest.mark.parametrize("backend", style.BACKENDS)
-def test_ticks_are_written_as_asked(backend):
+def test_ticks_have_the_requested_texts(backend):
     figure = drawn(backend, ticks=([1.0, 3.0], [(2.0, "two")]), formats=("percent", "plain"))
     if backend == "bokeh":
         first = bokeh_panels(figure)[0]
@@ -89,7 +89,7 @@ def test_ticks_are_written_as_asked(backend):
 
 
 @given(st.lists(st.booleans(), max_size=12))
-def test_stretches_cover_what_is_true_and_nothing_else(is_in):
+def test_stretches_cover_exactly_the_true_values(is_in):
     covered = np.zeros(len(is_in), bool)
     pieces = stretches(np.array(is_in, bool))
     for piece in pieces:
@@ -100,7 +100,7 @@ def test_stretches_cover_what_is_true_and_nothing_else(is_in):
 
 
 @given(st.lists(st.text("ab ", max_size=30), max_size=8), st.integers(5, 60))
-def test_notes_lose_no_phrase_and_keep_to_the_width(phrases, width):
+def test_notes_keep_all_phrases_and_the_width(phrases, width):
     text = flowed(phrases, n_characters=width)
     kept = [phrase for phrase in phrases if phrase]
     assert text.replace("\n", "   ") == "   ".join(kept)
@@ -108,7 +108,7 @@ def test_notes_lose_no_phrase_and_keep_to_the_width(phrases, width):
 
 
 @given(st.floats(1e-9, 1e6), st.floats(1.5, 1e9))
-def test_decades_lie_in_the_view_and_are_few(low, ratio):
+def test_decades_are_in_view_and_few(low, ratio):
     ticks = decades(low, low * ratio)
     assert len(ticks) <= 7
     assert all(low * (1 - 1e-6) <= at <= low * ratio * (1 + 1e-6) for at in ticks)

@@ -1,4 +1,4 @@
-"""radar without pixels: where values lie on their axes, gaps, and what is written."""
+"""radar without rendering: positions of values on the axes, gaps, and texts."""
 
 import math
 
@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.about import about
 from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.plots.radar_axes import LOGARITHMIC, RadarAxis, RadarChart, Texts, axes_of, outline
@@ -30,7 +31,7 @@ def test_places_on_linear_and_logarithmic_axes():
 
 
 @given(st.lists(st.floats(1e-6, 1e9), min_size=2, max_size=6), st.sampled_from(sorted(LOGARITHMIC)))
-def test_every_value_lies_between_centre_and_rim(values, measure):
+def test_every_value_is_between_center_and_rim(values, measure):
     import xarray as xr
 
     if LOGARITHMIC[measure] is not None:
@@ -43,7 +44,7 @@ def test_every_value_lies_between_centre_and_rim(values, measure):
     assert round(axis.lowest / 10 ** math.floor(math.log10(axis.lowest) + 1e-9), 3) in (1, 2, 5, 10)
 
 
-def test_outlines_have_gaps_where_nothing_is_known(comparison):
+def test_outlines_have_gaps_at_unknown_values(comparison):
     axes = axes_of(comparison)
     chart = RadarChart.of(comparison, axes, "none", 1)
     ours, published = (outline(axes, chart.values[source]) for source in ("ours", "published"))
@@ -75,18 +76,18 @@ def test_texts(comparison):
     assert "expansive mass, near-unit mass M, nonlinearity ratio 0 to 1" in texts.key.replace("\xa0", " ")
     assert "spectral radius" in texts.key.replace("\xa0", " ")
     assert "logarithmic" in texts.key
-    assert Texts.of_one(axes, RadarChart.of(comparison, axes, "bare", 2), has_key=False).note == "nothing published"
+    assert Texts.of_one(axes, RadarChart.of(comparison, axes, "bare", 2), has_key=False).note == "no published values"
 
 
-def test_an_architecture_that_says_nothing(comparison):
+def test_an_uninformative_architecture(comparison):
     silent = comparison.copy(deep=True)
     silent["is_informative"][0] = False
     for name in ("near_unit_mass", "expansive_mass", "spectral_radius", "nonlinearity_ratio", "eigenvector_condition"):
         silent[name][0, 0] = np.nan
     axes = axes_of(silent)
     chart = RadarChart.of(silent, axes, "Pre-LN", 0)
-    assert chart.note == "step 0, update too small to say anything"
-    assert "Pre-LN: step 0, update too small to say anything" in Texts.of_all(axes, [chart]).key
+    assert chart.note == "step 0, update too small for a spectrum"
+    assert "Pre-LN: step 0, update too small for a spectrum" in Texts.of_all(axes, [chart]).key
     assert len(radar(silent)) == 3
 
 
@@ -99,18 +100,18 @@ def test_one_chart_each_or_all_in_one(comparison):
     assert labels == {"Pre-LN", "none", "bare"}
 
 
-def test_works_without_published(runs, comparison):
-    alone = comparison.sel(source=["ours"])
-    assert len(radar(alone)) == 3
-    assert Texts.of_all(axes_of(alone), [RadarChart.of(alone, axes_of(alone), "bare", 0)]).key == ""
+def test_a_comparison_without_published_values(runs, comparison):
+    ours = comparison.sel(source=["ours"])
+    assert len(radar(ours)) == 3
+    assert Texts.of_all(axes_of(ours), [RadarChart.of(ours, axes_of(ours), "bare", 0)]).key == ""
 
 
-def test_wrong_input_says_what_to_do(comparison, calm):
-    with pytest.raises(SchemaError, match="no variables by architecture and source; make it with wb.compare"):
+def test_invalid_input_is_rejected(comparison, calm):
+    with pytest.raises(SchemaError, check=about("comparison")):
         radar(calm)
-    with pytest.raises(SchemaError, match="The comparison has no measure 'loss'; choose from near_unit_mass"):
+    with pytest.raises(SchemaError, check=about("measures", "loss")):
         radar(comparison, measures=["loss", "near_unit_mass", "expansive_mass"])
-    with pytest.raises(OptionError, match="needs at least 3 measures, these are 2"):
+    with pytest.raises(OptionError, check=about("measures", ("near_unit_mass", "expansive_mass"))):
         radar(comparison, measures=["near_unit_mass", "expansive_mass"])
-    with pytest.raises(OptionError, match="plotly"):
+    with pytest.raises(OptionError, check=about("backend", "plotly")):
         radar(comparison, backend="plotly")

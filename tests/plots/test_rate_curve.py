@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from tests.about import about
 from workbench.errors import SchemaError
 from workbench.plots import rate_curve, save
 
@@ -19,7 +20,7 @@ def outcome(**changes):
     return xr.Dataset({**losses, **values, **changes}, {"rate": rate, "seed": [0, 1]})
 
 
-def test_every_run_is_a_mark_and_the_band_is_that_of_useful_rates(drawn):
+def test_every_run_has_a_mark_and_the_band_is_the_range_of_useful_rates(drawn):
     rate_curve(outcome())
     (first, _, last, _), _ = drawn["boxes"][0]
     assert (first, last) == (1.6e-3, 3.6e-3)
@@ -44,10 +45,10 @@ def test_an_open_band_reaches_the_end_of_the_view(drawn):
     rate_curve(outcome(slow_edge=np.nan, explosion_edge=np.nan))
     (first, *_), _ = drawn["boxes"][0]
     assert first == pytest.approx(1e-3 / 1.3)
-    assert len(drawn["bars"]) == 1  # the trivial predictor alone
+    assert len(drawn["bars"]) == 1  # only the trivial loss
 
 
-def test_a_band_open_on_both_sides_is_the_whole_view_and_nothing_learned_is_no_band(drawn):
+def test_a_band_with_unknown_edges_fills_the_view_and_without_learning_there_is_no_band(drawn):
     unknown = {"slow_edge": np.nan, "useful_edge": np.nan}
     rate_curve(outcome(**unknown))
     (first, _, last, _), _ = drawn["boxes"][0]
@@ -58,15 +59,15 @@ def test_a_band_open_on_both_sides_is_the_whole_view_and_nothing_learned_is_no_b
 
 @pytest.mark.render
 @pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
-def test_it_is_drawn_by_both_backends(backend, tmp_path):
+def test_both_backends_draw_it(backend, tmp_path):
     figure = rate_curve({"one": outcome(), "two": outcome()}, backend=backend)
     assert save(figure, tmp_path / f"figure.{'html' if backend == 'bokeh' else 'png'}").stat().st_size > 1000
 
 
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(SchemaError, match="The outcome given lacks best_rate"):
+def test_invalid_input_is_rejected():
+    with pytest.raises(SchemaError, check=about("best_rate")):
         rate_curve(outcome().drop_vars("best_rate"))
     empty = outcome()
     empty["loss"] = empty["loss"] * np.nan
-    with pytest.raises(SchemaError, match="The outcome one has no finite loss"):
+    with pytest.raises(SchemaError, check=about("loss")):
         rate_curve({"one": empty})

@@ -1,9 +1,10 @@
-"""ROC curves without pixels: the points, the legend, and what the pointer is told."""
+"""ROC curves without rendering: points, legend, and tooltips."""
 
 import numpy as np
 import pytest
 import xarray as xr
 
+from tests.about import about
 from tests.plots.panels import bokeh_panels, elements, legend, note, places
 from workbench.errors import OptionError, SchemaError
 from workbench.plots.roc_figure import lines_of, roc
@@ -13,7 +14,7 @@ pytestmark = pytest.mark.render
 
 
 def curve_of(rows, **attrs):
-    """Each row is a false-positive rate, a true-positive rate and a threshold."""
+    """Return a curve; each row is a false positive rate, a true positive rate and a threshold."""
     names = ("false_positive_rate", "true_positive_rate", "threshold")
     columns = np.array(rows, dtype=float).T
     return xr.Dataset({name: ("point", column) for name, column in zip(names, columns, strict=True)}, attrs=attrs)
@@ -31,7 +32,7 @@ def curves():
     return {"M": GOOD, "kappa": POOR}
 
 
-def test_curves_go_through_their_points_and_chance_is_the_diagonal(curves):
+def test_curves_pass_through_their_points_and_the_diagonal_is_the_chance_level(curves):
     (panel,) = roc(curves)
     diagonal, good, poor = elements(panel, "Curve")
     assert places(diagonal).tolist() == [[0, 0], [1, 1]]
@@ -39,7 +40,7 @@ def test_curves_go_through_their_points_and_chance_is_the_diagonal(curves):
     assert places(poor).tolist() == [[0, 0], [1, 1]]
 
 
-def test_the_legend_says_the_area_and_how_sure_it_is(curves):
+def test_the_legend_states_the_area_and_its_interval(curves):
     assert [line.label for line in lines_of(curves)] == ["M: 0.875 [0.700, 0.990]", "kappa: 0.500"]
     assert lines_of(GOOD)[0].label == "AUROC: 0.875 [0.700, 0.990]"
     (panel,) = bokeh_panels(roc(curves))
@@ -50,7 +51,7 @@ def test_the_legend_says_the_area_and_how_sure_it_is(curves):
     assert note(panel) == "legend: area under the curve [95 % interval]   12 runs, 4 diverged"
 
 
-def test_the_pointer_finds_thresholds_on_the_screen_only(curves):
+def test_thresholds_are_in_tooltips_of_bokeh_only(curves):
     (panel,) = roc(curves)
     points = elements(panel, "Points")
     assert [dots["threshold"].tolist() for dots in points] == [["inf", "2", "1", "-3"], ["inf", "0.1"]]
@@ -58,7 +59,7 @@ def test_the_pointer_finds_thresholds_on_the_screen_only(curves):
     assert not elements(roc(curves, backend="matplotlib"), "Points")
 
 
-def test_counts_that_differ_are_not_claimed(curves):
+def test_counts_that_differ_are_not_stated(curves):
     other = POOR.assign_attrs(n_runs=9)
     (panel,) = bokeh_panels(roc({"M": GOOD, "kappa": other}))
     assert note(panel) == "legend: area under the curve [95 % interval]"
@@ -66,25 +67,25 @@ def test_counts_that_differ_are_not_claimed(curves):
     assert note(panel) == "legend: area under the curve   12 runs, 4 diverged"
 
 
-def test_looks_follow_places(curves):
+def test_styles_follow_places(curves):
     (panel,) = bokeh_panels(roc({"kappa": POOR}, places={"M": 0, "kappa": 1}))
     assert legend(panel) == {"kappa: 0.500": {MODEL_COLORS[1]}}
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "check"),
     [
-        (lambda: roc({}), SchemaError, "is an empty dict, expected a dataset of"),
-        (lambda: roc({"M": [1, 2]}), SchemaError, "is of type list, expected a dataset"),
-        (lambda: roc(GOOD.drop_vars("threshold")), SchemaError, "is no ROC curve: it lacks threshold; make it with"),
-        (lambda: roc(GOOD.rename(point="run")), SchemaError, "runs over run, expected point alone"),
-        (lambda: roc(GOOD.isel(point=[])), SchemaError, "has no point"),
-        (lambda: roc(GOOD * 2), SchemaError, "rates outside 0 to 1"),
-        (lambda: roc({"M": GOOD.drop_attrs()}), SchemaError, "'M' lacks the attribute auroc"),
-        (lambda: roc(GOOD, backend="plotly"), OptionError, "plotly"),
-        (lambda: roc({"M": GOOD}, places={"a": 0}), OptionError, "The places lack the model 'M'"),
+        (lambda: roc({}), SchemaError, about("ROC curve", {})),
+        (lambda: roc({"M": [1, 2]}), SchemaError, about("ROC curve", (1, 2))),
+        (lambda: roc(GOOD.drop_vars("threshold")), SchemaError, about("threshold")),
+        (lambda: roc(GOOD.rename(point="run")), SchemaError, about("false_positive_rate", ("run",))),
+        (lambda: roc(GOOD.isel(point=[])), SchemaError, about("point", 0)),
+        (lambda: roc(GOOD * 2), SchemaError, about("false_positive_rate")),
+        (lambda: roc({"M": GOOD.drop_attrs()}), SchemaError, about("auroc")),
+        (lambda: roc(GOOD, backend="plotly"), OptionError, about("backend", "plotly")),
+        (lambda: roc({"M": GOOD}, places={"a": 0}), OptionError, about("places", ("a",))),
     ],
 )
-def test_wrong_input_says_what_to_do(call, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_invalid_input_is_rejected(call, error, check):
+    with pytest.raises(error, check=check):
         call()

@@ -1,4 +1,4 @@
-"""The figure of a ladder: dots, trend, target, and the coordinate check beside it."""
+"""The figure of a ladder: dots, trend, target, and the coordinate check."""
 
 import io
 
@@ -7,10 +7,11 @@ import pytest
 import xarray as xr
 from PIL import Image
 
+from tests.about import about
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import save, style
-from workbench.plots.scaling_trend_figure import scaling_trend
+from workbench.plots.scaling_trend_figure import _NEEDED, scaling_trend
 from workbench.scaling import extrapolated
 
 pytestmark = pytest.mark.render
@@ -19,7 +20,7 @@ EDGE, MASS = "explosion_edge", "near_unit_mass"
 
 
 def study_of(*, exponent=-0.5, target=(256, 4), seed=0, measured=True, checked=True, widths=(16, 32, 64)):
-    """A study with planted numbers, its trend fitted by the real code."""
+    """Return a study of known numbers, with a trend fitted by the real code."""
     generator = np.random.default_rng(seed)
     widths = np.array(widths)
     edge = (widths**exponent)[:, None] * np.exp(0.05 * generator.normal(size=(len(widths), 3)))
@@ -32,7 +33,7 @@ def study_of(*, exponent=-0.5, target=(256, 4), seed=0, measured=True, checked=T
             "quantity": [EDGE, MASS],
             "seed": [1, 2, 3],
         },
-        attrs={"subject": "planted", "target_width": target[0], "target_depth": target[1]},
+        attrs={"subject": "synthetic", "target_width": target[0], "target_depth": target[1]},
     )
     study = study.merge(extrapolated(study, target))
     if measured:
@@ -52,17 +53,17 @@ def panels(figure):
     return [figure.get(key) for key in figure.keys()]  # noqa: SIM118 (a Layout is no mapping)
 
 
-def test_dots_trend_and_target_are_those_of_the_study():
+def test_dots_trend_and_target_have_the_values_of_the_study():
     study = study_of()
     panel = panels(scaling_trend(study))[0]
     line = places(elements(panel, "Curve")[0])
     of_edge = study.sel(quantity=EDGE)
     np.testing.assert_allclose(line[:, 0], study["curve_width"])
     np.testing.assert_allclose(line[:, 1], of_edge["curve"])
-    seeds, target, pointer = (places(part) for part in elements(panel, "Points"))
+    seeds, target, measured = (places(part) for part in elements(panel, "Points"))
     np.testing.assert_allclose(sorted(seeds[:, 1]), sorted(of_edge["measured"].values.ravel()))
     np.testing.assert_allclose(target, [[256, of_edge["at_target"]]])
-    np.testing.assert_allclose(pointer[0, 1], 0.05)
+    np.testing.assert_allclose(measured[0, 1], 0.05)
     assert words(panel)["×"][1] == 0.05
     predicted_bar, measured_bar = (ends(part)[0] for part in elements(panel, "Segments"))
     np.testing.assert_allclose(predicted_bar[[1, 3]], [of_edge["at_target_low"], of_edge["at_target_high"]])
@@ -72,7 +73,7 @@ def test_dots_trend_and_target_are_those_of_the_study():
 
 
 @pytest.mark.slow
-def test_the_coordinate_check_marks_what_grows():
+def test_the_coordinate_check_marks_growing_updates():
     check = panels(scaling_trend(study_of()))[1]
     fine, off = elements(check, "Points")
     assert places(fine).tolist() == [[0.0, 1.0]]
@@ -83,7 +84,7 @@ def test_the_coordinate_check_marks_what_grows():
 
 
 @pytest.mark.slow
-def test_several_studies_share_one_panel_and_keep_their_looks():
+def test_several_studies_share_one_panel_and_keep_their_styles():
     studies = {"falls": study_of(), "flat": study_of(exponent=0.0, seed=1)}
     figure = scaling_trend(studies, places={"falls": 3, "flat": 1})
     assert len(panels(figure)) == 1
@@ -98,14 +99,14 @@ def test_several_studies_share_one_panel_and_keep_their_looks():
 
 
 @pytest.mark.slow
-def test_many_studies_have_a_legend_and_no_line_of_the_note_is_longer_than_the_frame():
+def test_many_studies_have_a_legend_and_notes_that_fit_the_frame():
     studies = {f"design number {i}": study_of(seed=i, target=(1024 + 512 * i, 4 + i)) for i in range(8)}
     (shown,) = bokeh_panels(scaling_trend(studies))
     assert set(legend(shown)) == set(studies)
     lines = note(shown).split("\n")
     assert len(lines) > 8
     assert max(map(len, lines)) * 6.1 < shown.frame_width
-    assert "no more than 4 is claimed" in " ".join(lines)
+    assert "only up to a factor of 4" in " ".join(lines)
 
 
 @pytest.mark.slow
@@ -115,7 +116,7 @@ def test_panels_side_by_side_have_notes_of_the_same_height():
 
 
 @pytest.mark.slow
-def test_a_ladder_without_a_line_has_its_mark_in_the_legend():
+def test_a_ladder_without_a_trend_has_its_mark_in_the_legend():
     lineless = study_of(checked=False)
     for end in ("", "_low", "_high"):
         lineless[f"curve{end}"][:] = np.nan
@@ -125,47 +126,47 @@ def test_a_ladder_without_a_line_has_its_mark_in_the_legend():
 
 
 @pytest.mark.slow
-def test_what_a_ladder_does_not_support_is_hollow_and_said():
+def test_an_unsupported_prediction_is_hollow_and_explained():
     study = study_of(target=(1024, 4))
     figure = scaling_trend(study)
-    assert "not supported (hollow). The target's width is 16 times" in note(bokeh_panels(figure)[0])
+    assert "not supported (hollow mark). The target width" in note(bokeh_panels(figure)[0])
     target = elements(panels(figure)[0], "Points")[1]
     assert target.opts.get("style", "bokeh").kwargs["fill_alpha"] == 0.0
 
 
 @pytest.mark.slow
-def test_values_outside_of_what_was_tried_are_named():
+def test_values_outside_the_range_tried_are_counted():
     study = study_of()
     study["measured"].values[0, 0, 0] = np.inf
     study = study.drop_vars(list(extrapolated(study, (256, 4)).data_vars)).drop_dims("curve_point")
     study = study.merge(extrapolated(study, (256, 4)))
-    assert "1 values outside of what was tried are not shown." in note(bokeh_panels(scaling_trend(study))[0])
+    assert "1 values outside the range tried are not shown." in note(bokeh_panels(scaling_trend(study))[0])
 
 
 @pytest.mark.slow
-def test_a_share_has_a_plain_axis():
+def test_a_fraction_has_a_linear_axis():
     shown = bokeh_panels(scaling_trend(study_of(), quantity=MASS))[0]
     assert type(shown.y_scale).__name__ == "LinearScale"
     assert type(bokeh_panels(scaling_trend(study_of()))[0].y_scale).__name__ == "LogScale"
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "error", "says"),
+    ("given", "options", "error", "check"),
     [
-        (study_of(), {"quantity": "height"}, SchemaError, "'planted' has no height, expected one of explosion_edge"),
-        (study_of(), {"along": "height"}, OptionError, "along is 'height', expected 'width' or 'depth'"),
-        (xr.Dataset(), {}, SchemaError, "is no scaling study: it lacks measured"),
-        ({}, {}, SchemaError, "The scaling study is an empty dict, expected a dataset of wb.scaling_study"),
-        (study_of(), {"backend": "paper"}, OptionError, "paper"),
+        (study_of(), {"quantity": "height"}, SchemaError, about("quantity", "height", (EDGE, MASS))),
+        (study_of(), {"along": "height"}, OptionError, about("along", "height", ("width", "depth", None))),
+        (xr.Dataset(), {}, SchemaError, about(", ".join(_NEEDED))),
+        ({}, {}, SchemaError, about("scaling study", {})),
+        (study_of(), {"backend": "paper"}, OptionError, about("backend", "paper")),
     ],
 )
-def test_bad_input_is_refused(given, options, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_input_is_rejected(given, options, error, check):
+    with pytest.raises(error, check=check):
         scaling_trend(given, **options)
 
 
 @pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
-def test_it_is_drawn(backend, tmp_path, recwarn):
+def test_both_backends_draw_it(backend, tmp_path, recwarn):
     figure = scaling_trend(study_of(), backend=backend)
     if backend == "bokeh":
         assert "Bokeh.embed.embed_item" in save(figure, tmp_path / "figure.html").read_text()

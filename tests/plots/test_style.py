@@ -1,4 +1,4 @@
-"""Colours against numbers: contrast on both themes, and the ramp for colour-deficient eyes."""
+"""Measured properties of the colors: contrast on both themes, and the ramp with color vision deficiencies."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 
 from workbench.plots.style import DEPTH_RAMP, MODEL_COLORS, NEUTRAL, depth_colors, model_style
 
-GROUNDS = ("#ffffff", "#111111")
+BACKGROUNDS = ("#ffffff", "#111111")
 #: Machado, Oliveira & Fernandes 2009, full severity, on linear RGB.
 DEFICIENCIES = {
     "normal": np.eye(3),
@@ -37,41 +37,41 @@ def lab(rgb):
 
 
 def distance(one, other, deficiency):
-    """CIE 1976 colour difference as a viewer with the deficiency sees it; 2.3 is just noticeable."""
+    """Return the CIE 1976 color difference for a viewer with the deficiency; 2.3 is just noticeable."""
     matrix = np.array(DEFICIENCIES[deficiency])
     return float(np.linalg.norm(lab(matrix @ linear(one)) - lab(matrix @ linear(other))))
 
 
-@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize("background", BACKGROUNDS)
 @pytest.mark.parametrize("n_layers", [1, 2, 4, 7, 24, 96])
-def test_every_depth_is_visible_in_both_themes(n_layers, ground):
+def test_every_depth_is_visible_in_both_themes(n_layers, background):
     colors = depth_colors(n_layers)
     assert len(colors) == n_layers
-    assert min(contrast(color, ground) for color in colors) >= 3
+    assert min(contrast(color, background) for color in colors) >= 3
 
 
-@pytest.mark.parametrize("ground", GROUNDS)
-def test_text_and_models_are_visible_in_both_themes(ground):
-    assert contrast(NEUTRAL, ground) >= 4.2
-    assert min(contrast(color, ground) for color in MODEL_COLORS) >= 3.8
+@pytest.mark.parametrize("background", BACKGROUNDS)
+def test_text_and_models_are_visible_in_both_themes(background):
+    assert contrast(NEUTRAL, background) >= 4.2
+    assert min(contrast(color, background) for color in MODEL_COLORS) >= 3.8
 
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
-def test_shallow_and_deep_layers_differ_for_every_eye(deficiency):
+def test_shallow_and_deep_layers_differ_with_any_color_vision(deficiency):
     assert distance(DEPTH_RAMP[0], DEPTH_RAMP[-1], deficiency) > 120
 
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
 @pytest.mark.parametrize("n_layers", range(2, 8))
-def test_neighbours_among_few_layers_differ_for_every_eye(n_layers, deficiency):
+def test_adjacent_layers_of_few_differ_with_any_color_vision(n_layers, deficiency):
     colors = depth_colors(n_layers)
     assert min(distance(a, b, deficiency) for a, b in itertools.pairwise(colors)) > 18
 
 
-def test_models_differ_also_without_colour():
+def test_models_differ_without_color():
     looks = [model_style(i) for i in range(12)]
     assert len({(look["marker"], look["dash"]) for look in looks}) == 12
 
 
-def test_eight_models_differ_in_colour():
+def test_eight_models_differ_in_color():
     assert min(distance(a, b, "normal") for a, b in itertools.combinations(MODEL_COLORS, 2)) > 25

@@ -1,4 +1,4 @@
-"""Models in which a pass goes wrong at a known place."""
+"""Models whose pass fails at a known place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def place(bad):
 
 
 class Do(nn.Module):
-    """A function as a module."""
+    """Module that applies a function."""
 
     def __init__(self, function):
         super().__init__()
@@ -63,7 +63,7 @@ class Do(nn.Module):
 
 
 class Plant(torch.autograd.Function):
-    """The identity, but for the first number of the gradient."""
+    """Identity, except for the first entry of the gradient."""
 
     @staticmethod
     def forward(ctx, x, value):
@@ -76,20 +76,20 @@ class Plant(torch.autograd.Function):
 
 
 def planted(x, value):
-    """The tensor with a value in its first place, with a graph."""
+    """Replace the first entry of a tensor, with a graph."""
     is_first = torch.zeros_like(x, dtype=torch.bool)
     is_first[(0,) * x.ndim] = True
     return x.masked_fill(is_first, value)
 
 
 def line(*modules, width=4):
-    """A chain between two linear maps, so that there are gradients to lose."""
+    """Return a chain of modules between two linear maps with trainable parameters."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, width), *modules, nn.Linear(width, width))
 
 
 def change(x):
-    """The sum of what a tensor changes: 0, with a gradient of 1."""
+    """Return 0 with a gradient of 1."""
     return (x - x.detach()).sum()
 
 

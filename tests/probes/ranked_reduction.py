@@ -1,4 +1,4 @@
-"""Two processes that train with DDP and compare their gradients; each writes what it found. Run by test_reduction.py.
+"""Two processes that train with DDP and compare their gradients; each writes its results. Run by test_reduction.py.
 
 Forking saves importing torch for every rank.
 """
@@ -25,13 +25,13 @@ from workbench.probes.reduction import known_answer_all_reduce
 
 N_RANKS = 2
 N_STEPS = 9
-#: Steps that are compared: from the one on that has five before it, after DDP has laid out its buckets anew.
+#: Steps that are compared: from the first one with five steps before it, after DDP has rebuilt its buckets.
 COMPARED = range(7, N_STEPS)
 _ALL_REDUCE = distributed.all_reduce
 
 
 class Mixture(nn.Module):
-    """Tied embeddings and experts of which each rank uses one in a step, and one is never used."""
+    """Tied embeddings, and experts of which each rank uses one per step and one is never used."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Mixture(nn.Module):
 def train(
     rank, *, dtype=torch.float32, hook=None, state=None, clip=None, n_micro=1, change=None, probe=True, view=False
 ):
-    """A plain loop: what each compared step found, and the parameters in the end."""
+    """Train, and return the results of the compared steps and the final parameters."""
     model = Mixture().to(dtype)
     options = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005, "gradient_as_bucket_view": view}
     parallel = DistributedDataParallel(model, **options)
@@ -82,25 +82,25 @@ def train(
 
 
 def without_rank_1(state, bucket):
-    """The bucket of embedding and experts is lost on its way from rank 1."""
+    """Drop the bucket of embedding and experts from rank 1."""
     if distributed.get_rank() == 1:
         bucket.buffer().zero_()
     return allreduce_hook(None, bucket)
 
 
 def lost_bucket(state, bucket):
-    """The last bucket arrives as zeros."""
+    """Replace the last bucket by zeros."""
     future = allreduce_hook(None, bucket)
     return future.then(lambda done: done.value() * 0) if bucket.is_last() else future
 
 
 def compressed(state, bucket):
-    """Torch's own hook, which DDP takes for NCCL alone where it knows its name."""
+    """Call torch's own hook, which DDP accepts only for NCCL if it recognizes its name."""
     return bf16_compress_hook(None, bucket)
 
 
 def late(kept, bucket):
-    """Every bucket arrives two steps late."""
+    """Delay every bucket by two steps."""
     key = tuple(id(p) for p in bucket.parameters())
     future = allreduce_hook(None, bucket)
 
@@ -119,7 +119,7 @@ def corrupt_on_rank_1(rank, model):
 
 @contextmanager
 def reducing(before=lambda message: None, after=lambda message: None):
-    """All-reduces with a fault."""
+    """Patch all-reduce with a fault."""
 
     def faulty(message, *args, **kwargs):
         before(message)
@@ -139,7 +139,7 @@ def on_rank(number, act):
 
 
 def known_answers(rank):
-    """What the known answer shows of each fault."""
+    """Return the known answer for each fault."""
     faults = {
         "none": reducing(),
         "missing": reducing(before=on_rank(1, torch.Tensor.zero_)),
@@ -155,7 +155,7 @@ def known_answers(rank):
 
 
 def sharded(rank):
-    """What FSDP2 makes of parameters is refused."""
+    """Return the error for parameters sharded by FSDP2."""
     model = fully_shard(nn.Linear(4, 4))
     try:
         GradientProjections(model.parameters())

@@ -1,4 +1,4 @@
-"""The first gradient that is not finite, where the loss is."""
+"""The first gradient that is not finite, of a finite loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_an_infinite_derivative_is_found():
     before, after = bad.bracket
     assert before[0] == "blocks.2"
     assert before[1] > 0
-    assert after is None  # all that comes later is lost
+    assert after is None  # all later gradients are not finite
     assert "a derivative that is infinite, as at zero" in bad.sentence
     assert "the last finite gradients before it are those of blocks.2 (at most" in bad.sentence
 
@@ -43,13 +43,13 @@ def test_the_modules_on_either_side_are_named():
     model = Fork()
     bad = first_bad_tensor(model, of_line)
     assert place(bad) == ("backward", "root", "gradient of the input")
-    assert [side[0] for side in bad.bracket] == ["", "good"]  # the sum is the model's own
+    assert [side[0] for side in bad.bracket] == ["", "good"]  # the model itself computes the sum
     x = torch.ones(3, 4)
     middle = model.good(x) + model.root(model.bad(x))
     loss = model.end(middle).square().sum()
-    wanted = torch.autograd.grad(loss, [middle, model.good.weight, model.good.bias])
-    assert bad.bracket[0][1] == bad.largest_before == float(wanted[0].abs().max())
-    assert bad.bracket[1][1] == max(float(g.abs().max()) for g in wanted[1:])
+    expected = torch.autograd.grad(loss, [middle, model.good.weight, model.good.bias])
+    assert bad.bracket[0][1] == bad.largest_before == float(expected[0].abs().max())
+    assert bad.bracket[1][1] == max(float(g.abs().max()) for g in expected[1:])
 
 
 def test_a_scaled_loss_overflows_in_float16():
@@ -62,7 +62,7 @@ def test_a_scaled_loss_overflows_in_float16():
 
 
 class Product(torch.autograd.Function):
-    """A product that does not say how autocast is to treat its gradient."""
+    """A product that does not define how autocast treats its gradient."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -121,13 +121,13 @@ def test_finite_contributions_may_have_no_finite_sum():
     assert (bad.n_bad, bad.n_values, bad.largest_before) == (4, 4, pytest.approx(3e38))
 
 
-def test_a_bad_gradient_that_reaches_no_parameter_is_innocent():
-    def guarded(x):  # the well-known trap is avoided on one side alone
+def test_a_bad_gradient_that_reaches_no_parameter_is_ignored():
+    def guarded(x):  # the well-known pitfall is avoided on one side only
         return torch.where(x > 1e9, Plant.apply(x.detach().clone().requires_grad_(), torch.nan), x)
 
     assert first_bad_tensor(line(Do(guarded)), of_line) is None
 
-    def masked(x):  # what is passed back as NaN is then left out
+    def masked(x):  # the NaN that is passed back is then masked
         return Plant.apply(torch.where(torch.zeros_like(x, dtype=torch.bool), x, 0.0), torch.nan) + x
 
     assert first_bad_tensor(line(Do(masked)), of_line) is None
@@ -136,7 +136,7 @@ def test_a_bad_gradient_that_reaches_no_parameter_is_innocent():
     assert bad.operation == "PlantBackward"
 
 
-def test_the_trap_of_where_is_found():
+def test_the_pitfall_of_where_is_found():
     bad = first_bad_tensor(line(Do(lambda x: torch.where(x < 1e9, x, (x * 0).sqrt()))), of_line)
     assert place(bad) == ("backward", "1", "gradient of the input")
     assert bad.operation == "SqrtBackward0"

@@ -1,4 +1,4 @@
-"""The contents of batches, against counts in plain Python."""
+"""Contents of batches compared with counts in pure Python."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.about import about
 from workbench.errors import OptionError
 from workbench.probes import BatchProbe
 
@@ -41,7 +42,7 @@ def test_tokens_and_repetitions(batches, n_recent):
         earlier += batch
 
 
-def test_masks_and_ignored_labels_do_not_count():
+def test_masked_tokens_and_ignored_labels_are_excluded():
     inputs = {
         "input_ids": torch.tensor([[1, 2, 0, 0], [1, 3, 3, 0]]),
         "attention_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]]),
@@ -76,13 +77,13 @@ def test_images_have_no_tokens_but_are_recognized():
 
 
 def test_hashes_of_many_different_examples_differ():
-    tokens = torch.cartesian_prod(*[torch.arange(6)] * 5)  # every sequence of five among six tokens
+    tokens = torch.cartesian_prod(*[torch.arange(6)] * 5)  # every sequence of five out of six tokens
     assert float(BatchProbe().take(tokens)["repeated_examples"]) == 0
 
 
 def test_batches_without_tensors_and_bad_options():
     assert BatchProbe().take(["text"]) == {}
-    with pytest.raises(OptionError, match="n_recent is -1"):
+    with pytest.raises(OptionError, check=about("n_recent", -1)):
         BatchProbe(-1)
 
 

@@ -1,4 +1,4 @@
-"""The first value of a pass that is not finite: found where it was planted, and not where it was not."""
+"""The first value of a pass that is not finite is found where it was injected, and nowhere else."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import workbench as wb
+from tests.about import about
 from tests.probes.bad_passes import (
     HALF,
     MODELS,
@@ -50,7 +51,7 @@ def test_a_finite_pass_is_none(name):
         assert first_bad_tensor(model, loss_of, around=half) is None
 
 
-# --- planted in the forward pass -------------------------------------------------------------------------------------
+# --- injected in the forward pass ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,10 +70,10 @@ def test_a_bad_parameter_is_found(name, is_trained):
     assert place(bad) == ("forward", owner, f"parameter {leaf}")
     assert (bad.n_bad, bad.n_values) == (2 * len(weight), weight.numel())
     assert bad.largest_before == float(weight[:, 2:].detach().abs().max())
-    assert f"(1 of {len(list(model.parameters()))} parameters in all)" in bad.sentence
+    assert f"(1 of {len(list(model.parameters()))} parameters in total)" in bad.sentence
 
 
-def test_a_bad_parameter_that_nobody_uses_is_innocent():
+def test_an_unused_bad_parameter_is_ignored():
     model = zoo()
     model.spare = nn.Linear(4, 4)
     model.blocks[1].spare = nn.Parameter(torch.full((2,), torch.inf))
@@ -83,10 +84,10 @@ def test_a_bad_parameter_that_nobody_uses_is_innocent():
     assert place(first_bad_tensor(model, loss_of)) == ("forward", "blocks.3.mlp_norm", "output")
 
 
-def test_a_tied_weight_is_found_where_it_does_harm():
+def test_a_tied_weight_is_found_where_it_causes_harm():
     model = wb.zoo.llama_style(n_heads=2, ties_embeddings=True, **SIZE)
     with torch.no_grad():
-        model.head.weight[15] = torch.nan  # of a token that no input has
+        model.head.weight[15] = torch.nan  # of a token that does not occur in the inputs
     inputs = TOKENS.clamp(max=14)
     bad = first_bad_tensor(model, lambda m: token_loss(m(inputs[:, :-1]), inputs[:, 1:]))
     assert place(bad) == ("forward", "token_embedding", "parameter weight")
@@ -96,7 +97,7 @@ def test_a_tied_weight_is_found_where_it_does_harm():
 def test_a_buffer_is_bad_only_where_it_is_used():
     model = line(nn.BatchNorm1d(4))
     model[1].running_mean.fill_(torch.nan)
-    assert first_bad_tensor(model, of_line) is None  # in train mode it is not used
+    assert first_bad_tensor(model, of_line) is None  # it is not used in train mode
     model[1].eval()
     bad = first_bad_tensor(model, of_line)
     assert place(bad) == ("forward", "1", "buffer running_mean")
@@ -132,8 +133,8 @@ def test_the_operation_is_named(case):
     assert bad.sentence.endswith(f": {bad.suggestion}.")
 
 
-def test_what_is_computed_beside_the_gradient_is_no_cause():
-    def function(x):  # as relative positions are put into buckets
+def test_values_outside_the_path_of_the_gradient_are_no_cause():
+    def function(x):  # like buckets of relative positions
         far = torch.arange(3.0).log()
         return (x + 100).exp() + torch.where(far < 0, 0.0, far)[:, None]
 
@@ -141,7 +142,7 @@ def test_what_is_computed_beside_the_gradient_is_no_cause():
     assert first_bad_tensor(line(Do(function)), of_line).operation == "exp"
 
 
-def test_what_went_in_is_measured():
+def test_inputs_are_measured():
     bad = first_bad_tensor(line(Do(lambda x: (x * 0 + 91).exp())), of_line)
     assert (bad.n_bad, bad.n_values, bad.largest_before) == (12, 12, 91.0)
     assert bad.sentence == (
@@ -149,7 +150,7 @@ def test_what_went_in_is_measured():
     )
 
 
-def test_a_product_overflows_in_float16_alone():
+def test_a_product_overflows_only_in_float16():
     model = zoo()
     with torch.no_grad():
         model.blocks[1].mlp.up.weight.fill_(3e4)
@@ -161,8 +162,8 @@ def test_a_product_overflows_in_float16_alone():
     assert bad.largest_before == pytest.approx(3e4, rel=1e-3)
 
 
-def test_what_a_module_computes_between_its_parts_is_its_own():
-    model = zoo()  # the products of queries and keys are no module: what is behind them gets the bad values first
+def test_operations_between_submodules_belong_to_the_module():
+    model = zoo()  # the query-key product is not a module, so the next module receives the bad values first
     with torch.no_grad():
         model.blocks[1].attention.query.weight.mul_(1e20)
         model.blocks[1].attention.key.weight.mul_(1e20)
@@ -172,7 +173,7 @@ def test_what_a_module_computes_between_its_parts_is_its_own():
     assert bad.suggestion.startswith(SINGLE)
 
 
-def test_a_loss_is_bad_by_itself():
+def test_a_loss_that_is_bad_although_the_output_is_finite():
     bad = first_bad_tensor(zoo(), lambda m: (m(TOKENS[:, :-1]) * 0).sum().log())
     assert place(bad) == ("forward", "", "loss")
     assert bad.operation == "log"
@@ -191,19 +192,19 @@ def test_a_bad_batch_is_found(value):
     assert place(bad) == ("forward", "", "input")
     assert (bad.n_bad, bad.n_values) == (2, 128)
     assert bad.sentence == (
-        "Forward pass: an input of the model has 2 of 128 values that are not finite: the batch is bad, or what"
-        " prepares it."
+        "Forward pass: an input of the model has 2 of 128 values that are not finite: the batch or the"
+        " code that prepares it is faulty."
     )
 
 
-def test_padding_that_the_model_replaces_is_innocent():
+def test_padding_that_the_model_replaces_is_ignored():
     x = torch.full((3, 4), torch.nan)
     assert first_bad_tensor(nn.Sequential(Do(torch.nan_to_num), nn.Linear(4, 4)), lambda m: m(x).sum()) is None
     model = nn.Sequential(Do(torch.nan_to_num), nn.Linear(4, 4), Do(lambda y: 1 / (y * 0)), nn.Linear(4, 4))
     assert place(first_bad_tensor(model, lambda m: m(x).sum())) == ("forward", "2", "output")
 
 
-def test_what_a_later_module_makes_finite_again_is_innocent():
+def test_values_that_a_later_module_makes_finite_are_ignored():
     overflows, cuts = Do(lambda x: (x + 100).exp()), Do(lambda x: x.detach().clamp(max=1) + change(x.clamp(max=1)))
     model = line(overflows, cuts, nn.Linear(4, 4), Do(lambda x: (x * 0).log()))
     bad = first_bad_tensor(model, of_line)
@@ -215,7 +216,7 @@ def test_what_a_later_module_makes_finite_again_is_innocent():
 
 
 class Masked(nn.Module):
-    """Attention without parameters whose mask comes in, or is held, or made by a part, always with -inf."""
+    """Attention without parameters whose mask of -inf is an input, a buffer, or computed by a submodule."""
 
     def __init__(self, mask, kind, hides=False):
         super().__init__()
@@ -256,7 +257,7 @@ KINDS = ["input", "buffer", "fill"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_masks_are_innocent(kind):
+def test_masks_are_ignored(kind):
     model = MaskedNet(kind)
     assert first_bad_tensor(model, lambda m: m(STATES).sum()) is None
     model.blocks[1].mix = nn.Sequential(model.blocks[1].mix, Do(lambda x: (x + 100).exp()))
@@ -265,7 +266,7 @@ def test_masks_are_innocent(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_overflow_beside_a_mask_is_found(kind):
+def test_an_overflow_in_addition_to_a_mask_is_found(kind):
     model = MaskedNet(kind)
     with torch.no_grad():
         model.blocks[0].mix.weight.fill_(1e20)
@@ -281,10 +282,10 @@ def test_a_mask_that_hides_everything_is_found(kind):
     bad = first_bad_tensor(MaskedNet(kind, hides=1), lambda m: m(STATES).sum())
     assert place(bad) == ("forward", "blocks.1.soft" if kind == "fill" else "blocks.1", "output")
     assert bad.operation == "softmax"
-    assert "as where a mask hides every position" in bad.sentence
+    assert "as if a mask hides every position" in bad.sentence
 
 
-def test_a_mask_among_the_inputs_of_the_model_is_innocent():
+def test_a_mask_among_the_inputs_of_the_model_is_ignored():
     model = MODELS["llama eager"]()
     mask = torch.full((4, 1, 8, 8), -torch.inf).triu(1)
 
@@ -300,7 +301,7 @@ def test_a_mask_among_the_inputs_of_the_model_is_innocent():
 
 
 def parts_of(name):
-    """Paths of the modules in the blocks that a forward pass calls."""
+    """Return the paths of the modules in the blocks that a forward pass calls."""
     model, called = MODELS[name](), []
     for path, module in model.named_modules():
         if any(part.isdigit() for part in path.split(".")):
@@ -315,7 +316,7 @@ PARTS = {name: parts_of(name) for name in ("pre_ln", "post_ln", "moe", "mamba", 
 @pytest.mark.medium
 @settings(max_examples=20)
 @given(data=st.data())
-def test_what_is_planted_anywhere_is_found_there(data):
+def test_a_value_injected_anywhere_is_found_there(data):
     name = data.draw(st.sampled_from(sorted(PARTS)))
     part = data.draw(st.sampled_from(PARTS[name]))
     value = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -335,8 +336,8 @@ def test_what_is_planted_anywhere_is_found_there(data):
     bad = first_bad_tensor(model, loss_of)
     assert (bad is None) == all(is_finite)
     if bad is not None and (is_backward or not is_finite[0]):
-        wanted = ("backward", "gradient of the input") if is_backward else ("forward", "output")
-        assert place(bad) == (wanted[0], part, wanted[1])
+        expected = ("backward", "gradient of the input") if is_backward else ("forward", "output")
+        assert place(bad) == (expected[0], part, expected[1])
         assert bad.n_bad == 1
         assert bad.sentence
 
@@ -374,7 +375,7 @@ def test_outputs_and_inputs_of_any_form(wrap, unwrap):
     assert place(first_bad_tensor(model, of_line)) == ("backward", "2", "gradient of the input")
 
 
-def test_modules_that_return_nothing_are_passed():
+def test_modules_that_return_nothing_are_skipped():
     model = line(Do(lambda x: (Do(lambda y: None)(x), x)[1]))
     model[1].silent = Do(lambda y: None)
     model[1].function = lambda x: (model[1].silent(x), (x + 100).exp())[1]
@@ -446,7 +447,7 @@ def test_operations_in_place_after_a_module():
     assert place(first_bad_tensor(model, of_line)) == ("backward", "2", "gradient of the input")
 
 
-def test_a_frozen_part_is_searched_too():
+def test_frozen_parts_are_searched_too():
     model = line(nn.Linear(4, 4), Do(lambda x: (x + 100).exp()))
     model[0].requires_grad_(False)
     model[1].requires_grad_(False)
@@ -457,12 +458,12 @@ def test_a_split_tensor_is_followed_by_its_parts():
     model = line(Do(lambda x: x.chunk(2, -1)), Do(lambda parts: (parts[0], planted(parts[1], torch.inf))),
                  Do(lambda parts: torch.cat(parts, -1)))  # fmt: skip
     assert place(first_bad_tensor(model, of_line)) == ("forward", "2", "output")
-    for turn in (lambda x: x, lambda x: x.flip(-1)):  # the first part, then the second, is not finite
+    for turn in (lambda x: x, lambda x: x.flip(-1)):  # first the first part is not finite, then the second
         model = line(Do(lambda x, turn=turn: turn(planted(x, torch.inf)).chunk(2, -1)), Do(lambda y: torch.cat(y, -1)))
         assert place(first_bad_tensor(model, of_line)) == ("forward", "1", "output")
 
 
-def test_a_call_that_raises_in_the_model_is_no_call():
+def test_a_call_that_raises_an_exception_in_the_model_is_ignored():
     def failing(x):
         raise ValueError
 
@@ -479,16 +480,16 @@ def test_a_call_that_raises_in_the_model_is_no_call():
     assert place(first_bad_tensor(Careful(), of_line)) == ("forward", "", "output")
 
 
-def test_what_cannot_be_searched_is_refused():
-    with pytest.raises(OptionError, match="loss_of returned no 0-dim tensor with a graph"):
+def test_invalid_losses_and_models_are_rejected():
+    with pytest.raises(OptionError, check=about("loss_of(model)")):
         first_bad_tensor(zoo(), lambda model: model(TOKENS[:, :-1]).detach().mean())
-    with pytest.raises(OptionError, match="loss_of returned no 0-dim tensor with a graph"):
+    with pytest.raises(OptionError, check=about("loss_of(model)")):
         first_bad_tensor(zoo(), lambda model: model(TOKENS[:, :-1]))
-    with pytest.raises(OptionError, match="The model has no parameters to train"):
+    with pytest.raises(OptionError, check=about("model", 0)):
         first_bad_tensor(zoo().requires_grad_(False), loss_of)
     model = zoo()
-    next(model.parameters()).ds_id = 0  # as DeepSpeed marks parameters of which a rank holds parts
-    with pytest.raises(OptionError, match="The model is split over ranks"):
+    next(model.parameters()).ds_id = 0  # DeepSpeed marks sharded parameters in this way
+    with pytest.raises(OptionError, check=about("model", "Transformer")):
         first_bad_tensor(model, loss_of)
 
 
@@ -503,14 +504,14 @@ def test_sentences():
         return BadTensor(*args).sentence
 
     assert say("a", "gradient of parameter weight", "backward", 1, 4, 2.0, (("b", 3.0), ("", 1.0))) == (
-        "Backward pass: a passes back a gradient of parameter weight with 1 of 4 values that are not finite, made of"
-        " finite gradients of at most 2; the last finite gradients before it are those of b (at most 3); the first"
+        "Backward pass: a passes back a gradient of parameter weight with 1 of 4 values that are not finite, computed"
+        " from finite gradients of at most 2; the last finite gradients before it are those of b (at most 3); the first"
         " after it those of the model (at most 1)."
     )
     assert say("", "buffer mask", "forward", 1, 4, math.nan) == (
         "Forward pass: buffer mask of the model has 1 of 4 values that are not finite."
     )
     assert say("a", "gradient of the output", "backward", 4, 4, math.nan) == (
-        "Backward pass: the gradient of the output of a has 4 of 4 values that are not finite, made of finite"
-        " gradients."
+        "Backward pass: the gradient of the output of a has 4 of 4 values that are not finite, computed from"
+        " finite gradients."
     )

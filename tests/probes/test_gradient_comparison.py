@@ -1,4 +1,4 @@
-"""Planted truths: gradients of several ranks are added up here, with a fault or without, and projected."""
+"""Comparison of gradients with known ground truth: gradients of several ranks are summed, with or without a fault."""
 
 import math
 from dataclasses import replace
@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.about import about
 from workbench.callbacks.faults.communication import LowPrecisionReduction, ring_sum
 from workbench.errors import OptionError
 from workbench.probes.gradient_agreement import GradientVerdict as Verdict
@@ -20,7 +21,7 @@ SIZES = (200, 64, 1, 30, 2, 500, 16, 8)
 
 
 def gradients(n_ranks, seed=0, *, sizes=SIZES, dtype=torch.float32, signal=1.0, least=-9):
-    """Gradients of each rank and parameter: a common part and noise, of sizes from 10^least to 1e3."""
+    """Return gradients of each rank and parameter: a common part and noise, of magnitudes from 10^least to 1e3."""
     generator = torch.Generator().manual_seed(seed)
     scales = 10.0 ** torch.linspace(least, 3, len(sizes))[torch.randperm(len(sizes), generator=generator)]
     common = [torch.randn(n, generator=generator) for n in sizes]
@@ -34,7 +35,7 @@ def gradients(n_ranks, seed=0, *, sizes=SIZES, dtype=torch.float32, signal=1.0, 
 
 
 def added(ranks):
-    """Mean over ranks as DDP makes it: each divides in the format of the gradients, then they are added up."""
+    """Return the mean over ranks as in DDP: each rank divides in the format of the gradients, then they are summed."""
     means = []
     for parts in zip(*ranks, strict=True):
         total = parts[0] / len(parts)
@@ -49,7 +50,7 @@ def projected(tensors):
 
 
 def step(ranks, received, *, on_rank=None, passes=None):
-    """The projections of a step; ``on_rank`` is what single ranks received instead, ``passes`` their parts."""
+    """Return the projections of a step; ``on_rank``: received by single ranks instead; ``passes``: backward passes."""
     local = np.stack([projected(rank) for rank in ranks])
     taken = [projected((on_rank or {}).get(rank, received))[:, :-1] for rank in range(len(ranks))]
     return ProjectedGradients(
@@ -77,18 +78,18 @@ FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
     least=st.sampled_from([-9, -42]),  # 1e-42 is below the smallest normal number of float32
     data=st.data(),
 )
-def test_honest_sums_are_as_computed_at_any_scale_and_in_any_format(
+def test_correct_sums_are_as_computed_at_any_scale_and_in_any_format(
     seed, n_ranks, dtype, exponent, signal, least, data
 ):
     ranks = gradients(n_ranks, seed, dtype=FORMATS[dtype], signal=signal, least=least)
     for rank in ranks:
-        for i in data.draw(st.sets(st.integers(0, len(SIZES) - 1))):  # no gradient on this rank, as an unused expert
+        for i in data.draw(st.sets(st.integers(0, len(SIZES) - 1))):  # no gradient on this rank, like an unused expert
             rank[i] = torch.zeros_like(rank[i])
     scale = 1.7 * 2.0 ** (exponent if dtype != "float16" else -abs(exponent) // 10)
     received = [mean * scale for mean in added(ranks)]
     found = compare_gradients(step(ranks, received))
     assert found.verdict in (Verdict.AS_COMPUTED, Verdict.NOT_MEASURED)
-    # Numbers below the smallest normal one have few digits, and a scale of them alone as few.
+    # Numbers below the smallest normal one have few digits, and so has their scale.
     if dtype in ("float32", "float64") and least > -42 and found.verdict == Verdict.AS_COMPUTED:
         assert found.scale == pytest.approx(scale, rel=1e-4)
         assert (found.weights[np.isfinite(found.weights)] == pytest.approx(1, abs=0.3)) or n_ranks == 1
@@ -110,7 +111,7 @@ def test_exactly_the_lost_parameters_are_named(seed, n_ranks, dtype, lost):
     judged = {i for i, state in enumerate(found.states) if state != Verdict.NOT_MEASURED}
     assert set(found.parameters(Verdict.PARAMETERS_MISSING)) == lost & judged
     everything = set(range(len(SIZES)))
-    # One number alone, that of parameter 2, agrees with any scale.
+    # Parameter 2 has only one number, which agrees with any scale.
     hidden = {2} if everything - lost == {2} else set()
     assert dtype == "bfloat16" or judged == everything - hidden
     assert all(found.states[i] == Verdict.AS_COMPUTED for i in judged - lost)
@@ -187,19 +188,19 @@ def test_two_ranks_may_be_missing_together():
     assert (found.verdict, found.missing_ranks) == (Verdict.RANK_MISSING, (1, 3))
 
 
-def test_ranks_that_count_unequally_are_weighed():
+def test_unequal_weights_of_ranks_are_estimated():
     ranks = gradients(3)
     weights = (1.0, 1.0, 2.5)
     received = added([[weight * g for g in of] for weight, of in zip(weights, ranks, strict=True)])
     found = compare_gradients(step(ranks, received))
     assert found.verdict == Verdict.RANKS_UNEQUAL
     assert found.weights / found.weights[0] == pytest.approx(weights, rel=1e-3)
-    assert "count unequally, 0.4 to 1 times, in 7 of 7 parameters." in found.sentence
+    assert "are weighted unequally, by 0.4 to 1, in 7 of 7 parameters." in found.sentence
 
 
 @pytest.mark.parametrize("n_ranks", [8, 16])
-def test_in_a_coarse_format_a_missing_rank_shows_in_all_parameters_together(n_ranks):
-    """Rounding explains the difference in each parameter alone."""
+def test_in_a_coarse_format_a_missing_rank_is_found_from_all_parameters_jointly(n_ranks):
+    """Rounding explains the difference in each single parameter."""
     sizes = (400,) * 40
     ranks = gradients(n_ranks, sizes=sizes, dtype=torch.bfloat16)
     sent = [[0 * g if r == 5 else g for g in of] for r, of in enumerate(ranks)]
@@ -210,9 +211,9 @@ def test_in_a_coarse_format_a_missing_rank_shows_in_all_parameters_together(n_ra
 
 @pytest.mark.parametrize("age", [1, 5])
 @pytest.mark.parametrize("stale", [range(8), (0, 3)])
-def test_the_age_of_stale_gradients_is_told_from_earlier_steps(age, stale):
+def test_the_age_of_stale_gradients_is_found_with_earlier_steps(age, stale):
     steps = [gradients(2, seed) for seed in range(7)]
-    earlier = [step(ranks, added(ranks)) for ranks in steps[5::-1]]  # the last one first
+    earlier = [step(ranks, added(ranks)) for ranks in steps[5::-1]]  # the latest first
     now, before = added(steps[6]), added(steps[6 - age])
     received = [3.0 * (before if i in stale else now)[i] for i in range(len(now))]
     found = compare_gradients(step(steps[6], received), earlier)
@@ -225,7 +226,7 @@ def test_the_age_of_stale_gradients_is_told_from_earlier_steps(age, stale):
 
 @pytest.mark.parametrize("n_bits", range(7))
 @pytest.mark.parametrize("n_ranks", [2, 4])
-def test_the_bits_that_a_reduction_leaves_are_counted(n_bits, n_ranks):
+def test_the_significant_bits_after_a_reduction_are_counted(n_bits, n_ranks):
     fault = LowPrecisionReduction(n_ranks=n_ranks, n_bits=n_bits)
     ranks = gradients(n_ranks, sizes=(400,) * 20)
     received = [ring_sum(parts, fault) / n_ranks for parts in zip(*ranks, strict=True)]
@@ -235,7 +236,7 @@ def test_the_bits_that_a_reduction_leaves_are_counted(n_bits, n_ranks):
     assert f"about {round(found.n_bits)} significant bit" in found.sentence
 
 
-def test_what_underflows_in_a_coarser_format_is_part_of_its_low_precision():
+def test_underflow_in_a_coarser_format_counts_as_low_precision():
     ranks = gradients(2, sizes=(400,) * 20, least=-2)
     for rank in ranks:
         rank[3] *= 1e-9 / rank[3].norm()
@@ -262,7 +263,7 @@ CORRUPTIONS = {
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_a_corrupted_parameter_is_named_and_the_others_are_not(kind):
+def test_only_the_corrupted_parameter_is_named(kind):
     ranks = gradients(3)
     found = compare_gradients(step(ranks, CORRUPTIONS[kind](added(ranks))))
     assert found.verdict == Verdict.NOT_COMPUTED
@@ -277,7 +278,7 @@ def test_two_swapped_parameters_are_both_named():
 
 
 def test_a_minority_does_not_shift_the_common_scale():
-    """Whatever is wrong with the others, and even if they have most of the norm."""
+    """The other parameters may be wrong in any way, and may have most of the norm."""
     ranks = gradients(2)
     mean = [0.01 * g for g in added(ranks)]
     received = [0 * mean[0], 5 * mean[1], mean[2], mean[3], mean[4], mean[5].flip(0), mean[6], mean[7]]
@@ -288,7 +289,7 @@ def test_a_minority_does_not_shift_the_common_scale():
 
 
 @pytest.mark.parametrize("n_clipped", [3, 8])
-def test_clipping_one_by_one_is_no_fault(n_clipped):
+def test_clipping_single_parameters_is_not_a_fault(n_clipped):
     ranks = gradients(2)
     received = [g / g.norm() if i < n_clipped else g for i, g in enumerate(added(ranks))]
     found = compare_gradients(step(ranks, received))
@@ -297,8 +298,8 @@ def test_clipping_one_by_one_is_no_fault(n_clipped):
     assert len(found.parameters(Verdict.SCALED)) >= min(n_clipped, 7)
 
 
-def test_clipping_by_value_is_what_no_rank_computed():
-    """It turns gradients, and nothing in them says that it is meant."""
+def test_clipping_by_value_is_not_what_the_ranks_computed():
+    """It changes the direction of gradients, and nothing shows that this is intended."""
     ranks = gradients(2, sizes=(300, 300))
     received = [added(ranks)[0], added(ranks)[1].clamp(-1e-9, 1e-9)]
     found = compare_gradients(step(ranks, received))
@@ -306,7 +307,7 @@ def test_clipping_by_value_is_what_no_rank_computed():
     assert "clipping by value" in found.sentence
 
 
-def test_one_rank_alone_may_receive_something_else():
+def test_a_single_rank_may_receive_other_gradients():
     ranks = gradients(3)
     mean = added(ranks)
     found = compare_gradients(step(ranks, mean, on_rank={1: [0 * mean[0], *mean[1:]]}))
@@ -314,16 +315,16 @@ def test_one_rank_alone_may_receive_something_else():
     assert "in 1 of 8 parameters on rank 1." in found.sentence
 
 
-def test_ranks_with_the_same_gradients_all_count():
-    """Parallel gradients do not say whose they are."""
+def test_ranks_with_equal_gradients_have_equal_weights():
+    """Parallel gradients cannot be attributed to a rank."""
     ranks = gradients(1) * 4
     found = compare_gradients(step(ranks, added(ranks)))
     assert found.verdict == Verdict.AS_COMPUTED
     assert found.weights == pytest.approx(np.ones(4))
 
 
-def test_gradients_that_were_thrown_away_are_not_expected():
-    """SAM's second pass alone is used."""
+def test_discarded_gradients_are_not_expected():
+    """Only the second pass of SAM is used."""
     ranks = gradients(2)
     first = gradients(2, 1)
     both = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(ranks, first, strict=True)]
@@ -333,7 +334,7 @@ def test_gradients_that_were_thrown_away_are_not_expected():
     assert compare_gradients(replace(found, computed=whole, accumulated=whole)).verdict.is_fault
 
 
-def test_a_gradient_that_nobody_computed_is_found():
+def test_a_gradient_that_no_rank_computed_is_found():
     ranks = gradients(2)
     mean = added(ranks)
     for rank in ranks:
@@ -355,7 +356,7 @@ def test_a_gradient_that_nobody_computed_is_found():
         ),
     ],
 )
-def test_what_cannot_be_measured_gives_the_reason(change, reason):
+def test_steps_that_cannot_be_measured_have_a_reason(change, reason):
     ranks = gradients(2)
     one = change(step(ranks, added(ranks)))
     found = compare_gradients(replace(one, accumulated=one.computed))
@@ -365,7 +366,7 @@ def test_what_cannot_be_measured_gives_the_reason(change, reason):
     assert math.isnan(found.scale)
 
 
-def test_earlier_steps_of_other_parameters_are_refused():
+def test_earlier_steps_of_other_parameters_are_rejected():
     ranks, fewer = gradients(2), gradients(2, sizes=(3, 4))
-    with pytest.raises(OptionError, match=r"of 1 steps before have shape \(2, 2, 8\), expected that of the step"):
+    with pytest.raises(OptionError, check=about("earlier", (2, 2, 8))):
         compare_gradients(step(ranks, added(ranks)), [step(fewer, added(fewer))])

@@ -1,4 +1,4 @@
-"""Gradients of real backward passes, in one process; test_reduction.py has two."""
+"""Gradients of real backward passes in one process; test_reduction.py uses two."""
 
 import itertools
 import math
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import workbench as wb
+from tests.about import about
 from tests.small_training import SMALL, same_weights
 from workbench.errors import OptionError
 from workbench.probes.gradient_agreement import GradientVerdict as Verdict
@@ -28,7 +29,7 @@ def inputs(seed=0, n=6):
 
 
 def agreement(model, passes, change=lambda model: None):
-    """What is found of a step with some passes and what happens to gradients after them."""
+    """Compare the gradients of a step with several backward passes, which are changed afterwards."""
     with GradientProjections(model.parameters()) as projections:
         for one in passes:
             one(model)
@@ -55,7 +56,7 @@ def test_a_projection_is_a_sum_with_random_signs(shape):
 
 
 @pytest.mark.parametrize("n", [30, 2**17 + 100])
-def test_parts_add_up_to_the_whole(n):
+def test_projections_of_parts_sum_to_that_of_the_full_tensor(n):
     whole = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     cuts = [0, 7, 7, n // 2 + 1, n]
     parts = [project(whole[start:stop], 3, start=start, n_total=n) for start, stop in itertools.pairwise(cuts)]
@@ -71,19 +72,19 @@ def test_signs_are_independent_of_each_other_and_of_the_seed():
     assert abs(signs.mean()) < 5 / math.sqrt(signs.numel())
 
 
-def test_parts_of_a_large_gradient_have_signs_of_their_own():
+def test_parts_of_a_large_gradient_have_different_signs():
     gradient = torch.ones(2**17)
     assert (project(gradient, 0)[:-1].abs() < 5 * math.sqrt(2**17)).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
-def test_a_projection_does_not_round_what_it_adds(dtype):
+def test_a_projection_sums_without_rounding(dtype):
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = torch.view_as_real(gradient).flatten() if dtype.is_complex else gradient
     assert torch.equal(project(gradient, 1), project(exact.double(), 1))
 
 
-# What the hooks see
+# Gradients seen by the hooks
 
 
 def test_the_projections_are_those_of_the_gradients():
@@ -100,7 +101,7 @@ def test_the_projections_are_those_of_the_gradients():
     assert step.n_passes == 1
 
 
-def test_passes_add_up():
+def test_passes_are_summed():
     model = small()
     found = agreement(model, [lambda m, i=i: m(inputs(i)).square().sum().backward() for i in range(5)])
     assert found.verdict == Verdict.AS_COMPUTED
@@ -108,7 +109,7 @@ def test_passes_add_up():
 
 
 def with_gradients_set_aside(n_passes, lost=()):
-    """As a trainer does that splits a batch over emulated ranks: gradients are set aside and put back as a mean."""
+    """Emulate ranks: gradients of each pass are stored, and their mean is restored at the end."""
     kept = []
 
     def shard(model, i):
@@ -129,16 +130,16 @@ def test_the_mean_over_passes_is_as_computed_at_its_scale():
 
 
 @pytest.mark.parametrize(("n_passes", "verdict"), [(3, Verdict.PASS_MISSING), (9, Verdict.NOT_COMPUTED)])
-def test_a_pass_that_is_lost_where_gradients_are_set_aside_is_named(n_passes, verdict):
-    """Up to eight passes are kept apart."""
+def test_a_lost_pass_of_emulated_ranks_is_named(n_passes, verdict):
+    """Up to eight passes are stored separately."""
     found = with_gradients_set_aside(n_passes, lost=[1])
     assert found.verdict == verdict
     assert found.missing_passes == ((1,) if verdict == Verdict.PASS_MISSING else ())
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_passes_that_are_thrown_away_are_not_expected(set_to_none):
-    """As in SAM, whose second pass alone is used."""
+def test_discarded_passes_are_not_expected(set_to_none):
+    """As in SAM, where only the second pass is used."""
 
     def second(model):
         model.zero_grad(set_to_none=set_to_none)
@@ -147,7 +148,7 @@ def test_passes_that_are_thrown_away_are_not_expected(set_to_none):
     assert agreement(small(), [one_pass, second]).verdict == Verdict.AS_COMPUTED
 
 
-def test_gradients_from_before_it_was_armed_count_where_they_are_added_to():
+def test_gradients_from_before_arming_count_if_new_ones_are_added_to_them():
     model = small()
     one_pass(model)
     assert agreement(model, [lambda m: m(inputs(1)).square().sum().backward()]).verdict == Verdict.AS_COMPUTED
@@ -180,8 +181,8 @@ def test_unused_frozen_and_sparse_parameters():
     assert found.parameters(Verdict.NOT_MEASURED) == (2, 3, 4, 5)
 
 
-def test_gradients_of_measurements_are_not_counted():
-    """What ``torch.autograd.grad`` computes enters no ``.grad``."""
+def test_gradients_outside_of_backward_are_not_counted():
+    """Gradients from ``torch.autograd.grad`` do not enter ``.grad``."""
 
     def measure(model):
         torch.autograd.grad(model(inputs(3)).square().sum(), list(model.parameters()))
@@ -189,7 +190,7 @@ def test_gradients_of_measurements_are_not_counted():
     assert agreement(small(), [measure, one_pass]).verdict == Verdict.AS_COMPUTED
 
 
-def test_what_hooks_of_the_parameters_make_of_gradients_counts_as_computed():
+def test_gradients_after_hooks_of_the_parameters_count_as_computed():
     model = small()
     model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     found = agreement(model, [one_pass])
@@ -223,7 +224,7 @@ def test_an_overflow_is_not_measured():
     assert "not finite" in found.sentence
 
 
-def test_clipping_one_by_one_is_told_from_a_fault():
+def test_clipping_single_parameters_is_distinguished_from_a_fault():
     def clip(model):
         for parameter in model.parameters():
             nn.utils.clip_grad_norm_([parameter], 0.5)
@@ -231,14 +232,14 @@ def test_clipping_one_by_one_is_told_from_a_fault():
     assert agreement(small(), [one_pass], clip).verdict == Verdict.SCALED
 
 
-def test_copies_that_an_optimizer_moves_are_not_measured():
+def test_copies_that_an_optimizer_updates_are_not_measured():
     model = small()
     copies = [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
     with GradientProjections(copies) as projections:
         one_pass(model)
         for copy, parameter in zip(copies, model.parameters(), strict=True):
             copy.grad = parameter.grad.clone()
-        assert "the optimizer may move copies" in compare_gradients(projections.take()).sentence
+        assert "the optimizer may update copies" in compare_gradients(projections.take()).sentence
 
 
 # In training
@@ -285,7 +286,7 @@ FAULTS = {
 
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", FAULTS)
-def test_faults_of_training_are_told_apart(kind):
+def test_faults_of_training_are_distinguished(kind):
     fault, verdict = FAULTS[kind]
     steps = train(fault)
     found = compare_gradients(steps[-1], steps[-2::-1])
@@ -298,7 +299,7 @@ def test_faults_of_training_are_told_apart(kind):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("kind", ["dense", "moe", "clipped"])
-def test_training_is_the_same_to_the_bit_and_as_computed(kind):
+def test_training_is_bitwise_identical_and_as_computed(kind):
     def make():
         return wb.zoo.moe(n_experts=4, **SMALL) if kind == "moe" else wb.zoo.transformer("pre_ln", **SMALL)
 
@@ -313,8 +314,8 @@ def test_training_is_the_same_to_the_bit_and_as_computed(kind):
     assert {compare_gradients(step, steps[:i][::-1]).verdict for i, step in enumerate(steps)} == {Verdict.AS_COMPUTED}
 
 
-def honest_step(generator):
-    """A step of a tiny model with random format, sizes, use of experts, accumulation, scale and clipping."""
+def correct_step(generator):
+    """Return a correct step of a tiny model with random format, sizes, experts, accumulation, scale and clipping."""
 
     def draw(*choices):
         return choices[int(torch.randint(len(choices), (), generator=generator))]
@@ -347,16 +348,16 @@ def honest_step(generator):
 
 
 @pytest.mark.medium
-def test_honest_steps_raise_no_false_alarm():
+def test_correct_steps_raise_no_false_alarm():
     generator = torch.Generator().manual_seed(0)
-    verdicts = [agreement(*honest_step(generator)).verdict for _ in range(400)]
+    verdicts = [agreement(*correct_step(generator)).verdict for _ in range(400)]
     assert {Verdict.AS_COMPUTED} <= set(verdicts) <= {Verdict.AS_COMPUTED, Verdict.NOT_MEASURED}
     assert verdicts.count(Verdict.AS_COMPUTED) > 350
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models_are_neither_recompiled_nor_broken_up(backend):
+def test_compiled_models_have_no_recompilation_and_no_graph_breaks(backend):
     from torch._dynamo import reset
     from torch._dynamo.testing import CompileCounterWithBackend
     from torch._dynamo.utils import counters
@@ -378,10 +379,10 @@ def test_compiled_models_are_neither_recompiled_nor_broken_up(backend):
     reset()
 
 
-# Hooks and refusals
+# Hooks and invalid arguments
 
 
-def test_hooks_are_removed_whatever_happens():
+def test_hooks_are_removed_in_any_case():
     model = small()
     projections = GradientProjections(model.parameters())
     with pytest.raises(ZeroDivisionError), projections:
@@ -397,19 +398,19 @@ def test_hooks_are_removed_whatever_happens():
     assert not projections.is_armed
 
 
-def test_take_before_arm_is_refused():
-    with pytest.raises(OptionError, match=r"not armed; call arm\(\) before the first backward pass"):
+def test_take_before_arm_is_rejected():
+    with pytest.raises(OptionError, check=about("is_armed", False)):
         GradientProjections(small().parameters()).take()
 
 
-def test_no_parameters_are_refused():
-    with pytest.raises(OptionError, match="There are no parameters; pass those of the optimizer"):
+def test_an_empty_list_of_parameters_is_rejected():
+    with pytest.raises(OptionError, check=about("parameters")):
         GradientProjections([])
 
 
-def test_devices_without_float64_are_refused():
+def test_devices_without_float64_are_rejected():
     class OnMetal(nn.Parameter):
         device = torch.device("mps")
 
-    with pytest.raises(OptionError, match="mps have no float64"):
+    with pytest.raises(OptionError, check=about("parameters[0]", "mps")):
         GradientProjections([OnMetal(torch.zeros(2))])

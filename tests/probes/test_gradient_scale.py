@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.probes.gradient_scale import Rounding, fit_scale, fit_weights, is_single, own_scales, tells_apart
+from workbench.probes.gradient_scale import Rounding, distinguishes, fit_scale, fit_weights, is_single, own_scales
 
 N = 12
 
@@ -21,8 +21,8 @@ def every(n=N):
 
 
 @given(st.integers(0, 10**6), st.integers(0, N - 1), st.floats(1e-12, 1e12))
-def test_the_scale_is_that_of_the_most(seed, n_others, scale):
-    """However many have scales of their own, as long as two agree."""
+def test_the_scale_is_that_of_most_parameters(seed, n_others, scale):
+    """Two parameters that agree suffice, for any number of others with individual scales."""
     gradients = draw(N, 8, seed=seed)
     own = np.full(N, scale)
     own[:n_others] *= 2.0 + np.arange(n_others)
@@ -50,7 +50,7 @@ def test_there_is_no_scale_without_a_telling_parameter():
     assert not fit.is_explained.any()
 
 
-def test_parameters_outside_are_neither_asked_nor_explained():
+def test_excluded_parameters_are_neither_used_nor_explained():
     gradients, among = draw(N, 8), np.arange(N) < 3
     received = np.where(among[:, None], 2.0, 5.0) * gradients
     fit = fit_scale(gradients, received, rounding(), among, every())
@@ -58,12 +58,12 @@ def test_parameters_outside_are_neither_asked_nor_explained():
     assert np.array_equal(fit.is_explained, among)
 
 
-def test_a_negative_scale_is_none():
+def test_a_negative_scale_is_not_found():
     gradients = draw(N, 8)
     assert not fit_scale(gradients, -gradients, rounding(), every(), every()).is_parallel.any()
 
 
-def test_where_rounding_explains_anything_agreement_is_vague():
+def test_agreement_is_vague_if_rounding_explains_anything():
     gradients = draw(N, 8)
     fit = fit_scale(gradients, gradients[::-1], rounding(10.0), every(), every())
     assert fit.is_vague.all()
@@ -108,11 +108,11 @@ def test_weights_that_cannot_be_known_are_nan(case):
     assert found.missing == ()
 
 
-def test_gradients_tell_apart_unless_they_are_parallel():
+def test_gradients_distinguish_unless_they_are_parallel():
     usual, other = draw(N, 8), draw(N, 8, seed=1)
-    assert tells_apart(other, usual, rounding()).all()
-    assert not tells_apart(3 * usual, usual, rounding()).any()
-    assert not tells_apart(usual + 1e-6 * other, usual, rounding()).any()
+    assert distinguishes(other, usual, rounding()).all()
+    assert not distinguishes(3 * usual, usual, rounding()).any()
+    assert not distinguishes(usual + 1e-6 * other, usual, rounding()).any()
 
 
 def test_a_single_number_has_projections_of_one_size():

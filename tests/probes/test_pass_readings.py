@@ -1,4 +1,4 @@
-"""Reading a pass: what it changes, how often the device is waited for, and whether the numbers are right."""
+"""Readings of a pass: no side effects, few waits for the device, and correct numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.probes import pass_readings
 from workbench.probes.failed_pass import first_bad_tensor
 
 
-def test_a_failure_of_train_mode_is_repeated_to_the_number():
+def test_a_failure_in_train_mode_is_reproduced_exactly():
     class Fragile(nn.Module):
         def forward(self, x):
             return x / (torch.rand_like(x) > 0.5) if self.training else x
@@ -31,7 +31,7 @@ def test_a_failure_of_train_mode_is_repeated_to_the_number():
 
 
 def in_use(name):
-    """A model in use: modes are mixed, a weight is frozen, there are gradients and hooks."""
+    """Return a model with mixed modes, a frozen parameter, gradients and hooks."""
     model = MODELS[name]().train()
     next(model.children()).eval()
     weights = list(model.parameters())
@@ -47,7 +47,7 @@ def in_use(name):
 
 @pytest.mark.parametrize("name", ["pre_ln", "moe", "gpt2"])
 @pytest.mark.parametrize("ends", ["finite", "forward", "backward", "raises"])
-def test_the_model_is_left_as_it_was(name, ends):
+def test_the_model_is_left_unchanged(name, ends):
     model = in_use(name)
 
     def loss(m):
@@ -66,7 +66,7 @@ def test_the_model_is_left_as_it_was(name, ends):
 
 
 class Waits(TorchFunctionMode):
-    """Counts what makes the host wait for its device."""
+    """Counts operations that make the host wait for its device."""
 
     n = 0
 
@@ -76,7 +76,7 @@ class Waits(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("ends", ["finite", "forward", "backward"])
-def test_the_device_is_read_as_often_whatever_the_depth(ends):
+def test_the_number_of_device_reads_does_not_depend_on_depth(ends):
     functions = {
         "finite": lambda x: x,
         "forward": lambda x: (x + 100).exp(),

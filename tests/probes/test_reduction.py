@@ -1,4 +1,4 @@
-"""The known answer by itself; and both measurements in two processes, whose results come from ranked_reduction.py."""
+"""The known answer alone, and both measurements in two processes with results from ranked_reduction.py."""
 
 import math
 import subprocess
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.about import about
 from workbench.errors import OptionError
 from workbench.probes.gradient_agreement import GradientVerdict as Verdict
 from workbench.probes.reduction import KnownAnswer, contribution, known_answer_all_reduce, received
@@ -18,7 +19,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 def answer(sums, n_ranks, dtype=torch.float32):
-    """The result where each rank received one of the sums."""
+    """Return the result if each rank received one of the sums."""
     weights, errors, wrong = np.stack([received(total, n_ranks) for total in sums], axis=1)
     return KnownAnswer(str(dtype).removeprefix("torch."), weights, errors, wrong[:, 0] == 0)
 
@@ -35,7 +36,7 @@ def sent(n_ranks, dtype=torch.float32):
 def test_the_sum_is_exact_in_any_order(n_ranks, dtype, seed):
     order = torch.randperm(n_ranks, generator=torch.Generator().manual_seed(seed)).tolist()
     parts = [contribution(rank, n_ranks, dtype) for rank in order]
-    while len(parts) > 1:  # a tree or a chain, by turns
+    while len(parts) > 1:  # alternately a tree and a chain
         pairs = zip(parts[::2], parts[1::2], strict=False)
         odd = parts[-1:] if len(parts) % 2 else []
         parts = [a + b for a, b in pairs] + odd if len(parts) % 3 else [parts[0] + parts[1], *parts[2:]]
@@ -85,11 +86,11 @@ def test_one_wrong_bit_is_found(dtype, place):
     assert found.wrong == ((place % 4,) if place < 1024 else ())
 
 
-def test_a_wrong_factor_is_told_from_rounding():
+def test_a_wrong_factor_is_distinguished_from_rounding():
     first, second = sent(2)
     found = answer([first + 1.2 * second] * 2, 2)
     assert math.isnan(found.n_bits)
-    assert found.sentence == "The contribution of rank 1 arrives wrong: it counts 1.2 times instead of once."
+    assert found.sentence == "The contribution of rank 1 is wrong: its weight is 1.2 instead of 1."
 
 
 def test_a_value_that_is_not_finite_is_wrong():
@@ -97,17 +98,17 @@ def test_a_value_that_is_not_finite_is_wrong():
     total[0] = math.nan
     found = answer([total, sum(sent(2))], 2)
     assert (found.wrong, found.receivers, found.missing) == ((0,), (0,), ())
-    assert "rank 0 arrives wrong on rank 0" in found.sentence
+    assert "rank 0 is wrong on rank 0" in found.sentence
 
 
 def test_one_process_has_nothing_to_reduce():
     found = known_answer_all_reduce(torch.zeros(3))
     assert (found.n_ranks, found.is_exact) == (0, None)
-    assert found.sentence == "One process trains alone: there is nothing to reduce."
+    assert found.sentence == "There is only one process, so there is nothing to reduce."
 
 
-def test_a_format_without_fractions_is_refused():
-    with pytest.raises(OptionError, match="like has dtype int64, expected the floating-point format of gradients"):
+def test_an_integer_format_is_rejected():
+    with pytest.raises(OptionError, check=about("like.dtype", "int64", ("float16", "bfloat16", "float32", "float64"))):
         known_answer_all_reduce(torch.zeros(1, dtype=torch.int64))
 
 
@@ -116,7 +117,7 @@ def test_a_format_without_fractions_is_refused():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each rank found, by scenario."""
+    """Return the results of each rank, by scenario."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, "-m", "tests.probes.ranked_reduction", str(folder)]
     subprocess.run(command, check=True, timeout=240, capture_output=True)
@@ -131,7 +132,7 @@ def ranks(tmp_path_factory):
         ("torch.bfloat16", "The sum over 2 ranks in bfloat16 is exact on every rank."),
         ("torch.float64", "The sum over 2 ranks in float64 is exact on every rank."),
         ("missing", "The contribution of rank 1 is missing in the sum over 2 ranks."),
-        ("doubled", "The contribution of rank 1 arrives wrong: it counts 2 times instead of once."),
+        ("doubled", "The contribution of rank 1 is wrong: its weight is 2 instead of 1."),
         ("rounded", "The sum over 2 ranks in float32 is rounded to about 8 significant bits."),
         ("one receiver", "The sum over 2 ranks in float32 is wrong on rank 0; no single rank explains it."),
     ],
@@ -154,7 +155,7 @@ def test_all_ranks_know_what_is_wrong_with_their_sums(ranks, fault, sentence):
         ("corrupted", Verdict.NOT_COMPUTED),
     ],
 )
-def test_faults_of_ddp_are_told_apart(ranks, scenario, verdict):
+def test_faults_of_ddp_are_distinguished(ranks, scenario, verdict):
     for first, second in zip(*(rank[scenario]["found"] for rank in ranks), strict=True):
         assert first.verdict == second.verdict == verdict
         assert first.sentence == second.sentence
@@ -170,12 +171,12 @@ def test_faults_of_ddp_are_told_apart(ranks, scenario, verdict):
 
 
 @pytest.mark.subprocess
-def test_ddp_trains_the_same_to_the_bit(ranks):
+def test_ddp_training_is_bitwise_identical(ranks):
     for rank in ranks:
         pairs = zip(rank["honest"]["parameters"], rank["plain"]["parameters"], strict=True)
         assert all(torch.equal(probed, plain) for probed, plain in pairs)
 
 
 @pytest.mark.subprocess
-def test_sharded_parameters_are_refused(ranks):
-    assert "Parameter 0 is split over ranks (tensor parallel, ZeRO, or FSDP without model=)" in ranks[0]["sharded"]
+def test_sharded_parameters_are_rejected(ranks):
+    assert "Parameter 0 is sharded over ranks (tensor parallel, ZeRO, or FSDP without model=)" in ranks[0]["sharded"]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.rates.planted_runs import PlantedRuns
+from tests.about import about
+from tests.rates.known_runs import KnownRuns
 from workbench.errors import OptionError
 from workbench.rates.drift import Estimate, extrapolated, features, furthest, longest_measured
 from workbench.rates.rate_search import RateSearch, Round
@@ -21,12 +22,12 @@ def task(**options):
     return wb.tasks.synthetic_lm(**{"length": 8, "vocab_size": 32, "batch_size": 8, **options})
 
 
-def planted_loop(made):
-    """A loop whose losses are those of planted runs, and what was asked of it."""
+def known_loop(calls):
+    """Return a loop with known losses, which appends rate and seed of each call to ``calls``."""
 
     def loop(rate, seed):
-        runs = PlantedRuns()
-        made.append((rate, seed))
+        runs = KnownRuns()
+        calls.append((rate, seed))
         for step in range(1, 10_000):
             yield runs.loss_at(rate, seed, step)
 
@@ -34,7 +35,7 @@ def planted_loop(made):
 
 
 @pytest.mark.medium
-def test_a_model_gets_rates_and_stays_as_it_is():
+def test_rates_are_found_and_the_model_is_not_changed():
     model = wb.zoo.transformer(**SIZE)
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
@@ -50,18 +51,18 @@ def test_a_model_gets_rates_and_stays_as_it_is():
     assert (again.best_rate, again.useful_edge) == (found.best_rate, found.useful_edge)
 
 
-def test_a_loop_of_ones_own_is_enough():
-    made = []
-    found = wb.find_rate(loop=planted_loop(made), n_steps=120, progress=False)
+def test_a_custom_loop_replaces_model_and_task():
+    calls = []
+    found = wb.find_rate(loop=known_loop(calls), n_steps=120, progress=False)
     last = found.rounds[-1]
     assert last.useful_edge == pytest.approx(6e-3, rel=0.2)
-    assert {seed for _, seed in made} == {0, 1}
-    assert max(made.count(one) for one in made) <= 2  # once in each of the two rounds
+    assert {seed for _, seed in calls} == {0, 1}
+    assert max(calls.count(one) for one in calls) <= 2  # once in each of the two rounds
     assert math.isnan(found.trivial_loss)
 
 
 def test_estimates_follow_from_the_last_round():
-    last = list(RateSearch(PlantedRuns(), 1000, 10_000, 2).rounds(3e-3))[-1]
+    last = list(RateSearch(KnownRuns(), 1000, 10_000, 2).rounds(3e-3))[-1]
     slow, best, edge = extrapolated(last, TrainingPlan(n_steps=1000)).values()
     assert slow.value <= best.value <= edge.value
     assert best.low < best.value < best.high
@@ -73,43 +74,43 @@ def test_estimates_follow_from_the_last_round():
 
 def test_estimates_are_distributions():
     found = Estimate(4e-3, 2e-3, 6e-3)
-    chances = [found.chance_below(rate) for rate in (1e-9, 2e-3, 4e-3, 6e-3, 1.0)]
-    assert chances == pytest.approx([0.0, 0.1, 0.5, 0.9, 1.0], abs=1e-6)
+    probabilities = [found.probability_below(rate) for rate in (1e-9, 2e-3, 4e-3, 6e-3, 1.0)]
+    assert probabilities == pytest.approx([0.0, 0.1, 0.5, 0.9, 1.0], abs=1e-6)
     assert found.at_most(1e-3) == Estimate(1e-3, 1e-3, 6e-3)
     assert str(found) == "0.004 (0.002-0.006)"
-    assert Estimate(1.0, 1.0, 1.0).chance_below(2.0) == 1.0
+    assert Estimate(1.0, 1.0, 1.0).probability_below(2.0) == 1.0
 
 
-def test_features_know_the_length_the_schedule_and_the_width_of_the_band():
+def test_features_are_length_schedule_and_width_of_the_band():
     plans = (TrainingPlan(n_steps=200, schedule=name) for name in ("constant", "cosine"))
     constant, cosine = (features(100, 1e-3, 2e-3, plan) for plan in plans)
     assert constant == {"constant": 1.0, "growth": math.log(2), "decays": 0.0, "width": math.log(2)}
     assert cosine == constant | {"decays": 1.0}
 
 
-def test_what_was_not_measured_is_not_answered():
-    found = wb.find_rate(loop=planted_loop([]), n_steps=10_000_000, progress=False)
+def test_rates_are_not_extrapolated_beyond_the_measured_lengths():
+    found = wb.find_rate(loop=known_loop([]), n_steps=10_000_000, progress=False)
     assert math.isnan(found.useful_edge.value)
-    assert "not up to 10,000,000" in found.reason
-    assert "Ask again with a budget of" in str(found)
+    assert "not to 10,000,000" in found.reason
+    assert "Repeat the pilot with a budget of" in str(found)
 
 
 def test_noise_has_no_best_rate():
     noise = wb.tasks.random_tokens(length=8, vocab_size=32, batch_size=8)
     found = wb.find_rate(wb.zoo.transformer(**SIZE), noise, n_steps=400, budget=200, progress=False)
-    assert "No rate learned more than how often each target occurs" in str(found)
+    assert "No rate learned more than the frequencies of the targets" in str(found)
     assert math.isnan(found.best_rate.value)
 
 
-def test_a_loss_that_is_never_finite_is_said():
+def test_a_loss_that_is_never_finite_is_reported():
     found = wb.find_rate(loop=lambda rate, seed: iter([math.nan]), n_steps=100, budget=200, progress=False)
-    assert found.reason.startswith("No rate gave a finite loss")
+    assert found.reason.startswith("No rate yielded a finite loss")
     assert found.data.sizes["rate"] == 0
 
 
-def test_an_interrupted_pilot_answers_from_what_it_has():
+def test_an_interrupted_pilot_uses_the_finished_rounds():
     def loop(rate, seed):
-        runs = PlantedRuns()
+        runs = KnownRuns()
         for step in range(1, 100):
             if step > 50:
                 raise KeyboardInterrupt
@@ -119,9 +120,9 @@ def test_an_interrupted_pilot_answers_from_what_it_has():
     assert len(found.rounds) == 1
     assert found.useful_edge.value > 0
     assert "Interrupted pilot: " in str(found)
-    whole = wb.find_rate(loop=planted_loop([]), n_steps=300, progress=False)
-    width = [one.useful_edge.high / one.useful_edge.low for one in (found, whole)]
-    assert width[0] > width[1]  # a first round knows less
+    complete = wb.find_rate(loop=known_loop([]), n_steps=300, progress=False)
+    width = [one.useful_edge.high / one.useful_edge.low for one in (found, complete)]
+    assert width[0] > width[1]  # a first round is less accurate
 
     def at_once(rate, seed):
         raise KeyboardInterrupt
@@ -132,9 +133,9 @@ def test_an_interrupted_pilot_answers_from_what_it_has():
 
 
 def test_rates_for_another_width():
-    found = wb.find_rate(loop=planted_loop([]), n_steps=600, progress=False)
+    found = wb.find_rate(loop=known_loop([]), n_steps=600, progress=False)
     wide = found.for_width(4.0)
-    assert "They are those of a model 4 times as wide as the pilot's, by Adam's rule." in str(wide)
+    assert "The rates apply to a model 4 times as wide as the pilot's, by Adam's rule." in str(wide)
     assert wide.useful_edge.value == pytest.approx(found.useful_edge.value / 4)
     assert wide.useful_edge.high == pytest.approx(1.5 * found.useful_edge.high / 4)
     assert found.for_width(16.0).useful_edge.high == pytest.approx(1.5**2 * found.useful_edge.high / 16)
@@ -142,20 +143,18 @@ def test_rates_for_another_width():
     assert found.for_width(1.0).best_rate == found.best_rate
     assert found.for_width(np.int64(4)).useful_edge == wide.useful_edge
     for wrong in (0, -1.0, math.nan, "4", True):
-        with pytest.raises(OptionError, match="expected a positive number"):
+        with pytest.raises(OptionError, check=about("ratio")):
             found.for_width(wrong)
-    with pytest.raises(OptionError, match="expected 'standard' or 'mup'"):
+    with pytest.raises(OptionError, check=about("parametrization", "ntk", ("standard", "mup"))):
         found.for_width(2.0, parametrization="ntk")
-    with pytest.raises(OptionError, match="The rule is Adam's, but the pilot used SGD"):
-        replace(found, optimizer="SGD").for_width(2.0)
-    with pytest.raises(OptionError, match="but the pilot used MuonWithAdamW"):
-        replace(found, optimizer="MuonWithAdamW").for_width(2.0)
+    for optimizer in ("SGD", "MuonWithAdamW"):
+        with pytest.raises(OptionError, check=about("optimizer", optimizer)):
+            replace(found, optimizer=optimizer).for_width(2.0)
 
 
 def test_the_schedule_of_a_loop_is_that_of_the_planned_training():
     constant, cosine = (
-        wb.find_rate(loop=planted_loop([]), n_steps=600, schedule=name, progress=False)
-        for name in ("constant", "cosine")
+        wb.find_rate(loop=known_loop([]), n_steps=600, schedule=name, progress=False) for name in ("constant", "cosine")
     )
     assert cosine.rounds[-1].useful_edge == constant.rounds[-1].useful_edge
     assert cosine.useful_edge.value != constant.useful_edge.value
@@ -166,53 +165,55 @@ def test_a_loss_that_no_rate_changes_has_no_edge():
     assert found.reason.startswith("The loss is the same at every rate")
 
 
-def test_progress_is_told_and_can_end_it():
-    told = []
-    found = wb.find_rate(loop=planted_loop([]), n_steps=300, budget=400, progress=told.append)
-    assert told == [f"{n} of 400 trial updates" for n in range(1, found.n_updates + 1)]
+def test_progress_is_reported_and_can_end_the_pilot():
+    messages = []
+    found = wb.find_rate(loop=known_loop([]), n_steps=300, budget=400, progress=messages.append)
+    assert messages == [f"{n} of 400 trial updates" for n in range(1, found.n_updates + 1)]
 
     def stop(text):
         if text.startswith("50 of"):
             raise RuntimeError("enough")
 
     with pytest.raises(RuntimeError, match="enough"):
-        wb.find_rate(loop=planted_loop([]), n_steps=300, progress=stop)
+        wb.find_rate(loop=known_loop([]), n_steps=300, progress=stop)
 
 
-def test_long_trainings_are_answered_with_a_caveat():
+def test_trainings_longer_than_those_of_the_study_have_a_caveat():
     n_steps = longest_measured() + 1
-    found = wb.find_rate(loop=planted_loop([]), n_steps=n_steps, budget=5 * n_steps, progress=False)
+    found = wb.find_rate(loop=known_loop([]), n_steps=n_steps, budget=5 * n_steps, progress=False)
     assert found.best_rate.value > 0
-    assert f"How rates change was measured up to {n_steps - 1:,} updates; beyond, this is" in str(found)
+    assert f"measured up to {n_steps - 1:,} updates; beyond that, it is extrapolated." in str(found)
 
 
 def test_a_training_much_longer_than_the_pilot_has_a_caveat():
-    long, short = (wb.find_rate(loop=planted_loop([]), n_steps=n, budget=1000, progress=False) for n in (1200, 600))
-    assert "The training is 6 times as long as the runs of the pilot, and such" in str(long)
-    assert "a budget of 1,500 gives longer runs" in long.caveat
+    long, short = (wb.find_rate(loop=known_loop([]), n_steps=n, budget=1000, progress=False) for n in (1200, 600))
+    assert "The training is 6 times as long as the pilot runs, and such" in str(long)
+    assert "pass budget=1,500 for longer pilot runs" in long.caveat
     assert not short.caveat
 
 
-def test_a_function_that_makes_models_leaves_random_numbers_alone():
+def test_a_function_that_creates_models_does_not_change_the_random_state():
     state = torch.get_rng_state()
-    made = []
+    models = []
 
     def make(seed):
-        made.append(wb.zoo.transformer(**SIZE).bfloat16().float())
-        torch.nn.init.normal_(made[-1].token_embedding.weight, std=0.02)
-        return made[-1]
+        models.append(wb.zoo.transformer(**SIZE).bfloat16().float())
+        torch.nn.init.normal_(models[-1].token_embedding.weight, std=0.02)
+        return models[-1]
 
     starts = {}
-    wb.find_rate(
-        lambda seed: starts.setdefault(seed, []).append(make(seed).token_embedding.weight.detach().clone()) or made[-1],
-        task(), n_steps=400, budget=200, progress=False,
-    )  # fmt: skip
+
+    def recorded(seed):
+        starts.setdefault(seed, []).append(make(seed).token_embedding.weight.detach().clone())
+        return models[-1]
+
+    wb.find_rate(recorded, task(), n_steps=400, budget=200, progress=False)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(one, of[0]) for of in starts.values() for one in of)
 
 
-def test_data_hold_every_loss_and_the_estimates():
-    found = wb.find_rate(loop=planted_loop([]), n_steps=600, progress=False)
+def test_data_contain_every_loss_and_the_estimates():
+    found = wb.find_rate(loop=known_loop([]), n_steps=600, progress=False)
     data = found.data
     last = found.rounds[-1]
     at = data["loss"].sel(n_updates=last.n_updates, rate=last.rate).values
@@ -222,33 +223,33 @@ def test_data_hold_every_loss_and_the_estimates():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name", "value"),
     [
-        ({}, "takes a model and a task, or loop= alone"),
-        ({"loop": planted_loop([]), "task": 1}, "takes a model and a task, or loop= alone"),
-        ({"loop": planted_loop([]), "budget": 10}, "budget is 10, expected"),
-        ({"loop": planted_loop([]), "n_steps": 0}, "n_steps is 0, expected"),
-        ({"loop": planted_loop([]), "n_seeds": 0}, "n_seeds is 0, expected"),
-        ({"loop": planted_loop([]), "start": -1.0}, "start is -1.0, expected a learning rate"),
-        ({"loop": planted_loop([]), "schedule": "step"}, "schedule is 'step', expected one of"),
-        ({"model": torch.nn.Linear(1, 1)}, "takes a model and a task, or loop= alone"),
-        ({"loop": planted_loop([]), "warmup": 5, "clip_norm": 1.0}, "warmup, clip_norm would not reach your loop"),
-        ({"loop": lambda rate, seed: [2.0] * 20}, "The loop ended after 20 updates, but a run of the pilot needs 36"),
+        ({}, "loop", ()),
+        ({"loop": known_loop([]), "task": 1}, "loop", ("task", "loop")),
+        ({"loop": known_loop([]), "budget": 10}, "budget", 10),
+        ({"loop": known_loop([]), "n_steps": 0}, "n_steps", 0),
+        ({"loop": known_loop([]), "n_seeds": 0}, "n_seeds", 0),
+        ({"loop": known_loop([]), "start": -1.0}, "start", -1.0),
+        ({"loop": known_loop([]), "schedule": "step"}, "schedule", "step"),
+        ({"model": torch.nn.Linear(1, 1)}, "task", ("model",)),
+        ({"loop": known_loop([]), "warmup": 5, "clip_norm": 1.0}, "warmup", 5),
+        ({"loop": lambda rate, seed: [2.0] * 20}, "loop", 20),
     ],
 )
-def test_impossible_settings_are_refused(options, message):
-    with pytest.raises(OptionError, match=message):
+def test_invalid_settings_are_rejected(options, name, value):
+    with pytest.raises(OptionError, check=about(name, value)):
         wb.find_rate(**{"n_steps": 100, "progress": False, **options})
 
 
-def test_a_ready_optimizer_is_refused():
+def test_an_existing_optimizer_is_rejected():
     model = wb.zoo.transformer(**SIZE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(OptionError, match="A ready optimizer cannot be used on copies"):
+    with pytest.raises(OptionError, check=about("optimizer", "SGD")):
         wb.find_rate(model, task(), n_steps=100, optimizer=optimizer, progress=False)
 
 
-def test_a_stream_that_can_be_read_only_once_is_refused():
+def test_a_stream_that_can_be_read_only_once_is_rejected():
     batches = (task().batch(i) for i in range(100))
-    with pytest.raises(wb.WorkbenchError, match="The data can be read only once"):
+    with pytest.raises(OptionError, check=about("task", "generator")):
         wb.find_rate(wb.zoo.transformer(**SIZE), batches, n_steps=100, progress=False)

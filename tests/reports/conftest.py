@@ -1,4 +1,4 @@
-"""Reports of made trees. Pictures cost seconds, so that tests of texts do without."""
+"""Reports of constructed trees; tests of texts replace the pictures, which take seconds to draw."""
 
 from types import SimpleNamespace
 
@@ -13,14 +13,14 @@ PIXEL = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
 
 @pytest.fixture
 def without_pictures(monkeypatch):
-    for room in (html, pictures):
-        monkeypatch.setattr(room, "image", lambda *_, **__: ("image/svg+xml", PIXEL))
+    for module in (html, pictures):
+        monkeypatch.setattr(module, "image", lambda *_, **__: ("image/svg+xml", PIXEL))
     monkeypatch.setattr(notebook, "image", lambda *_, **__: ("image/png", PIXEL))
 
 
 @pytest.fixture(params=["assessment", "diagnosis", "comparison"])
 def written(request, tmp_path, without_pictures):
-    """A tree of each kind, what is said of it, and its page."""
+    """A tree of each kind, the content of its report, and its page."""
     tree = getattr(made_trees, request.param)()
     path = report(tree, tmp_path / f"{request.param}.html")
     return SimpleNamespace(tree=tree, document=document_of(tree), html=path.read_text(encoding="utf-8"))

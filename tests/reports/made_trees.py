@@ -1,4 +1,4 @@
-"""Small trees of every kind that reports are made of: real spectra, other parts with the names of the library."""
+"""Small trees of every kind of report, with real spectra and synthetic values for the other parts."""
 
 import functools
 import json
@@ -13,15 +13,15 @@ from workbench.schema.statuses import Verdict
 STATES = ("healthy", "at risk", "failing", "not measured")
 
 
-def model_and_rows(seed=0):
-    """A real, small transformer without normalization, and what it reads."""
+def model_and_batch(seed=0):
+    """Return a small transformer without normalization, and a batch."""
     model = wb.zoo.transformer(norm="none", d_model=16, n_layers=3, n_heads=2, vocab_size=32, max_length=16, seed=seed)
     return model, wb.tasks.random_tokens(vocab_size=32, length=16).batch(0)
 
 
 @functools.cache
 def spectra(seed=0):
-    model, (inputs, _) = model_and_rows(seed)
+    model, (inputs, _) = model_and_batch(seed)
     return wb.profile(model, inputs, progress=False)
 
 
@@ -30,7 +30,7 @@ def text(dim, values):
 
 
 def columns_of(names, rows):
-    """Name -> column, of rows."""
+    """Return rows as columns by name."""
     return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
@@ -47,7 +47,7 @@ ENDS = {"": 1.0, "_low": 0.5, "_high": 2.2}
 
 
 def pilot(planned=0.003, edge=0.0021):
-    """A pilot of a plan whose rate is rather too large."""
+    """Return a pilot of a plan whose learning rate is too large."""
     edges = {"slow_edge": edge / 30, "best_rate": edge / 3, "useful_edge": edge}
     values = {f"{name}{end}": by * value for name, value in edges.items() for end, by in ENDS.items()}
     values |= {"planned_rate": planned, "rate_over_edge": planned / values["useful_edge_high"]}
@@ -56,23 +56,23 @@ def pilot(planned=0.003, edge=0.0021):
     rates = np.geomspace(1e-4, 0.1, 7)
     loss = 3 + np.log(rates / edges["best_rate"]) ** 2 / 4
     data["loss"] = number(("n_updates", "rate", "seed"), loss[None, :, None], "held-out loss", "nat")
-    data["trivial_loss"] = number((), 5.0, "loss of a guess", "nat")
-    about = {"n_steps": 1000, "reason": "", "sentence": "Rates from here to there."}
+    data["trivial_loss"] = number((), 5.0, "trivial loss", "nat")
+    about = {"n_steps": 1000, "reason": "", "sentence": "A sentence."}
     return xr.Dataset(data, {"n_updates": [80], "rate": rates}, about)
 
 
 def trials():
-    return xr.Dataset({"share_broken": number((), 1 / 3, "share of trials that broke")})
+    return xr.Dataset({"share_broken": number((), 1 / 3, "fraction of trials that diverged")})
 
 
 @functools.cache
 def flow():
-    """Measured, but for a gradient that grows from block to block and heads that narrow."""
-    model, (inputs, targets) = model_and_rows()
+    """Return a measured flow with synthetic growing gradients and narrowing heads."""
+    model, (inputs, targets) = model_and_batch()
     measured = measure(model, inputs[:4], targets=targets[:4], jacobian=False)
-    planted = {"signal_gain": 1.1 + 0.2 * np.arange(3), "gradient_gain": 1.6 + 0.9 * np.arange(3)}
-    planted["attention_entropy_share"] = np.linspace(0.9, 0.35, 6).reshape(3, 2)
-    return measured.assign({name: measured[name].copy(data=values) for name, values in planted.items()})
+    synthetic = {"signal_gain": 1.1 + 0.2 * np.arange(3), "gradient_gain": 1.6 + 0.9 * np.arange(3)}
+    synthetic["attention_entropy_share"] = np.linspace(0.9, 0.35, 6).reshape(3, 2)
+    return measured.assign({name: measured[name].copy(data=values) for name, values in synthetic.items()})
 
 
 def hardware():
@@ -98,9 +98,9 @@ _CRITERIA = [
     ("gradient_gain_worst", "gradient_flow_collapse", "largest gradient gain of a block", 0.6, 1.8, 37, 2,
      "/flow", "gradient_gain", {"layer": 2}, 0.93, "the gradient grows from block to block"),
     ("spectral_radius", "initialization_out_of_band", "largest spectral radius", np.nan, 40.0, 37, 1,
-     "/spectra", "spectral_radius", {"layer": 1}, 0.9, "a block stretches some direction unlike any healthy one"),
+     "/spectra", "spectral_radius", {"layer": 1}, 0.9, "a block expands some direction more than in any healthy model"),
     ("entropy", "attention_degeneracy", "smallest attention entropy share", 0.3, np.nan, 37, 2,
-     "/flow", "attention_entropy_share", {"layer": 2, "head": 1}, 0.88, "a head looks at one token only"),
+     "/flow", "attention_entropy_share", {"layer": 2, "head": 1}, 0.88, "a head attends to one token only"),
     ("hazard_weights", "precision_headroom", "updates lost in low-precision weights", np.nan, 0.1, 0, -1,
      "/hardware", "effect", {"hazard": 0}, 1.0, "small updates are rounded away"),
     ("routing", "routing_oscillation", "largest routing change on trial", np.nan, np.nan, 0, -1,
@@ -108,15 +108,18 @@ _CRITERIA = [
 ]  # fmt: skip
 _MODES = {
     "gradient_flow_collapse": ("Gradient flow collapse", "gradients vanish or explode on their way through the depth"),
-    "attention_degeneracy": ("Attention degeneracy", "heads look at one token only, or all tokens become alike"),
+    "attention_degeneracy": ("Attention degeneracy", "heads attend to one token only, or all tokens become equal"),
     "routing_oscillation": ("Routing oscillation", "tokens keep changing experts"),
-    "initialization_out_of_band": ("Initialization out of band", "the fresh model starts where no healthy one has"),
+    "initialization_out_of_band": (
+        "Initialization out of band",
+        "the measures at initialization are outside of the healthy bands",
+    ),
     "precision_headroom": ("Precision headroom", "number formats lose what the updates need"),
     "unsuitable_rate": ("Unsuitable learning rate", "the planned rate is too small or too large to learn well"),
 }
 
 
-def _judged(value, low, high):
+def _state(value, low, high):
     if np.isnan(value):
         return "not measured"
     if (np.isnan(low) or value >= low) and (np.isnan(high) or value <= high):
@@ -130,7 +133,7 @@ def criteria(parts):
         float(parts[path.strip("/")][variable].isel(selection)) if path else np.nan
         for path, variable, selection in zip(columns["path"], columns["variable"], columns["selection"], strict=True)
     ]
-    states = [_judged(*row) for row in zip(values, columns["low"], columns["high"], strict=True)]
+    states = [_state(*row) for row in zip(values, columns["low"], columns["high"], strict=True)]
     data = {name: number("criterion", columns[name]) for name in ("low", "high", "confidence")}
     data |= {name: text("criterion", columns[name]) for name in ("failure_mode", "title", "path", "variable", "reason")}
     data |= {name: ("criterion", np.array(columns[name])) for name in ("n_reference", "layer")}
@@ -141,19 +144,19 @@ def criteria(parts):
     return xr.Dataset(data, {"criterion": columns["criterion"]})
 
 
-def failure_modes(judged):
+def failure_modes(criteria):
     rank = {"failing": 3, "at risk": 2, "healthy": 1, "not measured": 0}
     worst = {}
-    for row, mode in enumerate(judged["failure_mode"].values):
+    for row, mode in enumerate(criteria["failure_mode"].values):
         if (
             str(mode) not in worst
-            or rank[str(judged["state"].values[row])] > rank[str(judged["state"].values[worst[str(mode)]])]
+            or rank[str(criteria["state"].values[row])] > rank[str(criteria["state"].values[worst[str(mode)]])]
         ):
             worst[str(mode)] = row
     rows = [worst[mode] for mode in _MODES]
-    states = [str(judged["state"].values[row]) for row in rows]
+    states = [str(criteria["state"].values[row]) for row in rows]
     ids = [
-        "" if state == "not measured" else judged["criterion"].values[row]
+        "" if state == "not measured" else criteria["criterion"].values[row]
         for row, state in zip(rows, states, strict=True)
     ]
     return xr.Dataset(
@@ -161,7 +164,7 @@ def failure_modes(judged):
             "title": text("failure_mode", [title for title, _ in _MODES.values()]),
             "meaning": text("failure_mode", [meaning for _, meaning in _MODES.values()]),
             "state": text("failure_mode", states),
-            "confidence": number("failure_mode", judged["confidence"].values[rows]),
+            "confidence": number("failure_mode", criteria["confidence"].values[rows]),
             "worst_criterion": text("failure_mode", ids),
         },
         {"failure_mode": list(_MODES)},
@@ -171,7 +174,7 @@ def failure_modes(judged):
 def decisions(verdict):
     rows = [
         ("change", "learning_rate", "0.003", "0.0021", "rate_over_edge", "lower the peak rate",
-         "3 of 3 trials did not break"),
+         "3 of 3 trials converged"),
         ("kss", "kss", "off", "recommended", "gradient_gain_worst", "switch on Koopman Spectral Shaping", ""),
         ("monitor", "wb.Recorder", "", "optimizer: module_grad_norm", "gradient_gain_worst",
          "record the gradient of each block", ""),
@@ -185,7 +188,7 @@ def decisions(verdict):
 
 
 def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", edge=0.0021, seed=0):
-    """The tree of `wb.assess`."""
+    """Return a tree as from `wb.assess`."""
     parts = {
         "spectra": spectra(seed),
         "flow": flow(),
@@ -210,7 +213,7 @@ def assessment(verdict="at risk", *, subject="No-Norm, 3 blocks", edge=0.0021, s
 
 
 def without_rates(*, is_stand_in=False):
-    """An assessment whose pilot found no useful rates, perhaps of a stand-in."""
+    """Return an assessment whose pilot found no useful rates, optionally of a proxy model."""
     tree = assessment("cannot say", subject="large")
     found = tree["pilot"].to_dataset()
     unknown = [name for name in found.data_vars if str(name).startswith(("slow", "best", "useful", "rate_over"))]
@@ -223,16 +226,16 @@ def without_rates(*, is_stand_in=False):
     rows["selection"][0] = "{}"
     tree["criteria"] = xr.DataTree(rows)
     modes = failure_modes(rows)
-    modes["reason"] = text("failure_mode", ["trials say nothing of the rest"] * modes.sizes["failure_mode"])
+    modes["reason"] = text("failure_mode", ["trials do not cover smaller rates"] * modes.sizes["failure_mode"])
     tree["failure_modes"] = xr.DataTree(modes)
-    tree.attrs["summary"] = "Whether large will train as planned cannot be said."
+    tree.attrs["summary"] = "It is unknown whether large will train as planned."
     if is_stand_in:
         tree.attrs |= {"width": 4096, "depth": 32, "measured_width": 64, "measured_depth": 4, "is_stand_in": 1}
     return tree
 
 
 def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True, is_healthy=False):
-    """The tree of `wb.diagnose`."""
+    """Return a tree as from `wb.diagnose`."""
     causes = [
         ("learning_rate", "Learning rate too high", "hyperparameter", 0.81, -1, 0.6),
         ("architecture", "No normalization", "architecture", 0.15, 2, 0.3),
@@ -281,7 +284,7 @@ def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True, is_healt
         {"order": ("experiment", [1, 2])},
     )  # fmt: skip
     if with_outcome:
-        experiments["outcome"] = text("experiment", ["the run survived", ""])
+        experiments["outcome"] = text("experiment", ["the run converged", ""])
         experiments["supports"] = ("experiment", [True, False])
         experiments["value"], experiments["twin_value"] = (
             number("experiment", v) for v in ([1.3, np.nan], [55.0, np.nan])
@@ -310,8 +313,8 @@ def diagnosis(*, subject="run 17", failure_step=412, with_outcome=True, is_healt
     return tree
 
 
-def with_weak_signs(n):
-    """A diagnosis with many symptoms that hardly matter."""
+def with_weak_symptoms(n):
+    """Return a diagnosis with many symptoms of small weight."""
     tree = diagnosis()
     data = tree["evidence"].to_dataset()
     weak = data.isel(evidence=np.zeros(n, int))
@@ -321,7 +324,7 @@ def with_weak_signs(n):
 
 
 def comparison():
-    """The tree of `wb.compare_designs`."""
+    """Return a tree as from `wb.compare_designs`."""
     trees = {
         "wide": assessment("at risk", subject="wide", edge=0.0021),
         "deep": assessment("proceed", subject="deep", edge=0.008, seed=1),
@@ -335,8 +338,8 @@ def comparison():
             "useful_edge_low": number("design", [0.00105, 0.004], "largest useful rate, lower end"),
             "useful_edge_high": number("design", [0.0046, 0.0176], "largest useful rate, upper end"),
             "n_weights": ("design", [attrs["n_weights"] for attrs in rows.values()]),
-            "flops_per_token": number("design", [6e4, 9e4], "work a token", "FLOP"),
-            "relative_step_time": number("design", [1.0, 1.4], "time of a step beside the first"),
+            "flops_per_token": number("design", [6e4, 9e4], "compute cost per token", "FLOP"),
+            "relative_step_time": number("design", [1.0, 1.4], "relative time of a step"),
             "steps_in_budget": number("design", [1000, 700], "steps in the budget", "step"),
         },
         {"design": list(trees)},

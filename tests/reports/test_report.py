@@ -1,4 +1,4 @@
-"""The files: every sentence links to a place that shows the same number, and nothing is written halfway."""
+"""Report files: every sentence links to a row with the same number, and files are written atomically."""
 
 import base64
 import re
@@ -11,11 +11,12 @@ import xarray as xr
 from markdown_it import MarkdownIt
 
 import workbench as wb
+from tests.about import about
 from tests.reports import made_trees
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import percent
 from workbench.reports import html as html_file
-from workbench.reports.document import Lead, Paragraph, Picture, ReportTable, say
+from workbench.reports.document import Lead, Paragraph, Picture, ReportTable, sentence_of
 from workbench.reports.make_report import document_of, report
 from workbench.schema.statuses import Verdict
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.render
 
 
 class Reader(HTMLParser):
-    """What a page says: sentences of V1, V2 and V4 with their links, and what stands at each anchor."""
+    """Parser of a page: its sentences with their links, and the numbers at the anchors."""
 
     def __init__(self, html):
         super().__init__()
@@ -70,11 +71,11 @@ class Reader(HTMLParser):
             self._sentence = None
 
 
-def test_every_sentence_links_to_a_place_that_shows_the_same_number(written):
+def test_every_sentence_links_to_a_row_with_the_same_number(written):
     page = Reader(written.html)
-    told = {section: [s for s in page.sentences if s["section"] == section] for section in ("v1", "v2", "v4")}
-    assert all(told.values())
-    for sentences in told.values():
+    sentences_of = {section: [s for s in page.sentences if s["section"] == section] for section in ("v1", "v2", "v4")}
+    assert all(sentences_of.values())
+    for sentences in sentences_of.values():
         for sentence in sentences:
             assert sentence["links"], sentence["text"]
     assert len(page.links) > 20
@@ -82,8 +83,8 @@ def test_every_sentence_links_to_a_place_that_shows_the_same_number(written):
         assert page.shown[anchor][0] == text
 
 
-def test_what_is_said_is_in_sentences_that_rest_on_numbers(written):
-    """Nothing in V1, V2 and V4 but headings, the leads and such sentences."""
+def test_statements_are_sentences_that_cite_numbers(written):
+    """V1, V2 and V4 consist of headings, leads and such sentences."""
     for section in written.document.sections:
         if section.key == "v3":
             continue
@@ -115,7 +116,7 @@ def test_the_numbers_are_those_of_the_tree(written):
     assert checked > 5
 
 
-def test_the_page_needs_nothing_else(written):
+def test_the_page_is_self_contained(written):
     page = Reader(written.html)
     assert not [tag for tag, _ in page.tags if tag in ("script", "iframe", "object")]
     for tag, attrs in page.tags:
@@ -129,7 +130,7 @@ def test_the_page_needs_nothing_else(written):
 
 
 @pytest.mark.slow
-def test_pictures_are_inside_the_page_and_it_stays_small(tmp_path):
+def test_pictures_are_embedded_and_the_page_is_small(tmp_path):
     tree = made_trees.assessment()
     html = report(tree, tmp_path / "a.html").read_text(encoding="utf-8")
     assert len(html.encode()) < 3_000_000
@@ -141,7 +142,7 @@ def test_pictures_are_inside_the_page_and_it_stays_small(tmp_path):
         assert len(content) > 3000
 
 
-def test_the_page_has_the_bones_that_readers_without_eyes_need(written):
+def test_the_page_is_accessible_to_screen_readers(written):
     page = Reader(written.html)
     tags = [tag for tag, _ in page.tags]
     assert ("html", {"lang": "en"}) in page.tags
@@ -155,7 +156,7 @@ def test_the_page_has_the_bones_that_readers_without_eyes_need(written):
 
 
 @pytest.mark.parametrize("kind", ["assessment", "diagnosis", "comparison"])
-def test_markdown_says_the_same_with_the_same_links(kind, tmp_path, without_pictures):
+def test_markdown_has_the_same_sentences_and_links(kind, tmp_path, without_pictures):
     tree = getattr(made_trees, kind)()
     document = document_of(tree)
     text = report(tree, tmp_path / "a (1).md").read_text(encoding="utf-8")
@@ -175,7 +176,7 @@ def test_markdown_says_the_same_with_the_same_links(kind, tmp_path, without_pict
         assert (tmp_path / address.replace("%20", " ").replace("%28", "(").replace("%29", ")")).is_file()
 
 
-def test_the_notebook_stands_alone_beside_its_data(tmp_path, without_pictures):
+def test_the_notebook_is_complete_with_its_data(tmp_path, without_pictures):
     import nbformat
 
     tree = made_trees.assessment()
@@ -192,8 +193,8 @@ def test_the_notebook_stands_alone_beside_its_data(tmp_path, without_pictures):
     )
 
 
-def test_the_cells_of_the_notebook_draw_what_they_show(tmp_path, monkeypatch, without_pictures):
-    """Each cell is run, with a display that keeps what it is given."""
+def test_the_cells_of_the_notebook_redraw_their_pictures(tmp_path, monkeypatch, without_pictures):
+    """Every cell is run, with a display function that records the figures."""
     import holoviews as hv
     import nbformat
 
@@ -219,7 +220,7 @@ def test_texts_of_the_tree_cannot_become_markup(tmp_path, without_pictures):
     assert text.startswith("# &lt;script>alert(1)&lt;/script> \\| \\[x\\](y) \\*b\\*\n")
 
 
-def test_files_are_written_whole_and_never_over_others(tmp_path, without_pictures, monkeypatch):
+def test_files_are_written_atomically_and_never_over_others(tmp_path, without_pictures, monkeypatch):
     tree = made_trees.diagnosis()
     path = report(tree, tmp_path / "a.html")
     before = path.read_text()
@@ -242,43 +243,42 @@ def test_files_are_written_whole_and_never_over_others(tmp_path, without_picture
 
 
 @pytest.mark.parametrize(
-    ("spoil", "sentence"),
+    ("spoil", "check"),
     [
-        (lambda tree: tree["pilot"].to_dataset(), "A report is of a DataTree, not of a Dataset"),
-        (lambda tree: xr.DataTree(), "The tree's kind is None, a report knows assessment, diagnosis, comparison"),
-        (
-            lambda tree: tree.drop_nodes("criteria"),
-            "The tree has no /criteria, on which a sentence of its report rests",
-        ),
-        (lambda tree: tree.drop_nodes("flow"), "The tree has no /flow, on which a sentence of its report rests"),
+        (lambda tree: tree["pilot"].to_dataset(), about("tree")),
+        (lambda tree: xr.DataTree(), about("kind", None, ("assessment", "diagnosis", "comparison"))),
+        (lambda tree: tree.drop_nodes("criteria"), about("/criteria")),
+        (lambda tree: tree.drop_nodes("flow"), about("/flow")),
     ],
 )
-def test_what_cannot_be_told_is_refused_in_a_sentence(spoil, sentence, tmp_path):
-    with pytest.raises(SchemaError, match=re.escape(sentence)):
+def test_an_incomplete_tree_is_rejected(spoil, check, tmp_path):
+    with pytest.raises(SchemaError, check=check):
         report(spoil(made_trees.assessment()), tmp_path / "a.html")
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_ending_is_refused(tmp_path):
-    with pytest.raises(StoreError, match=r"'a.pdf' ends in '.pdf', a report in one of .html, .md, .ipynb; choose one."):
+def test_an_unknown_suffix_is_rejected(tmp_path):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "a.pdf", (".html", ".md", ".ipynb"))):
         report(made_trees.diagnosis(), tmp_path / "a.pdf")
 
 
-def test_a_criterion_that_disagrees_with_its_place_is_refused(tmp_path):
+def test_a_criterion_that_differs_from_its_source_is_rejected(tmp_path):
     tree = made_trees.assessment()
     data = tree["criteria"].to_dataset()
     data["value"][1] += 0.5
     tree["criteria"] = xr.DataTree(data)
-    with pytest.raises(SchemaError, match="'gradient_gain_worst' judges 3.9, but /flow gradient_gain, layer 2 is 3.4"):
+    with pytest.raises(
+        SchemaError, match="is 3.9, but /flow gradient_gain, layer 2 is 3.4", check=about("gradient_gain_worst")
+    ):
         report(tree, tmp_path / "a.html")
 
 
-def test_a_sentence_without_a_number_cannot_be_made():
-    with pytest.raises(ValueError, match="rests on no number"):
-        say("All is {word}.", word="well")
+def test_a_sentence_without_a_number_is_rejected():
+    with pytest.raises(ValueError, match="cites no number"):
+        sentence_of("All is {word}.", word="well")
 
 
-def test_every_verdict_and_state_is_told_in_words():
+def test_every_verdict_and_state_has_a_text():
     states = {"proceed": "healthy", "cannot say": "not measured", "at risk": "at risk", "refuse": "failing"}
     assert set(states) == set(Verdict)
     for verdict, state in states.items():
@@ -287,29 +287,29 @@ def test_every_verdict_and_state_is_told_in_words():
         assert document.facts
         assert len(document.actions) == 3
     kinds = {block.text for block in document.sections[3].blocks if hasattr(block, "text")}
-    assert {"Change", "Watch", "Koopman Spectral Shaping", "Stop the run when"} <= kinds
+    assert {"Change", "Monitor", "Koopman Spectral Shaping", "Stop the run when"} <= kinds
 
 
 @pytest.mark.parametrize("is_stand_in", [False, True])
-def test_no_sentence_rests_on_rates_that_are_not_known(is_stand_in):
+def test_no_sentence_cites_unknown_rates(is_stand_in):
     document = document_of(made_trees.without_rates(is_stand_in=is_stand_in))
     labels = [fact.label for fact in document.facts]
     assert labels
     assert not {"largest useful rate", "planned rate over the largest useful one"} & set(labels)
     text = " ".join(s.text for s in document.sections[0].sentences)
-    assert "Whether 0.003 is a useful rate is not known: no rate tried was too large." in text
-    assert ("Of the trials of the first updates of a stand-in 64 wide with 4 blocks" in text) == is_stand_in
-    assert "33\N{NO-BREAK SPACE}% broke" in text
+    assert "It is unknown whether 0.003 is a useful learning rate: no rate tried was too large." in text
+    assert ("Of the trials of the first updates of a proxy model of width 64 with 4 blocks" in text) == is_stand_in
+    assert "33\N{NO-BREAK SPACE}% diverged" in text
     assert document.verdict == "cannot say"
 
 
-def test_why_a_failure_mode_stays_open_is_told():
+def test_the_reason_of_an_unknown_failure_mode_is_stated():
     modes = [s.text for s in document_of(made_trees.without_rates()).sections[1].sentences]
     meaning = "the planned rate is too small or too large to learn well"
-    assert f"Whether {meaning} was not measured: trials say nothing of the rest." in modes
+    assert f"Whether {meaning} was not measured: trials do not cover smaller rates." in modes
 
 
-def test_designs_of_unknown_rates_are_compared_without_them(tmp_path, without_pictures):
+def test_designs_with_unknown_rates_are_compared_without_them(tmp_path, without_pictures):
     known, unknown = made_trees.assessment("proceed", subject="deep"), made_trees.without_rates(is_stand_in=True)
     table = made_trees.comparison()["designs"].to_dataset()
     table = table.assign_coords(design=["large", "deep"])
@@ -318,16 +318,19 @@ def test_designs_of_unknown_rates_are_compared_without_them(tmp_path, without_pi
     tree.attrs = {"kind": "comparison", "schema_version": 1}
     document = document_of(tree)
     assert [fact.label for fact in document.facts] == ["deep", "large"]
-    assert [fact.remark for fact in document.facts] == ["useful up to 0.0021", "useful rates not known"]
-    assert document.actions[0].text == "Take deep: verdict proceed, useful up to a rate of 0.0021."
-    assert document.actions[1].text == "Next comes large: verdict cannot say, useful rates not known."
+    assert [fact.remark for fact in document.facts] == [
+        "learning rates useful up to 0.0021",
+        "useful learning rates unknown",
+    ]
+    assert document.actions[0].text == "Choose deep: verdict proceed, learning rates up to 0.0021 are useful."
+    assert document.actions[1].text == "The next best is large: verdict cannot say, useful learning rates unknown."
     assert report(tree, tmp_path / "a.html").stat().st_size > 0
-    alone = xr.DataTree.from_dict({"designs": table.isel(design=[0]), "large": unknown})
-    alone.attrs = tree.attrs
-    assert document_of(alone).actions[0].text.startswith("None of them can be recommended on what was measured; the")
+    single = xr.DataTree.from_dict({"designs": table.isel(design=[0]), "large": unknown})
+    single.attrs = tree.attrs
+    assert document_of(single).actions[0].text.startswith("None can be recommended from these measurements; the")
 
 
-def test_known_rates_are_told_once_with_their_interval():
+def test_known_rates_are_stated_once_with_their_interval():
     document = document_of(made_trees.assessment())
     assert document.facts[0].label == "largest useful rate"
     assert (document.facts[0].quantity.value, document.facts[0].remark) == (
@@ -336,33 +339,33 @@ def test_known_rates_are_told_once_with_their_interval():
     )
     text = " ".join(s.text for s in document.sections[0].sentences).replace("\N{NO-BREAK SPACE}", " ")
     sentence = (
-        "Over 1,000 updates the best learning rate is about 0.0007; rates from 7e-5 up to 0.0021 (0.00105 to 0.00462) "
-        "learn about as well; planned is 0.003."
+        "For 1,000 updates, the best learning rate is about 0.0007, and rates from 7e-5 to 0.0021 (interval 0.00105 to "
+        "0.00462) are useful; the planned rate is 0.003."
     )
     assert text.count(sentence) == 1, text
     assert "stable" not in text
 
 
-def test_a_diagnosis_without_a_step_or_experiments_is_told():
+def test_a_diagnosis_without_a_step_or_experiments():
     document = document_of(made_trees.diagnosis(failure_step=-1, with_outcome=False))
     assert not any("at step" in s.text for s in document.sections[0].sentences if "loss" in s.text)
-    assert (document.verdict, document.state) == ("The cause: learning rate too high or no normalization", "failing")
+    assert (document.verdict, document.state) == ("Likely cause: learning rate too high or no normalization", "failing")
     tree = made_trees.diagnosis()
     tree["experiments"] = xr.DataTree(tree["experiments"].to_dataset().isel(experiment=[]))
-    (said,) = next(document_of(tree).sections[3].each(Paragraph)).sentences
-    assert said.text == "Change what is at fault: learning rate too high (81\N{NO-BREAK SPACE}%)."
-    assert document_of(tree).actions == (said,)
+    (sentence,) = next(document_of(tree).sections[3].each(Paragraph)).sentences
+    assert sentence.text == "Correct the likely cause: learning rate too high (81\N{NO-BREAK SPACE}%)."
+    assert document_of(tree).actions == (sentence,)
 
 
-def test_a_run_without_a_fault_is_said_to_have_none():
+def test_a_healthy_run_is_reported_as_healthy():
     document = document_of(made_trees.diagnosis(is_healthy=True))
     assert (document.verdict, document.state, document.actions) == ("Most likely nothing is wrong", "healthy", ())
     assert document.facts == ()
-    assert "Nothing needs to be done, unless" in next(document.sections[3].each(Lead)).text
+    assert "No action is needed, unless" in next(document.sections[3].each(Lead)).text
 
 
 @pytest.mark.parametrize("kind", ["healthy", "hyperparameter"])
-def test_the_first_screen_tells_a_probability_once(kind, tmp_path, without_pictures):
+def test_the_summary_states_each_probability_once(kind, tmp_path, without_pictures):
     tree = wb.diagnose(wb.samples.failed_run(kind))
     document = document_of(tree)
     screen = " ".join([document.verdict, document.summary, *(action.text for action in document.actions)])
@@ -372,13 +375,13 @@ def test_the_first_screen_tells_a_probability_once(kind, tmp_path, without_pictu
     assert report(tree, tmp_path / "a.html").stat().st_size > 0
 
 
-def test_the_first_screen_names_useful_rates_and_no_number_that_is_healthy():
+def test_the_summary_states_useful_rates_and_no_healthy_criterion():
     (fact,) = document_of(wb.samples.assessments()["gpt2"].copy()).facts
     assert fact.label == "largest useful rate"
-    assert "estimated on a stand-in 64 wide with 4 blocks; planned: 0.0006" in fact.remark
+    assert "estimated on a proxy model of width 64 with 4 blocks; planned: 0.0006" in fact.remark
 
 
-def test_the_first_screen_names_the_proposed_rate():
+def test_the_summary_states_the_proposed_rate():
     document = document_of(made_trees.assessment())
     assert document.actions[0].text == "Lower the peak rate (learning rate: 0.0021)."
     assert "planned rate over the largest useful one" not in " ".join(fact.label for fact in document.facts)
@@ -386,42 +389,42 @@ def test_the_first_screen_names_the_proposed_rate():
 
 def test_names_of_the_library_keep_their_case():
     text = " ".join(s.text for s in document_of(wb.samples.assessments()["gpt2"].copy()).sections[3].sentences)
-    assert "wb.Alarms sounds" in text
+    assert "wb.Alarms raises an alarm" in text
     assert "Wb." not in text
 
 
-def test_what_the_run_did_and_what_its_settings_say_stand_apart():
-    told = " ".join(s.text for s in document_of(made_trees.diagnosis()).sections[1].sentences)
-    assert "For it, from what the run did: odd sharpness rate" in told
-    assert "Against it, from its settings: odd warmup" in told
-    assert "60\N{NO-BREAK SPACE}% from what the run did alone" in told
+def test_evidence_from_measurements_and_from_settings_is_separate():
+    text = " ".join(s.text for s in document_of(made_trees.diagnosis()).sections[1].sentences)
+    assert "Evidence for it from measurements: odd sharpness rate" in text
+    assert "Evidence against it from settings: odd warmup" in text
+    assert "60\N{NO-BREAK SPACE}% from measurements only" in text
 
 
-def test_a_tree_of_an_older_version_is_told_by_its_first_cause():
+def test_a_tree_of_an_earlier_version_is_described_by_its_first_cause():
     tree = made_trees.diagnosis()
     causes = tree["causes"].to_dataset().drop_vars(["is_possible", "mechanism_probability"])
     tree["causes"] = xr.DataTree(causes)
     tree["evidence"] = xr.DataTree(tree["evidence"].to_dataset().drop_vars("kind"))
     del tree.attrs["coverage"]
-    assert document_of(tree).verdict == "The cause: learning rate too high"
+    assert document_of(tree).verdict == "Likely cause: learning rate too high"
     tree.attrs["shows_failure"] = 0
     document = document_of(tree)
-    assert (document.verdict, document.state, document.actions) == ("No failure seen", "not measured", ())
+    assert (document.verdict, document.state, document.actions) == ("No failure observed", "not measured", ())
 
 
-def test_what_came_of_an_experiment_stands_before_those_still_to_do():
+def test_outcomes_of_experiments_precede_the_next_experiments():
     tree = made_trees.diagnosis()
     data = tree["experiments"].to_dataset()
     tree["experiments"] = xr.DataTree(data.assign(outcome=data["outcome"][::-1], supports=data["supports"][::-1]))
     tried, to_do = (action.text for action in document_of(tree).actions)
-    assert tried == "The same with normalization: tried, it diverged all the same; speaks for no normalization: yes."
-    assert to_do.startswith("A third of the rate: replay 120 steps from step 360 on")
-    told = [s.text for s in document_of(tree).sections[3].sentences]
-    assert "It was done: the run survived (speaks for no normalization: yes)." in told
+    assert tried == "The same with normalization: done, the run diverged nevertheless; supports no normalization: yes."
+    assert to_do.startswith("A third of the rate: replay 120 steps from step 360 with and without")
+    texts = [s.text for s in document_of(tree).sections[3].sentences]
+    assert "Result: the run converged (supports no normalization: yes)." in texts
 
 
-def test_weak_signs_are_folded_and_no_sentence_rests_on_them(tmp_path, without_pictures):
-    tree = made_trees.with_weak_signs(60)
+def test_weak_symptoms_are_in_a_collapsed_table_and_no_sentence_cites_them(tmp_path, without_pictures):
+    tree = made_trees.with_weak_symptoms(60)
     document = document_of(tree)
     shown, weak = (t for t in document.sections[2].each(ReportTable) if "log-odds" in t.columns)
     cited = {quantity.anchor for section in document.sections for quantity in section.cited}
@@ -438,16 +441,14 @@ def test_weak_signs_are_folded_and_no_sentence_rests_on_them(tmp_path, without_p
     assert f'id="{weak.rows[0][1].quantity.anchor}"' in html
     text = report(tree, tmp_path / "a.md").read_text()
     assert f"*{len(weak.rows)} more symptoms" in text
-    assert (
-        'left out here; they stand with the others in tree["evidence"]'.replace("[", "\\[").replace("]", "\\]") in text
-    )
+    assert 'omitted here; they are in tree["evidence"]'.replace("[", "\\[").replace("]", "\\]") in text
     assert weak.rows[0][1].quantity.anchor not in text
 
 
-def test_a_design_of_a_comparison_has_a_report_of_its_own(tmp_path, monkeypatch):
+def test_one_design_of_a_comparison_has_a_report(tmp_path, monkeypatch):
     comparison, seen = made_trees.comparison(), []
     name = next(name for name in comparison.children if name != "designs")
-    module = sys.modules[report.__module__]  # the package calls its function by the same name
+    module = sys.modules[report.__module__]  # the package has a function of the same name
     monkeypatch.setattr(module, "_write_html", lambda document, tree, *_: seen.append((document, tree)))
     report(comparison[name], tmp_path / "one.html")
     ((document, tree),) = seen

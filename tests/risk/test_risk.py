@@ -1,4 +1,4 @@
-"""The risk of one planned training: numbers of a planted model, a pilot in their place, and the printed sentences."""
+"""Tests of the risk of a planned training: predictions of a fitted model, results of a pilot, printed sentences."""
 
 import math
 from dataclasses import fields, replace
@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.risk.planted_designs import EDGES, planted_designs
+from tests.about import about
+from tests.risk.known_designs import EDGES, known_designs
 from workbench.errors import OptionError, SchemaError
 from workbench.rates import Estimate, FoundRates
-from workbench.risk import Chance
+from workbench.risk import Probability
 
 pytestmark = pytest.mark.medium
 
@@ -19,25 +20,25 @@ OUTCOMES = ("failure", "too_small", "too_large", "explosion")
 
 
 @pytest.fixture(scope="module")
-def planted():
-    return planted_designs(n_families=9, n_of_family=6)
+def designs():
+    return known_designs(n_families=9, n_of_family=6)
 
 
 @pytest.fixture(scope="module")
-def model(planted):
-    cases, _, edges, families = planted
+def model(designs):
+    cases, _, edges, families = designs
     return wb.risk.fit(cases, edges, families, n_bootstrap=4)
 
 
 @pytest.fixture
-def case(planted):
-    is_it = (planted[0]["optimizer"].values == "AdamW") & (planted[0]["scale_response"].values > 0.5)
-    one = planted[0].isel(run=[int(np.argmax(is_it))])
+def case(designs):
+    is_match = (designs[0]["optimizer"].values == "AdamW") & (designs[0]["scale_response"].values > 0.5)
+    one = designs[0].isel(run=[int(np.argmax(is_match))])
     return one.assign_coords(learning_rate=("run", [0.01]), n_steps=("run", [480]), d_model=("run", [64]))
 
 
 def pilot(slow=(1e-3, 5e-4, 2e-3), edge=(0.02, 0.01, 0.05), *, n_steps=480, reason=""):
-    """A pilot without rounds: the answer of `wb.find_rate`."""
+    """Return a result of `wb.find_rate` without rounds."""
     return FoundRates(
         n_steps,
         Estimate(*slow),
@@ -65,7 +66,7 @@ def test_the_risk_is_that_of_the_model(model, case):
     assert (risk.learning_rate, risk.n_steps, risk.d_model, risk.reason) == (0.01, 480, 64, "")
     for name in (*OUTCOMES, *EDGES):
         assert three(getattr(risk, name)) == tuple(float(found[f"{name}{end}"][0]) for end in ("", "_low", "_high"))
-    assert isinstance(risk.failure, Chance)
+    assert isinstance(risk.failure, Probability)
     assert isinstance(risk.useful_edge, Estimate)
 
 
@@ -73,53 +74,54 @@ def test_a_single_case_needs_no_dimension(model, case):
     assert wb.risk.predict(case.isel(run=0), model=model) == wb.risk.predict(case, model=model)
 
 
-def test_without_a_model_it_is_the_shipped_one(case):
+def test_the_default_is_the_shipped_model(case):
     assert wb.risk.predict(case) == wb.risk.predict(case, model=wb.risk.shipped())
     at = wb.risk.over_rates(case, np.geomspace(1e-7, 100, 30))
-    # Whatever it was fitted to: tiny rates are too small and huge ones too large.
+    # In every model tiny rates are too small and huge rates too large.
     assert at["too_small"][0] > 0.9
     assert at["too_large"][-1] > 0.9
     assert 1e-6 < float(at["slow_edge"]) < float(at["useful_edge"]) < 10
 
 
-def test_the_sentence_says_the_risk_and_the_useful_rates():
+def test_the_sentence_states_the_risk_and_the_useful_rates():
     known = wb.risk.Risk(
-        0.003, 12_000, 64, Chance(0.12, 0.05, 0.31), Chance(0.02, 0.01, 0.1), Chance(0.1, 0.03, 0.2),
-        Chance(0.004, 0.001, 0.02), Estimate(1e-3, 5e-4, 2e-3), Estimate(0.02, 0.01, 0.05), Estimate(0.1, 0.05, 0.3),
-        "",
+        0.003, 12_000, 64, Probability(0.12, 0.05, 0.31), Probability(0.02, 0.01, 0.1), Probability(0.1, 0.03, 0.2),
+        Probability(0.004, 0.001, 0.02), Estimate(1e-3, 5e-4, 2e-3), Estimate(0.02, 0.01, 0.05),
+        Estimate(0.1, 0.05, 0.3), "",
     )  # fmt: skip
     assert str(known) == (
-        "At a rate of 0.003: 12 % (5 to 31 %) risk of not learning well within 12,000 updates at width 64, < 1 % of an "
-        "explosion; learns well from 0.001 (0.0005-0.002) up to 0.02 (0.01-0.05)."
+        "At a learning rate of 0.003: 12 % (5 to 31 %) risk of not learning well within 12,000 updates at width 64, "
+        "< 1 % of an explosion; learns well from 0.001 (0.0005-0.002) up to 0.02 (0.01-0.05)."
     )
-    after_pilot = replace(known, failure=Chance(0.12, NAN, NAN), explosion=Chance(NAN, NAN, NAN))
+    after_pilot = replace(known, failure=Probability(0.12, NAN, NAN), explosion=Probability(NAN, NAN, NAN))
     assert str(after_pilot) == (
-        "At a rate of 0.003: 12 % risk of not learning well within 12,000 updates at width 64; learns well from 0.001 "
-        "(0.0005-0.002) up to 0.02 (0.01-0.05)."
+        "At a learning rate of 0.003: 12 % risk of not learning well within 12,000 updates at width 64; learns well "
+        "from 0.001 (0.0005-0.002) up to 0.02 (0.01-0.05)."
     )
 
 
-def test_a_cell_shows_the_sentence(case, model):
+def test_a_notebook_shows_the_sentence(case, model):
     pretty = pytest.importorskip("IPython.lib.pretty").pretty
-    for answer in (wb.risk.predict(case, model=model), pilot()):
-        assert pretty(answer) == str(answer)
+    for result in (wb.risk.predict(case, model=model), pilot()):
+        assert pretty(result) == str(result)
 
 
-def test_the_sentence_says_why_nothing_is_known(model, case):
+def test_the_sentence_states_why_the_risk_is_unknown(model, case):
     wide = wb.risk.predict(case.assign_coords(d_model=("run", [4096])), model=model)
     assert str(wide) == (
-        "At a rate of 0.01 the risk is unknown. Too little was measured at a width of 4,096 (only 48 to 96). Find out "
-        "with wb.find_rate."
+        "At a learning rate of 0.01 the risk is unknown. The risk model was not fitted for a width of 4,096 (only 48 "
+        "to 96). Run a pilot with wb.find_rate."
     )
     assert all(math.isnan(getattr(wide, name).value) for name in (*OUTCOMES, *EDGES))
 
 
-def test_the_sentence_of_a_fresh_model_that_counts_as_diverged_knows_no_rate(model, case):
+def test_the_risk_of_an_untrained_model_that_counts_as_diverged_is_unknown(model, case):
     started = wb.risk.predict(case.assign(initial_grad_norm=("run", [501.0])), model=model)
     assert three(started.explosion) == (1, 1, 1)
     assert str(started) == (
-        "At a rate of 0.01 the risk is unknown. The fresh model counts as diverged by RKSP's limits (a loss of 50 or a "
-        "gradient norm of 500), and no such model was measured. Find out with wb.find_rate."
+        "At a learning rate of 0.01 the risk is unknown. The untrained model counts as diverged by RKSP's limits (a "
+        "loss above 50 or a gradient norm above 500), and the risk model was not fitted for such models. Run a pilot "
+        "with wb.find_rate."
     )
     after = wb.risk.predict(case.assign(initial_grad_norm=("run", [501.0])), pilot=pilot(), model=model)
     assert after.failure.value == pytest.approx(0.1, abs=0.01)
@@ -127,19 +129,19 @@ def test_the_sentence_of_a_fresh_model_that_counts_as_diverged_knows_no_rate(mod
 
 
 @pytest.mark.parametrize(
-    ("chance", "sentence"),
+    ("probability", "text"),
     [
-        (Chance(0.2, 0.05, 0.43), "20 % (5 to 43 %)"),
-        (Chance(0.02, 0.001, 0.13), "2 % (< 1 to 13 %)"),
-        (Chance(0.99, 0.98, 0.999), "99 % (98 to > 99 %)"),
-        (Chance(0.2, NAN, NAN), "20 %"),
-        (Chance(1, 1, 1), "100 %"),
-        (Chance(0.001, 0.0001, 0.002), "< 1 %"),
-        (Chance(NAN, NAN, NAN), "–"),
+        (Probability(0.2, 0.05, 0.43), "20 % (5 to 43 %)"),
+        (Probability(0.02, 0.001, 0.13), "2 % (< 1 to 13 %)"),
+        (Probability(0.99, 0.98, 0.999), "99 % (98 to > 99 %)"),
+        (Probability(0.2, NAN, NAN), "20 %"),
+        (Probability(1, 1, 1), "100 %"),
+        (Probability(0.001, 0.0001, 0.002), "< 1 %"),
+        (Probability(NAN, NAN, NAN), "–"),
     ],
 )
-def test_probabilities_are_printed_with_their_interval(chance, sentence):
-    assert str(chance) == sentence
+def test_probabilities_are_printed_with_their_interval(probability, text):
+    assert str(probability) == text
 
 
 # ---- after a pilot
@@ -152,7 +154,7 @@ def test_probabilities_are_printed_with_their_interval(chance, sentence):
 def test_the_edges_of_a_pilot_replace_those_of_the_model(model, case, rate, small, large):
     case = case.assign_coords(learning_rate=("run", [rate]))
     before, risk = wb.risk.predict(case, model=model), wb.risk.predict(case, pilot=pilot(), model=model)
-    assert before.explosion_edge.value < pilot().useful_edge.value  # the pilot knows better
+    assert before.explosion_edge.value < pilot().useful_edge.value  # the pilot is more accurate
     assert (risk.slow_edge, risk.useful_edge) == (pilot().slow_edge, pilot().useful_edge)
     assert risk.explosion_edge.value == pilot().useful_edge.value
     assert risk.too_small.value == pytest.approx(small, abs=0.01)
@@ -161,7 +163,7 @@ def test_the_edges_of_a_pilot_replace_those_of_the_model(model, case, rate, smal
     assert all(math.isnan(getattr(risk, name).low) for name in ("too_small", "too_large", "failure"))
 
 
-def test_after_a_pilot_an_explosion_is_no_likelier_than_a_rate_that_is_too_large(model, case):
+def test_after_a_pilot_an_explosion_is_not_more_probable_than_a_rate_that_is_too_large(model, case):
     for rate in (1e-3, 1e-2, 0.1, 1.0):
         at = case.assign_coords(learning_rate=("run", [rate]))
         before, risk = (wb.risk.predict(at, pilot=of, model=model) for of in (None, pilot()))
@@ -169,28 +171,28 @@ def test_after_a_pilot_an_explosion_is_no_likelier_than_a_rate_that_is_too_large
         assert risk.explosion.low <= risk.explosion.value <= risk.explosion.high <= 1
 
 
-def test_edges_that_meet_fail_at_most_for_certain(model, case):
-    met = pilot(slow=(0.01, 1e-3, 0.1), edge=(0.01, 1e-3, 0.1))
+def test_with_equal_edges_the_probability_of_failure_is_at_most_one(model, case):
+    equal = pilot(slow=(0.01, 1e-3, 0.1), edge=(0.01, 1e-3, 0.1))
     for rate in (1e-4, 0.01, 1.0):
         at = case.assign_coords(learning_rate=("run", [rate]))
-        assert wb.risk.predict(at, pilot=met, model=model).failure.value == pytest.approx(1, abs=1e-5)
+        assert wb.risk.predict(at, pilot=equal, model=model).failure.value == pytest.approx(1, abs=1e-5)
 
 
-def test_a_pilot_answers_where_the_model_does_not(model, case):
+def test_a_pilot_is_used_outside_of_the_fit(model, case):
     risk = wb.risk.predict(case.assign_coords(d_model=("run", [4096])), pilot=pilot(), model=model)
     assert risk.reason == ""
     assert risk.failure.value == pytest.approx(0.1, abs=0.01)
     assert math.isnan(risk.explosion.value)
     assert str(risk) == (
-        "At a rate of 0.01: 10 % risk of not learning well within 480 updates at width 4096; learns well from 0.001 "
-        "(0.0005-0.002) up to 0.02 (0.01-0.05)."
+        "At a learning rate of 0.01: 10 % risk of not learning well within 480 updates at width 4096; learns well from "
+        "0.001 (0.0005-0.002) up to 0.02 (0.01-0.05)."
     )
 
 
-def test_a_pilot_of_another_training_or_without_an_answer_is_refused(model, case):
-    with pytest.raises(OptionError, match="The pilot was made for 1,000 updates, but the case plans 480; make one for"):
+def test_a_pilot_of_another_training_or_without_estimates_is_rejected(model, case):
+    with pytest.raises(OptionError, check=about("pilot", 1000)):
         wb.risk.predict(case, pilot=pilot(n_steps=1000), model=model)
-    with pytest.raises(OptionError, match=r"The pilot has no answer. No rate tried was too large."):
+    with pytest.raises(OptionError, check=about("pilot", "No rate tried was too large.")):
         wb.risk.predict(case, pilot=pilot(reason="No rate tried was too large."), model=model)
 
 
@@ -198,33 +200,33 @@ def test_a_pilot_of_another_training_or_without_an_answer_is_refused(model, case
 
 
 @pytest.mark.parametrize("given", [None, pilot()])
-def test_over_rates_is_the_risk_at_each(model, case, given):
+def test_over_rates_equals_the_risk_at_each_rate(model, case, given):
     rates = [1e-4, 1e-2, 1.0]
     found = wb.risk.over_rates(case, rates, pilot=given, model=model)
     assert found["learning_rate"].values.tolist() == rates
     assert found.attrs | {"sentence": ""} == {"sentence": "", "n_steps": 480, "d_model": 64, "reason": ""}
     best = rates[int(found["failure"].values.argmin())]
     assert found.attrs["sentence"].startswith(
-        f"The risk of not learning well within 480 updates is smallest at a rate of {best:g}: "
+        f"The risk of not learning well within 480 updates is smallest at a learning rate of {best:g}: "
     )
     assert next(iter(found.attrs)) == "sentence"
     for i, rate in enumerate(rates):
         risk = wb.risk.predict(case.assign_coords(learning_rate=("run", [rate])), pilot=given, model=model)
         for name in (*OUTCOMES, *EDGES):
-            of = found if name in EDGES else found.isel(learning_rate=i)
+            at_rate = found if name in EDGES else found.isel(learning_rate=i)
             np.testing.assert_allclose(
-                [float(of[f"{name}{end}"]) for end in ("", "_low", "_high")], three(getattr(risk, name)), rtol=1e-9
+                [float(at_rate[f"{name}{end}"]) for end in ("", "_low", "_high")], three(getattr(risk, name)), rtol=1e-9
             )
     assert found["useful_edge"].dims == ()
 
 
-def test_over_rates_says_why_nothing_is_known(model, case):
+def test_over_rates_states_why_the_risk_is_unknown(model, case):
     found = wb.risk.over_rates(case.assign_coords(n_steps=("run", [9])), [0.1, 0.2], model=model)
-    assert found.attrs["reason"] == "Too little was measured over 9 updates (only 240 to 480)."
+    assert found.attrs["reason"] == "The risk model was not fitted for training over 9 updates (only 240 to 480)."
     assert found["failure"].isnull().all()
 
 
-def test_the_whole_way_from_a_fresh_model():
+def test_the_risk_of_a_new_model_from_measurement_to_prediction():
     network = wb.zoo.transformer(d_model=64, n_layers=2, n_heads=2, vocab_size=16, max_length=16)
     task = wb.tasks.associative_recall(length=16, vocab_size=16, n_pairs=3, batch_size=8)
     case = wb.sweeps.measure_case(network, task, learning_rate=1e-3, n_steps=300, takes_gradients=False)
@@ -237,27 +239,28 @@ def test_the_whole_way_from_a_fresh_model():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "name", "value"),
     [
-        (lambda c: wb.risk.predict(c.isel(run=[0, 0])), SchemaError, "There are 2 runs, expected one"),
-        (lambda c: wb.risk.over_rates(c.isel(run=[0, 0]), [0.1]), SchemaError, "There are 2 runs, expected one"),
-        (lambda c: wb.risk.over_rates(c, []), OptionError, "There is no rate; pass at least one"),
-        (lambda c: wb.risk.over_rates(c, [0.1, -0.1]), OptionError, "The learning rate is -0.1, expected a positive"),
+        (lambda c: wb.risk.predict(c.isel(run=[0, 0])), SchemaError, "case", 2),
+        (lambda c: wb.risk.over_rates(c.isel(run=[0, 0]), [0.1]), SchemaError, "case", 2),
+        (lambda c: wb.risk.over_rates(c, []), OptionError, "rates", ()),
+        (lambda c: wb.risk.over_rates(c, [0.1, -0.1]), OptionError, "learning_rate", -0.1),
         (
             lambda c: wb.risk.predict(c.assign_coords(learning_rate=("run", [0.0]))),
             OptionError,
-            "The learning rate is 0, expected a positive",
+            "learning_rate",
+            0.0,
         ),
-        (lambda c: wb.risk.predict(c.drop_vars("scale_response")), SchemaError, "The cases lack scale_response"),
-        (lambda c: wb.risk.predict(c.drop_vars("n_steps")), SchemaError, "The cases lack n_steps"),
+        (lambda c: wb.risk.predict(c.drop_vars("scale_response")), SchemaError, "scale_response", None),
+        (lambda c: wb.risk.predict(c.drop_vars("n_steps")), SchemaError, "n_steps", None),
     ],
 )
-def test_what_is_no_case_is_refused(case, call, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_invalid_cases_are_rejected(case, call, error, name, value):
+    with pytest.raises(error, check=about(name, value)):
         call(case)
 
 
-def test_the_shipped_model_is_whole():
+def test_the_shipped_model_is_complete():
     shipped = wb.risk.shipped()
     assert shipped is wb.risk.shipped()  # read once
     assert shipped.about["n_families"] >= 3
@@ -266,12 +269,12 @@ def test_the_shipped_model_is_whole():
     for edge in EDGES:
         assert len(shipped.fits[edge]) > 50
         assert 0.05 < shipped.deviations[edge] < 5
-        n_weights = len(shipped.features) + len(shipped.groups)
-        assert all(len(one.weights) == n_weights for one in shipped.fits[edge])
+        n_coefficients = len(shipped.features) + len(shipped.groups)
+        assert all(len(one.coefficients) == n_coefficients for one in shipped.fits[edge])
     assert {field.name for field in fields(wb.risk.Risk)} >= {*OUTCOMES, *EDGES}
 
 
-def test_what_a_pilot_assumes_is_part_of_the_sentence(model, case):
+def test_the_caveat_of_a_pilot_is_part_of_the_sentence(model, case):
     longer = case.assign_coords(n_steps=("run", [3000]))
     risk = wb.risk.predict(longer, pilot=replace(pilot(), n_steps=3000), model=model)
-    assert str(risk).endswith("How rates change was measured up to 2,000 updates; beyond, this is an assumption.")
+    assert str(risk).endswith("was measured up to 2,000 updates; beyond that, it is extrapolated.")

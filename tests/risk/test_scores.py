@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 from sklearn.metrics import roc_auc_score
 
+from tests.about import about
 from workbench.errors import OptionError, SchemaError
 from workbench.risk.scores import auroc, auroc_within, calibration_error, reliability, resamples
 
@@ -20,14 +21,14 @@ def by_counting(score, label):
 
 @settings(deadline=None)
 @given(runs_of_both_kinds)
-def test_auroc_counts_the_pairs_in_the_right_order(runs):
+def test_auroc_is_the_fraction_of_pairs_in_the_correct_order(runs):
     score, label = map(np.array, zip(*runs, strict=True))
     assert auroc(score, label, n_bootstrap=0).value == pytest.approx(by_counting(score, label))
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(20, 200))
-def test_auroc_is_that_of_sklearn(seed, n):
+def test_auroc_agrees_with_scikit_learn(seed, n):
     random = np.random.default_rng(seed)
     label = np.arange(n) % 3 == 0
     score = np.round(random.normal(size=n) + label, 1)
@@ -43,26 +44,26 @@ def test_each_resample_is_the_auroc_of_the_runs_that_were_drawn():
     groups = np.repeat(np.arange(12), 5)
     label, score = random.random(60) < 0.4, np.round(random.normal(size=60), 1)
     counts = next(iter(resamples(groups, 60, 200, 3))).astype(int)
-    assert (counts.reshape(200, 12, 5) == counts.reshape(200, 12, 5)[..., :1]).all()  # groups are drawn whole
+    assert (counts.reshape(200, 12, 5) == counts.reshape(200, 12, 5)[..., :1]).all()  # groups are drawn as units
     assert (counts[:, ::5].sum(axis=1) == 12).all()
     values = [roc_auc_score(np.repeat(label, n), np.repeat(score, n)) for n in counts]
     found = auroc(score, label, groups=groups, n_bootstrap=200, seed=3)
     np.testing.assert_allclose((found.low, found.high), np.quantile(values, [0.025, 0.975]))
 
 
-def test_small_blocks_of_resamples_say_the_same():
-    whole = np.concatenate([*resamples(None, 30, 50, 0)])
-    np.testing.assert_array_equal(np.concatenate([*resamples(None, 30, 50, 0, block=100)]), whole)
+def test_resamples_do_not_depend_on_the_size_of_blocks():
+    one_block = np.concatenate([*resamples(None, 30, 50, 0)])
+    np.testing.assert_array_equal(np.concatenate([*resamples(None, 30, 50, 0, block=100)]), one_block)
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_says():
+def test_the_interval_has_its_nominal_coverage():
     random, truth = np.random.default_rng(0), 0.7602  # P(N(1, 1) > N(0, 1))
     hits = 0
     for _ in range(100):
         label = np.arange(80) < 40
         found = auroc(random.normal(size=80) + label, label, n_bootstrap=200)
         hits += found.low <= truth <= found.high
-    assert hits >= 86  # of 95 expected; below 86 with a probability of 1e-4
+    assert hits >= 86  # 95 expected; fewer than 86 with a probability of 1e-4
 
 
 def test_runs_that_belong_together_widen_the_interval():
@@ -73,8 +74,8 @@ def test_runs_that_belong_together_widen_the_interval():
     assert together.high - together.low > 2 * (alone.high - alone.low)
 
 
-def test_within_kinds_only_runs_of_one_kind_are_compared():
-    # Each kind has a level of its own, which says everything over all runs and nothing within a kind.
+def test_only_runs_of_the_same_kind_are_compared():
+    # The score distinguishes only the kinds: it is informative over all runs, and not within a kind.
     kind = np.repeat(["a", "b"], 100)
     label = np.r_[np.arange(100) < 90, np.arange(100) < 10]
     score = np.repeat([1.0, 0.0], 100)
@@ -93,33 +94,35 @@ def test_a_perfect_score_has_an_interval_of_no_width():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "name"),
     [
-        (lambda: auroc([0.1, np.nan], [True, False]), OptionError, "1 scores are NaN; leave those runs out."),
-        (lambda: auroc([0.1], [True, False]), OptionError, "There are 1 scores for 2 runs"),
-        (lambda: auroc([0.1, 0.2], [True, True]), SchemaError, "All runs ended alike, so no AUROC says anything"),
-        (lambda: auroc([0.1, 0.2], [True, False], groups=["a"]), OptionError, "There are 1 groups for 2 runs"),
-        (lambda: auroc([0.1, 0.2], [True, False], level=1), OptionError, "level lies between 0 and 1"),
-        (lambda: reliability([0.1, 1.2], [True, False]), OptionError, "A probability is 1.2, expected 0 to 1."),
-        (lambda: reliability([np.nan], [True]), SchemaError, "No run has a probability"),
-        (lambda: reliability([0.1], [True], n_bins=0), OptionError, "n_bins must be at least 1"),
+        (lambda: auroc([0.1, np.nan], [True, False]), OptionError, "score"),
+        (lambda: auroc([0.1], [True, False]), OptionError, "score"),
+        (lambda: auroc([0.1, 0.2], [True, True]), SchemaError, "label"),
+        (lambda: auroc([0.1, 0.2], [True, False], groups=["a"]), OptionError, "groups"),
+        (lambda: auroc([0.1, 0.2], [True, False], level=1), OptionError, "level"),
+        (lambda: auroc([0.1, 0.2], [True, False], n_bootstrap=-1), OptionError, "n_bootstrap"),
+        (lambda: reliability([0.1, 1.2], [True, False]), OptionError, "probability"),
+        (lambda: reliability([np.nan], [True]), SchemaError, "probability"),
+        (lambda: reliability([0.1], [True], n_bins=0), OptionError, "n_bins"),
+        (lambda: reliability([0.1], [True], level=0), OptionError, "level"),
     ],
 )
-def test_bad_input_is_refused_in_one_sentence(call, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_invalid_input_is_rejected(call, error, name):
+    with pytest.raises(error, check=about(name)):
         call()
 
 
-def test_calibrated_probabilities_have_no_error_beyond_chance():
+def test_the_error_of_calibrated_probabilities_is_only_noise():
     random = np.random.default_rng(0)
     probability = random.random(100_000)
     label = random.random(100_000) < probability
     found = reliability(probability, label)
-    assert found.attrs["ece"] < 0.01  # chance alone: about .4 / sqrt(1e4)
+    assert found.attrs["ece"] < 0.01  # about 0.4 / sqrt(1e4) from noise
     assert ((found.low <= found.mean_probability) & (found.mean_probability <= found.high)).sum() >= 8
-    too_sure = reliability(np.clip(1.5 * probability - 0.25, 0, 1), label)
-    # The mean over p of |p - clip(1.5 p - .25)| is 1/12.
-    assert too_sure.attrs["ece"] == pytest.approx(1 / 12, abs=0.01)
+    overconfident = reliability(np.clip(1.5 * probability - 0.25, 0, 1), label)
+    # The mean over p of |p - clip(1.5 p - 0.25)| is 1/12.
+    assert overconfident.attrs["ece"] == pytest.approx(1 / 12, abs=0.01)
 
 
 @settings(max_examples=30, deadline=None)
@@ -132,7 +135,7 @@ def test_a_constant_probability_is_wrong_by_its_distance_from_the_rate(probabili
     assert calibration_error([probability] * len(label), label) == found.attrs["ece"]
 
 
-def test_bins_hold_their_lower_bound_and_refused_runs_are_counted():
+def test_bins_contain_their_lower_bound_and_missing_predictions_are_counted():
     probability = [0.0, 0.1, 0.2, 0.95, 1.0, np.nan]
     found = reliability(probability, [False, True, False, True, True, True])
     assert found.n_runs.values.tolist() == [1, 1, 1, 0, 0, 0, 0, 0, 0, 2]

@@ -1,4 +1,4 @@
-"""The coordinate check: what it looks at, and that it tells muP from the standard parametrization."""
+"""Tests of the coordinate check: its layer groups, and that it distinguishes muP from the standard parametrization."""
 
 import math
 
@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
-from workbench.scaling import Rung, Workshop
+from workbench.scaling import LadderTrainer, Rung
 from workbench.scaling.coordinate_checks import LARGEST_EXPONENT, coordinate_check, coordinate_sizes, layer_outputs
 from workbench.scaling.designs import design
 
@@ -24,18 +25,18 @@ def task(seed):
     return wb.tasks.associative_recall(length=16, vocab_size=64, n_pairs=3, batch_size=8, seed=seed)
 
 
-def workshop(parametrization=None, **options):
-    return Workshop(design({**OPTIONS, **options}), task, parametrization=parametrization)
+def trainer(parametrization=None, **options):
+    return LadderTrainer(design({**OPTIONS, **options}), task, parametrization=parametrization)
 
 
 @pytest.fixture(scope="module")
 def standard():
-    return coordinate_check(workshop(), RUNGS, SEEDS, learning_rate=RATE)
+    return coordinate_check(trainer(), RUNGS, SEEDS, learning_rate=RATE)
 
 
 @pytest.fixture(scope="module")
 def mup():
-    return coordinate_check(workshop(wb.baselines.MuP(base_width=16, base_heads=1)), RUNGS, SEEDS, learning_rate=RATE)
+    return coordinate_check(trainer(wb.baselines.MuP(base_width=16, base_heads=1)), RUNGS, SEEDS, learning_rate=RATE)
 
 
 def test_the_standard_parametrization_is_flagged(standard):
@@ -44,22 +45,22 @@ def test_the_standard_parametrization_is_flagged(standard):
     assert standard["coordinate_reason"].item().startswith("Updates grow with the width in ")
     grows = standard["layer_group"].values[standard["coordinate_exponent_low"].values > LARGEST_EXPONENT]
     assert {"logits", "block 1 mlp", "block 0 attention scores"} <= set(grows.tolist())
-    assert "embedding" not in grows  # a lookup, whose every entry Adam moves by the rate
+    assert "embedding" not in grows  # a lookup, whose entries Adam changes by the learning rate
 
 
 def test_mup_passes(mup):
     assert mup["coordinate_state"] == "passes"
     assert mup["passes_coordinate_check"]
     assert np.abs(mup["coordinate_exponent"]).max() < 0.4
-    assert mup["coordinate_reason"].item().startswith("Updates are of one size at every width")
+    assert mup["coordinate_reason"].item().startswith("Updates have about the same magnitude at every width")
 
 
 def test_at_the_base_width_the_two_are_the_same(standard, mup):
     np.testing.assert_allclose(standard["update_size"][0], mup["update_size"][0], rtol=1e-5)
 
 
-def test_initial_outputs_grow_in_the_standard_one_alone(standard, mup):
-    """With one standard deviation at every width the branches are larger in wide models; in muP they are not."""
+def test_initial_outputs_grow_only_in_the_standard_parametrization(standard, mup):
+    """With the same standard deviation at every width, branches are larger in wide models; in muP they are not."""
     of_mlp = standard["layer_group"].values == "block 0 mlp"
     assert standard["initial_exponent"].values[of_mlp].item() == pytest.approx(
         1, abs=0.25
@@ -77,14 +78,13 @@ def test_the_exponent_is_the_slope_of_the_mean_logarithm(standard):
     )
 
 
-def test_the_first_update_of_adam_moves_the_embedding_by_the_rate():
-    """An oracle: |change| of every entry that has a gradient is the rate; token and position add up."""
-    frozen = workshop()
-    _, changes = coordinate_sizes(frozen, Rung(16, 2), 1, learning_rate=1e-4, n_steps=1)
+def test_the_first_update_of_adam_changes_the_embedding_by_the_learning_rate():
+    """Every entry with a gradient changes by the learning rate; the changes of token and position add up."""
+    _, changes = coordinate_sizes(trainer(), Rung(16, 2), 1, learning_rate=1e-4, n_steps=1)
     assert changes["embedding"][0] == pytest.approx(math.sqrt(2) * 1e-4, rel=0.25)
 
 
-def test_outputs_are_what_the_parts_put_out_and_leave_no_trace():
+def test_outputs_are_those_of_the_parts_and_the_model_is_not_changed():
     model = wb.zoo.transformer(norm="pre_ln", **{**OPTIONS, "d_model": 32, "n_heads": 2})
     tokens = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(0))
     anatomy = read_anatomy(model, tokens)
@@ -117,7 +117,7 @@ def test_outputs_are_what_the_parts_put_out_and_leave_no_trace():
         ("mamba-130m", {"mixer", "stream"}),
     ],
 )
-def test_other_libraries_models_have_the_same_groups(name, parts):
+def test_models_of_other_libraries_have_the_same_groups(name, parts):
     of = design(name)
     model = of.build(of.nearest_width(64), 2, vocabulary=32)
     tokens = torch.arange(8)[None]
@@ -126,21 +126,21 @@ def test_other_libraries_models_have_the_same_groups(name, parts):
     assert set(outputs) == {"embedding", "logits", *expected}
 
 
-def test_a_run_that_diverges_is_told():
-    check = coordinate_check(workshop(norm="none"), RUNGS[:1], (1,), learning_rate=30.0, n_steps=4)
+def test_a_run_that_diverges_is_reported():
+    check = coordinate_check(trainer(norm="none"), RUNGS[:1], (1,), learning_rate=30.0, n_steps=4)
     assert check["coordinate_state"] == "diverged"
     assert check["coordinate_reason"].item().startswith("At width 16 the run diverged at update ")
     assert np.isnan(check["update_size"].values[0, -1]).all()
 
 
-def test_too_few_widths_decide_nothing():
-    check = coordinate_check(workshop(), RUNGS[:2], (1,), learning_rate=RATE, n_steps=1)
+def test_too_few_widths_have_no_verdict():
+    check = coordinate_check(trainer(), RUNGS[:2], (1,), learning_rate=RATE, n_steps=1)
     assert check["coordinate_state"] == "too few widths"
     assert not check["passes_coordinate_check"]
 
 
-def test_widths_of_several_depths_and_no_steps_are_refused():
-    with pytest.raises(OptionError, match="compares widths at one depth"):
-        coordinate_check(workshop(), [Rung(16, 2), Rung(32, 3)], (1,), learning_rate=RATE)
-    with pytest.raises(OptionError, match="n_coordinate_steps is 0, expected a whole number of at least 1"):
-        coordinate_check(workshop(), RUNGS, (1,), learning_rate=RATE, n_steps=0)
+def test_several_depths_and_no_steps_are_rejected():
+    with pytest.raises(OptionError, check=about("rungs", ((16, 2), (32, 3)))):
+        coordinate_check(trainer(), [Rung(16, 2), Rung(32, 3)], (1,), learning_rate=RATE)
+    with pytest.raises(OptionError, check=about("n_steps", 0)):
+        coordinate_check(trainer(), RUNGS, (1,), learning_rate=RATE, n_steps=0)

@@ -1,4 +1,4 @@
-"""Designs: known sizes, thin builds that keep what they should, and sentences for what cannot be built."""
+"""Tests of designs: published numbers of parameters, narrow models, and errors for what cannot be built."""
 
 import json
 import math
@@ -8,12 +8,13 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import CheckpointError, OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.scaling.designs import design
 from workbench.scaling.known_designs import ALIASES, KNOWN
 
-#: Weights of the published checkpoints, tied ones once.
+#: Numbers of parameters of the published checkpoints, with tied parameters counted once.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -65,12 +66,12 @@ def same(one, other):
 
 
 @pytest.mark.medium
-def test_every_known_design_has_its_published_number_of_weights():
+def test_every_known_design_has_its_published_number_of_parameters():
     assert set(PUBLISHED) == set(KNOWN)
     assert {name: design(name).n_weights() for name in KNOWN} == PUBLISHED
 
 
-def test_aliases_lead_to_known_designs():
+def test_aliases_are_those_of_known_designs():
     assert set(ALIASES.values()) <= set(KNOWN)
     assert design("EleutherAI/pythia-160m").describe() == design("pythia-160m").describe()
     assert design("state-spaces/mamba-130m-hf").width == 768
@@ -80,7 +81,7 @@ def test_aliases_lead_to_known_designs():
 @pytest.mark.parametrize(
     "name", ["gpt2", "pythia-160m", "llama-2-7b", "llama-3-8b", "mixtral-8x7b", "qwen2.5-0.5b", "mamba-130m"]
 )
-def test_a_thin_build_runs_and_has_the_size_asked_for(name):
+def test_a_narrow_model_runs_and_has_the_requested_size(name):
     of = design(name)
     width = of.nearest_width(64)
     state = torch.get_rng_state()
@@ -96,7 +97,7 @@ def test_a_thin_build_runs_and_has_the_size_asked_for(name):
 
 
 @pytest.mark.medium
-def test_a_thin_build_keeps_heads_ratios_and_experts():
+def test_a_narrow_model_keeps_head_width_ratios_and_experts():
     config = design("mixtral-8x7b").build(512, 2, vocabulary=16).config  # heads of 128, one key-value head for four
     assert (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == (4, 1, 1792)
     assert (config.num_local_experts, config.num_experts_per_tok) == (8, 2)
@@ -108,36 +109,36 @@ def test_a_thin_build_keeps_heads_ratios_and_experts():
     assert mixer.in_proj.weight.shape == (2 * 2 * 64, 64)
 
 
-def test_a_wider_build_has_more_heads():
+def test_a_wider_model_has_more_heads():
     assert design("gpt2").resized(1536).source.at(1536, 12, None).n_head == 24
 
 
-def test_the_zoo_keeps_heads_and_ratios_too():
+def test_narrow_models_of_the_zoo_keep_head_width_and_ratios():
     options = {"d_model": 256, "n_heads": 8, "n_kv_heads": 2, "n_layers": 4, "mlp_width": 640, "vocab_size": 64}
     of = design({"family": "moe", **options})
-    thin = of.build(64, 2, seed=5).config
-    assert (thin.n_heads, thin.n_kv_heads, thin.mlp_width, thin.n_layers, thin.n_experts) == (2, 1, 160, 2, 8)
+    narrow = of.build(64, 2, seed=5).config
+    assert (narrow.n_heads, narrow.n_kv_heads, narrow.mlp_width, narrow.n_layers, narrow.n_experts) == (2, 1, 160, 2, 8)
     assert (of.width, of.depth, of.vocabulary) == (256, 4, 64)
-    whole = of.build(seed=5)
-    assert same(whole, wb.zoo.moe(**options, seed=5))
-    assert of.n_weights() == sum(p.numel() for p in whole.parameters())
+    full = of.build(seed=5)
+    assert same(full, wb.zoo.moe(**options, seed=5))
+    assert of.n_weights() == sum(p.numel() for p in full.parameters())
 
 
 def test_below_one_head_there_is_one_narrower_head():
     of = design({"d_model": 256, "n_heads": 4})
     assert [of.nearest_width(w) for w in (1, 8, 30, 64, 96, 97, 200)] == [8, 8, 32, 64, 64, 128, 192]
     assert of.build(32, 1).config.n_heads == 1
-    with pytest.raises(OptionError, match="transformer cannot be 100 wide, for each of its heads takes 64; choose 128"):
+    with pytest.raises(OptionError, check=about("width", 100)):
         of.build(100)
 
 
-def test_heads_that_are_split_into_parts_stay_a_multiple_of_these():
+def test_the_number_of_heads_is_a_multiple_of_their_parts():
     of = design({"model_type": "codegen", "n_embd": 512, "n_layer": 2, "n_head": 8, "rotary_dim": 32})
     assert [of.nearest_width(w) for w in (1, 64, 300, 500)] == [256, 256, 256, 512]
     assert of.build(256, vocabulary=16)(torch.arange(8)[None]).logits.shape == (1, 8, 16)
 
 
-def test_nearest_widths_are_fixed_points_and_rise():
+def test_nearest_widths_are_fixed_points_and_increase():
     for name in ("gpt2", "llama-3-8b", "smollm2-135m", "mamba-130m"):
         of = design(name)
         nearest = [of.nearest_width(w) for w in range(1, 300, 7)]
@@ -145,7 +146,7 @@ def test_nearest_widths_are_fixed_points_and_rise():
         assert all(a <= b for a, b in pairwise(nearest))
 
 
-def test_configurations_models_folders_and_files_say_the_same(tmp_path):
+def test_configurations_models_folders_and_files_are_equivalent(tmp_path):
     import transformers
 
     config = transformers.LlamaConfig(
@@ -167,7 +168,7 @@ def test_configurations_models_folders_and_files_say_the_same(tmp_path):
     assert all(same(models[0], other) for other in models[1:])
     assert models[0].lm_head.weight.dtype == torch.float32
     assert of[1].name == tmp_path.name
-    assert config.hidden_size == 64  # left as it was
+    assert config.hidden_size == 64  # not changed
 
 
 def test_a_checkpoint_of_the_zoo_is_a_design():
@@ -177,10 +178,10 @@ def test_a_checkpoint_of_the_zoo_is_a_design():
     assert (of.name, of.width, of.depth) == ("pre_ln", options["d_model"], options["n_layers"])
     subject = wb.open_checkpoint(folder)
     assert design(subject).describe() | {"name": ""} == of.describe() | {"name": ""}
-    assert not same(of.build(), subject.model)  # fresh weights
+    assert not same(of.build(), subject.model)  # initial, not trained, parameters
 
 
-def test_lists_with_one_entry_a_block_follow_the_depth():
+def test_lists_with_one_entry_per_block_follow_the_depth():
     import transformers
 
     config = transformers.Gemma2Config(
@@ -195,18 +196,18 @@ def make(width, depth, seed):
     return wb.zoo.transformer(d_model=width, n_layers=depth, n_heads=1, vocab_size=16, seed=seed)
 
 
-def test_a_function_is_a_design_of_the_size_given():
+def test_a_function_is_a_design_of_the_given_size():
     of = design(make, width=64, depth=2)
     assert (of.name, of.width, of.depth, of.vocabulary) == ("make", 64, 2, None)
     assert same(of.build(seed=3), make(64, 2, 3))
     assert of.build(16, 1).config.n_layers == 1
     assert of.n_weights() == sum(p.numel() for p in make(64, 2, 0).parameters())
     assert of.nearest_width(17) == 17
-    with pytest.raises(OptionError, match="pass the target's width= and depth="):
+    with pytest.raises(OptionError, check=about("width")):
         design(make)
 
 
-def test_a_function_may_use_the_global_random_state_which_is_put_back():
+def test_a_function_may_use_the_global_random_state_which_is_restored():
     def draw(width, depth, seed):
         return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
 
@@ -227,60 +228,54 @@ def test_a_target_size_may_be_chosen():
 
 
 @pytest.mark.parametrize(
-    ("source", "error", "says"),
+    ("source", "error", "name"),
     [
-        (
-            "gpt2-xxl",
-            CheckpointError,
-            "'gpt2-xxl' is neither a file here nor a design known by name; the nearest name is 'gpt2-xl'",
-        ),
-        ({"family": "transformer", "n_head": 4}, OptionError, "'n_head' is no option of an architecture"),
-        ({"model_type": "no such"}, OptionError, "transformers has no architecture 'no such'"),
-        (3, OptionError, "A int describes no architecture"),
-        (torch.nn.Linear(2, 2), OptionError, "Linear has no configuration that says how to build it"),
+        ("gpt2-xxl", CheckpointError, "source"),
+        ({"family": "transformer", "n_head": 4}, OptionError, "n_head"),
+        ({"model_type": "no such"}, OptionError, "model_type"),
+        (3, OptionError, "source"),
+        (torch.nn.Linear(2, 2), OptionError, "source"),
     ],
 )
-def test_what_is_no_design_is_refused(source, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_sources_are_rejected(source, error, name):
+    with pytest.raises(error, check=about(name)):
         design(source)
 
 
-def test_damaged_files_and_empty_folders_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+def test_the_nearest_known_name_is_proposed():
+    with pytest.raises(CheckpointError, match="the nearest name is 'gpt2-xl'", check=about("source", "gpt2-xxl")):
+        design("gpt2-xxl")
+
+
+def test_damaged_files_and_empty_folders_are_rejected(tmp_path):
+    with pytest.raises(CheckpointError, check=about("source", tmp_path)):
         design(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, match="is no valid configuration"):
+    with pytest.raises(CheckpointError, check=about("source", tmp_path / "config.json")):
         design(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("size", "says"),
-    [
-        ({"width": 0}, "width is 0, expected a whole number of at least 1"),
-        ({"depth": 1.5}, "depth is 1.5, expected"),
-        ({"vocabulary": -1}, "vocabulary is -1, expected"),
-    ],
-)
-def test_impossible_sizes_are_refused(size, says):
-    with pytest.raises(OptionError, match=says):
-        design("gpt2").build(**{"width": 64, "depth": 1, **size})
+@pytest.mark.parametrize(("name", "value"), [("width", 0), ("depth", 1.5), ("vocabulary", -1)])
+def test_invalid_sizes_are_rejected(name, value):
+    with pytest.raises(OptionError, check=about(name, value)):
+        design("gpt2").build(**{"width": 64, "depth": 1, name: value})
 
 
-def test_a_function_that_returns_no_module_is_refused():
-    with pytest.raises(OptionError, match="The function returned a int, expected a torch module of width 4"):
+def test_a_function_that_returns_no_module_is_rejected():
+    with pytest.raises(OptionError, check=about("source", 3)):
         design(lambda width, depth, seed: 3, width=4, depth=1).build()
 
 
-def test_a_design_of_the_zoo_without_a_name_is_called_by_norm_and_family():
+def test_the_default_name_of_a_design_of_the_zoo_is_norm_and_family():
     small = {"d_model": 16, "n_layers": 2, "n_heads": 2}
     assert wb.design({"family": "transformer", **small}).name == "pre_ln transformer"
     assert wb.design(wb.zoo.ArchitectureConfig(family="moe", norm="none", **small)).name == "moe without norm"
     assert wb.design(wb.zoo.transformer("rms_norm", **small)).name == "rms_norm transformer"
     assert wb.design({"family": "mamba", "d_model": 16, "n_layers": 2}).name == "mamba"
-    assert wb.design({"family": "transformer", **small}, name="mine").name == "mine"
+    assert wb.design({"family": "transformer", **small}, name="custom").name == "custom"
 
 
-def test_a_configuration_as_transformers_writes_it_may_hold_infinity(tmp_path):
+def test_a_configuration_file_of_transformers_may_contain_infinity(tmp_path):
     import transformers
 
     transformers.AutoConfig.for_model("mamba2").save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""Thin models with the variances of wide ones: each kind of weight, and gains against those of the real width."""
+"""Tests of narrow models with the variances of wide ones: each kind of parameter, and gains of the target width."""
 
 import math
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from tests.data_scripts import load_script
 from workbench.assessment.structure import NUMBERS, OUTPUTS, WIDTH_ERRORS
 from workbench.errors import OptionError
@@ -17,25 +18,25 @@ TINY = {"vocab_size": 32, "max_position_embeddings": 32}
 
 
 def factors(design, width, depth=2):
-    """What each weight was multiplied by, by name."""
-    plain = dict(design.build(width, depth, 0).named_parameters(remove_duplicate=False))
+    """Return the factor by which each parameter was multiplied, by name."""
+    unmodified = dict(design.build(width, depth, 0).named_parameters(remove_duplicate=False))
     found = {}
-    for name, weight in matched_width(design, width, depth).named_parameters(remove_duplicate=False):
-        is_seen = plain[name] != 0
-        ratio = (weight[is_seen] / plain[name][is_seen]).detach().double()
+    for name, parameter in matched_width(design, width, depth).named_parameters(remove_duplicate=False):
+        is_nonzero = unmodified[name] != 0
+        ratio = (parameter[is_nonzero] / unmodified[name][is_nonzero]).detach().double()
         assert ratio.numel() == 0 or float(ratio.std(correction=0)) < 1e-5
         found[name] = float(ratio.mean()) if ratio.numel() else math.nan
     return found
 
 
-def test_matrices_of_a_fixed_spread_are_scaled_by_the_root_of_their_inputs():
+def test_matrices_of_constant_standard_deviation_are_scaled_by_the_root_of_their_fan_in():
     found = factors(wb.design({"family": "transformer", "d_model": 256, "n_heads": 16, "initialization": "normal"}), 16)
     for name, factor in found.items():
         is_matrix = name.endswith("weight") and "norm" not in name and "embedding" not in name
         assert factor == pytest.approx(4.0 if is_matrix else 1.0, rel=1e-4) or math.isnan(factor), name
 
 
-def test_spreads_that_follow_the_width_are_left():
+def test_standard_deviations_that_depend_on_the_width_are_kept():
     options = {"family": "transformer", "d_model": 256, "n_heads": 16, "initialization": "xavier"}
     found = factors(wb.design(options), 16)
     blocks = [factor for name, factor in found.items() if name.startswith("blocks") and not math.isnan(factor)]
@@ -52,7 +53,7 @@ def test_each_kind_of_layer_of_transformers():
     assert found["transformer.h.0.attn.c_attn.weight"] == pytest.approx(root)
     assert found["transformer.h.1.mlp.c_proj.weight"] == pytest.approx(root)
     assert found["transformer.wte.weight"] == found["transformer.wpe.weight"] == pytest.approx(1.0)
-    assert found["lm_head.weight"] == pytest.approx(root)  # tied, until the two are scaled differently
+    assert found["lm_head.weight"] == pytest.approx(root)  # untied, because the two scale differently
     mixtral = transformers.MixtralConfig(
         hidden_size=256,
         intermediate_size=512,
@@ -73,9 +74,9 @@ def test_each_kind_of_layer_of_transformers():
     assert found["backbone.layers.0.mixer.in_proj.weight"] == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("spread", [0.05, None], ids=["fixed spread", "by fan-in"])
+@pytest.mark.parametrize("spread", [0.05, None], ids=["constant", "by fan-in"])
 def test_gains_of_a_chain_are_those_of_the_target(spread):
-    """Each layer of a linear chain multiplies the mean square by variance times fan-in, at any width."""
+    """Each layer of a linear chain multiplies the mean square by variance times fan-in at any width."""
 
     class Layer(nn.Module):
         def __init__(self, width):
@@ -109,20 +110,20 @@ def test_gains_of_a_chain_are_those_of_the_target(spread):
     assert found == pytest.approx(gain**2, rel=0.1)
 
 
-def test_random_numbers_and_the_own_width_are_left_alone():
+def test_the_random_state_and_a_model_of_the_target_width_are_not_changed():
     of = wb.design({"family": "transformer", "d_model": 32, "n_heads": 2, "n_layers": 2})
     state = torch.get_rng_state()
     same = matched_width(of, 32, seed=5)
     matched_width(of, 16)
     assert torch.equal(state, torch.get_rng_state())
-    for weight, other in zip(same.parameters(), of.build(seed=5).parameters(), strict=True):
-        assert torch.equal(weight, other)
-    with pytest.raises(OptionError, match="at most that of the design"):
+    for parameter, other in zip(same.parameters(), of.build(seed=5).parameters(), strict=True):
+        assert torch.equal(parameter, other)
+    with pytest.raises(OptionError, check=about("width", 64)):
         matched_width(of, 64)
 
 
 @pytest.mark.recorded
-def test_the_error_of_matched_models_is_the_recorded_one_and_far_below_that_of_thin_ones():
+def test_the_error_of_matched_models_is_the_recorded_one_and_far_below_that_of_unmodified_ones():
     recorded = wb.samples.matched_width()
     log_ratio = {
         size: {
@@ -142,10 +143,10 @@ def names():
 
 @pytest.mark.slow
 @pytest.mark.recorded
-def test_a_re_run_gives_the_recorded_structure():
+def test_repeating_the_measurement_yields_the_recorded_structure():
     make_matched_width = load_script("make_matched_width")
     recorded = wb.samples.matched_width().sel(design="gpt2")
     for size in ("thin", "matched"):
-        found = make_matched_width.look("gpt2", size)
+        found = make_matched_width.measure_size("gpt2", size)
         for name in names():
             assert float(found[name]) == pytest.approx(float(recorded[name].sel(size=size)), rel=1e-2)

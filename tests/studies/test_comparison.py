@@ -1,4 +1,4 @@
-"""Architectures beside each other: the means by hand, the steps, the published rows, the outcomes."""
+"""Comparison of architectures: means by hand, steps, published rows and outcomes."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.about import about
 from tests.plots.conftest import run_of, runs, spectra_of
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import at_step, last_step, named_runs
@@ -36,19 +37,19 @@ def test_the_means_over_layers_by_hand(runs):
     assert (int(ours.step), int(ours.n_layers), float(ours["rank"])) == (10, 3, 8.0)
 
 
-def test_runs_that_are_checked_already_are_compared_alike(runs):
+def test_checked_runs_are_compared_like_unchecked_ones(runs):
     trees = named_runs(runs)
     spectra = {name: at_step(tree["spectra"].to_dataset(), "last", name=name) for name, tree in trees.items()}
     expected = wb.compare(runs, at="last", published={"bare": "Mamba"})
     found = compare_checked(trees, spectra, published={"bare": "Mamba"})
     xr.testing.assert_identical(found.assign_attrs(at="last"), expected)
-    # Of some layers, and of fewer runs than there are.
+    # Some of the layers, and fewer runs.
     some = compare_checked(trees, {"none": spectra["none"].isel(layer=[1])})
     assert float(some["rank"].sel(architecture="none")) == float(spectra["none"]["rank"][1])
     assert some.architecture.values.tolist() == ["none"]
 
 
-def test_they_are_those_of_summarize_where_every_layer_says_something(runs):
+def test_the_means_are_those_of_summarize_if_every_layer_is_informative(runs):
     table = wb.compare(runs)
     for name, run in named_runs(runs).items():
         spectra = at_step(run["spectra"].to_dataset(), "first", name=name)
@@ -58,7 +59,7 @@ def test_they_are_those_of_summarize_where_every_layer_says_something(runs):
     assert np.isinf(table.kreiss_constant.sel(architecture="none", source="ours"))
 
 
-def test_layers_that_say_nothing_are_left_out(runs):
+def test_layers_that_are_not_informative_are_excluded(runs):
     spectra = runs["bare"].copy(deep=True)
     spectra["is_informative"][0] = False
     ours = wb.compare({"a": spectra}).sel(architecture="a", source="ours")
@@ -89,7 +90,7 @@ def test_ragged_spectra_count_only_the_modes_that_exist():
 
 
 @pytest.mark.parametrize(("at", "expected"), [("first", [0, 0]), ("last", [20, 10]), (15, [10, 10]), (10**6, [20, 10])])
-def test_each_run_stands_at_the_last_step_up_to_the_one_asked_for(runs, at, expected):
+def test_each_run_is_compared_at_its_last_step_up_to_the_requested_one(runs, at, expected):
     table = wb.compare({name: runs[name] for name in ("Pre-LN", "none")}, at=at)
     assert table.step.values.tolist() == expected
     radius = [
@@ -152,7 +153,7 @@ ROWS = wb.published.architectures().architecture.values.tolist()
 
 @pytest.mark.medium
 @given(st.sampled_from(ROWS), st.lists(st.sampled_from("-_ .=()"), max_size=4), st.integers(0, 2**30), st.randoms())
-def test_published_rows_are_found_whatever_case_and_punctuation(row, signs, cases, random):
+def test_published_rows_are_found_with_any_case_and_punctuation(row, signs, cases, random):
     letters = [letter for letter in row if letter.isalnum()]
     letters = [letter.upper() if cases >> i & 1 else letter.lower() for i, letter in enumerate(letters)]
     for sign in signs:
@@ -165,7 +166,7 @@ def test_published_rows_are_found_whatever_case_and_punctuation(row, signs, case
     assert _published_rows([name], {name: "Mamba"}) == {name: "Mamba"}
 
 
-def test_published_figures_stand_beside_ours(runs):
+def test_published_figures_are_in_the_table(runs):
     table = wb.compare(runs)
     assert table.published_as.values.tolist() == ["Pre-LN", "No-Norm", ""]
     published = table.sel(source="published")
@@ -175,48 +176,48 @@ def test_published_figures_stand_beside_ours(runs):
     by_hand = wb.compare(runs, published={"bare": "MoE top-2"})
     np.testing.assert_array_equal(by_hand.near_unit_mass.sel(source="published"), [0.16, 0.79, 0.58])
     assert np.isnan(wb.compare(runs, published=False).near_unit_mass.sel(source="published")).all()
-    # DeepNet's own definition is not what the paper's row fits.
+    # The row of the paper is not the definition of DeepNet.
     assert wb.compare({"deep_norm_post": runs["bare"]}).published_as.item() == ""
 
 
-def test_wrong_input_says_what_to_do(runs):
-    with pytest.raises(SchemaError, match="The runs are an empty dict, expected a non-empty dict of name: run"):
+def test_wrong_input_is_rejected(runs):
+    with pytest.raises(SchemaError, check=about("runs", {})):
         wb.compare({})
-    with pytest.raises(SchemaError, match="'a' is of type int, expected a run"):
+    with pytest.raises(SchemaError, check=about("a", 1)):
         wb.compare({"a": 1})
-    lame = xr.DataTree.from_dict({"monitors": runs["Pre-LN"]["monitors"].to_dataset()})
-    with pytest.raises(SchemaError, match="'a' has no spectra, it holds monitors; record some"):
-        wb.compare({"a": lame})
-    with pytest.raises(SchemaError, match="'a' is no run: This dataset is no spectra dataset"):
+    without_spectra = xr.DataTree.from_dict({"monitors": runs["Pre-LN"]["monitors"].to_dataset()})
+    with pytest.raises(SchemaError, check=about("spectra", ("monitors",))):
+        wb.compare({"a": without_spectra})
+    with pytest.raises(SchemaError, check=about("eigenvalue")):
         wb.compare({"a": xr.Dataset({"x": 1})})
-    with pytest.raises(OptionError, match="'Pre-LN' has no spectra at or before step -1; its first are at step 0"):
+    with pytest.raises(OptionError, check=about("step", -1)):
         wb.compare({"Pre-LN": runs["Pre-LN"]}, at=-1)
-    with pytest.raises(OptionError, match="'bare' names no steps, so step 5 is not to be found"):
+    with pytest.raises(OptionError, check=about("step", 5, ("first", "last"))):
         wb.compare({"bare": runs["bare"]}, at=5)
     for wrong in ("middle", 2.5, True):
-        with pytest.raises(OptionError, match="expected 'first', 'last' or a whole number"):
+        with pytest.raises(OptionError, check=about("step", wrong)):
             wb.compare(runs, at=wrong)
-    with pytest.raises(SchemaError, match="Nothing is published under the name 'GPT'; choose from Pre-LN, Post-LN"):
+    with pytest.raises(SchemaError, check=about("published", "GPT", tuple(ROWS))):
         wb.compare(runs, published={"bare": "GPT"})
-    with pytest.raises(SchemaError, match="published names the run 'other', which is not there"):
+    with pytest.raises(SchemaError, check=about("published", "other", ("Pre-LN", "none", "bare"))):
         wb.compare(runs, published={"other": "KAN"})
-    with pytest.raises(OptionError, match="'a' was measured with near_unit_upper 1.05 and 'b' with 1.2; apply"):
+    with pytest.raises(OptionError, check=about("near_unit_upper", (1.05, 1.2))):
         wb.compare({"a": runs["bare"], "b": wb.remeasure(runs["bare"], near_unit_upper=1.2)})
-    with pytest.raises(SchemaError, match="'a' runs over run; select one"):
+    with pytest.raises(SchemaError, check=about("a", ("run",))):
         wb.compare({"a": runs["bare"].expand_dims(run=2)})
 
 
-def test_models_are_refused_with_the_call_that_measures_them():
+def test_models_are_rejected_with_the_call_that_measures_them():
     model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
     how = r"measure them first: wb.compare\(\{'a': wb.profile\(model, inputs\)\}\)\."
     for subject in (model, wb.samples.load("pre_ln")):
-        with pytest.raises(SchemaError, match=f"'a' is a model, but spectra are compared; {how}"):
+        with pytest.raises(SchemaError, match=f"'a' is a model, but wb.compare\\(\\) compares spectra; {how}"):
             wb.compare({"a": subject})
-        with pytest.raises(SchemaError, match="That is a model, but spectra are compared"):
+        with pytest.raises(SchemaError, check=about("runs", "mine")):
             wb.compare(subject)
 
 
-def test_one_run_alone_is_named_after_its_subject(runs):
+def test_a_single_run_is_named_after_its_subject(runs):
     assert list(named_runs(runs["Pre-LN"])) == list(named_runs(runs["Pre-LN"]["spectra"].to_dataset())) == ["calm"]
 
 
@@ -226,7 +227,7 @@ def test_importing_the_module_first_leaves_the_function_reachable():
     assert wb.compare is workbench.studies.comparison.compare
 
 
-def test_the_helpers_make_what_they_say():
+def test_the_helpers_create_the_described_data():
     run = run_of({0: 0.5, 4: 0.6}, n_layers=2, width=4, n_steps=5)
     assert run["spectra"].eigenvalue.dims == ("step", "layer", "mode")
     assert spectra_of(0.5, n_layers=2, width=4).sizes == {"layer": 2, "mode": 4}

@@ -1,4 +1,4 @@
-"""The choice of what the risk is predicted from: a planted feature stays, noise does not."""
+"""The choice of features of the risk model: an informative feature is kept, noise is not."""
 
 import numpy as np
 import pytest
@@ -18,29 +18,29 @@ def distribution(mean, below, above):
     return {"useful_edge": np.array([[mean, below, above]])}
 
 
-def test_two_distributions_join_by_their_precision(script):
+def test_two_distributions_are_combined_by_their_precision(script):
     found = script.joined(distribution(0.0, 1.0, 2.0), distribution(3.0, 1.5, 1.5))["useful_edge"][0]
     assert found == pytest.approx([1.5, np.sqrt(0.5), 2 * np.sqrt(0.5)])
     sharp = script.joined(distribution(0.0, 1e-3, 1e-3), distribution(3.0, 1.0, 1.0))["useful_edge"][0]
     assert sharp == pytest.approx([0.0, 1e-3, 1e-3], abs=1e-5)
 
 
-def test_where_one_has_no_answer_the_other_one_is_taken(script):
+def test_if_one_has_no_answer_the_other_one_is_used(script):
     nowhere, somewhere = distribution(np.nan, np.nan, np.nan), distribution(1.0, 2.0, 3.0)
     for found in (script.joined(nowhere, somewhere), script.joined(somewhere, nowhere)):
         assert found["useful_edge"][0].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_a_planted_feature_stays_and_noise_does_not(script, monkeypatch):
+def test_an_informative_feature_is_kept_and_noise_is_not(script, monkeypatch):
     rates, pilots = script.read(FOLDER / "rates.nc", has_locked=False), script.recorded(FOLDER / "rate_pilots.jsonl")
     study = script.Study.of(rates, pilots)
     known, random = study.edges["useful_edge"], np.random.default_rng(0)
     middle = np.where(np.isfinite(known.high), known.low, known.low + 1)
-    study.columns["planted"] = middle + 0.3 * random.normal(size=len(middle))
+    study.columns["informative"] = middle + 0.3 * random.normal(size=len(middle))
     study.columns["noise"] = random.normal(size=len(middle))
-    groups = {"noise": ("noise",), "planted": ("planted",), script.OF_PILOTS[0]: ("curvature",)}
+    groups = {"noise": ("noise",), "informative": ("informative",), script.OF_PILOTS[0]: ("curvature",)}
     monkeypatch.setattr(script, "GROUPS", groups)
     kept, gains = script.chosen(study, script.table(rates, pilots))
-    assert kept == ["planted"]
+    assert kept == ["informative"]
     gains = gains.set_index("features")["gain"]
-    assert gains["table, planted"] > 0.3 > 0 > gains["rate alone"]
+    assert gains["table, informative"] > 0.3 > 0 > gains["rate alone"]

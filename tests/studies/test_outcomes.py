@@ -1,4 +1,4 @@
-"""Outcomes of sweeps against planted ones: what is counted, how sure it is, and which comparison is fair."""
+"""Outcomes of sweeps from known tables: counts, uncertainties and fair comparisons."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import OptionError, SchemaError
 from workbench.studies.outcomes import (
     accuracy_where_both_converge,
@@ -18,7 +19,7 @@ from workbench.studies.outcomes import (
 
 
 def outcomes_of(rows):
-    """A table of outcomes; each row is a control, a rate, a seed and an accuracy, None where it diverged."""
+    """Return a table of outcomes from rows of control, rate, seed and accuracy, which is None if the run diverged."""
     control, rate, seed, accuracy = zip(*rows, strict=True)
     accuracy = np.array(accuracy, dtype=float)
     variables = {
@@ -26,25 +27,25 @@ def outcomes_of(rows):
         "accuracy": accuracy,
         "near_unit_mass": accuracy / 2,
     }
-    coords = {"study": ["planted"] * len(rows), "control": [*control], "learning_rate": [*rate], "seed": [*seed]}
+    coords = {"study": ["synthetic"] * len(rows), "control": [*control], "learning_rate": [*rate], "seed": [*seed]}
     data = xr.Dataset({name: ("run", values) for name, values in (variables | coords).items()})
     return data.set_coords(list(coords))
 
 
-def grid_of(shares, *, n_seeds=10):
-    """Control -> share of runs that diverge at the rates .001, .002, ...; those of the highest seeds do."""
+def grid_of(fractions, *, n_seeds=10):
+    """Return outcomes from control -> fraction of runs that diverge at the rates 0.001, 0.002, ..., by highest seed."""
     return outcomes_of(
         [
-            (control, (i + 1) / 1000, seed, None if seed >= round((1 - share) * n_seeds) else 0.5)
-            for control, of_rates in shares.items()
-            for i, share in enumerate(of_rates)
-            if share is not None
+            (control, (i + 1) / 1000, seed, None if seed >= round((1 - fraction) * n_seeds) else 0.5)
+            for control, of_rates in fractions.items()
+            for i, fraction in enumerate(of_rates)
+            if fraction is not None
             for seed in range(n_seeds)
         ]
     )
 
 
-PLANTED = [
+KNOWN = [
     ("none", 0.001, 1, 0.2),
     ("none", 0.001, 2, 0.4),
     ("none", 0.002, 1, 0.6),
@@ -56,9 +57,9 @@ PLANTED = [
 ]
 
 
-def test_rates_of_a_planted_table():
-    rates = divergence_rates(outcomes_of(PLANTED))
-    assert rates["control"].values.tolist() == ["none", "KSS"]  # the order of the runs, not of the alphabet
+def test_rates_of_a_known_table():
+    rates = divergence_rates(outcomes_of(KNOWN))
+    assert rates["control"].values.tolist() == ["none", "KSS"]  # in the order of the runs
     assert rates["n_runs"].values.tolist() == [4, 4]
     assert rates["n_diverged"].values.tolist() == [1, 1]
     assert rates["divergence_rate"].values.tolist() == [0.25, 0.25]
@@ -69,8 +70,8 @@ def test_rates_of_a_planted_table():
         assert values.attrs["units"] == "1"
 
 
-def test_rates_apart_and_cells_without_runs():
-    rows = [row for row in PLANTED if row[:2] != ("KSS", 0.001)]
+def test_separate_rates_and_cells_without_runs():
+    rows = [row for row in KNOWN if row[:2] != ("KSS", 0.001)]
     rates = divergence_rates(outcomes_of(rows[::-1]), by_rate=True)
     assert rates["learning_rate"].values.tolist() == [0.001, 0.002]
     assert rates["divergence_rate"].sel(control="none").values.tolist() == [0.0, 0.5]
@@ -96,34 +97,34 @@ def test_the_interval_is_wilson_s(n_runs, share, level):
     assert found["low"][0] - 1e-12 <= found["divergence_rate"][0] <= found["high"][0] + 1e-12
 
 
-def test_a_control_under_which_nothing_converged_has_no_accuracy():
+def test_a_control_without_converged_runs_has_no_accuracy():
     rates = divergence_rates(outcomes_of([("none", 0.001, 1, None)]))
     assert np.isnan(rates["accuracy"]).all()
     assert np.isnan(rates["near_unit_mass"]).all()
 
 
 def test_only_cells_of_all_controls_are_shared():
-    rows = [*PLANTED, ("none", 0.003, 1, 0.5), ("KSS", 0.002, 9, 0.5)]
+    rows = [*KNOWN, ("none", 0.003, 1, 0.5), ("KSS", 0.002, 9, 0.5)]
     shared = shared_cells(outcomes_of(rows))
-    assert shared.sizes["run"] == len(PLANTED)
+    assert shared.sizes["run"] == len(KNOWN)
     assert set(zip(shared["learning_rate"].values.tolist(), shared["seed"].values.tolist(), strict=True)) == {
-        row[1:3] for row in PLANTED
+        row[1:3] for row in KNOWN
     }
-    with pytest.raises(SchemaError, match="No learning rate and seed was run under every control"):
+    with pytest.raises(SchemaError, check=about("control", ("none", "KSS"))):
         shared_cells(outcomes_of([("none", 0.001, 1, 0.5), ("KSS", 0.001, 2, 0.5)]))
 
 
-def test_the_fair_comparison_takes_the_cells_where_both_converge():
-    cells = accuracy_where_both_converge(outcomes_of(PLANTED), "KSS", "none")
+def test_the_fair_comparison_uses_the_cells_on_which_both_converge():
+    cells = accuracy_where_both_converge(outcomes_of(KNOWN), "KSS", "none")
     assert cells["learning_rate"].values.tolist() == [0.001, 0.002]
     assert cells["seed"].values.tolist() == [1, 1]
     np.testing.assert_allclose(cells["accuracy"], [0.3, 0.5])
     np.testing.assert_allclose(cells["reference_accuracy"], [0.2, 0.6])
     np.testing.assert_allclose(cells["gain"], [0.1, -0.1])
-    # The means over all that converged say something else: "none" lost a hard cell, "KSS" an easy one.
-    rates = divergence_rates(outcomes_of(PLANTED))
+    # The means over all converged runs differ: "none" lacks a hard cell, "KSS" an easy one.
+    rates = divergence_rates(outcomes_of(KNOWN))
     assert float(rates["accuracy"].sel(control="KSS") - rates["accuracy"].sel(control="none")) == pytest.approx(-0.1)
-    backwards = accuracy_where_both_converge(outcomes_of(PLANTED), "none", "KSS")
+    backwards = accuracy_where_both_converge(outcomes_of(KNOWN), "none", "KSS")
     np.testing.assert_allclose(backwards["gain"], -cells["gain"])
 
 
@@ -133,7 +134,7 @@ def test_a_comparison_without_cells_is_empty():
 
 
 def test_runs_saved_and_lost_cell_by_cell():
-    found = divergence_where_both_ran(outcomes_of([*PLANTED, ("KSS", 0.009, 1, None)]), "KSS", "none")
+    found = divergence_where_both_ran(outcomes_of([*KNOWN, ("KSS", 0.009, 1, None)]), "KSS", "none")
     assert [int(found[name]) for name in ("n_cells", "n_saved", "n_lost")] == [4, 1, 1]
     assert float(found["p_value"]) == 1.0
     better = grid_of({"none": (0.0, 0.8), "KSS": (0.1, 0.0)})
@@ -165,36 +166,20 @@ def test_the_largest_rate_without_explosion_and_all_below_it_rarely_diverge():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "sentence"),
+    ("call", "error", "name", "value"),
     [
-        (lambda: divergence_rates(xr.Dataset({"loss": ("run", [1.0])})), SchemaError, "lacks control, learning_rate"),
-        (lambda: divergence_rates(outcomes_of(PLANTED).isel(run=0)), SchemaError, "it lacks the dimension run"),
-        (lambda: divergence_rates(outcomes_of(PLANTED).isel(run=[])), SchemaError, "has no run; select less narrowly"),
-        (
-            lambda: divergence_rates(outcomes_of([*PLANTED, PLANTED[0]])),
-            SchemaError,
-            "The run 'none' at rate 0.001, seed 1 is there twice; take each study once",
-        ),
-        (lambda: divergence_rates(outcomes_of(PLANTED), level=1), OptionError, "level is 1, expected a share"),
-        (
-            lambda: accuracy_where_both_converge(outcomes_of(PLANTED), "SAM", "none"),
-            OptionError,
-            "No run has the control 'SAM'; choose from none; KSS",
-        ),
-        (
-            lambda: divergence_where_both_ran(outcomes_of(PLANTED), "KSS", "SAM"),
-            OptionError,
-            "No run has the control 'SAM'",
-        ),
-        (
-            lambda: largest_rate_without_explosion(outcomes_of(PLANTED), below=0),
-            OptionError,
-            "below is 0, expected a share",
-        ),
+        (lambda: divergence_rates(xr.Dataset({"loss": ("run", [1.0])})), SchemaError, "control", None),
+        (lambda: divergence_rates(outcomes_of(KNOWN).isel(run=0)), SchemaError, "run", None),
+        (lambda: divergence_rates(outcomes_of(KNOWN).isel(run=[])), SchemaError, "run", 0),
+        (lambda: divergence_rates(outcomes_of([*KNOWN, KNOWN[0]])), SchemaError, "run", ("none", 0.001, 1)),
+        (lambda: divergence_rates(outcomes_of(KNOWN), level=1), OptionError, "level", 1),
+        (lambda: accuracy_where_both_converge(outcomes_of(KNOWN), "SAM", "none"), OptionError, "control", "SAM"),
+        (lambda: divergence_where_both_ran(outcomes_of(KNOWN), "KSS", "SAM"), OptionError, "reference", "SAM"),
+        (lambda: largest_rate_without_explosion(outcomes_of(KNOWN), below=0), OptionError, "below", 0),
     ],
 )
-def test_wrong_input_says_what_to_do(call, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_wrong_input_is_rejected(call, error, name, value):
+    with pytest.raises(error, check=about(name, value)):
         call()
 
 

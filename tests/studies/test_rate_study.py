@@ -1,4 +1,4 @@
-"""The scripts that make the study of learning rates."""
+"""The scripts of the study of learning rates."""
 
 import importlib
 import itertools
@@ -14,6 +14,7 @@ import pytest
 import xarray as xr
 
 import workbench as wb
+from tests.about import about
 from tests.data_scripts import FOLDER
 
 SCRIPTS = ("rate_designs", "make_sweep", "make_rates", "make_pilots", "fit_rates")
@@ -21,7 +22,7 @@ SCRIPTS = ("rate_designs", "make_sweep", "make_rates", "make_pilots", "fit_rates
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """The designs and the script, as the command line would import them, also in other processes."""
+    """The designs and the script, imported as by the command line, also in other processes."""
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")]))
     yield [importlib.import_module(name) for name in ("rate_designs", "make_rates")]
@@ -41,7 +42,7 @@ def test_designs_are_different_and_families_are_in_one_set(scripts):
 
 
 @pytest.mark.medium
-def test_designs_of_the_study_alone_build_and_train(scripts):
+def test_designs_that_only_the_study_has_build_and_train(scripts):
     module, _ = scripts
     trained = [one for one in module.designs() if "make" in one.architecture.options]
     assert {design.architecture.name for design in trained} == {"DyT", "nGPT"}
@@ -62,7 +63,7 @@ def train(designs):
 
 
 @pytest.mark.slow
-def test_the_script_makes_all_stages_of_small_designs(scripts, monkeypatch, tmp_path, capsys):
+def test_the_script_records_all_stages_of_small_designs(scripts, monkeypatch, tmp_path, capsys):
     module, script = scripts
     chosen = [one for one in module.designs() if one.architecture.name == "Pre-LN" or one.set != "fit"]
     small = [
@@ -92,7 +93,7 @@ def test_the_script_makes_all_stages_of_small_designs(scripts, monkeypatch, tmp_
     script.main()  # nothing is missing
     assert (tmp_path / "rates.nc").read_bytes() == before
     monkeypatch.setattr(script, "designs", lambda: small[1:])
-    with pytest.raises(wb.errors.SweepError, match="other runs of the stage"):
+    with pytest.raises(wb.errors.SweepError, check=about("stage")):
         script.main()
     capsys.readouterr()
 
@@ -108,8 +109,8 @@ def fit_rates(scripts):
     return importlib.import_module("fit_rates")
 
 
-def planted_rows(n=60, seed=0):
-    """Rows of a table of pilots whose edges change by known amounts, with little noise."""
+def known_rows(n=60, seed=0):
+    """Return rows of a table of pilots whose edges change by known amounts, with little noise."""
     random = np.random.default_rng(seed)
     rows = pd.DataFrame(
         {
@@ -135,8 +136,8 @@ def planted_rows(n=60, seed=0):
     return rows
 
 
-def test_planted_changes_of_rates_are_found_and_judged(fit_rates):
-    rows = planted_rows()
+def test_known_changes_of_rates_are_found_and_evaluated(fit_rates):
+    rows = known_rows()
     names = {"model": ("constant", "growth", "decays", "width")}
     drift = fit_rates.drift_of(rows[rows["set"] == "fit"], names)
     expected = {"constant": 0.0, "growth": -0.2, "decays": 0.5, "width": 0.0}
@@ -152,18 +153,18 @@ def test_planted_changes_of_rates_are_found_and_judged(fit_rates):
     assert (found["one rate, 1.6"] < 0.5).all()
 
 
-def test_the_features_that_are_chosen_are_the_planted_ones(fit_rates):
-    assert {"growth", "decays"} <= set(fit_rates.best_features(planted_rows(), "model"))
+def test_the_chosen_features_are_the_informative_ones(fit_rates):
+    assert {"growth", "decays"} <= set(fit_rates.best_features(known_rows(), "model"))
 
 
-def test_seeds_that_are_copies_place_each_others_edges_exactly(fit_rates):
+def test_copies_of_one_seed_predict_their_edges_exactly(fit_rates):
     study = wb.samples.rate_study("fit")
     of = study.isel(
         run=(study.cell == study.cell[0]).values & (study.seed == 1).values & (study.stage != "long").values
     )
     copies = [of.assign_coords(seed=("run", np.full(of.sizes["run"], seed))) for seed in (1, 2, 3)]
     found = fit_rates.by_one_seed(xr.concat(copies, "run"))
-    found = found[found["n_steps"] == 480]  # of shorter ones the change would be learned from other families
+    found = found[found["n_steps"] == 480]  # for shorter runs the change would be fitted to other families
     assert len(found) == 3
     assert (found["error"] == 0).all()
     assert fit_rates.accuracy(found, ["set"]).iloc[0].to_dict() == {
@@ -171,8 +172,8 @@ def test_seeds_that_are_copies_place_each_others_edges_exactly(fit_rates):
     }  # fmt: skip
 
 
-def test_a_family_is_judged_by_the_others(fit_rates):
-    rows = planted_rows()
+def test_a_family_is_evaluated_by_a_fit_to_the_others(fit_rates):
+    rows = known_rows()
     names = {"model": ("constant", "growth", "decays")}
     before = fit_rates.judged(rows, names)
     is_it = (rows["family"] == "family 0") & (rows["round"] == "fine")
@@ -185,7 +186,7 @@ def test_a_family_is_judged_by_the_others(fit_rates):
 
 
 def test_a_pilot_without_an_answer_counts_as_wrong_and_is_counted(fit_rates):
-    rows = planted_rows()
+    rows = known_rows()
     chosen = rows[rows["set"] == "choose"].copy()
     silent = chosen.index[:5]
     chosen.loc[silent, "round"] = ""
@@ -207,7 +208,7 @@ def recorded_pilot(design, kind, budget):
     return {"cell": design.run(0, 1).cell, "kind": kind, "budget": budget, "rounds": rounds, **about}
 
 
-def test_recorded_pilots_are_not_made_again_and_a_torn_line_is_dropped(scripts, tmp_path):
+def test_recorded_pilots_are_not_repeated_and_an_incomplete_line_is_dropped(scripts, tmp_path):
     make_pilots = importlib.import_module("make_pilots")
     designs = [one for one in scripts[0].designs() if one.set == "locked"]
     rows = [recorded_pilot(one, *kind) for one in designs for kind in make_pilots.KINDS]

@@ -1,4 +1,4 @@
-"""The recorded designs: bands and verdicts follow from their numbers, and a re-run gives them again."""
+"""The recorded designs: bands and verdicts follow from their measurements, which a re-run reproduces."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def designs():
 
 @pytest.fixture(scope="module")
 def rows(script, designs):
-    """What was recorded, as the script has it before it judges."""
+    """The recorded measurements in the form that the script evaluates."""
     found = []
     for case in script.cases():
         of = designs.sel(design=case.name)
@@ -47,7 +47,7 @@ def rows(script, designs):
     return found
 
 
-def test_the_study_is_as_large_as_it_says_and_its_sets_share_no_family(script, designs):
+def test_the_study_has_the_stated_size_and_its_sets_share_no_family(script, designs):
     assert designs["design"].values.tolist() == [case.name for case in script.cases()]
     kinds = designs["kind"].values
     published = designs.isel(design=kinds == "published")
@@ -59,7 +59,7 @@ def test_the_study_is_as_large_as_it_says_and_its_sets_share_no_family(script, d
     assert not families["locked"] & (families["fit"] | families["choose"])
 
 
-def test_what_fails_is_what_its_losses_say(script, designs):
+def test_failures_follow_from_the_losses(script, designs):
     losses = designs["training_loss"]
     for name in designs["design"].values[designs["kind"].values == "planted"].tolist():
         own, sound = losses.sel(design=name), losses.sel(design=str(designs["base"].sel(design=name).values))
@@ -67,7 +67,7 @@ def test_what_fails_is_what_its_losses_say(script, designs):
         assert bool(designs["fails"].sel(design=name)) == expected, name
 
 
-def test_the_shipped_bands_and_the_verdicts_follow_from_the_numbers(script, designs, rows):
+def test_the_shipped_bands_and_the_verdicts_follow_from_the_measurements(script, designs, rows):
     open_rows = [row for row in rows if row.case.set_of_family != "locked" and "refused" not in row.structure]
     margin = json.loads(script.SHIPPED.read_text())["margin"]
     bands, shipped = script.bands_of(open_rows, margin), healthy_bands()
@@ -81,13 +81,13 @@ def test_the_shipped_bands_and_the_verdicts_follow_from_the_numbers(script, desi
             assert str(of[name].values) == state, (row.case.name, name)
 
 
-def test_the_margin_is_the_smallest_that_flags_few_designs_of_families_left_out(script, rows):
+def test_the_margin_is_the_smallest_that_flags_few_designs_of_held_out_families(script, rows):
     open_rows = [row for row in rows if row.case.set_of_family != "locked" and "refused" not in row.structure]
     assert script.margin_of(open_rows) == json.loads(script.SHIPPED.read_text())["margin"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Llama, 8 blocks", "Pre-LN, 8 blocks; matrices 40 times as large"])
-def test_a_structure_measured_again_is_the_recorded_one(script, designs, name):
+def test_a_repeated_measurement_gives_the_recorded_structure(script, designs, name):
     case = next(case for case in script.cases() if case.name == name)
     found = script.structure_of(case)
     for number in script.ALL:
@@ -96,7 +96,7 @@ def test_a_structure_measured_again_is_the_recorded_one(script, designs, name):
 
 
 def counted(designs, *, locked, fails):
-    """Designs, and how many of them are flagged by each of the columns, and end with "cannot say"."""
+    """Return the numbers of designs, of those flagged by each column, and of those with verdict "cannot say"."""
     kinds = ["planted"] if fails else ["published", "sound"]
     is_it = ((designs["set"] == "locked") == locked) & (designs["fails"] == fails) & designs["kind"].isin(kinds)
     of = designs.isel(design=is_it.values)
@@ -105,14 +105,14 @@ def counted(designs, *, locked, fails):
     return (of.sizes["design"], *bad, int((of["verdict"] == "cannot say").sum()))
 
 
-def test_the_verdicts_are_as_often_right_as_the_readme_says(designs):
+def test_the_verdicts_are_right_as_often_as_the_readme_states(designs):
     assert counted(designs, locked=True, fails=False) == (44, 1, 0, 1, 13, 2)
     assert counted(designs, locked=True, fails=True) == (11, 9, 7, 7, 8, 0)
     assert counted(designs, locked=False, fails=False) == (117, 5, 0, 5, 32, 5)
     assert counted(designs, locked=False, fails=True) == (24, 18, 14, 9, 17, 1)
 
 
-def test_published_rates_lie_around_the_carried_over_edge(designs):
+def test_published_rates_lie_around_the_transferred_edge(designs):
     published = designs.isel(design=(designs["kind"] == "published").values)
     ratio = (published["learning_rate"] / published["useful_edge"]).values
     assert np.nanmedian(ratio) == pytest.approx(3.1, abs=0.05)

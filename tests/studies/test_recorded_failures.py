@@ -1,4 +1,4 @@
-"""The recorded study of runs with planted faults: what the rules say of families that they have not seen."""
+"""The recorded study of runs with injected faults: the answers of the rules for families of the test set."""
 
 import csv
 import json
@@ -71,7 +71,7 @@ def test_settings_are_drawn_before_the_fault_and_shared_with_the_control(cases):
 
 
 def test_the_table_of_accuracy_follows_from_the_recorded_answers(runs, accuracy):
-    """Counted anew, run by run."""
+    """The counts are recomputed run by run."""
     for name in ("fit", "choose", "locked"):
         chosen = of_set(runs, name)
         for view in chosen["view"].values:
@@ -99,8 +99,8 @@ def test_the_table_of_accuracy_follows_from_the_recorded_answers(runs, accuracy)
                 assert float(row[label]) == pytest.approx(value, abs=6e-4), (name, view, label)
 
 
-def test_the_readme_says_what_the_table_of_accuracy_says(accuracy, runs):
-    readme = (DATA.parent / "README.md").read_text()
+def test_the_page_of_results_has_the_recorded_accuracy(accuracy, runs):
+    readme = (DATA.parent / "docs" / "results" / "diagnosis.md").read_text()
     table = readme[readme.index("| read | first cause is right |") :].split("\n\n")[0].splitlines()[2:]
     answers = ("store", "recorder", "mechanism", "mechanism and one replay", "log", "curves", "settings alone")
     answers = (*answers, "majority class")
@@ -108,11 +108,11 @@ def test_the_readme_says_what_the_table_of_accuracy_says(accuracy, runs):
     for line, answer in zip(table, answers, strict=True):
         row = accuracy["locked", answer]
         first, covered, size, missed, healthy = (cell.strip() for cell in line.split("|")[2:7])
-        for said, label in ((first, "first"), (covered, "covered"), (healthy, "healthy")):
-            if said:
-                found = [float(number) for number in re.findall(r"[\d.]+", said)]
-                wanted = [float(row[label]), float(row[f"{label}_low"]), float(row[f"{label}_high"])]
-                assert found == pytest.approx(wanted, abs=0.0051), (answer, label)
+        for text, label in ((first, "first"), (covered, "covered"), (healthy, "healthy")):
+            if text:
+                found = [float(number) for number in re.findall(r"[\d.]+", text)]
+                expected = [float(row[label]), float(row[f"{label}_low"]), float(row[f"{label}_high"])]
+                assert found == pytest.approx(expected, abs=0.0051), (answer, label)
         assert float(missed) == pytest.approx(float(row["missed"]), abs=0.0051)
         if size:
             assert float(size) == pytest.approx(float(row["size"]), abs=0.0051)
@@ -120,24 +120,24 @@ def test_the_readme_says_what_the_table_of_accuracy_says(accuracy, runs):
     first, truth, lost = locked["probability"].values.argmax(1), locked["is_cause"].values, locked["lost"].values
     has_failed, right = ~truth[:, NOTHING], truth[np.arange(len(first)), first]
     medians = [np.median(lost[has_failed & of]) for of in (~right, right, first == NOTHING)]
-    said = [f"{100 * value:.0f} %" for value in medians]
-    assert f"lack a median {said[0]}" in readme
-    assert f"(those answered rightly {said[1]})" in readme
-    assert f"called healthy {said[2]}" in readme
+    texts = [f"{100 * value:.0f} %" for value in medians]
+    page = " ".join(readme.split())
+    assert f"relative to the control is {texts[0]} in these runs, {texts[1]} in runs with a right answer" in page
+    assert f"{texts[2]} in failed runs that are called healthy" in page
     held = accuracy["locked", "mechanism"]
     assert float(held["covered"]) >= 0.9
     assert float(held["size"]) < 2
 
 
-def test_answers_beat_the_majority_and_the_settings_do_not_decide(accuracy):
+def test_answers_are_better_than_the_majority_class_and_than_curves(accuracy):
     for name in ("choose", "locked"):
-        mechanism, thin = accuracy[name, "mechanism"], accuracy[name, "curves"]
+        mechanism, curves = accuracy[name, "mechanism"], accuracy[name, "curves"]
         majority = float(accuracy[name, "majority class"]["first"])
         assert float(mechanism["first"]) > 2 * majority
-        assert float(mechanism["first"]) > float(thin["first"]) > majority
+        assert float(mechanism["first"]) > float(curves["first"]) > majority
 
 
-def test_the_shipped_rules_give_the_recorded_answers_of_the_locked_families(runs):
+def test_the_shipped_rules_return_the_recorded_answers_for_the_test_set(runs):
     rules = Rules.shipped()
     locked = of_set(runs, "locked")
     for i in range(0, locked.sizes["run"], 5):
@@ -149,8 +149,8 @@ def test_the_shipped_rules_give_the_recorded_answers_of_the_locked_families(runs
         np.testing.assert_allclose([found[c] for c in order], recorded["probability"].values, atol=2e-3)
 
 
-def test_a_cause_is_left_out_of_sets_of_recorded_runs_as_rarely_as_stated(runs):
-    """The thresholds that ship, on the runs that they are made of: each cause is missed in at most a tenth of them."""
+def test_a_cause_is_missing_from_sets_of_recorded_runs_as_rarely_as_stated(runs):
+    """On the runs that the shipped thresholds were set on, each cause is missed in at most a tenth of them."""
     known = runs.isel(run=(runs["set"] != "locked").values)
     for view in known["view"].values:
         one = known.sel(view=view)
@@ -162,8 +162,8 @@ def test_a_cause_is_left_out_of_sets_of_recorded_runs_as_rarely_as_stated(runs):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_runs_made_again_are_diagnosed_as_recorded(script, cases, runs, tmp_path):
-    """A run that fails soon and a healthy one, again from their seeds."""
+def test_repeated_runs_are_diagnosed_as_recorded(script, cases, runs, tmp_path):
+    """A run that fails early and a healthy one are repeated from their seeds."""
     locked = of_set(runs, "locked")
     failed = int(np.flatnonzero((locked["how"] == "diverged").values)[0])
     sound = int(np.flatnonzero(locked["is_cause"].values[:, NOTHING])[0])

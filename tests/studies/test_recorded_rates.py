@@ -1,4 +1,4 @@
-"""The recorded study of learning rates: consistent with the script that made it, with itself, and with a re-run."""
+"""The recorded study of learning rates is consistent with its script, with itself and with a re-run."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def runs():
     return wb.samples.rate_study()
 
 
-def test_it_says_how_it_was_made_and_is_small_enough(script, runs):
+def test_it_states_its_origin_and_is_small_enough(script, runs):
     assert FILE.stat().st_size < 10e6
     assert {"call", "seeds", "families", "versions", "core_minutes"} <= set(runs.attrs)
     assert json.loads(runs.attrs["families"]) == {name: list(of) for name, of in script.FAMILIES.items()}
@@ -39,7 +39,7 @@ def test_it_says_how_it_was_made_and_is_small_enough(script, runs):
 
 
 def test_its_runs_are_those_of_the_script(script, runs, tmp_path, monkeypatch):
-    # Every stage is planned again from the recorded ones before it; a stage with other runs is refused.
+    # Every stage is planned from the recorded stages before it; a stage with other runs is rejected.
     monkeypatch.setattr(wb.sweeps, "run", lambda *_, **__: pytest.fail("a stage is not recorded"))
     record = script.Record(FILE, tmp_path, 1)
     for name in dict.fromkeys(set_name for set_name, _ in record.stages):
@@ -47,7 +47,7 @@ def test_its_runs_are_those_of_the_script(script, runs, tmp_path, monkeypatch):
         script.make(record, name, last)
 
 
-def test_a_set_holds_its_own_families_alone(script, runs):
+def test_a_set_contains_only_its_own_families(script, runs):
     designs = {design_key(design.run(0, 1).as_dict()): design for design in script.designs()}
     for text, study in set(zip(runs["settings"].values.tolist(), runs["study"].values.tolist(), strict=True)):
         design = designs[design_key(json.loads(text))]
@@ -55,8 +55,8 @@ def test_a_set_holds_its_own_families_alone(script, runs):
         assert design.architecture.family in script.FAMILIES[study]
 
 
-def test_most_useful_edges_lie_within_the_rates_tried(runs):
-    # The locked set is read by the fits alone, and in the end.
+def test_most_useful_edges_lie_within_the_tried_rates(runs):
+    # The test set ("locked") is excluded.
     is_rate = np.isin(runs["stage"].values, ["coarse", "fine", "wider"]) & (runs["study"].values != "locked")
     outcomes = wb.rates.rate_outcomes(
         runs.isel(run=is_rate), shorter=runs.isel(run=(runs["stage"] == "shorter").values)
@@ -80,7 +80,7 @@ def test_the_best_rate_of_a_design_is_that_of_its_lowest_mean_loss(runs):
     assert float(outcome["best_loss"]) == pytest.approx(min(means.values()))
 
 
-def test_a_run_done_again_gives_the_recorded_losses(script, runs):
+def test_a_repeated_run_has_the_recorded_losses(script, runs):
     i = int(np.flatnonzero((runs["architecture"] == "Pre-LN").values & (runs["stage"] == "coarse").values)[2])
     row = runs.isel(run=i)
     run = next(
@@ -96,12 +96,12 @@ def test_a_run_done_again_gives_the_recorded_losses(script, runs):
 
 
 def shown(row, before=""):
-    """Shares of a row within both factors, as the README has them."""
+    """Return the fractions of a row within both factors, in the form of the page of results."""
     return ", ".join(f"{row[f'{before}{factor}']:.2f}".removeprefix("0") for factor in ("1.6", "2.5"))
 
 
-def test_the_published_shares_are_those_of_the_recorded_pilots():
-    text = (FOLDER.parent / "README.md").read_text()
+def test_the_published_fractions_are_those_of_the_recorded_pilots():
+    text = (FOLDER.parent / "docs" / "results" / "learning_rates.md").read_text()
     accuracy = pd.read_csv(FOLDER / "rate_accuracy.csv")
     pilots = accuracy[(accuracy["kind"] == "model") & (accuracy["horizon"] >= 240)]
     assert len(pilots) == 27

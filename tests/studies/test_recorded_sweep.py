@@ -1,4 +1,4 @@
-"""The recorded sweep: consistent with the script that made it, with itself, and with a re-run of a part."""
+"""The recorded sweep is consistent with its script, with itself and with a re-run of a part."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.about import about
 from tests.data_scripts import load_script
 from workbench.schema.sweeps import MEASURES, OUTCOMES, SETTINGS
 
@@ -27,7 +28,7 @@ def runs():
 
 
 def ladders_of(script, runs, study):
-    """The coarse and the fine runs of a study of ladders, in their order."""
+    """Return the coarse and the fine runs of a study of ladders, in their order."""
     of_study = runs.isel(run=(runs["study"] == study).values)
     n_coarse = len(script.cells(study)) * script.N_COARSE
     return of_study.isel(run=slice(0, n_coarse)), of_study.isel(run=slice(n_coarse, None))
@@ -37,7 +38,7 @@ def test_it_is_large_enough_and_small_enough(runs):
     assert runs.sizes["run"] >= 1500
     assert (ROOT / "data" / "divergence_sweep.nc").stat().st_size < 10e6
     assert set(runs.coords) == set(SETTINGS)
-    assert set(runs.data_vars) == {*MEASURES, *OUTCOMES} - {"unit_change_rate"}  # is measured since
+    assert set(runs.data_vars) == {*MEASURES, *OUTCOMES} - {"unit_change_rate"}  # added to sweeps after the recording
     assert {"call", "seeds", "versions", "core_minutes", "minutes"} <= set(runs.attrs)
 
 
@@ -54,7 +55,7 @@ def test_its_runs_are_those_of_the_script(script, runs):
         assert settings(fine) == [run.as_dict() for run in script.ladder_runs(study, coarse)]
 
 
-def test_nothing_held_out_was_fitted_to(runs):
+def test_held_out_runs_were_not_fitted_to(runs):
     by_study = {study: runs.isel(run=(runs["study"] == study).values) for study in (*LADDERS, "norms", "scales")}
     for name in ("configuration", "cell", "seed", "d_model", "init_std"):
         fitted, held_out = (set(by_study[study][name].values.tolist()) for study in LADDERS)
@@ -62,7 +63,7 @@ def test_nothing_held_out_was_fitted_to(runs):
     assert set(by_study["norms"]["seed"].values) == set(range(11, 21))
 
 
-def test_it_does_not_contradict_itself(runs):
+def test_it_is_consistent_with_itself(runs):
     has_diverged = runs["has_diverged"].values
     np.testing.assert_array_equal(runs["cause"].values != "", has_diverged)
     np.testing.assert_array_equal(np.isfinite(runs["divergence_step"].values), has_diverged)
@@ -92,12 +93,12 @@ def test_a_larger_rate_diverges_more_often_in_every_study(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["survives", "diverges"])
+@pytest.mark.parametrize("which", ["converges", "diverges"])
 def test_a_re_run_ends_as_recorded(runs, which):
-    wanted = runs["has_diverged"].values if which == "diverges" else ~runs["has_diverged"].values
+    has_outcome = runs["has_diverged"].values if which == "diverges" else ~runs["has_diverged"].values
     chosen = (
         (runs["study"] == "held out").values
-        & wanted
+        & has_outcome
         & (runs["d_model"] == 32).values
         & (runs["family"] == "transformer").values
     )
@@ -115,8 +116,8 @@ def test_a_re_run_ends_as_recorded(runs, which):
         assert row["divergence_step"] == pytest.approx(recorded["divergence_step"].item(), abs=5)
 
 
-def test_studies_can_be_asked_for_by_name(runs):
+def test_studies_are_selected_by_name(runs):
     norms = wb.samples.divergence_sweep("norms")
     assert set(norms["study"].values.tolist()) == {"norms"}
-    with pytest.raises(wb.errors.StoreError, match="No study is called 'nothing'"):
+    with pytest.raises(wb.errors.StoreError, check=about("study", "nothing")):
         wb.samples.divergence_sweep("nothing")

@@ -1,4 +1,4 @@
-"""The recorded study of alarms is consistent with itself, with the names that the library uses, and with the README."""
+"""The recorded study of alarms is consistent with itself, the library's names, and the page of results."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from workbench.callbacks.alarms import WATCHED, Attributor, Calibration
 
 pytestmark = pytest.mark.recorded
 
-#: Causes that no fault of the catalog makes.
+#: Causes that no fault of the catalog produces.
 DAMAGED = {"damaged_weights", "damaged_optimizer_state", "repeated_data"}
 OTHERS = {"", "arithmetic", "changed_setting", "logit_growth"}
 #: Signals of alarms without calibration.
@@ -29,7 +29,7 @@ def locked(runs):
     return wb.early_warning.of_set(runs, "locked")
 
 
-def test_locked_setups_are_no_others(runs, locked):
+def test_setups_of_the_test_set_are_in_no_other_set(runs, locked):
     of_faults = locked.isel(run=np.flatnonzero(locked["kind"].values != "late"))
     families = set(of_faults["family"].values.tolist())
     with script_with_others("warning_cases") as script:
@@ -39,7 +39,7 @@ def test_locked_setups_are_no_others(runs, locked):
     assert int(wb.early_warning.harmful(locked).sum()) >= 50
 
 
-def test_it_does_not_contradict_itself(runs):
+def test_it_is_consistent_with_itself(runs):
     start = runs["start"].fillna(0)
     for name in ("first_step", "mechanism_step", "loss_step", "grad_norm_step", "harm_step"):
         step = runs[name]
@@ -67,9 +67,8 @@ def test_healthy_runs_are_as_long_as_planned(runs):
                 assert int(run["n_steps"]) == plan["n_steps"]
 
 
-def test_the_readme_says_what_the_table_says(runs, locked):
-    text = " ".join((FOLDER.parent / "README.md").read_text().split())
-    section = text[text.index("**Early warning**") : text.index("**Will it diverge?**")]
+def test_the_page_of_results_agrees_with_the_table(runs, locked):
+    section = " ".join((FOLDER.parent / "docs" / "results" / "early_warning.md").read_text().split())
     goals = wb.early_warning.goals(locked)
     for goal in goals["goal"].values:
         for detector in goals["detector"].values:
@@ -84,7 +83,7 @@ def test_the_readme_says_what_the_table_says(runs, locked):
     assert re.search(rf"median (of )?{median} steps", section)
 
 
-def test_what_ships_was_fitted_to_many_healthy_steps():
+def test_the_shipped_calibration_was_fitted_to_many_healthy_steps():
     calibration = Calibration.shipped()
     assert calibration.n_steps >= 100_000
     assert set(calibration.tails) <= {watched.name for watched in WATCHED}
@@ -93,8 +92,8 @@ def test_what_ships_was_fitted_to_many_healthy_steps():
 
 
 @pytest.mark.slow
-def test_a_fault_recorded_again_is_found_at_the_same_step(locked, tmp_path):
-    """A gross fault of the arithmetic: the probe measures at its cadence, so its step does not depend on rounding."""
+def test_a_repeated_fault_is_found_at_the_same_step(locked, tmp_path):
+    """The probe finds a large arithmetic fault at its cadence, so the step does not depend on rounding."""
     is_it = (locked["first_signal"] == "arithmetic").values & (locked["kind"] == "attention").values
     rows = np.flatnonzero(is_it)
     row = locked.isel(run=rows[np.argmin(locked["start"].values[rows])])

@@ -1,4 +1,4 @@
-"""Samples by name, which read text as bytes."""
+"""Samples by name, and their byte-level tokenizers."""
 
 import json
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.about import about
 from workbench.errors import CheckpointError, SnapshotError
 
 TEXTS = ["A residual stream of bytes, long enough to be cut at the longest sequence that the model takes.", "Short é."]
@@ -27,10 +28,10 @@ def test_every_shipped_model_is_opened_by_its_name():
 
 
 @pytest.mark.parametrize(("name", "hint"), [("pre-ln", "'pre_ln'"), ("smolm2", "'smollm2'")])
-def test_an_unknown_name_is_told_the_nearest(name, hint):
-    with pytest.raises(CheckpointError, match=f"did you mean {hint}.*there are no_norm, pre_ln, smollm2"):
+def test_the_nearest_name_is_suggested_for_an_unknown_one(name, hint):
+    with pytest.raises(CheckpointError, match=f"did you mean {hint}.*choose from no_norm, pre_ln, smollm2"):
         wb.samples.load(name)
-    with pytest.raises(CheckpointError, match="No sample is called 'x'; there are"):
+    with pytest.raises(CheckpointError, check=about("name", "x", ("no_norm", "pre_ln", "smollm2"))):
         wb.samples.load("x")
 
 
@@ -42,7 +43,7 @@ def test_texts_are_the_bytes_that_the_models_were_trained_on(sample):
     assert found["input_ids"][1, : len(short)].tolist() == short
     assert found["attention_mask"].sum(1).tolist() == [64, len(short)]
     assert sample.tokenizer.decode(found["input_ids"][1, : len(short)]) == TEXTS[1]
-    with pytest.raises(SnapshotError, match="The texts are empty"):
+    with pytest.raises(SnapshotError, check=about("texts")):
         sample.tokenize(["", ""])
 
 
@@ -55,7 +56,7 @@ def test_a_profile_of_texts_is_the_profile_of_their_bytes(sample):
     np.testing.assert_array_equal(of_text.eigenvalue.values, of_bytes.eigenvalue.values)
 
 
-def test_padding_is_left_out(sample):
+def test_padding_is_excluded(sample):
     texts = [passage[:n] for n, passage in zip(range(20, 64, 2), wb.tasks.reference_passages(22), strict=True)]
     n_bytes = sum(min(len(text.encode()), 64) for text in texts)
     assert wb.profile(sample, texts, n_snapshots=None, progress=False).attrs["n_snapshots"] == n_bytes
@@ -64,11 +65,11 @@ def test_padding_is_left_out(sample):
 def test_the_note_on_bytes_is_saved_and_old_folders_have_none(sample, tmp_path):
     again = wb.open_checkpoint(wb.save_checkpoint(sample, tmp_path / "again"))
     assert again.tokenizer.model_max_length == 64
-    plain = wb.save_checkpoint(sample.model, tmp_path / "plain")
-    assert "tokenizer" not in json.loads((plain / "config.json").read_text())
-    with pytest.raises(CheckpointError, match="comes without a tokenizer"):
-        wb.open_checkpoint(plain).tokenize("text")
-    config = json.loads((plain / "config.json").read_text()) | {"tokenizer": "words"}
-    (plain / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="names the tokenizer 'words', which this version does not know"):
-        wb.open_checkpoint(plain)
+    without = wb.save_checkpoint(sample.model, tmp_path / "without")
+    assert "tokenizer" not in json.loads((without / "config.json").read_text())
+    with pytest.raises(CheckpointError, check=about("tokenizer")):
+        wb.open_checkpoint(without).tokenize("text")
+    config = json.loads((without / "config.json").read_text()) | {"tokenizer": "words"}
+    (without / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, check=about("tokenizer", "words")):
+        wb.open_checkpoint(without)

@@ -1,4 +1,4 @@
-"""The scripts behind the recorded study of alarms: harm, doses, and runs that branch off their control."""
+"""The scripts of the recorded study of alarms: harm, doses, and runs that branch off from their control."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ def losses(n=2000, *, seed=0, scale=0.05):
     return 2 + np.exp(-np.arange(n) / 300) + scale * np.random.default_rng(seed).normal(size=n)
 
 
-def test_harm_is_a_mean_above_the_control_that_lasts(script):
+def test_harm_is_a_lasting_mean_above_the_control(script):
     control = losses()
     worse = losses(seed=1) + 0.1 * (np.arange(2000) >= 1000)
     harm, lasting = script.Harm(control, []), []
@@ -38,7 +38,7 @@ def test_harm_is_a_mean_above_the_control_that_lasts(script):
     assert not any(same.update(step, float(loss)) for step, loss in enumerate(losses(seed=2)))
 
 
-def test_late_harm_is_counted_from_the_best_to_the_end(script):
+def test_late_harm_lasts_from_the_best_loss_to_the_end(script):
     values = losses(4000)
     assert script.late_harm(values.tolist()) is None
     rising = values + np.maximum(np.arange(4000) - 2500, 0) / 2000
@@ -64,7 +64,7 @@ def test_doses_are_bisected(script, tmp_path, n_harmful, taken):
 
 @pytest.mark.slow
 def test_a_run_that_branches_off_is_the_run_with_the_fault(script, tmp_path, monkeypatch):
-    """A copy of the control's process gives the same losses as `wb.train` with the fault from the first step on."""
+    """A copy of the control's process has the same losses as `wb.train` with the fault from the first step on."""
     import warning_cases
 
     monkeypatch.setitem(warning_cases.N_STEPS, "locked", 330)

@@ -1,4 +1,4 @@
-"""A process that makes the small sweep, to be killed in the middle: python interrupted_sweep.py STORE."""
+"""Program that runs the small sweep and is killed by a test: ``python interrupted_sweep.py STORE``."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Designs so small that a run takes a fraction of a second."""
+"""Sweeps so small that a run takes a fraction of a second."""
 
 import workbench as wb
 
@@ -8,13 +8,13 @@ NORMS = {"Pre-LN": {"norm": "pre_ln"}, "No-Norm": {"norm": "none"}}
 
 
 def small_grid(**changes):
-    """Two norms, one rate that diverges and one that does not, two seeds."""
+    """Return runs of two norms, one learning rate that converges and one that diverges, and two seeds."""
     options = {"learning_rate": [1e-3, 30.0], "n_steps": 5, "task": TASK, "seed": [0, 1], "n_snapshots": 64, **SIZE}
     return wb.sweeps.grid(NORMS, **{**options, **changes})
 
 
-def made_alone(runs, path):
-    """The same sweep, one run after the other in this process."""
+def run_sequentially(runs, path):
+    """Execute a sweep sequentially in this process."""
     store = wb.sweeps.SweepStore(path, runs)
     for index in store.missing():
         store.write(index, wb.sweeps.make_run(runs[index].as_dict()))
@@ -26,7 +26,7 @@ def without_seconds(sweep):
 
 
 def my_model(width, seed):
-    """A model of one's own, for ``make``."""
+    """Create a custom model, for ``make``."""
     import torch
     from torch import nn
 
@@ -38,7 +38,7 @@ def my_model(width, seed):
         def forward(self, x):
             return x + torch.tanh(self.linear(x))
 
-    class Mine(nn.Module):
+    class CustomModel(nn.Module):
         def __init__(self):
             super().__init__()
             self.embedding = nn.Embedding(16, width)
@@ -53,4 +53,4 @@ def my_model(width, seed):
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Mine()
+        return CustomModel()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.about import about
 from tests.sweeps.small_sweeps import SIZE, TASK, small_grid
 from workbench.errors import OptionError
 from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS
@@ -20,12 +21,12 @@ def rows():
     return [wb.sweeps.make_run(run.as_dict()) for run in small_grid(seed=[0])]
 
 
-def test_a_row_says_everything(rows):
+def test_a_row_has_all_variables(rows):
     for row in rows:
         assert set(row) == {*SETTINGS, *MEASURES, *OUTCOMES, *CURVES}
 
 
-def test_it_ends_as_training_alone_ends(rows):
+def test_its_outcome_is_that_of_train(rows):
     run = small_grid(seed=[0])[0]
     records = list(wb.train(run.make_model(), run.make_task(), n_steps=5, learning_rate=1e-3, seed=0))
     assert rows[0]["final_loss"] == pytest.approx(records[-1].loss, rel=1e-5)
@@ -33,22 +34,22 @@ def test_it_ends_as_training_alone_ends(rows):
     assert not rows[0]["has_diverged"]
 
 
-def test_a_rate_that_breaks_it_is_seen(rows):
-    broken = rows[1]
-    assert broken["has_diverged"]
-    assert broken["cause"] in ("loss", "grad_norm", "non-finite")
-    assert broken["divergence_step"] < 5
-    assert math.isnan(broken["accuracy"])
+def test_a_divergence_is_recorded(rows):
+    diverged = rows[1]
+    assert diverged["has_diverged"]
+    assert diverged["cause"] in ("loss", "grad_norm", "non-finite")
+    assert diverged["divergence_step"] < 5
+    assert math.isnan(diverged["accuracy"])
 
 
 def test_kss_acts_during_training():
-    plain, shaped = (small_grid(seed=[0], n_steps=12, kss=kss)[1] for kss in ("", "recommended"))
-    ends = [wb.sweeps.make_run(run.as_dict()) for run in (plain, shaped)]
+    without, shaped = (small_grid(seed=[0], n_steps=12, kss=kss)[1] for kss in ("", "recommended"))
+    ends = [wb.sweeps.make_run(run.as_dict()) for run in (without, shaped)]
     assert ends[0]["initial_loss"] == ends[1]["initial_loss"]
     assert ends[0]["final_loss"] != ends[1]["final_loss"]
 
 
-def test_the_same_settings_give_the_same_row(rows):
+def test_the_same_settings_yield_the_same_row(rows):
     run = small_grid(seed=[0])[2]
     n_threads = torch.get_num_threads()
     again = wb.sweeps.make_run(json.loads(json.dumps(run.as_dict())))
@@ -81,7 +82,7 @@ def test_predictors_of_table_2_against_their_definition():
     assert found["accuracy"] == pytest.approx(10 / 16)  # the last eighth are 16 of 130 steps
 
 
-def test_a_run_that_ends_in_nan_is_as_dangerous_as_can_be():
+def test_the_predictors_of_a_run_that_ends_in_nan_are_infinite():
     found = outcome([Record(0, 1.0, 1.0), Record(1, math.nan, math.nan, math.nan, "non-finite")])
     assert found["grad_norm_step_100"] == math.inf
     assert found["grad_norm_variance"] == math.inf
@@ -90,9 +91,9 @@ def test_a_run_that_ends_in_nan_is_as_dangerous_as_can_be():
     assert math.isnan(found["final_loss"])
 
 
-def test_spikes_are_counted_where_planted():
+def test_injected_spikes_are_counted():
     rng = np.random.default_rng(1)
-    loss = 3 + 0.01 * rng.uniform(-1, 1, 300)  # no value lies more than three deviations out
+    loss = 3 + 0.01 * rng.uniform(-1, 1, 300)  # no value deviates by more than three standard deviations
     assert wb.sweeps.count_spikes(loss) == 0
     for place in (50, 120, 250):
         loss[place] += 1
@@ -120,7 +121,7 @@ def test_losses_along_the_run_are_those_of_training():
     np.testing.assert_allclose(row["training_loss"], windows, rtol=1e-5)
 
 
-def test_without_snapshots_nothing_is_measured_but_the_settings():
+def test_without_snapshots_only_the_settings_are_recorded():
     row = wb.sweeps.make_run(small_grid(n_snapshots=0)[0].as_dict())
     assert np.isnan(row["eigenvalue"]).all()
     assert np.isnan(row["near_unit_mass"]).all()
@@ -129,7 +130,7 @@ def test_without_snapshots_nothing_is_measured_but_the_settings():
     assert np.isnan(row["held_out_loss"]).all()
 
 
-def test_a_run_that_goes_on_after_a_divergence_counts_as_diverged():
+def test_a_run_that_continues_after_a_divergence_counts_as_diverged():
     training = {"n_steps": 6, "learning_rate": 1e-3, "loss_limit": 1e-3, "stops_at_divergence": False}
     run = wb.sweeps.RunSettings(architecture="a", model=SIZE, task=TASK, training=training, n_snapshots=0)
     row = wb.sweeps.make_run(run.as_dict())
@@ -139,6 +140,6 @@ def test_a_run_that_goes_on_after_a_divergence_counts_as_diverged():
     assert np.isfinite(row["final_loss"])
 
 
-def test_evaluations_divide_the_run():
-    with pytest.raises(OptionError, match="n_evaluations is 4, which does not divide the 25 updates"):
+def test_the_number_of_evaluations_must_divide_the_updates():
+    with pytest.raises(OptionError, check=about("n_evaluations", 4)):
         small_grid(n_steps=25, n_evaluations=4)

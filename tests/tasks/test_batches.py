@@ -1,4 +1,4 @@
-"""What a batch may be, and what is made of it."""
+"""Forms of batches, and the inputs and targets that they are converted to."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
+from tests.about import about
 from workbench.errors import WorkbenchError
 from workbench.tasks.batch_forms import as_batch, looks_like_batch, stack_rows
 from workbench.tasks.merging import n_states
@@ -29,7 +30,7 @@ NEXT = [[6, 7, 8, -100], [1, 2, 3, -100]]
         {"input_ids": TOKENS, "labels": None, "attention_mask": None},
     ],
 )
-def test_token_ids_are_to_predict_the_next_and_all_are_kept(batch):
+def test_targets_of_token_ids_are_the_next_tokens_and_all_positions_are_kept(batch):
     inputs, targets = as_batch(batch)
     assert torch.equal(inputs, TOKENS)
     assert inputs.dtype == targets.dtype == torch.int64
@@ -38,7 +39,7 @@ def test_token_ids_are_to_predict_the_next_and_all_are_kept(batch):
 
 
 @pytest.mark.parametrize("kind", [tuple, list])
-def test_a_pair_stays_as_it_is(kind):
+def test_a_pair_is_unchanged(kind):
     inputs, targets = as_batch(kind([TOKENS, TOKENS + 1]))
     assert torch.equal(inputs, TOKENS)
     assert torch.equal(targets, TOKENS + 1)
@@ -49,8 +50,8 @@ def test_a_pair_stays_as_it_is(kind):
     assert as_batch(kind([torch.zeros(2, 3), torch.ones(2)]))[1].dtype == torch.float32
 
 
-def test_masks_are_inputs_and_take_targets_away():
-    """A target goes where its own token is padding, or the position that is to predict it; padding left and right."""
+def test_masks_are_inputs_and_mask_targets():
+    """A target is ignored if it or its position is padding, on the left or on the right."""
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
     inputs, targets = as_batch({"input_ids": TOKENS, "attention_mask": mask, "position_ids": TOKENS * 0, "idx": [1, 2]})
     assert list(inputs) == ["input_ids", "attention_mask", "position_ids"]
@@ -65,7 +66,7 @@ def test_labels_of_rows_are_classes():
     assert torch.equal(inputs["input_ids"], TOKENS)
 
 
-def test_the_loss_is_hugging_faces_own():
+def test_the_loss_is_that_of_hugging_face():
     """Oracle: the loss that a model of transformers computes from the same labels and mask."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,36 +118,30 @@ def test_states_are_counted():
     assert n_states(torch.zeros(3, 16)) == 3
 
 
+INPUTS = ("input_ids", "pixel_values", "images")
+
+
 @pytest.mark.parametrize(
-    ("batch", "message"),
+    ("batch", "error"),
     [
-        (TOKENS[0], r"A batch without targets has shape \(4,\), expected \(batch, token\); make batches"),
-        (TOKENS.float(), "A batch without targets holds float32, expected token ids; pass other inputs together"),
-        (TOKENS > 3, "A batch without targets holds bool, expected token ids"),
-        ((TOKENS, TOKENS, TOKENS), "A batch is a tuple of 3 parts; expected token ids"),
-        (TOKENS.tolist(), "A batch is a list of 2 parts; expected token ids"),
-        ("text", "A batch is a str; expected token ids"),
-        (("text", TOKENS), "A batch is a tuple of 2 parts"),
-        ((TOKENS, torch.zeros(3)), r"inputs of shape \(2, 4\) and targets of shape \(3,\); expected the same number"),
-        (({"x": TOKENS}, torch.zeros(3)), r"inputs of shape {'x': \(2, 4\)} and targets of shape \(3,\)"),
-        ({"text": ["a"]}, "A batch has the columns text; expected input_ids, pixel_values or images."),
-        ({"pixel_values": torch.zeros(2, 1, 4, 4)}, "A batch has pixel_values but no labels; expected the classes"),
-        (
-            {"images": torch.zeros(2, 1, 4, 4, dtype=torch.uint8), "labels": [1, 2]},
-            r"images are uint8, expected floating point; scale them, to \[0, 1\] for example",
-        ),
-        ({"images": torch.zeros(2, 1, 4, 4), "labels": [1, 2, 3]}, r"2 images and labels of shape \(3,\), expected"),
-        ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, r"labels have shape \(2, 3\) and input_ids \(2, 4\)"),
-        (
-            {"input_ids": [[1, 2], [3]]},
-            "input_ids cannot be made a tensor .* expected numbers, in rows of equal length",
-        ),
-        (
-            {"input_ids": list(TOKENS)},
-            "input_ids is a list of tensors, in which rows and columns may have been exchang",
-        ),
+        (TOKENS[0], about("A batch without targets", (4,))),
+        (TOKENS.float(), about("A batch without targets", "float32")),
+        (TOKENS > 3, about("A batch without targets", "bool")),
+        ((TOKENS, TOKENS, TOKENS), about("batch", "tuple of 3 parts")),
+        (TOKENS.tolist(), about("batch", "list of 2 parts")),
+        ("text", about("batch", "str")),
+        (("text", TOKENS), about("batch", "tuple of 2 parts")),
+        ((TOKENS, torch.zeros(3)), about("targets", (3,))),
+        (({"x": TOKENS}, torch.zeros(3)), about("targets", (3,))),
+        ({"text": ["a"]}, about("columns", ("text",), INPUTS)),
+        ({"pixel_values": torch.zeros(2, 1, 4, 4)}, about("labels", None)),
+        ({"images": torch.zeros(2, 1, 4, 4, dtype=torch.uint8), "labels": [1, 2]}, about("images", "uint8")),
+        ({"images": torch.zeros(2, 1, 4, 4), "labels": [1, 2, 3]}, about("labels", (3,))),
+        ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, about("labels", (2, 3))),
+        ({"input_ids": [[1, 2], [3]]}, about("input_ids", ((1, 2), (3,)))),
+        ({"input_ids": list(TOKENS)}, about("input_ids", ("Tensor of shape (4,)",) * 2)),
     ],
 )
-def test_other_batches_are_refused(batch, message):
-    with pytest.raises(WorkbenchError, match=message):
+def test_other_batches_are_rejected(batch, error):
+    with pytest.raises(WorkbenchError, check=error):
         as_batch(batch)

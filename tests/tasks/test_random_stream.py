@@ -10,7 +10,7 @@ def draw():
     return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
 
 
-def test_streams_are_their_own_and_leave_the_global_states_alone():
+def test_streams_are_independent_and_do_not_change_the_global_states():
     expected = draw_alone(3)
     random.seed(1)
     np.random.seed(1)  # noqa: NPY002
@@ -36,10 +36,10 @@ def draw_alone(seed):
         return [draw() for _ in range(4)]
 
 
-def test_a_stream_goes_on_from_its_stored_state(tmp_path):
+def test_a_stream_continues_from_its_stored_state(tmp_path):
     stream = RandomStream(5)
     with stream.active():
-        np.random.randn()  # noqa: NPY002  (leaves a second normal number waiting)
+        np.random.randn()  # noqa: NPY002  (keeps a second normal number for the next call)
         draw()
     torch.save(stream.state_dict(), tmp_path / "state.pt")
     restored = RandomStream(99)
@@ -50,7 +50,7 @@ def test_a_stream_goes_on_from_its_stored_state(tmp_path):
         assert [*draw(), np.random.randn()] == expected  # noqa: NPY002
 
 
-def test_an_error_inside_puts_the_global_states_back():
+def test_an_error_inside_a_stream_restores_the_global_states():
     stream, before = RandomStream(0), torch.get_rng_state()
     try:
         with stream.active():

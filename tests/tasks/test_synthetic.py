@@ -1,4 +1,4 @@
-"""Synthetic language modelling, against a parser that knows only the paper's three kinds of segments."""
+"""Synthetic language modeling, compared with a parser that knows only the three kinds of segments of the paper."""
 
 import random
 from itertools import islice
@@ -11,7 +11,7 @@ import workbench as wb
 from workbench.tasks.synthetic import segments
 from workbench.tasks.task import mixed_seed
 
-LONGEST = 20  # a pattern of 5, four times
+LONGEST = 20  # a pattern of 5 tokens, repeated 4 times
 
 
 def is_repetition(tokens):
@@ -27,14 +27,14 @@ def is_random_run(tokens):
 
 
 def is_cut_segment(tokens):
-    """Whether it may be the beginning of a segment that the end of the sequence cut off."""
+    """Return whether tokens may be the beginning of a segment that was truncated at the end of the sequence."""
     return len(tokens) <= 15 or any(len(tokens) <= 4 * n and tokens == (tokens[:n] * 4)[: len(tokens)] for n in (4, 5))
 
 
 def most_tokens_with_a_pattern(tokens):
-    """The largest number of tokens in whole repetitions and integer runs over all ways to tile the sequence, or None.
+    """Compute the largest number of tokens in complete repetitions and integer runs over all tilings of the sequence.
 
-    Dynamic programming over the number of tokens already tiled.
+    Uses dynamic programming over the number of tokens already tiled. None if there is no tiling.
     """
     best = [0] + [None] * len(tokens)
     for start in range(len(tokens)):
@@ -51,12 +51,12 @@ def most_tokens_with_a_pattern(tokens):
 
 
 def sequences(task, n):
-    """Tokens with the one after the last."""
+    """Return ``n`` sequences, each with the token that follows it."""
     tokens, targets = task.batch(0)
     return torch.cat([tokens, targets[:, -1:]], dim=1)[:n].tolist()
 
 
-def test_the_parser_can_tell():
+def test_the_parser_recognizes_patterns():
     assert most_tokens_with_a_pattern([11, 15, 11, 15, 11, 15, 30, 31, 32, 33, 34, 35]) == 12
     assert most_tokens_with_a_pattern([50, 17, 93, 41, 65, 20, 21, 22, 23, 24, 99, 12, 57, 31, 18]) == 5
     assert most_tokens_with_a_pattern([11, 19, 13]) == 0
@@ -67,37 +67,37 @@ def test_the_parser_can_tell():
 
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_every_sequence_is_tiled_by_the_three_kinds(split):
-    """And with at least as many tokens in repetitions and integer runs as were put there."""
+    """The parser finds at least as many tokens in repetitions and integer runs as were generated."""
     task = wb.tasks.synthetic_lm(seed=3, split=split)
     for row in range(12):
         generator = random.Random(mixed_seed("synthetic_lm", split, 3, row))
-        made, planted = [], 0  # planted: tokens in whole segments that have a pattern
+        generated, n_in_patterns = [], 0  # tokens in complete segments that have a pattern
         for kind, segment in segments(generator):
-            kept = segment[: 257 - len(made)]
-            made += kept
-            planted += len(kept) if kind != "random_run" and kept == segment else 0
-            if len(made) == 257:
+            kept = segment[: 257 - len(generated)]
+            generated += kept
+            n_in_patterns += len(kept) if kind != "random_run" and kept == segment else 0
+            if len(generated) == 257:
                 break
         tokens = task.sequence(row).tolist()
-        assert tokens == made
-        assert most_tokens_with_a_pattern(tokens) >= planted
+        assert tokens == generated
+        assert most_tokens_with_a_pattern(tokens) >= n_in_patterns
 
 
-def test_half_and_more_of_the_tokens_have_a_pattern_and_random_tokens_have_none():
-    """Expected: 10.5 tokens a repetition and 10 a run of either kind, so 20.5 / 30.5 = 0.67."""
-    made = sequences(wb.tasks.synthetic_lm(), 32)
-    share = np.mean([most_tokens_with_a_pattern(tokens) / 257 for tokens in made])
-    assert 0.62 < share < 0.73
+def test_more_than_half_of_the_tokens_have_a_pattern_and_random_tokens_have_none():
+    """Expected: 10.5 tokens in a repetition and 10 in a run of either kind, so 20.5 / 30.5 = 0.67."""
+    generated = sequences(wb.tasks.synthetic_lm(), 32)
+    fraction = np.mean([most_tokens_with_a_pattern(tokens) / 257 for tokens in generated])
+    assert 0.62 < fraction < 0.73
     control = sequences(wb.tasks.random_tokens(length=256, vocab_size=10_000), 8)
     assert np.mean([most_tokens_with_a_pattern(tokens) / 257 for tokens in control]) < 0.02
 
 
 @pytest.mark.parametrize("vocab_size", [25, 60, 10_000])
-def test_segments_are_what_the_paper_says(vocab_size):
-    """Lengths cover their ranges, all kinds are equally likely, ids start at 10 and end below the vocabulary."""
-    made = list(islice(segments(random.Random(1), vocab_size=vocab_size), 6000))
+def test_segments_are_those_of_the_paper(vocab_size):
+    """Lengths cover their ranges, all kinds are equally likely, ids start at 10 and end below the vocabulary size."""
+    generated = list(islice(segments(random.Random(1), vocab_size=vocab_size), 6000))
     by_kind = {
-        kind: [tokens for k, tokens in made if k == kind] for kind in ("repetition", "integer_run", "random_run")
+        kind: [tokens for k, tokens in generated if k == kind] for kind in ("repetition", "integer_run", "random_run")
     }
     assert all(abs(len(found) - 2000) < 150 for found in by_kind.values())  # four standard deviations
     assert sum(map(len, by_kind.values())) == 6000
@@ -107,7 +107,7 @@ def test_segments_are_what_the_paper_says(vocab_size):
     assert {len(tokens) for tokens in by_kind["random_run"]} == set(range(5, 16))
     assert {len(tokens) for tokens in by_kind["repetition"]} == {n * k for n in range(2, 6) for k in range(2, 5)}
     assert np.mean([len(tokens) for tokens in by_kind["repetition"]]) == pytest.approx(10.5, abs=0.4)
-    everything = np.concatenate([tokens for _, tokens in made])
+    everything = np.concatenate([tokens for _, tokens in generated])
     assert everything.min() >= 10
     assert everything.max() < vocab_size
     if vocab_size < 100:
@@ -115,8 +115,8 @@ def test_segments_are_what_the_paper_says(vocab_size):
         assert everything.max() == vocab_size - 1
 
 
-def test_planted_statistics():
-    """Shares of tokens that follow from those before: 9 of 30.5 by adding one, 7 of 30.5 by an earlier repetition."""
+def test_fractions_of_predictable_tokens():
+    """9 of 30.5 tokens are the previous one plus one, and 7 of 30.5 repeat an earlier one."""
     tokens = np.array(sequences(wb.tasks.synthetic_lm(batch_size=300), 300))
     rises = np.mean(tokens[:, 1:] == tokens[:, :-1] + 1)
     repeats = np.zeros_like(tokens, dtype=bool)
@@ -126,7 +126,7 @@ def test_planted_statistics():
     assert np.mean(repeats) == pytest.approx(7 / 30.5, abs=0.015)
 
 
-def test_the_defaults_are_the_papers_and_the_splits_differ():
+def test_the_defaults_are_those_of_the_paper_and_the_splits_differ():
     task = wb.tasks.synthetic_lm()
     assert (task.length, task.vocab_size, task.n_sequences, task.n_validation_sequences) == (256, 10_000, 20_000, 2_000)
     train, validation = (
@@ -137,7 +137,7 @@ def test_the_defaults_are_the_papers_and_the_splits_differ():
     assert not train & validation
 
 
-def test_an_epoch_has_every_sequence_once():
+def test_an_epoch_has_each_sequence_once():
     task = wb.tasks.synthetic_lm(length=20, n_sequences=21, batch_size=7)
     epochs = [torch.cat([task.batch(i)[0] for i in range(3 * e, 3 * e + 3)]).tolist() for e in range(2)]
     every = sorted(task.sequence(row)[:-1].tolist() for row in range(21))

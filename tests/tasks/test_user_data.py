@@ -1,4 +1,4 @@
-"""Sources that users have: their order follows from the seed, can be taken up anywhere, and disturbs nobody."""
+"""User data: the order depends only on the seed, can be resumed anywhere, and does not affect other random numbers."""
 
 import random
 import subprocess
@@ -23,13 +23,13 @@ import workbench as wb
 from workbench.tasks.task import mixed_seed
 
 N_ROWS, LENGTH = 22, 6
-#: Row i begins with token i, so that rows can be told apart.
+#: Row i begins with token i, which identifies it.
 ROWS = torch.arange(N_ROWS)[:, None] + torch.arange(LENGTH) * 100
 N_BATCHES = 30  # several epochs of every source below
 
 
 class NoisyRows(Dataset):
-    """Rows changed at random, from every kind of generator there is."""
+    """Rows with random changes from all kinds of generators."""
 
     def __init__(self):
         self.rng = np.random.default_rng(3)
@@ -55,7 +55,7 @@ class NoisyTransform:
 
 
 class ShuffledBatches:
-    """Can be iterated over again, each time in another order, without being a torch loader."""
+    """Iterable that yields the batches in a different order each time, and is not a torch loader."""
 
     def __iter__(self):
         rows = list(range(N_ROWS))
@@ -101,7 +101,7 @@ SOURCES = {
         hugging_face().remove_columns("text").to_iterable_dataset().shuffle(seed=2, buffer_size=9).batch(5)
     ),
 }
-#: Those that go once through all rows in an epoch, in an order that the seed of the task decides.
+#: Sources that read all rows once in an epoch, in an order that depends on the seed of the task.
 SHUFFLED = ["shuffling loader", "torch dataset", "tensor", "array", "list of rows", "re-iterable", "hugging face"]
 
 every_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES.keys())
@@ -130,16 +130,16 @@ def disturb():
 @pytest.mark.parametrize(
     "start", [pytest.param(0, marks=pytest.mark.slow), 1, 5, pytest.param(13, marks=pytest.mark.slow)]
 )
-def test_a_stream_can_be_taken_up_anywhere(make, start):
-    """In this process and, with a source made anew, as in another."""
+def test_a_stream_can_start_at_any_batch(make, start):
+    """With the same source, and with a new one, as in another process."""
     task = make_task(make)
-    whole = first(task)
-    assert first(task, N_BATCHES - start, start) == whole[start:]
-    assert first(make_task(make), N_BATCHES - start, start) == whole[start:]
+    expected = first(task)
+    assert first(task, N_BATCHES - start, start) == expected[start:]
+    assert first(make_task(make), N_BATCHES - start, start) == expected[start:]
 
 
 @every_source
-def test_what_others_draw_changes_nothing_and_the_source_draws_nothing_from_others(make):
+def test_the_random_numbers_of_source_and_process_are_independent(make):
     undisturbed = first(make_task(make))
     disturb()
     before = random_states()
@@ -156,7 +156,7 @@ def test_what_others_draw_changes_nothing_and_the_source_draws_nothing_from_othe
 
 
 @every_source
-def test_streams_over_one_source_may_take_turns(make):
+def test_streams_over_one_source_can_alternate(make):
     task = make_task(make)
     alone = first(task)
     pairs = [
@@ -168,7 +168,7 @@ def test_streams_over_one_source_may_take_turns(make):
 
 
 @pytest.mark.parametrize("name", SHUFFLED)
-def test_every_epoch_has_each_row_once_in_another_order(name):
+def test_every_epoch_has_each_row_once_in_a_different_order(name):
     batches = first(make_task(SOURCES[name]), 10)
     epochs = [[row[0] for batch in batches[i : i + 5] for row in batch] for i in (0, 5)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(N_ROWS))
@@ -177,8 +177,8 @@ def test_every_epoch_has_each_row_once_in_another_order(name):
     assert first(make_task(SOURCES[name], seed=2), 10) != batches
 
 
-def test_an_epoch_is_the_loaders_own_under_a_seed():
-    """Oracle: torch itself, seeded by hand."""
+def test_an_epoch_is_that_of_the_seeded_loader():
+    """Oracle: torch with an explicit seed."""
     task = make_task(SOURCES["shuffling loader"])
     expected = []
     for epoch in range(3):
@@ -188,8 +188,8 @@ def test_an_epoch_is_the_loaders_own_under_a_seed():
     assert first(task, 15) == expected
 
 
-def test_a_loaders_own_generator_decides_its_order_and_stays_where_it_was():
-    """Epoch after epoch as torch would go on, from the state in which the task found the generator."""
+def test_the_generator_of_a_loader_determines_its_order_and_keeps_its_state():
+    """The epochs are those of torch, from the state of the generator when the task was created."""
     own = generator()
     torch.rand(5, generator=own)
     state = own.get_state()
@@ -199,11 +199,11 @@ def test_a_loaders_own_generator_decides_its_order_and_stays_where_it_was():
     task = wb.tasks.as_task(loader)
     assert first(task, 15) == expected
     assert torch.equal(own.get_state(), state)
-    own.manual_seed(99)  # what happens to it later does not matter
+    own.manual_seed(99)  # later changes have no effect
     assert first(task, 15) == expected
 
 
-def test_samplers_are_told_the_epoch():
+def test_samplers_receive_the_epoch():
     epochs = first(make_task(distributed), 6)
     expected = []
     for epoch in range(2):
@@ -216,16 +216,16 @@ def test_samplers_are_told_the_epoch():
 
 @pytest.mark.medium
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_workers_draw_the_same_again(persistent_workers):
-    """What workers draw, and streams that take turns, also with workers that live on from epoch to epoch."""
+def test_random_numbers_of_workers_are_reproducible(persistent_workers):
+    """Also in streams that alternate, and with persistent workers."""
     options = {"num_workers": 2, "shuffle": True, "persistent_workers": persistent_workers}
     task = wb.tasks.as_task(DataLoader(NoisyRows(), 8, **options), seed=1)
     before = random_states()
-    whole = first(task, 7)
-    assert first(task, 3, 4) == whole[4:]
+    expected = first(task, 7)
+    assert first(task, 3, 4) == expected[4:]
     turns = list(islice(zip(task.stream(), task.stream(1), strict=True), 5))
-    assert [a[0].tolist() for a, _ in turns] == whole[:5]
-    assert [b[0].tolist() for _, b in turns] == whole[1:6]
+    assert [a[0].tolist() for a, _ in turns] == expected[:5]
+    assert [b[0].tolist() for _, b in turns] == expected[1:6]
     assert random_states() == before
 
 
@@ -237,7 +237,7 @@ def test_the_order_is_the_same_with_and_without_workers():
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_another_process_goes_on_where_this_one_stopped():
+def test_another_process_continues_where_this_one_stopped():
     code = textwrap.dedent("""
         import workbench as wb
         from tests.tasks.test_user_data import SOURCES, first
@@ -253,7 +253,7 @@ def test_another_process_goes_on_where_this_one_stopped():
     assert done.stdout.splitlines() == expected
 
 
-def test_a_step_with_dropout_draws_what_it_would_draw_without_a_loader():
+def test_a_step_with_dropout_draws_the_same_numbers_as_without_a_loader():
     torch.manual_seed(0)
     expected = [torch.rand(3).tolist() for _ in range(4)]
     torch.manual_seed(0)
@@ -268,7 +268,7 @@ def test_a_step_with_dropout_draws_what_it_would_draw_without_a_loader():
 # Kinds of sources
 
 
-def test_a_task_stays_what_it_is():
+def test_a_task_is_returned_unchanged():
     task = wb.tasks.random_tokens()
     assert wb.tasks.as_task(task) is task
     mine = wb.tasks.as_task(ROWS)
@@ -276,12 +276,12 @@ def test_a_task_stays_what_it_is():
     assert isinstance(mine, wb.tasks.Task)
 
 
-def test_both_formats_of_a_hugging_face_dataset_are_one():
+def test_both_formats_of_a_hugging_face_dataset_agree():
     data = datasets.Dataset.from_dict(
         {"input_ids": ROWS.tolist(), "attention_mask": torch.ones_like(ROWS).tolist(), "labels": ROWS.tolist()}
     )
-    plain, tensors = (wb.tasks.as_task(source, batch_size=5) for source in (data, data.with_format("torch")))
-    for (inputs, targets), (others, other_targets) in islice(zip(plain.stream(), tensors.stream(), strict=True), 9):
+    lists, tensors = (wb.tasks.as_task(source, batch_size=5) for source in (data, data.with_format("torch")))
+    for (inputs, targets), (others, other_targets) in islice(zip(lists.stream(), tensors.stream(), strict=True), 9):
         assert inputs.keys() == others.keys() == {"input_ids", "attention_mask"}
         assert all(torch.equal(inputs[name], others[name]) for name in inputs)
         assert torch.equal(targets, other_targets)
@@ -312,7 +312,7 @@ def test_images_and_their_classes_stay_together(rows):
     assert len(task.probe(64)) >= 4
 
 
-def test_a_list_of_pairs_is_told_from_a_list_of_batches():
+def test_lists_of_pairs_and_of_batches_are_distinguished():
     rows = [(row, row + 1) for row in ROWS]
     batches = [(part, part + 1) for part in ROWS.split(4)]
     assert len(next(wb.tasks.as_task(rows, batch_size=7).stream())[0]) == 7
@@ -329,7 +329,7 @@ def test_a_list_of_pairs_is_told_from_a_list_of_batches():
     assert targets.tolist() == [1] * 7
 
 
-def test_read_only_arrays_are_taken_without_a_warning(recwarn, tmp_path):
+def test_read_only_arrays_cause_no_warning(recwarn, tmp_path):
     np.save(tmp_path / "rows.npy", ROWS.numpy().astype(np.uint16))
     tokens, _ = next(wb.tasks.as_task(np.load(tmp_path / "rows.npy", mmap_mode="r")).stream())
     assert tokens.dtype == torch.int64
@@ -345,7 +345,7 @@ def test_a_probe_is_the_same_at_any_time(make):
     probe = task.probe(40)
     list(islice(task.stream(), 7))
     assert torch.equal(task.probe(40), probe)
-    probe += 1  # what is done to it does not come back
+    probe += 1  # changes of the probe do not affect the task
     assert torch.equal(task.probe(40), probe - 1)
     assert torch.equal(make_task(make).probe(40), probe - 1)
     assert 40 <= probe.numel() < 40 + 5 * LENGTH
@@ -356,7 +356,7 @@ def test_a_probe_does_not_repeat_the_first_batches_of_training():
     assert task.probe(5 * LENGTH).tolist() != first(task, 1)[0]
 
 
-def test_a_probe_of_too_much_is_everything_once():
+def test_a_probe_larger_than_the_data_has_all_rows_once():
     probe = make_task(SOURCES["torch dataset"]).probe(10**6)
     assert sorted(probe[:, 0].tolist()) == list(range(N_ROWS))
 
@@ -372,19 +372,19 @@ def test_masked_batches_of_different_lengths_are_padded_for_the_probe():
     assert torch.equal(probe["attention_mask"], (probe["input_ids"] != 0).long())
 
 
-def test_unmasked_batches_of_other_lengths_are_left_out_of_the_probe():
+def test_unmasked_batches_of_other_lengths_are_omitted_from_the_probe():
     probe = wb.tasks.as_task([torch.full((2, n), n) for n in (3, 6, 3, 5)]).probe(10)
     assert probe.tolist() == [[3, 3, 3]] * 4
 
 
-def test_a_probe_goes_into_a_profile():
-    """Keywords and tensors alike, with the number of states that was asked for."""
+def test_a_probe_can_be_profiled():
+    """The profile has the requested number of states."""
     model = wb.zoo.transformer(d_model=8, n_heads=2, n_layers=2, vocab_size=1000, max_length=LENGTH)
     probe = make_task(SOURCES["hugging face"]).probe(100)
     assert wb.profile(model, probe, n_snapshots=100, progress=False).attrs["n_snapshots"] == 100
 
 
-def test_a_description_tells_other_data_and_other_orders():
+def test_descriptions_distinguish_data_and_orders():
     described = make_task(SOURCES["torch dataset"]).describe()
     assert described.items() >= {"task": "data", "source": "TensorDataset", "batch_size": 5, "seed": 1}.items()
     assert described["n_batches"] == 5

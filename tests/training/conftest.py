@@ -1,3 +1,3 @@
-"""The small model and task that training tests share."""
+"""Small model and task, shared by the training tests."""
 
 from tests.small_training import make_model, task  # noqa: F401 (fixtures)

@@ -1,7 +1,7 @@
-"""A process that trains until it is killed; for each path on its standard input it forks a child that does so.
+"""Process that forks a child for each path on its standard input; the child trains there until it is killed.
 
-Forking saves importing torch for every run. The child prints each step after its record, so that the test knows what
-had been written when the end came.
+Forking avoids repeated imports of torch. The child prints each step after its record, so that the test knows which rows
+had been written when it was killed.
 """
 
 import importlib
@@ -41,7 +41,7 @@ def main() -> None:
         if child == 0:
             print(os.getpid(), flush=True)
             for record in wb.train(model(), task(), store=path, **SETTINGS):
-                print(f"{record.step}\n", end="", flush=True)  # in one piece
+                print(f"{record.step}\n", end="", flush=True)  # in one write
             print("done", flush=True)
             os._exit(0)
         os.waitpid(child, 0)

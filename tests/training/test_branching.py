@@ -1,8 +1,9 @@
-"""A run goes on from any of its checkpoints, as a copy; the run itself stays as it is."""
+"""Copies of a run that continue from one of its checkpoints, while the run itself is unchanged."""
 
 import pytest
 
 import workbench as wb
+from tests.about import about
 from tests.small_training import same_weights
 from workbench.errors import CheckpointError, StoreError
 from workbench.models.run_checkpoints import list_checkpoints
@@ -23,7 +24,7 @@ def contents(folder):
 
 
 @pytest.mark.medium
-def test_a_branch_goes_on_from_an_older_checkpoint_to_the_same_bits(store, make_model, task, tmp_path):
+def test_a_branch_continues_bit_for_bit_from_an_older_checkpoint(store, make_model, task, tmp_path):
     before = contents(tmp_path)
     assert list(list_checkpoints(store.with_suffix(".checkpoints"))) == [4, 8, 10]
     branch = branch_run(store, tmp_path / "branch" / "run.zarr", step=4)
@@ -41,11 +42,11 @@ def test_a_branch_goes_on_from_an_older_checkpoint_to_the_same_bits(store, make_
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_branch_needs_a_checkpoint_a_run_and_a_free_place(store, tmp_path):
-    with pytest.raises(CheckpointError, match="has no checkpoint of step 5; there are: 4, 8, 10."):
+def test_a_branch_needs_a_checkpoint_a_run_and_a_new_path(store, tmp_path):
+    with pytest.raises(CheckpointError, check=about("step", 5, (4, 8, 10))):
         branch_run(store, tmp_path / "branch.zarr", step=5)
-    with pytest.raises(CheckpointError, match="has no checkpoint of step 4; there are: none."):
+    with pytest.raises(CheckpointError, check=about("step", 4, ())):
         branch_run(tmp_path / "nothing.zarr", tmp_path / "branch.zarr", step=4)
-    with pytest.raises(StoreError, match="run.zarr exists already"):
+    with pytest.raises(StoreError, check=about("path", store)):
         branch_run(store, store, step=4)
     assert not (tmp_path / "branch.zarr").exists()

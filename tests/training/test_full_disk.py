@@ -1,4 +1,4 @@
-"""A disk that fills up, hangs or goes away does not stop a training, with a recorder or without."""
+"""A disk that is full, hangs or is removed does not stop training, with a recorder or without."""
 
 import functools
 import gc
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from tests.io.test_background_writer import fail_writing, threads_of
 from tests.small_training import same_weights
 from tests.training.test_resuming import run_to
@@ -33,7 +34,7 @@ recorders = pytest.mark.parametrize(
 
 
 def watched(has_recorder):
-    """Settings of `wb.train`, the same each time."""
+    """Return settings of `wb.train`, the same each time."""
     every = {"attention": 3, "optimizer": 2, "router": None, "activations": None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RecordingWarning)  # windows of 3 steps are short
@@ -41,25 +42,25 @@ def watched(has_recorder):
 
 
 def limit_files(n_bytes):
-    """No file gets longer than this: as on a disk with no more room, one that is longer is left half written.
+    """Limit the size of all files that this process writes; as on a full disk, longer files are truncated.
 
-    It holds for the whole process, what pytest writes included, so that no test may end with it.
+    The limit also applies to files of pytest, so that each test must remove it.
     """
     resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 @contextmanager
 def counted():
-    """The warnings about recording."""
-    with warnings.catch_warnings(record=True) as told:
+    """Collect the warnings about recording."""
+    with warnings.catch_warnings(record=True) as issued:
         warnings.simplefilter("always")
         found = []
         yield found
-    found += [str(warning.message) for warning in told if warning.category is RecordingWarning]
+    found += [str(warning.message) for warning in issued if warning.category is RecordingWarning]
 
 
 def train(model, task, events=(), **settings):
-    """Train to the end, and do something after some steps; all records."""
+    """Train to the end, call functions after some steps, and return all records."""
     events, records = dict(events), []
     try:
         for record in wb.train(model, task, **{**SETTINGS, **settings}):
@@ -79,17 +80,17 @@ def events_of(run):
 
 
 @recorders
-def test_a_disk_that_is_full_for_a_while_costs_nothing(make_model, task, tmp_path, has_recorder):
-    plain, model, store = make_model(), make_model(), tmp_path / "run.zarr"
-    expected = train(plain, task)
+def test_no_rows_are_lost_if_a_disk_is_full_for_some_time(make_model, task, tmp_path, has_recorder):
+    unrecorded, model, store = make_model(), make_model(), tmp_path / "run.zarr"
+    expected = train(unrecorded, task)
     full, free = functools.partial(limit_files, 0), functools.partial(limit_files, resource.RLIM_INFINITY)
-    with counted() as told:
+    with counted() as issued:
         records = train(model, task, [(9, full), (18, free)], store=store, **watched(has_recorder))
     assert [record.loss for record in records] == [record.loss for record in expected]
-    assert same_weights(model, plain)
-    (sentence,) = told
+    assert same_weights(model, unrecorded)
+    (sentence,) = issued
     assert sentence.startswith(f"The run at {store} cannot be written (File too large)")
-    assert "Training goes on" in sentence
+    assert "Training continues" in sentence
     run = wb.open_run(store)
     assert run["monitors"]["step"].values.tolist() == list(range(24))
     assert run["monitors"]["loss"].values.tolist() == [record.loss for record in expected]
@@ -106,52 +107,52 @@ def test_rows_that_do_not_fit_into_memory_are_a_gap(make_model, task, tmp_path, 
     small = functools.partial(BackgroundWriter, max_bytes=7_000)
     monkeypatch.setattr(loop, "BackgroundWriter", small)
     full, free = functools.partial(limit_files, 0), functools.partial(limit_files, resource.RLIM_INFINITY)
-    with counted() as told:
+    with counted() as issued:
         events = [(9, full), (44, free)]
         train(make_model(), task, events, store=tmp_path / "run.zarr", n_steps=60, **watched(has_recorder))
-    assert len(told) == 1
+    assert len(issued) == 1
     run = wb.open_run(tmp_path / "run.zarr")
     gaps = {source: message for _, kind, source, message in events_of(run) if kind == "gap"}
     missing = sorted(set(range(60)) - set(run["monitors"]["step"].values.tolist()))
     assert missing == list(range(missing[0], missing[-1] + 1)) != []
     sentence = f"Part 'monitors' lacks {len(missing)} rows of steps {missing[0]} to {missing[-1]}: File too large."
     assert gaps["monitors"] == sentence
-    assert 8 <= missing[0] < missing[-1] < 44
+    assert 8 <= missing[0] < missing[-1] < 48  # the next block after the disk is free ends at step 48
     assert set(gaps) <= (
         {"monitors", "attention", "optimizer", "precision", "reduction", "update"} if has_recorder else {"monitors"}
     )
 
 
 @recorders
-def test_a_disk_that_stays_full_costs_the_rows_and_not_the_training(make_model, task, tmp_path, has_recorder):
+def test_training_finishes_on_a_disk_that_stays_full(make_model, task, tmp_path, has_recorder):
     store = tmp_path / "run.zarr"
-    with counted() as told:
+    with counted() as issued:
         full = functools.partial(limit_files, 0)
         records = train(make_model(), task, [(9, full)], store=store, **watched(has_recorder))
     assert len(records) == 24
-    first, last = told
-    assert "Training goes on" in first
+    first, last = issued
+    assert "Training continues" in first
     assert last.endswith("were not written (File too large) and are lost.")
-    run = wb.open_run(store).load()  # as it was when there was room
+    run = wb.open_run(store).load()  # the last commit before the disk was full
     assert run["monitors"]["step"].values.tolist() == list(range(8))
     assert run.attrs["state"] == "running"
     assert threads_of(store) == []
 
 
 @recorders
-def test_a_store_that_is_removed_is_not_made_again(make_model, task, tmp_path, has_recorder):
+def test_a_store_that_is_removed_is_not_created_again(make_model, task, tmp_path, has_recorder):
     store = tmp_path / "run.zarr"
-    with counted() as told:
+    with counted() as issued:
         events = [(9, lambda: shutil.rmtree(store))]
         records = train(make_model(), task, events, store=store, **watched(has_recorder))
     assert len(records) == 24
-    (sentence,) = told
-    assert sentence.startswith(f"The run at {store} is gone: removed, moved or replaced")
+    (sentence,) = issued
+    assert sentence.startswith(f"The run at {store} was removed, moved or replaced")
     assert list(tmp_path.iterdir()) == []
 
 
 @recorders
-def test_a_disk_that_hangs_is_not_waited_for(make_model, task, tmp_path, monkeypatch, has_recorder):
+def test_training_does_not_wait_for_a_disk_that_hangs(make_model, task, tmp_path, monkeypatch, has_recorder):
     may_write = threading.Event()
     may_write.set()
 
@@ -161,22 +162,22 @@ def test_a_disk_that_hangs_is_not_waited_for(make_model, task, tmp_path, monkeyp
 
     monkeypatch.setattr(RunWriter, "append", slow)
     monkeypatch.setattr(run_output, "_PATIENCE", 0.2)
-    with counted() as told:
+    with counted() as issued:
         events = [(6, may_write.clear), (20, may_write.set)]
         train(make_model(), task, events, store=tmp_path / "run.zarr", **watched(has_recorder))
-    assert told == []
+    assert issued == []
     assert wb.open_run(tmp_path / "run.zarr")["monitors"]["step"].values.tolist() == list(range(24))
 
 
-def test_what_is_lost_when_a_run_ends_in_trouble_is_said_when_it_is_resumed(make_model, task, tmp_path, monkeypatch):
-    """A checkpoint that could be written knows of steps whose rows could not."""
+def test_rows_lost_at_the_end_of_a_run_are_recorded_when_it_is_resumed(make_model, task, tmp_path, monkeypatch):
+    """The checkpoint was written, but not the rows of the steps before it."""
     killed, settings = tmp_path / "killed", {"checkpoint_every": 6, "checkpoints": tmp_path / "live" / "checkpoints"}
     through = make_model()
     train(through, task)
-    with counted() as told:
+    with counted() as issued:
         events = [(9, lambda: fail_writing(monkeypatch)), (13, lambda: shutil.copytree(tmp_path / "live", killed))]
         train(make_model(), task, events, store=tmp_path / "live" / "run.zarr", **settings)
-    assert len(told) == 2
+    assert len(issued) == 2
     monkeypatch.undo()
     resumed, settings["checkpoints"] = make_model(), killed / "checkpoints"
     train(resumed, task, store=killed / "run.zarr", resume=True, **settings)
@@ -191,8 +192,8 @@ def test_what_is_lost_when_a_run_ends_in_trouble_is_said_when_it_is_resumed(make
     wb.schema.validate_events(run["events"].to_dataset())
 
 
-class Plain(nn.Module):
-    """Of one's own, so that its weights are written in another way than those of the zoo."""
+class CustomModel(nn.Module):
+    """Model that is not of the zoo, whose parameters are therefore written by another function."""
 
     def __init__(self):
         super().__init__()
@@ -207,17 +208,17 @@ class Plain(nn.Module):
     ("kind", "which", "has_recorder"),
     [
         ("zoo", "weights", True),
-        ("own", "the rest", False),
-        pytest.param("zoo", "the rest", True, marks=pytest.mark.slow),
-        pytest.param("own", "weights", False, marks=pytest.mark.slow),
+        ("custom", "other state", False),
+        pytest.param("zoo", "other state", True, marks=pytest.mark.slow),
+        pytest.param("custom", "weights", False, marks=pytest.mark.slow),
         pytest.param("zoo", "weights", False, marks=pytest.mark.slow),
-        pytest.param("zoo", "the rest", False, marks=pytest.mark.slow),
+        pytest.param("zoo", "other state", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_without_room_is_an_event_and_the_last_one_stays(
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_an_event_and_the_previous_one_is_kept(
     make_model, task, tmp_path, kind, which, has_recorder
 ):
-    make = make_model if kind == "zoo" else Plain
+    make = make_model if kind == "zoo" else CustomModel
     options = watched(has_recorder)
     settings = {"checkpoint_every": 5, "checkpoints": tmp_path / "checkpoints", "flush_every": 100}
     through = make()
@@ -229,12 +230,12 @@ def test_a_checkpoint_without_room_is_an_event_and_the_last_one_stays(
 
     free = functools.partial(limit_files, resource.RLIM_INFINITY)
     events = [(7, full), (16, free), (17, interrupt)]
-    with counted() as told, pytest.raises(KeyboardInterrupt):
+    with counted() as issued, pytest.raises(KeyboardInterrupt):
         train(make(), task, events, store=tmp_path / "run.zarr", **options, **settings)
-    assert sum("There is no checkpoint of step 10: " in sentence for sentence in told) == 1
-    assert not any("checkpoint of step 15" in sentence for sentence in told)
-    assert list(list_checkpoints(tmp_path / "checkpoints")) == [5, 18]  # the last is of the interrupted run
-    assert len(list((tmp_path / "checkpoints").iterdir())) == 2  # nothing half-written
+    assert sum("There is no checkpoint of step 10: " in sentence for sentence in issued) == 1
+    assert not any("checkpoint of step 15" in sentence for sentence in issued)
+    assert list(list_checkpoints(tmp_path / "checkpoints")) == [5, 18]  # the last one is written at the interrupt
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2  # no incomplete checkpoint
     gaps = [event for event in events_of(wb.open_run(tmp_path / "run.zarr")) if event[1] == "gap"]
     assert [(step, source) for step, _, source, _ in gaps] == [(10, "checkpoint"), (15, "checkpoint")]
     assert gaps[0][3].startswith(f"There is no checkpoint of step 10: {tmp_path / 'checkpoints' / 'step-00000010'} ")
@@ -251,8 +252,8 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def test_a_folder_of_checkpoints_that_breaks_and_comes_back(make_model, task, tmp_path):
-    """Without a store there is no event, but the warning; once for each time that it breaks."""
+def test_a_folder_of_checkpoints_that_is_unavailable_for_some_time(make_model, task, tmp_path):
+    """Without a store there is no event, but one warning each time."""
     place, away = tmp_path / "checkpoints", tmp_path / "away"
 
     def break_it():
@@ -263,45 +264,48 @@ def test_a_folder_of_checkpoints_that_breaks_and_comes_back(make_model, task, tm
         place.unlink()
         away.rename(place)
 
-    with counted() as told:
+    with counted() as issued:
         events = [(5, break_it), (10, bring_back), (14, break_it), (18, bring_back)]
         train(make_model(), task, events, checkpoints=place, checkpoint_every=4)
-    assert [sentence.split(":")[0] for sentence in told] == [
+    assert [sentence.split(":")[0] for sentence in issued] == [
         "There is no checkpoint of step 8",
         "There is no checkpoint of step 16",
     ]
-    assert all("Training goes on; earlier checkpoints are as they were." in sentence for sentence in told)
+    assert all("Training continues; earlier checkpoints are unchanged." in sentence for sentence in issued)
     assert list(list_checkpoints(place)) == [4, 12, 20, 24]
 
 
-def test_a_removed_folder_of_checkpoints_is_made_again(make_model, task, tmp_path):
-    """Each checkpoint is whole by itself, so that nothing is missing in a new folder."""
+def test_a_removed_folder_of_checkpoints_is_created_again(make_model, task, tmp_path):
+    """Each checkpoint is complete, so that a new folder lacks nothing."""
     place = tmp_path / "checkpoints"
-    with counted() as told:
+    with counted() as issued:
         train(make_model(), task, [(9, lambda: shutil.rmtree(place))], checkpoints=place, checkpoint_every=6)
-    assert told == []
+    assert issued == []
     assert list(list_checkpoints(place)) == [12, 18, 24]
 
 
-def test_places_that_cannot_be_written_at_the_start_are_refused(make_model, task, tmp_path):
+def test_paths_that_cannot_be_written_are_rejected_at_the_start(make_model, task, tmp_path):
     settings = {"store": tmp_path / "run.zarr", "checkpoint_every": 6}
     train(make_model(), task, **settings)
     before = wb.open_run(tmp_path / "run.zarr").load()
     (tmp_path / "file").touch()
     model = make_model()
-    for places, sentence in [
-        ({"checkpoints": tmp_path / "file" / "checkpoints"}, r"Checkpoints cannot be written to .*\(Not a directory\)"),
-        ({"store": tmp_path / "file" / "run.zarr", "checkpoints": tmp_path / "new"}, "cannot be written"),
+    for places, error in [
+        ({"checkpoints": tmp_path / "file" / "c"}, about("checkpoints", tmp_path / "file" / "c")),
+        (
+            {"store": tmp_path / "file" / "run.zarr", "checkpoints": tmp_path / "new"},
+            about("path", tmp_path / "file" / "run.zarr"),
+        ),
     ]:
         run = wb.train(model, task, overwrite=True, **{**SETTINGS, **settings, **places})
-        with pytest.raises(StoreError, match=sentence):
+        with pytest.raises(StoreError, check=error):
             next(run)
     assert same_weights(model, make_model())
     assert wb.open_run(tmp_path / "run.zarr").identical(before)
     assert sorted(place.name for place in tmp_path.iterdir()) == ["file", "run.checkpoints", "run.zarr"]
     limit_files(0)
     try:
-        with pytest.raises(StoreError, match="cannot be written"):
+        with pytest.raises(StoreError, check=about("path")):
             next(wb.train(model, task, store=tmp_path / "new.zarr", **SETTINGS))
     finally:
         limit_files(resource.RLIM_INFINITY)
@@ -313,7 +317,7 @@ def test_threads_end_with_the_generator(make_model, task, tmp_path, has_recorder
     store = tmp_path / "run.zarr"
     settings = {**SETTINGS, "store": store, "overwrite": True}
     run = wb.train(make_model(), task, **settings, **watched(has_recorder))
-    del run  # never asked
+    del run  # never started
     gc.collect()
     assert threads_of(store) == []
     assert not store.exists()
@@ -335,7 +339,7 @@ def test_threads_end_with_the_generator(make_model, task, tmp_path, has_recorder
 
 
 @recorders
-def test_an_error_in_the_callers_loop_keeps_what_there_is(make_model, task, tmp_path, has_recorder):
+def test_an_error_in_the_loop_of_the_caller_keeps_the_rows(make_model, task, tmp_path, has_recorder):
     with pytest.raises(KeyboardInterrupt):
         train(make_model(), task, [(5, interrupt)], store=tmp_path / "run.zarr", **watched(has_recorder))
     run = wb.open_run(tmp_path / "run.zarr")
@@ -347,7 +351,7 @@ def test_an_error_in_the_callers_loop_keeps_what_there_is(make_model, task, tmp_
 def test_an_error_before_the_first_step_leaves_no_thread(make_model, task, tmp_path, monkeypatch):
     settings = {"n_steps": 9, "store": tmp_path / "run.zarr", "checkpoint_every": 3}
     run_to(5, make_model(), task, **settings)
-    monkeypatch.setattr("workbench.training.loop.Training._say_resumed", lambda *_: 1 / 0)
+    monkeypatch.setattr("workbench.training.loop.Training._record_resumption", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         next(wb.train(make_model(), task, resume=True, **settings))
     assert threads_of(tmp_path / "run.zarr") == []

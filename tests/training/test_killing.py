@@ -18,16 +18,16 @@ from workbench.models.run_checkpoints import latest_checkpoint
 pytestmark = pytest.mark.subprocess
 
 N_KILLS = 20
-#: Of the runs that nobody kills, more than any killed one comes to.
+#: Steps of the runs that are not killed, more than any killed run reaches.
 N_STEPS = 45
-#: Those that are made before every change; the others before a release.
+#: Those that are run before every change; the others are run before a release.
 KILLS = [pytest.param(index, marks=() if index in (0, 13) else pytest.mark.slow) for index in range(N_KILLS)]
 FLUSH, CHECKPOINT, SPECTRA = (killed_run.SETTINGS[f"{name}_every"] for name in ("flush", "checkpoint", "spectra"))
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The run that nobody kills."""
+    """A run that is not killed."""
     store = tmp_path_factory.mktemp("reference") / "run.zarr"
     with on_one_thread():
         settings = {**killed_run.SETTINGS, "n_steps": N_STEPS}
@@ -46,7 +46,7 @@ def trainer():
 
 
 def train_and_kill(trainer, store, *, at_step, delay):
-    """Let a child train and kill it ``delay`` seconds after it printed ``at_step`` (-1: after it began).
+    """Let a child train, and kill it ``delay`` seconds after it printed ``at_step`` (-1: after it began).
 
     Returns:
         The last step that it printed.
@@ -66,7 +66,7 @@ def train_and_kill(trainer, store, *, at_step, delay):
 
 
 def n_flushed(last_step):
-    """Rows on disk once the record of ``last_step`` is out: blocks of FLUSH, and all of them at a checkpoint."""
+    """Return the number of rows on disk after the record of ``last_step``: blocks of FLUSH, and all at a checkpoint."""
     flushed = 0
     for n_steps in range(1, last_step + 2):
         if n_steps - flushed == FLUSH or n_steps % CHECKPOINT == 0:
@@ -75,7 +75,7 @@ def n_flushed(last_step):
 
 
 @pytest.mark.parametrize("index", KILLS)
-def test_a_killed_run_opens_and_has_all_that_was_flushed(trainer, reference, tmp_path, index):
+def test_a_killed_run_opens_with_all_flushed_rows(trainer, reference, tmp_path, index):
     draw = random.Random(index)
     at_step, delay = draw.randrange(-1, 24), draw.random() * 0.05
     store = tmp_path / "run.zarr"
@@ -97,7 +97,7 @@ def test_a_killed_run_opens_and_has_all_that_was_flushed(trainer, reference, tmp
         wb.schema.validate_spectra(run["spectra"].to_dataset())
 
 
-def test_a_killed_run_is_resumed_as_if_nothing_had_happened(trainer, reference, tmp_path, one_thread):
+def test_a_killed_run_resumes_exactly(trainer, reference, tmp_path, one_thread):
     store = tmp_path / "run.zarr"
     train_and_kill(trainer, store, at_step=26, delay=0.01)
     assert latest_checkpoint(tmp_path / "run.checkpoints") is not None

@@ -10,22 +10,23 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
+from tests.about import about
 from tests.small_training import same_weights
 from workbench.errors import AnatomyError, CheckpointError, OptionError, SnapshotError, StoreError
 from workbench.koopman.spectra import RankWarning
 
 
-def test_the_loop_is_the_plain_one(make_model, task):
-    """The records and the weights of a loop written out by hand."""
-    expected, plain = [], make_model()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+def test_the_loop_agrees_with_a_standard_loop(make_model, task):
+    """The records and the parameters are those of an explicit loop."""
+    expected, reference = [], make_model()
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(6):
         optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 3)
         tokens, targets = task.batch(step)
-        loss = cross_entropy(plain(tokens).flatten(0, 1), targets.flatten())
+        loss = cross_entropy(reference(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
         expected.append((step, loss.item(), norm.item(), optimizer.param_groups[0]["lr"]))
     model = make_model()
@@ -33,11 +34,11 @@ def test_the_loop_is_the_plain_one(make_model, task):
     records = list(wb.train(model, task, n_steps=6, **settings))
     found = [(r.step, r.loss, r.grad_norm, r.learning_rate) for r in records]
     assert np.allclose(found, expected, rtol=1e-6)
-    assert max(r.grad_norm for r in records) > 0.5  # so that clipping did something
-    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert max(r.grad_norm for r in records) > 0.5  # so that clipping had an effect
+    assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-def test_accuracy_is_the_share_of_right_answers(make_model, task):
+def test_accuracy_is_the_fraction_of_correct_predictions(make_model, task):
     model = make_model(init_std=0.5)
     tokens, targets = task.batch(0)
     guess = model(tokens)[:, -1].argmax(-1)
@@ -61,7 +62,7 @@ def test_optimizers_of_torch_run(make_model, task, optimizer):
 
 
 def dropout_model():
-    """A Hugging Face model that draws random numbers when it trains."""
+    """Create a Hugging Face model that draws random numbers during training."""
     import transformers
 
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.3)
@@ -72,7 +73,7 @@ def dropout_model():
     return model
 
 
-def test_runs_that_take_turns_are_what_each_is_alone(task):
+def test_alternating_runs_agree_with_each_run_alone(task):
     alone = [record.loss for record in wb.train(dropout_model(), task, n_steps=5, seed=7)]
     other = dropout_model()
     torch.manual_seed(123)
@@ -84,7 +85,7 @@ def test_runs_that_take_turns_are_what_each_is_alone(task):
     assert [two for _, two, _ in pairs] != alone
 
 
-def test_global_random_states_stay_untouched(task):
+def test_global_random_states_are_unchanged(task):
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     for _ in wb.train(dropout_model(), task, n_steps=3, spectra_every=1, profile_options={"n_snapshots": 64}):
         pass
@@ -93,16 +94,16 @@ def test_global_random_states_stay_untouched(task):
     assert np.random.get_state()[1].tolist() == before[2]  # noqa: NPY002
 
 
-def test_spectra_change_nothing_and_are_those_of_profile(task, tmp_path):
-    plain, watched = dropout_model(), dropout_model()
-    losses = [record.loss for record in wb.train(plain, task, n_steps=7, seed=7)]
+def test_spectra_do_not_affect_training_and_are_those_of_profile(task, tmp_path):
+    unmeasured, measured = dropout_model(), dropout_model()
+    losses = [record.loss for record in wb.train(unmeasured, task, n_steps=7, seed=7)]
     options = {"n_snapshots": 96}
     run = wb.train(
-        watched, task, n_steps=7, seed=7, spectra_every=3, profile_options=options, store=tmp_path / "a.zarr"
+        measured, task, n_steps=7, seed=7, spectra_every=3, profile_options=options, store=tmp_path / "a.zarr"
     )
     records = list(run)
     assert [record.loss for record in records] == losses
-    assert same_weights(plain, watched)
+    assert same_weights(unmeasured, measured)
     assert [record.step for record in records if record.spectra is not None] == [0, 3, 6]
     stored = wb.open_run(tmp_path / "a.zarr")["spectra"].to_dataset()
     assert stored["step"].values.tolist() == [0, 3, 6]
@@ -111,7 +112,7 @@ def test_spectra_change_nothing_and_are_those_of_profile(task, tmp_path):
     xr.testing.assert_allclose(first.drop_attrs(), expected.drop_attrs(), rtol=1e-9)
 
 
-def test_spectra_of_fewer_modes_are_filled_with_nothing(make_model, tmp_path):
+def test_spectra_of_fewer_modes_are_padded_with_nan(make_model, tmp_path):
     few = torch.randint(5, (8, 1), generator=torch.Generator().manual_seed(0)).expand(8, 12)
     model = make_model(d_model=64, vocab_size=5)
     options = {"spectra_every": 1, "probe": few, "profile_options": {"n_snapshots": 64}}
@@ -127,7 +128,7 @@ def test_spectra_of_fewer_modes_are_filled_with_nothing(make_model, tmp_path):
     assert not spectra["is_reliable"].where(~is_mode, False).any()
 
 
-def test_a_run_is_kept_whole(make_model, task, tmp_path):
+def test_a_run_is_recorded_completely(make_model, task, tmp_path):
     store = tmp_path / "run.zarr"
     records = list(wb.train(make_model(), task, n_steps=25, store=store, flush_every=10, learning_rate=1e-2))
     run = wb.open_run(store)
@@ -140,7 +141,7 @@ def test_a_run_is_kept_whole(make_model, task, tmp_path):
     assert wb.open_run(wb.export_netcdf(run, tmp_path / "run.nc"))["monitors"].equals(run["monitors"])
 
 
-def test_readers_see_whole_blocks_while_it_trains(make_model, task, tmp_path):
+def test_readers_see_complete_blocks_during_training(make_model, task, tmp_path):
     store, seen = tmp_path / "run.zarr", []
     for _ in wb.train(make_model(), task, n_steps=9, store=store, flush_every=4):
         run = wb.open_run(store)
@@ -150,7 +151,7 @@ def test_readers_see_whole_blocks_while_it_trains(make_model, task, tmp_path):
     assert wb.open_run(store)["monitors"].sizes["step"] == 9
 
 
-def test_a_run_that_is_left_keeps_its_rows(make_model, task, tmp_path):
+def test_a_run_that_is_closed_early_keeps_its_rows(make_model, task, tmp_path):
     store = tmp_path / "run.zarr"
     run = wb.train(make_model(), task, n_steps=100, store=store)
     for record in run:
@@ -164,7 +165,7 @@ def test_a_run_that_is_left_keeps_its_rows(make_model, task, tmp_path):
 
 
 class Failing(nn.Module):
-    """Behaves, until something is wrong at one step."""
+    """Model whose output is changed by a function after some steps."""
 
     def __init__(self, failure, at_step=3):
         super().__init__()
@@ -200,7 +201,7 @@ def test_a_diverged_run_ends_cleanly_and_keeps_its_data(task, tmp_path, failure,
     assert message in str(event["message"].values)
 
 
-def test_a_reader_who_leaves_at_the_divergence_finds_a_diverged_run(task, tmp_path):
+def test_a_run_that_is_closed_at_its_divergence_is_recorded_as_diverged(task, tmp_path):
     run = wb.train(Failing(lambda x: x * math.nan), task, n_steps=10, store=tmp_path / "run.zarr")
     for record in run:
         if record.diverged:
@@ -212,15 +213,15 @@ def test_a_reader_who_leaves_at_the_divergence_finds_a_diverged_run(task, tmp_pa
     assert kept["events"]["kind"].values.tolist() == ["divergence"]
 
 
-def test_a_ready_optimizer_comes_back_with_its_own_rate(make_model, task):
+def test_the_learning_rate_of_an_optimizer_object_is_restored(make_model, task):
     model = make_model()
-    ready = torch.optim.SGD(model.parameters(), lr=0.01)
-    rates = [record.learning_rate for record in wb.train(model, task, n_steps=4, optimizer=ready, schedule="linear")]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+    rates = [record.learning_rate for record in wb.train(model, task, n_steps=4, optimizer=sgd, schedule="linear")]
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
-    assert ready.param_groups[0]["lr"] == 0.01
+    assert sgd.param_groups[0]["lr"] == 0.01
 
 
-def test_a_run_may_go_on_after_its_divergence(task):
+def test_a_run_may_continue_after_its_divergence(task):
     model = Failing(lambda x: x + 400 * (torch.arange(32) == 0))
     causes = [record.cause for record in wb.train(model, task, n_steps=8, stops_at_divergence=False)]
     assert causes == [""] * 3 + ["loss"] * 5
@@ -245,7 +246,7 @@ def test_the_diverged_step_has_its_spectra(task, tmp_path, make_model):
     assert steps == [0, last.step]
 
 
-def test_spectra_of_a_stream_that_is_not_finite_are_missed_with_a_word(task, tmp_path, make_model):
+def test_missing_spectra_of_a_stream_that_is_not_finite_are_an_event(task, tmp_path, make_model):
     model = make_model()
     with torch.no_grad():
         model.token_embedding.weight[5] = math.nan
@@ -256,7 +257,7 @@ def test_spectra_of_a_stream_that_is_not_finite_are_missed_with_a_word(task, tmp
     assert "NaN" in str(run["events"]["message"].values[0])
 
 
-def test_a_model_without_blocks_is_refused_before_a_store_is_made(task, tmp_path):
+def test_a_model_without_blocks_is_rejected_before_a_store_is_created(task, tmp_path):
     model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
     with pytest.raises(AnatomyError):
         next(wb.train(model, task, n_steps=3, store=tmp_path / "a.zarr", spectra_every=1))
@@ -264,7 +265,7 @@ def test_a_model_without_blocks_is_refused_before_a_store_is_made(task, tmp_path
     assert len(list(wb.train(model, task, n_steps=3, store=tmp_path / "a.zarr"))) == 3
 
 
-def test_auxiliary_losses_are_trained_on_and_shown_apart(task):
+def test_auxiliary_losses_are_minimized_and_recorded_separately(task):
     class WithAuxiliary(nn.Module):
         def __init__(self):
             super().__init__()
@@ -283,7 +284,7 @@ def test_auxiliary_losses_are_trained_on_and_shown_apart(task):
     assert first.loss == pytest.approx(math.log(32))
 
 
-def test_hugging_face_routers_bring_their_auxiliary_loss(task):
+def test_auxiliary_losses_of_hugging_face_routers_are_used(task):
     import transformers
 
     config = transformers.MixtralConfig(
@@ -294,7 +295,7 @@ def test_hugging_face_routers_bring_their_auxiliary_loss(task):
     assert 0.5 <= record.auxiliary_loss <= 2.0  # at least coefficient x top_k / top_k at perfect balance
 
 
-def test_images_and_loaders_train_in_the_same_place():
+def test_a_model_trains_on_a_loader_of_images():
     images = torch.randn(40, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     labels = (images.mean((1, 2, 3)) > 0).long()
     loader = DataLoader(TensorDataset(images, labels), batch_size=8, shuffle=True)
@@ -318,13 +319,13 @@ def test_tokenized_datasets_train_zoo_and_hugging_face_models(make_model, column
         assert "spectra" in wb.open_run(tmp_path / f"{index}.zarr").children
 
 
-def test_padding_in_front_is_refused_where_a_model_takes_no_mask(make_model):
+def test_left_padding_is_rejected_if_a_model_takes_no_mask(make_model):
     inputs = {
         "input_ids": torch.ones(2, 6, dtype=torch.int64),
         "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]] * 2),
     }
     data = [(inputs, torch.ones(2, 6, dtype=torch.int64))]
-    with pytest.raises(SnapshotError, match="Transformer takes tokens without a mask, .* pad it at the end"):
+    with pytest.raises(SnapshotError):
         next(wb.train(make_model(), data, n_steps=1))
 
 
@@ -345,7 +346,7 @@ def test_training_on_cuda(make_model, task, tmp_path, precision):
     assert same_weights(resumed, model)
 
 
-def test_data_that_end_end_the_run(task, make_model, tmp_path):
+def test_a_run_ends_with_its_data(task, make_model, tmp_path):
     batches = (task.batch(i) for i in range(4))
     records = list(wb.train(make_model(), batches, n_steps=10, store=tmp_path / "a.zarr"))
     assert len(records) == 4
@@ -353,14 +354,14 @@ def test_data_that_end_end_the_run(task, make_model, tmp_path):
     assert run["events"]["message"].values.tolist() == ["The data ended after 4 steps."]
 
 
-def test_mixed_precision_runs_close_to_full(make_model, task):
+def test_mixed_precision_agrees_approximately_with_float32(make_model, task):
     full = [r.loss for r in wb.train(make_model(), task, n_steps=20, learning_rate=1e-2)]
     mixed = [r.loss for r in wb.train(make_model(), task, n_steps=20, learning_rate=1e-2, precision="bfloat16")]
     assert mixed != full
     assert np.allclose(mixed, full, rtol=0.05)
 
 
-def test_training_mode_is_put_back(make_model, task):
+def test_training_mode_is_restored(make_model, task):
     model = make_model().eval()
     for _ in wb.train(model, task, n_steps=2):
         assert model.training
@@ -368,57 +369,63 @@ def test_training_mode_is_put_back(make_model, task):
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "sentence"),
-    [
-        ({}, TypeError, "n_steps"),
-        ({"n_steps": 3, "lr": 0.1}, TypeError, "unexpected keyword argument 'lr'"),
-        ({"n_steps": 3, "flush_every": 0}, OptionError, "flush_every is 0, expected at least 1"),
-        ({"n_steps": 3, "flush_every": None}, OptionError, "flush_every is None, expected a whole number"),
-        ({"n_steps": 3, "spectra_every": 1.5}, OptionError, "spectra_every is 1.5, expected a whole number"),
-        ({"n_steps": 3, "checkpoint_every": "5"}, OptionError, "checkpoint_every is '5', expected a whole number"),
-        ({"n_steps": 0}, OptionError, "n_steps is 0, expected at least 1"),
-        ({"n_steps": 2.5}, OptionError, "n_steps is 2.5, expected a whole number"),
-        ({"n_steps": "10"}, OptionError, "n_steps is '10', expected a whole number"),
-        ({"n_steps": None}, OptionError, "n_steps is None, expected a whole number"),
-        ({"n_steps": 3, "warmup": 1.5}, OptionError, "warmup is 1.5, expected a whole number"),
-        ({"n_steps": 3, "learning_rate": "1e-3"}, OptionError, "learning_rate is '1e-3', expected a positive number"),
-        ({"n_steps": 3, "clip_norm": True}, OptionError, "clip_norm is True, expected a positive number"),
-        ({"n_steps": 3, "loss_limit": None}, OptionError, "loss_limit is None, expected a positive number"),
-        ({"n_steps": 3, "checkpoint_every": 2}, OptionError, "checkpoint_every needs a place; pass store="),
-        ({"n_steps": 3, "precision": "float16"}, OptionError, "float16 needs a CUDA device"),
-        ({"n_steps": 3, "resume": True}, OptionError, "resume=True needs to know where from"),
-    ],
+    ("settings", "sentence"), [({}, "n_steps"), ({"n_steps": 3, "lr": 0.1}, "keyword argument 'lr'")]
 )
-def test_bad_settings_are_refused_at_the_call(make_model, task, settings, error, sentence):
-    with pytest.raises(error, match=sentence):
+def test_missing_and_unknown_settings_are_rejected_at_the_call(make_model, task, settings, sentence):
+    with pytest.raises(TypeError, match=sentence):
         wb.train(make_model(), task, **settings)
 
 
-def test_numbers_of_numpy_are_numbers(make_model, task):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("flush_every", 0),
+        ("flush_every", None),
+        ("spectra_every", 1.5),
+        ("checkpoint_every", "5"),
+        ("n_steps", 0),
+        ("n_steps", 2.5),
+        ("n_steps", "10"),
+        ("n_steps", None),
+        ("warmup", 1.5),
+        ("learning_rate", "1e-3"),
+        ("clip_norm", True),
+        ("loss_limit", None),
+        ("checkpoint_every", 2),
+        ("precision", "float16"),
+        ("resume", True),
+    ],
+)
+def test_invalid_settings_are_rejected_at_the_call(make_model, task, name, value):
+    with pytest.raises(OptionError, check=about(name, value)):
+        wb.train(make_model(), task, **{"n_steps": 3, name: value})
+
+
+def test_settings_may_be_numbers_of_numpy(make_model, task):
     settings = {"warmup": np.int32(1), "learning_rate": np.float32(0.01), "spectra_every": np.int64(2)}
     records = list(wb.train(make_model(), task, n_steps=np.int64(2), **settings))
     assert [record.spectra is not None for record in records] == [True, True]
     assert records[-1].learning_rate == pytest.approx(0.01)
 
 
-def test_a_class_is_no_model(task):
-    with pytest.raises(AnatomyError, match=r"The model is the class Linear; pass a model, not its class, such as Lin"):
+def test_a_class_is_not_a_model(task):
+    with pytest.raises(AnatomyError):
         wb.train(nn.Linear, task, n_steps=1)
-    with pytest.raises(CheckpointError, match=r"The model is the class Linear; pass a model, not its class"):
+    with pytest.raises(CheckpointError):
         wb.profile(nn.Linear, [[1, 2, 3]])
 
 
-def test_a_taken_store_is_refused_at_the_call_and_kept(make_model, task, tmp_path):
+def test_an_existing_store_is_kept_and_an_error_raised_at_the_call(make_model, task, tmp_path):
     store = tmp_path / "run.zarr"
     list(wb.train(make_model(), task, n_steps=3, store=store))
-    with pytest.raises(StoreError, match="exists already; pass overwrite=True"):
+    with pytest.raises(StoreError, check=about("path", store)):
         wb.train(make_model(), task, n_steps=5, store=store)
     list(wb.train(make_model(), task, n_steps=5, store=store, overwrite=True))
     assert wb.open_run(store)["monitors"].sizes["step"] == 5
 
 
 class Broken(wb.Callback):
-    """Makes one parameter infinite before a step."""
+    """Callback that makes one parameter infinite before a step."""
 
     name = "broken"
 
@@ -428,7 +435,7 @@ class Broken(wb.Callback):
             self.run.model.blocks[1].mlp.up.bias[0] = math.inf
 
 
-def test_a_run_that_is_not_finite_says_where_it_began(task, tmp_path, make_model):
+def test_a_run_that_is_not_finite_reports_the_origin(task, tmp_path, make_model):
     model, store = make_model("pre_ln"), tmp_path / "run.zarr"
     records = list(wb.train(model, task, n_steps=10, store=store, callbacks=[Broken()]))
     assert (len(records), records[-1].cause) == (4, "non-finite")
@@ -437,13 +444,13 @@ def test_a_run_that_is_not_finite_says_where_it_began(task, tmp_path, make_model
     assert message.startswith(beginning)
 
 
-def test_where_it_began_may_be_unknown(task, tmp_path):
-    class Refusing(Failing):
+def test_the_origin_may_be_unknown(task, tmp_path):
+    class Unrepeatable(Failing):
         def forward(self, tokens):
             if self.n_calls > self.at_step:
                 raise RuntimeError("no second pass")
             return super().forward(tokens)
 
-    list(wb.train(Refusing(lambda x: x * math.nan), task, n_steps=10, store=tmp_path / "run.zarr"))
+    list(wb.train(Unrepeatable(lambda x: x * math.nan), task, n_steps=10, store=tmp_path / "run.zarr"))
     (message,) = wb.open_run(tmp_path / "run.zarr")["events"]["message"].values.tolist()
-    assert message.endswith("Where it arose is not known (RuntimeError: no second pass).")
+    assert message.endswith("Its origin is unknown (RuntimeError: no second pass).")

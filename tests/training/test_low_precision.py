@@ -1,4 +1,4 @@
-"""Products in bfloat16 that are computed in float32: the same numbers as torch's, and only where torch casts."""
+"""bfloat16 products computed in float32: they agree with those of torch, and are used only where torch casts."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_and_their_gradients_are_those_of_torch_but_for_the_order_of_sums(name):
+def test_products_and_their_gradients_agree_with_torch_up_to_the_order_of_summation(name):
     product, *shapes = PRODUCTS[name]
     found = []
     for context in (torch.autocast("cpu", torch.bfloat16), autocast("cpu", torch.bfloat16)):
@@ -41,7 +41,7 @@ def test_products_and_their_gradients_are_those_of_torch_but_for_the_order_of_su
         found.append([result.detach().float(), *gradients])
     for theirs, ours in zip(*found, strict=True):
         assert theirs.dtype is ours.dtype
-        # One step of bfloat16, for sums that are rounded the other way.
+        # One unit in the last place of bfloat16, for sums that are rounded in the other direction.
         torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * float(theirs.abs().max()))
 
 
@@ -54,22 +54,22 @@ def test_factors_are_rounded_before_they_are_multiplied():
     assert not torch.equal(found, (x.detach().double() @ w.detach().double().T).bfloat16())
 
 
-def test_nothing_changes_without_autocast_or_in_another_format():
+def test_products_are_unchanged_without_autocast_or_in_another_format():
     x, w = numbers(4, 8), numbers(3, 8, seed=1)
-    plain = functional.linear(x, w)
+    expected = functional.linear(x, w)
     with quick_products():
-        assert torch.equal(functional.linear(x, w), plain)
+        assert torch.equal(functional.linear(x, w), expected)
         with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
-            assert torch.equal(functional.linear(x, w), plain)
+            assert torch.equal(functional.linear(x, w), expected)
         with torch.autocast("cpu", torch.float16):
             assert functional.linear(x, w).dtype is torch.float16
     with autocast("cpu", None):
-        assert torch.equal(functional.linear(x, w), plain)
+        assert torch.equal(functional.linear(x, w), expected)
     with autocast("cpu", torch.bfloat16):
         assert functional.linear(x.double(), w.double()).dtype is torch.float64
 
 
-def test_a_processor_that_knows_bfloat16_is_left_to_torch(monkeypatch):
+def test_torch_is_used_on_processors_with_bfloat16(monkeypatch):
     monkeypatch.setattr(low_precision, "_knows_bfloat16", lambda: True)
     with autocast("cpu", torch.bfloat16):
         assert torch.overrides._get_current_function_mode() is None

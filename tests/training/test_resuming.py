@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
+from tests.about import about
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from workbench.errors import CheckpointError, StoreError
@@ -15,7 +16,7 @@ SETTINGS = {"n_steps": 14, "learning_rate": 1e-2, "warmup": 4, "schedule": "cosi
 
 
 def run_to(step, model, task, **settings):
-    """Train, and stop like a user who closes the notebook."""
+    """Train up to a step, and close the generator."""
     run = wb.train(model, task, **settings)
     for record in run:
         if record.step == step:
@@ -23,19 +24,19 @@ def run_to(step, model, task, **settings):
     run.close()
 
 
-def assert_resumes_to_the_bit(make, task, folder, **settings):
-    """A run that stopped after three steps and went on leaves the weights of one that never stopped."""
+def assert_resumes_bit_for_bit(make, task, folder, **settings):
+    """Check that a run resumed after three steps ends with the parameters of an uninterrupted run."""
     through = make()
     list(wb.train(through, task, checkpoints=folder / "a", **settings))
     run_to(3, make(), task, checkpoints=folder / "b", **settings)
-    torch.manual_seed(99)  # what was drawn meanwhile makes no difference
+    torch.manual_seed(99)  # the global random state has no effect
     resumed = make()
     list(wb.train(resumed, task, checkpoints=folder / "b", resume=True, **settings))
     assert same_weights(resumed, through)
 
 
 def loader_task():
-    """A shuffling loader over tokens; a fresh one each time, as in a fresh process."""
+    """Create a shuffling loader over tokens, a new one each time, as in a new process."""
     tokens = torch.randint(32, (50, 12), generator=torch.Generator().manual_seed(0))
     return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=8, shuffle=True)
 
@@ -52,7 +53,7 @@ def loader_task():
         *(pytest.param("loader", stop_at, marks=pytest.mark.slow) for stop_at in (5, 9)),
     ],
 )
-def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path, stop_at, source):
+def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(task, tmp_path, stop_at, source):
     data = (lambda: task) if source == "task" else loader_task
     through = dropout_model()
     list(wb.train(through, data(), store=tmp_path / "through.zarr", checkpoint_every=5, **SETTINGS))
@@ -74,11 +75,11 @@ def test_stopping_and_resuming_gives_the_bits_of_running_through(task, tmp_path,
 
 @pytest.mark.medium
 @pytest.mark.parametrize("optimizer", ["SGD", "Adafactor", "LBFGS", "NAdam"])
-def test_every_kind_of_optimizer_state_comes_back(make_model, task, tmp_path, optimizer):
-    assert_resumes_to_the_bit(make_model, task, tmp_path, n_steps=6, optimizer=optimizer, checkpoint_every=2)
+def test_all_kinds_of_optimizer_state_are_restored(make_model, task, tmp_path, optimizer):
+    assert_resumes_bit_for_bit(make_model, task, tmp_path, n_steps=6, optimizer=optimizer, checkpoint_every=2)
 
 
-def test_a_constant_run_may_be_made_longer(make_model, task, tmp_path):
+def test_a_constant_run_may_be_extended(make_model, task, tmp_path):
     settings = {"store": tmp_path / "run.zarr", "checkpoint_every": 4}
     list(wb.train(make_model(), task, n_steps=6, **settings))
     more = list(wb.train(make_model(), task, n_steps=9, resume=True, **settings))
@@ -86,7 +87,7 @@ def test_a_constant_run_may_be_made_longer(make_model, task, tmp_path):
     assert wb.open_run(tmp_path / "run.zarr")["monitors"]["step"].values.tolist() == list(range(9))
 
 
-def test_checkpoints_open_for_study(make_model, task, tmp_path):
+def test_checkpoints_can_be_opened(make_model, task, tmp_path):
     model = make_model()
     list(wb.train(model, task, n_steps=4, checkpoints=tmp_path, checkpoint_every=2))
     assert sorted(place.name for place in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]
@@ -99,7 +100,7 @@ def test_checkpoints_open_for_study(make_model, task, tmp_path):
     assert torch.equal(opened.model(tokens).logits, hugging_face.eval()(tokens).logits)
 
 
-def test_checkpoints_of_fused_experts_open_for_study(task, tmp_path):
+def test_checkpoints_of_fused_experts_can_be_opened(task, tmp_path):
     import transformers
 
     config = transformers.MixtralConfig(
@@ -114,44 +115,44 @@ def test_checkpoints_of_fused_experts_open_for_study(task, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "name", "value"),
     [
-        ({"learning_rate": 2e-2}, r"training.learning_rate = 0.01, this call says 0.02"),
-        ({"n_steps": 20}, r"training.n_steps = 14, this call says 20"),
-        ({"seed": 6}, r"training.seed = 5, this call says 6"),
-        ({"optimizer_options": {"weight_decay": 0.5}}, r"weight_decay = nothing, this call says 0.5"),
-        ({"loss": nn.functional.mse_loss}, r"training.loss = token_loss, this call says mse_loss"),
-        ({"spectra_every": 3}, r"spectra.every = None, this call says 3"),
+        ({"learning_rate": 2e-2}, "training.learning_rate", 0.02),
+        ({"n_steps": 20}, "training.n_steps", 20),
+        ({"seed": 6}, "training.seed", 6),
+        ({"optimizer_options": {"weight_decay": 0.5}}, "training.optimizer_options.weight_decay", 0.5),
+        ({"loss": nn.functional.mse_loss}, "training.loss", "mse_loss"),
+        ({"spectra_every": 3}, "spectra.every", 3),
     ],
 )
-def test_another_configuration_is_refused_by_its_first_difference(make_model, task, tmp_path, change, sentence):
+def test_another_configuration_is_rejected_with_its_first_difference(make_model, task, tmp_path, change, name, value):
     settings = {**SETTINGS, "store": tmp_path / "run.zarr", "checkpoint_every": 5}
     run_to(7, make_model(), task, **settings)
     before = wb.open_run(tmp_path / "run.zarr").load()
     model = make_model()
-    with pytest.raises(StoreError, match=sentence):
+    with pytest.raises(StoreError, check=about(name, value)):
         wb.train(model, task, resume=True, **{**settings, **change})
     assert same_weights(model, make_model())
     assert wb.open_run(tmp_path / "run.zarr").identical(before)
 
 
-def test_another_model_or_task_is_refused(make_model, task, tmp_path):
+def test_another_model_or_task_is_rejected(make_model, task, tmp_path):
     settings = {**SETTINGS, "store": tmp_path / "run.zarr", "checkpoint_every": 5}
     run_to(7, make_model(), task, **settings)
-    with pytest.raises(StoreError, match="model.config.norm = pre_ln, this call says post_ln"):
+    with pytest.raises(StoreError, check=about("model.config.norm", "post_ln")):
         wb.train(make_model("post_ln"), task, resume=True, **settings)
     other = wb.tasks.associative_recall(length=12, vocab_size=32, n_pairs=3, batch_size=8, seed=3)
-    with pytest.raises(StoreError, match="task.n_pairs = 2, this call says 3"):
+    with pytest.raises(StoreError, check=about("task.n_pairs", 3)):
         wb.train(make_model(), other, resume=True, **settings)
 
 
-def test_nothing_to_resume_from_is_said(make_model, task, tmp_path):
+def test_resuming_needs_a_checkpoint_and_a_run(make_model, task, tmp_path):
     settings = {"n_steps": 4, "store": tmp_path / "run.zarr"}
-    with pytest.raises(CheckpointError, match="holds no checkpoint to resume from; train with checkpoint_every="):
+    with pytest.raises(CheckpointError, check=about("checkpoints", tmp_path / "run.checkpoints")):
         wb.train(make_model(), task, resume=True, **settings)
     list(wb.train(make_model(), task, checkpoint_every=2, **settings))
     shutil.rmtree(tmp_path / "run.zarr")
-    with pytest.raises(StoreError, match="There is no run at"):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "run.zarr")):
         wb.train(make_model(), task, resume=True, checkpoint_every=2, **settings)
 
 
@@ -161,14 +162,14 @@ def test_a_damaged_checkpoint_is_named(make_model, task, tmp_path, file):
     list(wb.train(make_model(), task, **settings))
     place = latest_checkpoint(tmp_path)
     (place / file).write_bytes((place / file).read_bytes()[:200])
-    with pytest.raises(CheckpointError, match=r"step-00000004.* (is|are) damaged"):
+    with pytest.raises(CheckpointError, match="step-00000004"):
         wb.train(make_model(), task, resume=True, **settings)
 
 
 def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(make_model, task, tmp_path):
     settings = {"checkpoints": tmp_path, "checkpoint_every": 2}
     list(wb.train(make_model(), task, n_steps=8, **settings))
-    with pytest.raises(StoreError, match="holds checkpoints of an earlier run; pass resume=True"):
+    with pytest.raises(StoreError, check=about("checkpoints", tmp_path)):
         wb.train(make_model(), task, n_steps=4, **settings)
     list(wb.train(make_model(), task, n_steps=4, overwrite=True, **settings))
     assert latest_checkpoint(tmp_path).name == "step-00000004"

@@ -1,6 +1,6 @@
-"""What the package ``powerlaw`` fits to planted values, recorded, as it loads matplotlib and takes seconds a fit.
+"""Recorded fits of the package ``powerlaw``, which imports matplotlib and takes seconds per fit.
 
-Made anew by: pip install powerlaw==2.0.0; python -m tests.weights.powerlaw_table
+Create the table again with: pip install powerlaw==2.0.0; python -m tests.weights.powerlaw_table
 """
 
 import json
@@ -12,7 +12,7 @@ TABLE = Path(__file__).with_name("powerlaw_table.json")
 
 
 def samples():
-    """Name -> values: Pareto laws, a Pareto tail on another body, no power law at all."""
+    """Return name -> values: Pareto laws, a Pareto tail of another distribution, and no power law."""
     u = np.random.default_rng(0).random((6, 400))
     body = np.concatenate([u[2, :250], (1 - u[2, 250:]) ** (-1 / 1.5)])
     matrix = (u[4] - 0.5).reshape(20, 20) @ (u[5] - 0.5).reshape(20, 20)
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
     table = {"package": f"powerlaw {powerlaw.__version__}"}
     for name, values in samples().items():
-        # By default it keeps alpha below 3.
+        # By default, the package restricts alpha to values below 3.
         fit = powerlaw.Fit(values, discrete=False, verbose=False, parameter_ranges={"alpha": [1, 1000]})
         found = {"alpha": fit.alpha, "error": fit.sigma, "distance": fit.D, "start": fit.xmin}
         table[name] = {key: float(value) for key, value in found.items()}

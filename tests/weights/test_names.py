@@ -43,11 +43,11 @@ from workbench.weights.names import layer_of, role_of
         ("0.weight", -1, ""),
     ],
 )
-def test_names_of_the_field(name, layer, role):
+def test_names_in_common_checkpoints(name, layer, role):
     assert (layer_of(name), role_of(name, [name])) == (layer, role)
 
 
-def test_a_gate_is_a_router_beside_experts_alone():
+def test_a_gate_is_a_router_only_next_to_experts():
     dense = ["blocks.0.mlp.gate.weight", "blocks.0.mlp.up.weight"]
     sparse = ["layers.0.mlp.gate.weight", "layers.0.mlp.experts.0.up_proj.weight"]
     assert role_of(dense[0], dense) == "MLP gate"
@@ -66,7 +66,7 @@ def test_every_matrix_of_the_zoo_has_a_role(make):
     "family", [f for f in FAMILIES if str(f) in ("llama", "gpt2", "opt", "bert", "mixtral", "phi")]
 )
 def test_roles_of_families_are_complete(family):
-    """Query, key, value (or all in one), output, up and down in every layer."""
+    """Check that every layer has query, key and value (or all in one), output, up and down."""
     with torch.random.fork_rng(devices=[]):
         model = build(family)
     names = [name for name, p in model.named_parameters() if p.ndim >= 2]

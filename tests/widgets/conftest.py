@@ -1,4 +1,4 @@
-"""The small spectra of the plots' tests."""
+"""Fixtures: the small spectra of the tests of plots."""
 
 import pytest
 

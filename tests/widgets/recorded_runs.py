@@ -1,4 +1,4 @@
-"""Short recorded runs with planted features: eigenvalues that drift, a loss that falls, a divergence."""
+"""Short recorded runs with known features: drifting eigenvalues, a decreasing loss, a divergence."""
 
 import numpy as np
 import xarray as xr
@@ -7,13 +7,13 @@ from tests.plots.conftest import spectra_of
 
 
 def spectra_over(steps, *, radius=1.0, drift=0.02, **options):
-    """Spectra with a leading dimension ``step``; the radius of the planted maps grows by ``drift`` a step."""
+    """Spectra with a leading dimension ``step``; the radius of the known maps grows by ``drift`` per step."""
     parts = [spectra_of(radius * (1 + drift * step), **options).expand_dims(step=[step]) for step in steps]
     return xr.concat(parts, "step", combine_attrs="override").assign_coords(step=np.array(steps, np.int64))
 
 
 def run_of(steps, *, n_steps=None, diverges=False, seed=0, **options):
-    """A run of ``n_steps`` training steps with spectra at some, that ends well or in a divergence."""
+    """A run of ``n_steps`` training steps with spectra at some steps, which finishes or diverges."""
     n_steps = steps[-1] if n_steps is None else n_steps
     step = np.arange(n_steps + 1)
     generator = np.random.default_rng(seed)

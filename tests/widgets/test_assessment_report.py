@@ -1,9 +1,10 @@
-"""AssessmentReport without a browser: what it shows of each kind of tree, measuring beside the page, and its files."""
+"""AssessmentReport without a browser: each kind of tree, measurements in the background, and files."""
 
 import io
 import itertools
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import xarray as xr
@@ -14,6 +15,7 @@ import workbench.assessment.assess
 import workbench.diagnosis
 import workbench.widgets.assessment_report
 import workbench.widgets.report.page
+from tests.about import about
 from tests.reports import made_trees
 from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.reports.quantity import Numbers
@@ -35,7 +37,7 @@ def comparison():
 
 @pytest.fixture
 def make():
-    """Widgets that are closed after the test."""
+    """Widgets, closed after the test."""
     made = []
 
     def report(*args, **options):
@@ -49,7 +51,7 @@ def make():
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What `ReportPage` sends."""
+    """Messages of `ReportPage`."""
     sent = []
     monkeypatch.setattr(
         workbench.widgets.report.page.ReportPage,
@@ -148,7 +150,7 @@ def test_a_chosen_criterion_shows_what_it_rests_on_and_nothing_is_drawn_unseen(m
     report.criteria.table.choose("rate_over_edge")
     assert evidence.key[0] == "pilot"
     picture = evidence._place.canvas
-    report.criteria.states.value = ["failing", "at risk"]  # the same row stays chosen, and its picture stays
+    report.criteria.states.value = ["failing", "at risk"]  # the same row stays chosen, and its figure stays
     assert evidence._place.canvas is picture
     assert report.error == ""
 
@@ -162,7 +164,7 @@ def test_what_the_risk_model_does_not_know_is_shown_without_a_number_or_a_confid
     assert "not measured" in report.criteria.evidence.words.value
     assert "confidence" not in report.criteria.evidence.words.value
     report.criteria.table.choose("hazard_weights")
-    assert "of a stand-in 64 wide with 4 blocks" in report.criteria.evidence.words.value
+    assert "of a proxy model of width 64 with 4 blocks" in report.criteria.evidence.words.value
     assert report.error == ""
 
 
@@ -181,7 +183,7 @@ def test_a_criterion_leads_to_its_row_in_the_report(make, assessment):
 
 @pytest.fixture
 def assess(monkeypatch, assessment):
-    """In the place of the measurement: three parts, the second of which waits to be let go on."""
+    """Replacement of the measurement with three parts, the second of which waits for an event."""
     calls, at_second, goes_on = [], threading.Event(), threading.Event()
 
     def fake(subject, task=None, *, plan=None, seed=0, progress=False):
@@ -210,7 +212,7 @@ def test_a_subject_is_measured_beside_the_page_part_by_part(make, assess, assess
     assert "✓ spectra" in report._status.value
     assert "risk …" in report._status.value
     assert report.summary == "Measuring …"
-    with pytest.raises(StoreError, match="Nothing has been measured yet"):
+    with pytest.raises(StoreError, check=about("path", Path("x.html"), (".png",))):
         report.save("x.html")
     assert [ending for ending, button in report.export_bar.buttons.items() if not button.disabled] == [".png"]
     assess.goes_on.set()
@@ -244,7 +246,7 @@ def test_steps_of_a_part_are_one_part():
     assert [part for part, _ in progress.done] == ["risk"]
     assert heard[-1].count("✓") == 1
     assert "devices: order …" in progress.html()
-    assert "left" not in progress.html()  # not known
+    assert "left" not in progress.html()  # unknown
     progress.tell("verdict")
     assert progress.current == "verdict"
     assert [part for part, _ in progress.done] == ["risk", "devices"]
@@ -253,15 +255,15 @@ def test_steps_of_a_part_are_one_part():
 def test_counts_say_how_much_is_done_and_how_long_the_rest_takes():
     progress = MeasuringProgress("assessment", lambda _: None, {"spectra": 1, "skipped": 1, "pilot": 2})
     progress.tell("spectra")
-    assert progress.share == 0
+    assert progress.fraction == 0
     progress.tell("pilot")
-    assert progress.share == 0.5
+    assert progress.fraction == 0.5
     progress.tell("pilot: 500 of 1,000 updates")
-    assert progress.share == 0.75
+    assert progress.fraction == 0.75
     assert 'value="0.750"' in progress.html()
     assert "about 1 s left" in progress.html()
     progress.tell("a part more")
-    assert progress.share is None
+    assert progress.fraction is None
 
 
 def test_what_cannot_be_measured_is_a_sentence_under_the_widget(make, assess):
@@ -277,7 +279,7 @@ def test_what_cannot_be_measured_is_a_sentence_under_the_widget(make, assess):
 
 @pytest.fixture
 def run_experiment(monkeypatch):
-    """In the place of the replays: makes some steps, or goes on until it is stopped, and fills in the row."""
+    """Replacement of the replays: runs some steps, or continues until it is stopped, and fills in the row."""
     said = []
 
     def fake(tree, experiment=0, *, model, task, progress, n_steps=3):
@@ -317,7 +319,7 @@ def test_an_experiment_runs_and_its_outcome_is_in_the_tree_the_table_and_the_pag
     assert report.tree["experiments"]["outcome"].values.tolist() == ["it survived", ""]
     assert "outcome" not in tree["experiments"]
     assert texts(report.experiments.table, "0")[-1] == "for the cause"
-    assert "Done: it survived. That speaks for the cause." in report.experiments.words.value
+    assert "Outcome: it survived. This is evidence for the cause." in report.experiments.words.value
     assert "it survived" in report.text._text
     assert report.view == "experiments"
     assert not report.experiments.button.disabled
@@ -330,7 +332,7 @@ def test_an_experiment_ends_at_the_next_step_when_it_is_stopped(make, run_experi
     while len(run_experiment.said) < 3:
         assert not future.done()
     report.stop()
-    future.result(20)  # the thread is free again
+    future.result(20)  # the thread is idle
     assert "Stopped at two replays: " in report._status.value
     assert report.error == ""
 
@@ -339,11 +341,11 @@ def test_without_model_and_task_experiments_are_shown_but_not_run(make):
     report = make(made_trees.diagnosis())
     assert report.experiments.button.disabled
     assert "model=..., task=..." in report.experiments.words.value
-    with pytest.raises(OptionError, match="pass model= and task="):
+    with pytest.raises(OptionError, check=about("model", None)):
         report.run_experiment(0)
 
 
-# Designs beside each other
+# Designs side by side
 
 
 def test_two_designs_stand_side_by_side(make, comparison):
@@ -369,7 +371,7 @@ def test_two_designs_stand_side_by_side(make, comparison):
 # Files
 
 
-def test_the_tree_is_written_and_nothing_is_replaced_unasked(make, assessment, tmp_path):
+def test_the_tree_is_written_and_files_are_replaced_only_on_request(make, assessment, tmp_path):
     report = make(assessment)
     bar = report.export_bar
     assert bar.path.value == "reports/No-Norm_3_blocks"
@@ -392,7 +394,7 @@ def test_the_tree_is_written_and_nothing_is_replaced_unasked(make, assessment, t
 @pytest.mark.slow
 def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
     report = make(made_trees.diagnosis())
-    written = report.save(tmp_path / "run.ipynb")  # whose pictures are drawn when it runs
+    written = report.save(tmp_path / "run.ipynb")  # its figures are drawn when it runs
     assert written == tmp_path / "run.ipynb"
     assert "the learning rate was too high" in written.read_text()
     assert (tmp_path / "run.nc").exists()
@@ -403,7 +405,9 @@ def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
     report.save(tmp_path / "run.html")
     report.save(tmp_path / "run.md", overwrite=True)
     assert asked == [(tmp_path / "run.html", False), (tmp_path / "run.md", True)]
-    with pytest.raises(StoreError, match="ends in '.pdf', expected one of .html, .md, .ipynb, .nc, .png"):
+    with pytest.raises(
+        StoreError, check=about("path", tmp_path / "run.pdf", (".html", ".md", ".ipynb", ".nc", ".png"))
+    ):
         report.save(tmp_path / "run.pdf")
 
 
@@ -429,7 +433,7 @@ def test_the_picture_shows_the_chosen_view(make, assessment, tmp_path):
     assert report.save(tmp_path / "seen.png").read_bytes() == of_another
     assert len(report.figure("matplotlib")) == 1
     report.view = "report"
-    with pytest.raises(OptionError, match="No figure is shown"):
+    with pytest.raises(OptionError, check=about("figure")):
         report.figure()
 
 
@@ -450,12 +454,12 @@ def test_the_answer_stands_above_every_view(make, assessment, comparison):
     for part in (
         "No-Norm, 3 blocks is at risk as planned",
         "Largest useful rate: 0.0021",
-        "What to do: Lower the peak",
+        "Recommended action: Lower the peak",
     ):
         assert part in words
     assert 'class="workbench-answer at-risk"' in words
     assert make(assessment).summary.startswith("No-Norm, 3 blocks is at risk as planned: the gradient grows")
-    assert "Take deep: verdict proceed" in make(comparison).summary
+    assert "Choose deep: verdict proceed" in make(comparison).summary
     assert "most likely failed because the learning rate was too high" in make(made_trees.diagnosis()).summary
 
 
@@ -466,27 +470,27 @@ def test_no_sentinel_is_on_the_screen(make, kind):
     assert not re.findall(r"np\.\w+|(?:layer|block|step) -1\b|\bnan\b", text)
 
 
-# Refusals
+# Errors
 
 
 def test_it_takes_either_a_tree_or_a_subject(assessment):
-    with pytest.raises(OptionError, match="neither a tree nor a subject"):
+    with pytest.raises(OptionError, check=about("tree", None)):
         AssessmentReport()
-    with pytest.raises(OptionError, match="both a tree and a subject"):
+    with pytest.raises(OptionError, check=about("tree")):
         AssessmentReport(assessment, subject="gpt2")
-    with pytest.raises(OptionError, match="A plan goes with subject="):
+    with pytest.raises(OptionError, check=about("plan", {})):
         AssessmentReport(assessment, plan={})
-    with pytest.raises(SchemaError, match="kind"):
+    with pytest.raises(SchemaError, check=about("kind")):
         AssessmentReport(xr.DataTree())
 
 
 def test_only_a_diagnosis_has_experiments_and_only_a_subject_is_measured(make, assessment):
     report = make(assessment)
-    with pytest.raises(OptionError, match="Only a diagnosis has experiments"):
+    with pytest.raises(OptionError, check=about("tree", "assessment")):
         report.run_experiment(0)
-    with pytest.raises(OptionError, match="There is nothing to measure"):
+    with pytest.raises(OptionError, check=about("subject")):
         report.measure()
-    with pytest.raises(OptionError, match="There is no view 'experiments'"):
+    with pytest.raises(OptionError, check=about("view", "experiments", ("report", "criteria"))):
         report.view = "experiments"
 
 

@@ -1,4 +1,4 @@
-"""Errors under the widget, and nothing left after close()."""
+"""Errors under the widget, and cleanup by close()."""
 
 import ipywidgets
 import pytest
@@ -12,14 +12,14 @@ def widget():
     return WorkbenchWidget()
 
 
-def test_an_error_of_ours_is_shown_as_its_sentence_and_cleared_by_success(widget):
+def test_an_error_of_the_workbench_is_shown_as_its_sentence_and_cleared_by_success(widget):
     slider = ipywidgets.IntSlider()
 
     def refuse(change):
         if change["new"] == 1:
             raise WorkbenchError("Choose <another> value.")
 
-    widget.watch(slider, refuse)
+    widget._watch(slider, refuse)
     slider.value = 1
     assert widget.error == "Choose <another> value."
     assert "Choose &lt;another&gt; value." in widget.message.value
@@ -35,9 +35,9 @@ def test_what_fails_in_a_control_that_another_one_moves_stays(widget):
         if change["new"] == 1:
             raise WorkbenchError("Choose another value.")
 
-    widget.watch(second, refuse)
-    widget.watch(second, lambda _: None)
-    widget.watch(first, lambda change: setattr(second, "value", change["new"]))
+    widget._watch(second, refuse)
+    widget._watch(second, lambda _: None)
+    widget._watch(first, lambda change: setattr(second, "value", change["new"]))
     first.value = 1
     assert widget.error == "Choose another value."
     first.value = 2
@@ -46,7 +46,7 @@ def test_what_fails_in_a_control_that_another_one_moves_stays(widget):
 
 def test_any_other_exception_is_named_and_logged(widget, caplog):
     button = ipywidgets.Button()
-    widget.on_click(button, lambda _: 1 / 0)
+    widget._on_click(button, lambda _: 1 / 0)
     button.click()
     assert widget.error == "ZeroDivisionError: division by zero"
     assert "Traceback" in caplog.text
@@ -55,8 +55,8 @@ def test_any_other_exception_is_named_and_logged(widget, caplog):
 def test_close_stops_callbacks_and_closes_what_is_inside(widget):
     slider, calls = ipywidgets.IntSlider(), []
     inner = ipywidgets.HBox([slider])
-    widget.fill([inner])
-    widget.watch(slider, calls.append)
+    widget._fill([inner])
+    widget._watch(slider, calls.append)
     widget.close()
     slider.value = 5
     assert calls == []

@@ -1,6 +1,7 @@
-"""Files written from a widget: by its buttons and from code, never over another one unasked."""
+"""Files written by the buttons of a widget and from code; existing files are replaced only on request."""
 
 import json
+from pathlib import Path
 
 import holoviews as hv
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import xarray as xr
 
 import workbench as wb
+from tests.about import about
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of
 from workbench.errors import OptionError, StoreError
@@ -50,10 +52,10 @@ def test_each_button_writes_its_kind_where_the_field_says(comparison, tmp_path):
         assert comparison.error == ""
         path = tmp_path / "exports" / f"training_step10{ending}"
         assert path.read_bytes().startswith(start)
-        assert f"Wrote {path} (" in bar.note.value
+        assert f"Saved {path} (" in bar.note.value
 
 
-def test_nothing_is_replaced_unless_the_box_is_ticked(comparison, tmp_path):
+def test_files_are_replaced_only_if_the_box_is_checked(comparison, tmp_path):
     bar = comparison.export_bar
     bar.buttons[".html"].click()
     path = tmp_path / "exports" / "table_step0.html"
@@ -68,7 +70,7 @@ def test_nothing_is_replaced_unless_the_box_is_ticked(comparison, tmp_path):
     assert path.read_text().startswith("<!DOCTYPE html>")
 
 
-def test_a_path_of_the_users_own_stays(comparison, tmp_path):
+def test_a_path_entered_by_the_user_stays(comparison, tmp_path):
     bar = comparison.export_bar
     bar.path.value = str(tmp_path / "mine.v2")
     comparison.step = 20
@@ -77,21 +79,21 @@ def test_a_path_of_the_users_own_stays(comparison, tmp_path):
     assert (tmp_path / "mine.v2.html").exists()
     bar.path.value = "  "
     bar.buttons[".html"].click()
-    assert comparison.error == "There is no file name; write one, such as exports/figure."
+    assert comparison.error == "The file name is empty; enter one, such as exports/figure."
 
 
 def test_the_table_is_a_page_and_no_picture(comparison, tmp_path):
     bar = comparison.export_bar
     assert [kind for kind, button in bar.buttons.items() if button.disabled] == [".png", ".svg"]
-    with pytest.raises(StoreError, match="The table is text; choose HTML or netCDF"):
+    with pytest.raises(StoreError, check=about("path", Path("a.png"), (".html", ".nc"))):
         comparison.save("a.png")
-    with pytest.raises(OptionError, match="The table is text"):
+    with pytest.raises(OptionError, check=about("view", "table", ("eigenvalues", "layers", "training", "radar"))):
         comparison.figure()
     path = comparison.save(tmp_path / "deep" / "table.html")
     assert json.dumps(comparison.views["table"].table.value).replace("</", "<\\/") in path.read_text()
 
 
-def test_netcdf_gives_every_run_back_as_it_was(runs, comparison, tmp_path):
+def test_netcdf_returns_every_run_unchanged(runs, comparison, tmp_path):
     path = comparison.save(tmp_path / "all.nc")
     back = wb.open_run(path)
     assert list(back.children) == ["Pre-LN", "wild|1", "bare"]
@@ -132,7 +134,7 @@ def test_figures_to_keep_show_what_the_widget_shows(comparison, tmp_path):
 @pytest.mark.parametrize(
     "view", [pytest.param("layers", marks=pytest.mark.slow), "training", pytest.param("radar", marks=pytest.mark.slow)]
 )
-def test_files_have_the_looks_of_the_screen(comparison, view):
+def test_files_have_the_style_of_the_screen(comparison, view):
     comparison.models = ["wild/1", "bare"]
     comparison.step = 20
     comparison.view = view
@@ -144,15 +146,15 @@ def test_files_have_the_looks_of_the_screen(comparison, view):
             for curve in figure.traverse(lambda part: part, [hv.Curve]):
                 color = hv.Store.lookup_options(backend, curve, "style").kwargs["color"]
                 colors.setdefault(curve.label.split(" ")[0], set()).add(color)
-    colors = {name: found - {NEUTRAL, INK} for name, found in colors.items()}  # published radar lines are grey
+    colors = {name: found - {NEUTRAL, INK} for name, found in colors.items()}  # published radar lines are gray
     assert colors == {name: {tags[name]} for name in ("wild/1", "bare")}
 
 
-def test_a_wrong_kind_and_a_folder_that_cannot_be_made(comparison, tmp_path):
-    with pytest.raises(StoreError, match="'a.gif' ends in '.gif', expected one of .png, .svg, .html, .nc."):
+def test_an_unknown_suffix_and_a_folder_that_cannot_be_created_are_rejected(comparison, tmp_path):
+    with pytest.raises(StoreError, check=about("path", Path("a.gif"), (".png", ".svg", ".html", ".nc"))):
         comparison.save("a.gif")
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="The folder file cannot be made"):
+    with pytest.raises(StoreError, check=about("path", Path("file"))):
         comparison.save("file/table.html")
 
 
@@ -163,9 +165,9 @@ def test_endings_are_added_once():
     assert ending_of("a.PNG", [".png"]) == ".png"
 
 
-def test_names_that_would_fall_together_are_refused(runs, tmp_path):
+def test_names_that_become_equal_are_rejected(runs, tmp_path):
     tree = runs["Pre-LN"]
-    with pytest.raises(StoreError, match="Two runs have the same name"):
+    with pytest.raises(StoreError, check=about("runs", ("a/b", "a|b"))):
         export_runs({"a/b": tree, "a|b": tree}, tmp_path / "a.nc")
     assert not (tmp_path / "a.nc").exists()
 

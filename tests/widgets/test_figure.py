@@ -1,4 +1,4 @@
-"""The bridge to the page: the library, the document, changes in both directions. No browser."""
+"""Communication of figures with the page, without a browser: library, document, and changes in both directions."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Faults in live training: switched by a click, by code and by schedule; alarms told in words; nothing left behind."""
+"""Faults in live training: switched by a click, by code and by schedule; listed alarms; cleanup."""
 
 import gc
 import weakref
@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.about import about
 from tests.callbacks.certain_alarms import certain_alarms
 from tests.waiting import wait_for
 from workbench.callbacks.actions import Action
 from workbench.callbacks.alarms import Alarm
 from workbench.errors import OptionError
-from workbench.plots.timeline_panels import Story
+from workbench.plots.timeline_panels import RunEvents
 from workbench.training.step_record import StepRecord
 from workbench.widgets import LiveTraining
 from workbench.widgets.live.alarm_list import AlarmList
@@ -58,7 +59,7 @@ def panel_of(live):
 
 
 def pause_after(live, step):
-    """Pause after some step from this one on; returns the steps that the run with faults has done."""
+    """Pause at or after a step, and return the number of steps of the run with faults."""
     wait_for(lambda: live.canvas.histories[WITH_FAULTS].n_done > step or not live.is_running)
     live.pause()
     wait_for(lambda: live.state == "paused")
@@ -76,7 +77,7 @@ def fault_events(live, name):
 
 
 @pytest.mark.slow
-def test_with_every_fault_off_both_runs_are_the_same_to_the_bit_and_kss_is_off(make):
+def test_with_every_fault_off_both_runs_are_bitwise_identical_and_kss_is_off(make):
     live = make(wb.faults.low_precision_attention(), wb.faults.large_rate(factor=3))
     assert not live.kss.enabled
     live.start()
@@ -105,7 +106,7 @@ def test_a_click_switches_the_fault_from_the_next_step_on_in_one_run_alone(make)
     assert live.error == ""
     assert fault_events(live, WITH_FAULTS) == [(first, "large_rate"), (second, "large_rate")]
     assert fault_events(live, WITHOUT_FAULTS) == []
-    n = last - 1  # of which the other run is sure to have as many
+    n = last - 1  # the other run certainly has as many
     rates = [live.runs[name]["monitors"]["learning_rate"].values[:n] for name in live.runs]
     is_on = (np.arange(n) >= first) & (np.arange(n) < second)
     np.testing.assert_allclose(rates[0] / rates[1], np.where(is_on, 3, 1), rtol=1e-12)
@@ -160,19 +161,19 @@ def test_the_panel_says_what_each_fault_does_and_follows_code_and_schedule():
     assert (attention._observers._functions, rate._observers._functions) == ([], [])
 
 
-def test_notes_beside_the_picture_name_what_is_on(make):
+def test_notes_next_to_the_figure_name_what_is_switched_on(make):
     live = make(wb.faults.low_precision_attention(), wb.faults.large_rate(factor=3))
     assert live._pair.note == "no fault on"
     live.faults[1].enabled = live.kss.enabled = True
     assert live._pair.note == "KSS on · large rate on"
-    assert live.setup.compare.options[0] == ("itself, without faults", "without faults")
+    assert live.setup.compare.options[0] == ("control, without faults", "without faults")
 
 
 @pytest.mark.slow
 def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make):
     fault = wb.faults.large_rate(factor=20, start=12)
     actions = wb.Actions(policy={"large_rate": ("cut_rate",)}, otherwise=("cut_rate",))
-    recorder = wb.Recorder(every={"optimizer": 2})  # no warm-up, which alarms would not judge
+    recorder = wb.Recorder(every={"optimizer": 2})  # without warm-up, during which alarms are not evaluated
     live = make(fault, recorder=recorder, alarms=certain_alarms(), actions=actions, warmup=0)
     live.start()
     live.wait(300)
@@ -181,7 +182,7 @@ def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make
         line for line in live.alarm_list.lines if line["run"] == WITH_FAULTS and line["kind"] != "action"
     ]
     assert (alarm["kind"], alarm["step"]) == ("alarm", 12)
-    assert alarm["text"] == "The learning rate rose from 0.01 to 0.2 at step 12; the plan says 0.01."
+    assert alarm["text"] == "The learning rate rose from 0.01 to 0.2 at step 12; the planned value is 0.01."
     assert cause["text"].startswith("This looks like large rate (")
     (acted, *_) = [line for line in live.alarm_list.lines if line["kind"] == "action"]
     assert acted["text"] == "The learning rate is 0.1 of the plan from here on."
@@ -193,11 +194,11 @@ def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make
     for name in live.runs:
         kinds = set(live.runs[name]["events"]["kind"].values.tolist())
         assert ({"alarm", "action"} <= kinds) == (name == WITH_FAULTS)
-        assert "optimizer" in live.runs[name].children  # both are looked at
+        assert "optimizer" in live.runs[name].children  # both are measured
     faulted, control = (live.canvas.histories[name] for name in (WITH_FAULTS, WITHOUT_FAULTS))
     first = "First alarm: step 12, 0 steps after the fault: learning_rate (setting). Likely cause: large rate"
     assert faulted.account.startswith(first)
-    assert faulted.account == Story.of("a", live.runs[WITH_FAULTS], 0).account
+    assert faulted.account == RunEvents.of("a", live.runs[WITH_FAULTS], 0).account
     assert control.account == f"No alarm up to step {N_STEPS - 1}."
 
 
@@ -215,7 +216,7 @@ def test_the_first_alarm_and_its_cause_stay_and_the_other_lines_are_the_newest()
     assert (content["first"], content["lines"]) == (said.first, said.lines)
     said.hear("b", StepNews.of(record, alarms))
     assert [(line["run"], line["kind"]) for line in said.first[2:]] == [("b", "alarm"), ("b", "attribution")]
-    assert len(said.state()[0]["lines"]) == 4  # a first one is not said twice
+    assert len(said.state()[0]["lines"]) == 4  # a first alarm is not repeated
     said.clear()
     assert said.first == []
     said.hear("a", StepNews.of(StepRecord(step=9, outcomes={"guard": (alarm,)}, **values), alarms))
@@ -248,15 +249,15 @@ def test_a_restart_keeps_the_switches_where_the_hand_put_them_and_the_lines_of_t
     said.close()
 
 
-def test_what_does_not_go_together_is_refused_at_once():
+def test_incompatible_arguments_are_rejected_immediately():
     rate = wb.faults.large_rate
-    for options, sentence in (
-        ({"faults": [rate(), rate()]}, "faults holds large_rate twice"),
-        ({"faults": rate()}, "expected a sequence"),
-        ({"alarms": certain_alarms()}, "alarms= listen to a recorder"),
-        ({"recorder": wb.Recorder(), "actions": wb.Actions()}, "actions= need alarms to act on"),
+    for options, error in (
+        ({"faults": [rate(), rate()]}, about("faults", "large_rate")),
+        ({"faults": rate()}, about("faults", "LargeRate")),
+        ({"alarms": certain_alarms()}, about("recorder")),
+        ({"recorder": wb.Recorder(), "actions": wb.Actions()}, about("alarms")),
     ):
-        with pytest.raises(OptionError, match=sentence):
+        with pytest.raises(OptionError, check=error):
             LiveTraining(SMALL, TASK, **options)
 
 

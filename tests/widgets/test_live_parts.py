@@ -1,4 +1,4 @@
-"""The parts of LiveTraining: one state in flight, traces that lose no extreme, runs that take turns."""
+"""Parts of LiveTraining: one state in transit, traces that keep extremes, runs that take turns."""
 
 import asyncio
 import contextvars
@@ -28,7 +28,7 @@ from workbench.widgets.live.trainer import LiveTrainer
 
 
 class Number(LatestState):
-    """Shows a number; what it sends is kept."""
+    """A widget that shows a number and keeps its messages."""
 
     _esm = "export default { render() {} }"
 
@@ -67,12 +67,12 @@ def test_one_state_is_in_flight_and_the_last_one_arrives(acts):
             number.refresh()
         elif act == "paint":
             number.answer(painted=number.sent[-1]["number"])
-        else:  # the page forgets what it had, and what was on its way
+        else:  # the page loses its state and the messages in transit
             number.answer(painted=0)
         n_answers = 1 + sum(a != "change" for a in acts)
         assert len(number.sent) <= n_answers + 1
     n_sent = 0
-    while n_sent < len(number.sent):  # the page paints what is on its way, and what that brings
+    while n_sent < len(number.sent):  # the page paints the messages in transit and their successors
         n_sent = len(number.sent)
         number.answer(painted=number.sent[-1]["number"])
     assert number.sent[-1]["value"] == number.value
@@ -110,7 +110,12 @@ def test_answers_to_earlier_states_do_not_let_another_leave_while_a_later_one_is
     number.answer(painted=2)
     assert len(number.sent) == 3
     number.answer(painted=3)
-    assert [content["number"] for content in number.sent] == [1, 2, 3, 4]  # the latest once more, as it was stale
+    assert [content["number"] for content in number.sent] == [
+        1,
+        2,
+        3,
+        4,
+    ]  # the latest is sent again, because it was stale
 
 
 def test_what_is_sent_leaves_in_the_context_of_the_page():
@@ -258,7 +263,7 @@ def test_a_changed_setting_is_told_as_one():
 
 
 def spectra_with(mark, step):
-    """Spectra that can be told apart by their first eigenvalue."""
+    """Spectra that can be distinguished by their first eigenvalue."""
     spectra = spectra_of(0.9, n_layers=2).expand_dims(step=[step]).copy(deep=True)
     spectra["eigenvalue"][0, 0, 0] = mark
     return spectra
@@ -340,7 +345,7 @@ def test_the_page_goes_to_a_recorded_step_and_back_to_the_latest():
     assert canvas.state()[0]["values"]["b"]["loss"] is None
     histories["a"].add(news_of(7))
     histories["a"].add(news_of(8, spectra=spectra_with(8, 8)))
-    assert seen() == (4, 2, [4, 2], [4, 12])  # what is shown stays while it trains
+    assert seen() == (4, 2, [4, 2], [4, 12])  # the displayed step stays while it trains
     canvas._receive(canvas, {"go": {"place": 99}}, [])
     assert seen()[0] == 8
     canvas._receive(canvas, {"go": None}, [])
@@ -363,7 +368,7 @@ def test_traces_are_left_out_while_they_hardly_change_and_never_at_the_end():
     assert found == [(True, 13), (False, 3), (False, 3), (True, 13)]
 
 
-def test_earlier_runs_are_drawn_in_the_colour_of_the_run_of_their_name():
+def test_earlier_runs_are_drawn_in_the_color_of_the_run_of_their_name():
     old = RunHistory(9)
     old.add(news_of(0, loss=7.0))
     old._end_at(0)
@@ -387,12 +392,12 @@ def test_a_restart_goes_back_to_before_the_divergence_and_says_which_checkpoint_
     assert remarks_on(saved, 2, {"a": sound, "b": sound}) == {}
     broken._end_at(40)  # at 40 the next update is the one that diverged
     assert best_step(saved, 2, {"a": broken, "b": sound}) == saved_at(30)
-    assert remarks_on(saved, 2, {"a": broken}) == {saved_at(30): "the last before the divergence at step 40"}
+    assert remarks_on(saved, 2, {"a": broken}) == {saved_at(30): "last before the divergence at step 40"}
     alarm = wb.alarms.Alarm(25, "loss", -1, -1, 2.0, 1.0, is_outcome=True, message="It rose.")
     broken.add(StepNews.of(record_of(25, outcomes={"guard": (alarm,)}), wb.Alarms()))
     assert list(remarks_on(saved, 2, {"a": broken}).items()) == [
-        (saved_at(30), "the last before the divergence at step 40"),
-        (saved_at(20), "the last before the first alarm at step 25"),
+        (saved_at(30), "last before the divergence at step 40"),
+        (saved_at(20), "last before the first alarm at step 25"),
     ]
     early = RunHistory(99)
     early._end_at(5)
@@ -413,7 +418,7 @@ def guarded(complaints):
     return wrap
 
 
-def test_the_panel_sets_what_a_hand_did_shows_what_the_kernel_says_and_refuses_nonsense():
+def test_the_panel_applies_the_users_changes_shows_the_kernels_state_and_rejects_invalid_values():
     kss, complaints = wb.KSS(strength=1.0, interval=2), []
     panel = KSSPanel(kss, guarded(complaints))
     sent = []
@@ -421,13 +426,13 @@ def test_the_panel_sets_what_a_hand_did_shows_what_the_kernel_says_and_refuses_n
     panel._receive(panel, {"painted": 0}, [])
     panel._receive(panel, {"set": {"enabled": False, "strength": 5}}, [])
     assert (kss.enabled, kss.strength) == (False, 5.0)
-    kss.strength = 2  # by code, before the page has painted what the hand did
+    kss.strength = 2  # by code, before the page has painted the change by the user
     panel._receive(panel, {"painted": 1}, [])
     panel._receive(panel, {"painted": 2}, [])
     assert kss.strength == 2.0
     assert sent[-1] == {"enabled": False, "strength": 2.0, "interval": 2, "number": 2}
     panel._receive(panel, {"set": {"interval": 0}}, [])
-    assert complaints == ["interval is 0, expected a whole number of steps, at least 1."]
+    assert complaints == ["interval must be a whole number of at least 1, got 0."]
     assert sent[-1] == {"enabled": False, "strength": 2.0, "interval": 2, "number": 3}
     panel.close()
     kss.strength = 3
@@ -435,7 +440,7 @@ def test_the_panel_sets_what_a_hand_did_shows_what_the_kernel_says_and_refuses_n
 
 
 class Turns:
-    """A trainer over counters in a thread, and what it says."""
+    """A trainer of counters in a thread, and its messages."""
 
     def __init__(self, **runs):
         self.seen, self.ends, self.holds = [], [], []
@@ -486,7 +491,7 @@ def test_a_paused_trainer_holds_says_so_and_a_stopped_one_closes_its_runs():
     assert turns.holds == [True, False]
     assert [name for name, _ in turns.seen] == ["a", "b"] * (len(turns.seen) // 2) + ["a"] * (len(turns.seen) % 2)
     turns.trainer.pause()
-    turns.trainer.stop()  # also out of a pause
+    turns.trainer.stop()  # also during a pause
     assert turns.join()
     assert closings == [10**6, 10**6]
     assert turns.ends == []

@@ -1,4 +1,4 @@
-"""Live training without a browser: a process of its own, KSS switched meanwhile, restarts, errors, and a clean end."""
+"""Live training without a browser: a separate process, switching KSS, restarts, errors, and cleanup."""
 
 import asyncio
 import gc
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import workbench as wb
+from tests.about import about
 from tests.waiting import wait_for
 from workbench.callbacks.kss.control import BandController
 from workbench.errors import OptionError, StoreError
@@ -66,7 +67,7 @@ def n_done(live, name=None):
 
 
 def pause_after(live, step):
-    """Pause after some step from this one on of the first run; returns the steps that it has done."""
+    """Pause at or after a step of the first run, and return its number of steps."""
     wait_for(lambda: n_done(live) > step or not live.is_running)
     live.pause()
     wait_for(lambda: live.state == "paused")
@@ -90,7 +91,7 @@ def is_alive(pid):
     return True
 
 
-def test_with_kss_off_both_runs_are_to_the_bit_the_run_alone(make, task):
+def test_with_kss_off_both_runs_are_bitwise_identical_to_the_run_alone(make, task):
     live = make(kss=wb.KSS(enabled=False))
     random = torch.get_rng_state()
     live.start()
@@ -105,7 +106,7 @@ def test_with_kss_off_both_runs_are_to_the_bit_the_run_alone(make, task):
     assert live.runs[WITH_KSS]["spectra"]["step"].values.tolist() == [0, 4, 8, 12, 15]
     assert live.canvas.recorded_steps.tolist() == [0, 4, 8, 12, 15]
     assert live.error == ""
-    assert live.status == "over · step 16 of 16 · with KSS: finished · without KSS: finished"
+    assert live.status == "ended · step 16 of 16 · with KSS: finished · without KSS: finished"
 
 
 def test_kss_switched_by_a_click_and_by_code_acts_from_the_next_step_on_and_stays(make):
@@ -136,7 +137,7 @@ def test_kss_switched_by_a_click_and_by_code_acts_from_the_next_step_on_and_stay
 
 @pytest.mark.slow
 def test_what_the_process_changes_of_kss_is_seen_in_the_kernel(make):
-    controller = BandController(low=50, high=100, factor=2)  # the radius is below it: ever weaker
+    controller = BandController(low=50, high=100, factor=2)  # the radius is below the band, so the strength decreases
     live = make(kss=wb.KSS(strength=8, interval=1, controller=controller), n_steps=6)
     live.start()
     live.wait(120)
@@ -164,7 +165,7 @@ def test_stopping_says_so_in_the_stores_and_leaves_checkpoints(make):
 
 
 @pytest.mark.slow
-def test_a_restart_from_an_older_checkpoint_is_a_new_branch_and_goes_on_to_the_bit(make, tmp_path):
+def test_a_restart_from_an_older_checkpoint_is_a_new_branch_and_continues_bit_for_bit(make, tmp_path):
     live = make(n_steps=12, checkpoint_every=4, kss=wb.KSS(enabled=False))
     live.start()
     live.wait(120)
@@ -181,7 +182,7 @@ def test_a_restart_from_an_older_checkpoint_is_a_new_branch_and_goes_on_to_the_b
     assert live.canvas.histories[WITH_KSS].trace("loss")[1] == pytest.approx(through["loss"].values, rel=1e-6)
     assert {p: p.read_bytes() for p in old} == old
     assert {saved.start for saved in live.checkpoints} == {1, 2}
-    # What it left stays in sight, and can be opened.
+    # The previous runs stay visible and can be opened.
     assert list(live.canvas.earlier) == [(WITH_KSS, 1), (WITHOUT_KSS, 1)]
     assert live.runs_of(1)[WITHOUT_KSS]["monitors"].to_dataset().identical(through)
     assert live.n_starts == 2
@@ -203,20 +204,20 @@ def test_the_switch_stays_where_it_was_put_when_a_checkpoint_says_otherwise(make
 
 
 @pytest.mark.slow
-def test_a_restart_with_other_settings_is_refused_and_leaves_nothing_behind(make, tmp_path):
+def test_a_restart_with_other_settings_is_rejected_and_leaves_nothing_behind(make, tmp_path):
     live = make(n_steps=4, checkpoint_every=2)
-    with pytest.raises(StoreError, match="There is no checkpoint yet"):
+    with pytest.raises(StoreError, check=about("checkpoint")):
         live.restart()
     live.start()
     live.wait(120)
     before = live.canvas.histories
-    with pytest.raises(OptionError, match="The checkpoint is of step 4, and the run has 4 steps; set more steps"):
+    with pytest.raises(OptionError, check=about("checkpoint", 4, "before step 4")):
         live.restart(live.checkpoints[0])
     live.setup.n_steps.value = 6
     live.setup.learning_rate.value = 0.02
     live._buttons.restart.click()
     live.wait(120)
-    assert "was made with training.learning_rate = 0.01, this call says 0.02" in live.error
+    assert "has training.learning_rate = 0.01, but this call has 0.02" in live.error
     assert [place.name for place in (tmp_path / "live").iterdir()] == ["start-001"]
     assert live.canvas.histories is before
     assert list(live.runs) == [WITH_KSS, WITHOUT_KSS]
@@ -224,7 +225,7 @@ def test_a_restart_with_other_settings_is_refused_and_leaves_nothing_behind(make
     live._buttons.restart.click()
     live.wait(120)
     assert live.error == ""
-    assert live.status.startswith("over · step 6 of 6")
+    assert live.status.startswith("ended · step 6 of 6")
 
 
 @pytest.mark.slow
@@ -268,17 +269,17 @@ def test_a_diverged_run_is_said_until_others_begin_and_a_restart_goes_back_to_be
     sentence = live.error
     assert "The run with KSS diverged at step" in sentence
     assert live.runs[WITHOUT_KSS].attrs["state"] == "diverged"
-    # What is done to a run that is over does not clear what is said of it.
+    # Actions on a run that has ended do not clear its message.
     live._panel._receive(live._panel, {"set": {"enabled": True}}, [])
     live._panel._receive(live._panel, {"set": {"interval": 0}}, [])
-    assert live.error == "interval is 0, expected a whole number of steps, at least 1."
+    assert live.error == "interval must be a whole number of at least 1, got 0."
     live._panel._receive(live._panel, {"set": {"interval": 2}}, [])
     assert live.error == sentence
     at = live.canvas.histories[WITH_KSS].diverged_at
     chosen = live._buttons.choice.value
     assert (chosen.run, chosen.step) == (WITH_KSS, at - 1)
     label = next(label for label, saved in live._buttons.choice.options if saved == chosen)
-    assert label == f"step {at - 1}, with KSS: the last before the divergence at step {at}"
+    assert label == f"step {at - 1}, with KSS: last before the divergence at step {at}"
     left = live.canvas.histories
     live._buttons.restart.click()
     assert list(live.canvas.earlier.values()) == list(left.values())
@@ -288,11 +289,11 @@ def test_a_diverged_run_is_said_until_others_begin_and_a_restart_goes_back_to_be
     live._buttons.start.click()
     live.wait(120)
     assert live.error == ""
-    assert live.status.startswith("over · step 40 of 40")
+    assert live.status.startswith("ended · step 40 of 40")
 
 
 class Unsendable:
-    """A connection, say."""
+    """An object that cannot be pickled, such as a connection."""
 
     def __deepcopy__(self, _):
         return self
@@ -302,7 +303,7 @@ class Unsendable:
 
 
 class Unreadable(nn.Module):
-    """No residual stream to be found."""
+    """A model without a residual stream."""
 
     def __init__(self):
         super().__init__()
@@ -317,20 +318,20 @@ def test_a_model_that_cannot_be_read_is_said_and_the_widget_stays_usable(make):
     live._buttons.start.click()
     live.wait(120)
     assert live.error.count("The run ") == 2
-    assert "Error" not in live.error  # a sentence for people, not a class
+    assert "Error" not in live.error  # a sentence, not the name of a class
     assert not live._buttons.start.disabled
     assert live.runs == {}
-    with pytest.raises(StoreError, match="There is nothing to write yet"):
+    with pytest.raises(StoreError, check=about("path", Path("figure.png"), ())):
         live.save("figure.png")
 
 
-def test_a_process_that_is_killed_is_said_and_the_runs_can_go_on(make):
+def test_a_process_that_is_killed_is_reported_and_the_runs_can_continue(make):
     live = make(n_steps=10**6, checkpoint_every=2, flush_every=2)
     start_and_pause(live, 6)
     os.kill(live._runs.pid, signal.SIGKILL)
     live.wait(60)
-    assert live.error.startswith("The training process was ended from outside or has crashed (SIGKILL, perhaps because")
-    assert live.status.startswith("over · ")
+    assert live.error.startswith("The training process crashed or was killed (SIGKILL, possibly")
+    assert live.status.startswith("ended · ")
     assert live.status.endswith("with KSS: ended unexpectedly · without KSS: ended unexpectedly")
     assert not live.canvas.is_active
     live.kss.strength = 2
@@ -366,11 +367,11 @@ def test_a_step_that_never_ends_is_ended_by_stopping_twice(make):
     assert live._buttons.stop.description == "Stop now"
     live._buttons.stop.click()
     live.wait(60)
-    assert live.status == "over · step 3 of 9 · with KSS: stopped"
+    assert live.status == "ended · step 3 of 9 · with KSS: stopped"
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own_is_copied_and_left_alone(make, task):
+def test_a_given_model_is_copied_and_not_changed(make, task):
     torch.manual_seed(0)
     model = wb.zoo.transformer("pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=12)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -406,7 +407,7 @@ def test_two_architectures_train_on_the_same_data_and_are_switched_together(make
         assert found["loss"].values[:n].tolist() == [next(alone).loss for _ in range(n)]
 
 
-def test_a_model_and_a_configuration_are_named_and_told_apart():
+def test_a_model_and_a_configuration_have_distinct_names():
     live = LiveTraining(Unreadable(), versus=SMALL, task="associative recall")
     assert live.setup.architecture_names == ("Unreadable", "transformer, no norm")
     assert not live.kss.enabled
@@ -454,40 +455,40 @@ def test_the_controls_build_what_they_say():
     live.close()
 
 
-def test_impossible_settings_are_refused_at_once(make, task):
+def test_invalid_settings_are_rejected_immediately(make, task):
     vit = wb.zoo.ArchitectureConfig(family="vit")
-    for options, sentence in (
-        ({"lr": 1}, "LiveTraining knows no setting 'lr'"),
-        ({"learning_rate": 0}, "learning_rate is 0, expected a positive number."),
-        ({"n_steps": 0}, "n_steps is 0, expected a whole number of at least 1."),
-        ({"task": "chess"}, "There is no task 'chess'; choose from associative recall"),
-        ({"architecture": "gpt"}, "The architecture is a str, expected a wb.zoo.ArchitectureConfig or a model."),
-        ({"versus": "gpt"}, "The second architecture is a str, expected a wb.zoo.ArchitectureConfig or a model."),
-        ({"versus": SMALL, "compare": False}, "compare=False asks for one run"),
-        ({"versus": vit}, "only one of them reads images"),
-        ({"theme": "neon"}, "The theme is 'neon'"),
+    for options, error in (
+        ({"lr": 1}, about("lr", 1)),
+        ({"learning_rate": 0}, about("learning_rate", 0)),
+        ({"n_steps": 0}, about("n_steps", 0)),
+        ({"task": "chess"}, about("task", "chess")),
+        ({"architecture": "gpt"}, about("architecture", "gpt")),
+        ({"versus": "gpt"}, about("second architecture", "gpt")),
+        ({"versus": SMALL, "compare": False}, about("compare", False)),
+        ({"versus": vit}, about("versus")),
+        ({"theme": "neon"}, about("theme", "neon", ("page", "projector"))),
     ):
-        with pytest.raises(OptionError, match=sentence):
+        with pytest.raises(OptionError, check=error):
             LiveTraining(kss=wb.KSS(), **options)
     live = make(data=iter([task.batch(0)]))
     live._buttons.start.click()
-    assert live.error.startswith("The data can be read only once, and cannot be sent to the process that trains")
+    assert live.error.startswith("The data can be read only once and cannot be sent to the training process")
     live = make()
     live.setup.first.d_model.value = 15
     live._buttons.start.click()
-    assert live.error.startswith("n_heads (2) does not divide d_model (15)")
+    assert live.error.startswith("n_heads must be a divisor of d_model (15), got 2")
     model = wb.zoo.build(SMALL)
     model.log = Unsendable()
     live = make(model)
     live._buttons.start.click()
-    assert live.error.startswith("Training runs in a process of its own, and the models cannot be sent there")
+    assert live.error.startswith("Training runs in a separate process, and the models cannot be sent to it")
     assert not live.is_running
 
 
 @pytest.mark.slow
 def test_the_shown_step_is_that_of_the_figure_and_of_the_files(make, tmp_path):
     live = make(n_steps=9)
-    with pytest.raises(OptionError, match="There are no modes to draw yet"):
+    with pytest.raises(OptionError, check=about("runs")):
         live.figure()
     live.start()
     live.wait(120)
@@ -537,7 +538,7 @@ def test_a_new_widget_of_the_same_cell_or_folder_ends_the_training_of_the_old_on
     assert old.error == ""
     make(folder=tmp_path / "old")
     old.wait(120)
-    assert old.error == "This training was ended: another one records into its folder."
+    assert old.error == "This training was ended: another widget records into the same folder."
 
 
 def test_a_cell_can_await_the_end_while_the_kernels_loop_goes_on(make):
@@ -554,7 +555,7 @@ def test_a_cell_can_await_the_end_while_the_kernels_loop_goes_on(make):
         await asyncio.gather(live.finished(), other())
 
     asyncio.run(cell())
-    assert live.status.startswith("over · step 6 of 6")
+    assert live.status.startswith("ended · step 6 of 6")
     assert len(turns) > 2
     live.setup.n_steps.value = 10**6
     live.start()
@@ -678,7 +679,7 @@ def test_a_kernel_that_is_killed_takes_the_process_with_it_and_the_stores_are_cl
 
 
 @pytest.mark.slow
-def test_two_architectures_go_on_from_checkpoints_of_their_own(make):
+def test_two_architectures_continue_from_separate_checkpoints(make):
     other = wb.zoo.ArchitectureConfig(**{**SMALL.as_dict(), "norm": "pre_ln"})
     live = make(versus=other, n_steps=12, checkpoint_every=4)
     live.start()

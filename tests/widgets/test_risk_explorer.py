@@ -1,8 +1,9 @@
-"""RiskExplorer without a browser: measured beside the page, moved by sliders, and honest about what it never saw."""
+"""RiskExplorer without a browser: measurements in the background, sliders, and unknown risks."""
 
 import io
 import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from PIL import Image
 
 import workbench as wb
 import workbench.widgets.risk.measurement
+from tests.about import about
 from workbench.errors import OptionError, StoreError
 from workbench.sweeps import measure_case, replan
 from workbench.widgets import RiskExplorer
@@ -42,7 +44,7 @@ def make():
 
 @pytest.fixture
 def n_measured(monkeypatch):
-    """How often something was measured."""
+    """Number of measurements."""
     counted = []
 
     def count(*args, **options):
@@ -58,13 +60,13 @@ def is_pale(explorer):
 
 
 def by_hand(explorer):
-    """What the widget should have measured with its first settings."""
+    """The expected measurement with the initial settings."""
     task = wb.tasks.associative_recall(length=8, vocab_size=64, n_pairs=3, batch_size=16, seed=0)
     config = wb.zoo.ArchitectureConfig(**{**SMALL.as_dict(), "vocab_size": 64, "max_length": 8})
     return measure_case(wb.zoo.build(config), task, takes_gradients=False, n_snapshots=512, **explorer.plan.settings())
 
 
-def test_a_small_model_is_measured_unasked_and_its_risk_shown(make):
+def test_a_small_model_is_measured_automatically_and_its_risk_shown(make):
     explorer = make()
     assert explorer.error == ""
     expected = by_hand(explorer)
@@ -76,7 +78,7 @@ def test_a_small_model_is_measured_unasked_and_its_risk_shown(make):
     assert f">{float(expected['near_unit_mass'].mean()):.2f}<" in explorer._cards.value
     assert 'class="workbench-answer healthy"' in explorer._words.value
     assert explorer.summary.replace(" %", "&nbsp;%") in explorer._words.value
-    assert explorer.summary.startswith("Likely to learn well at a rate of 0.003: ")
+    assert explorer.summary.startswith("Likely to learn well at a learning rate of 0.003 (risk: ")
     assert explorer._curve.now.data["rate"] == [0.003]
     assert len(explorer._curve.curve.data["failure"]) == 81
 
@@ -97,12 +99,12 @@ def test_sliders_move_the_figures_and_measure_nothing(make, n_measured):
     explorer.plan.schedule.value = "cosine"
     explorer.plan.clip_norm.value = 0.0
     explorer.plan.n_steps.value = 400
-    explorer.plan.optimizer.value = "SGD, momentum .9"
+    explorer.plan.optimizer.value = "SGD, momentum 0.9"
     settings = explorer.case.isel(run=0)
     found = {name: settings[name].item() for name in ("warmup", "schedule", "n_steps", "optimizer")}
     assert found == {"warmup": 100, "schedule": "cosine", "n_steps": 400, "optimizer": "SGD"}
     assert np.isnan(explorer.case["clip_norm"].values).all()
-    assert explorer.risk.useful_edge.value > 3 * edge  # plain descent wants larger rates
+    assert explorer.risk.useful_edge.value > 3 * edge  # SGD needs larger rates
     assert explorer.error == ""
     assert n_measured == []
 
@@ -140,10 +142,10 @@ def test_a_pilot_narrows_the_risk_until_the_plan_changes(make):
     assert explorer.pilot.reason == ""
     assert explorer.risk.useful_edge == explorer.pilot.useful_edge
     assert explorer.risk != before
-    assert "after the pilot" in explorer._cards.value
+    assert "from the pilot" in explorer._cards.value
     assert "Pilot: " in explorer._found.value
     assert isinstance(explorer._losses.canvas, Figure)
-    assert "learn well, by the pilot" in explorer._words.value
+    assert "According to the pilot, learning rates from" in explorer._words.value
     assert len(explorer.figure(kind="pilot")) == 1
     explorer.plan.learning_rate.value = 0.1
     assert explorer.pilot is not None
@@ -172,7 +174,7 @@ def test_a_pilot_can_be_stopped(make, monkeypatch):
     explorer.run_pilot()
     assert begun.wait(30)
     assert explorer._stop.layout.display is None
-    assert explorer._progress.share == 0.01
+    assert explorer._progress.fraction == 0.01
     explorer.stop()
     assert "Stopped at training copies: 10 of 1,000 trial updates" in explorer._status.value
     assert "<progress" not in explorer._status.value
@@ -199,7 +201,7 @@ def test_what_a_pilot_cannot_do_is_said_and_the_risk_stays(make, monkeypatch):
     assert not is_pale(explorer)
 
 
-def test_controls_of_the_model_measure_anew(make, n_measured):
+def test_controls_of_the_model_start_a_new_measurement(make, n_measured):
     explorer = make()
     first = explorer.case
     explorer.setup.norm.value = "none"
@@ -223,8 +225,8 @@ def test_while_measuring_the_figures_are_pale_and_an_old_measurement_is_dropped(
     monkeypatch.setattr(workbench.widgets.risk_explorer, "measure", slow)
     explorer.setup.d_model.value = 64
     assert is_pale(explorer)
-    assert "measuring" in explorer._status.value
-    assert "This is the answer for the model before." in explorer._words.value
+    assert "Measuring" in explorer._status.value
+    assert "This is the result of the previous model." in explorer._words.value
     explorer.setup.d_model.value = 96
     may_end.set()
     explorer.wait(60)
@@ -238,11 +240,11 @@ def test_a_module_waits_for_the_button(make, n_measured):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     explorer = make(model, waits=False)
     assert explorer.case is None
-    assert explorer.summary == "Press Measure to learn the risk of this model."
+    assert explorer.summary == "Press Measure to estimate the risk of this model."
     assert n_measured == []
-    with pytest.raises(OptionError, match="Nothing has been measured yet"):
+    with pytest.raises(OptionError, check=about("model", None, "measured")):
         explorer.figure()
-    with pytest.raises(OptionError, match="has not been measured yet"):
+    with pytest.raises(OptionError, check=about("model", None, "measured")):
         explorer.run_pilot()
     explorer._button.click()
     explorer.wait(60)
@@ -266,24 +268,24 @@ def test_what_cannot_be_measured_is_said_under_the_widget(make):
 
 
 @pytest.mark.parametrize(
-    ("model", "task", "message"),
+    ("model", "task", "error"),
     [
-        (3, None, "The model is a int"),
-        (None, "chess", "There is no task 'chess'"),
-        (wb.zoo.ArchitectureConfig(family="vit"), "random tokens", "does not fit the model"),
+        (3, None, about("model", 3)),
+        (None, "chess", about("task", "chess")),
+        (wb.zoo.ArchitectureConfig(family="vit"), "random tokens", about("task", "random tokens", ("digits",))),
     ],
 )
-def test_impossible_arguments_are_refused(model, task, message):
-    with pytest.raises(OptionError, match=message):
+def test_invalid_arguments_are_rejected(model, task, error):
+    with pytest.raises(OptionError, check=error):
         RiskExplorer(model, task)
 
 
 def test_figures_for_print_and_names_that_do_not_exist(make):
     explorer = make()
     assert len(explorer.figure("matplotlib")) == 1
-    with pytest.raises(OptionError, match="There is no figure 'drivers'"):
+    with pytest.raises(OptionError, check=about("kind", "drivers", ("curve", "pilot"))):
         explorer.figure(kind="drivers")
-    with pytest.raises(OptionError, match="There is no pilot of this plan"):
+    with pytest.raises(OptionError, check=about("pilot")):
         explorer.figure(kind="pilot")
 
 
@@ -292,11 +294,11 @@ def test_the_answer_says_what_is_wrong_and_what_to_do(make):
     edge, slow = explorer.risk.useful_edge.value, explorer.risk.slow_edge.value
     explorer.plan.learning_rate.value = 8 * edge
     assert explorer.summary.startswith("Unlikely to learn well")
-    assert "The rate is probably too large: lower it to about" in explorer._words.value
-    assert "A pilot makes this surer." in explorer._words.value
+    assert "The learning rate is probably too large: lower it to about" in explorer._words.value
+    assert "A pilot makes this estimate more certain." in explorer._words.value
     explorer.plan.learning_rate.value = slow
     assert "May not learn well" in explorer._words.value
-    assert "The rate is probably too small: raise it to about" in explorer._words.value
+    assert "The learning rate is probably too small: raise it to about" in explorer._words.value
     assert 'class="workbench-answer at-risk"' in explorer._words.value
 
 
@@ -311,7 +313,7 @@ def test_the_picture_follows_the_plan_and_says_what_is_unknown(make):
     assert len(set(pictures)) == 3
     sizes = [Image.open(io.BytesIO(png)).size for png in pictures]
     assert {width for width, _ in sizes} == {1000}
-    assert sizes[0][1] > 400 > sizes[2][1]  # no curve of what is unknown
+    assert sizes[0][1] > 400 > sizes[2][1]  # an unknown risk has no curve
     assert max(map(len, pictures)) < 120_000
 
 
@@ -319,7 +321,7 @@ def test_a_picture_before_the_first_result_is_one_line(make):
     model = wb.zoo.transformer(d_model=48, n_layers=2, n_heads=2, vocab_size=32, max_length=8)
     explorer = make(model, waits=False)
     assert Image.open(io.BytesIO(explorer.picture())).size[1] < 80
-    with pytest.raises(StoreError, match="Nothing has been measured yet"):
+    with pytest.raises(StoreError, check=about("path", Path("risk.html"), (".png",))):
         explorer.save("risk.html")
 
 
@@ -341,13 +343,13 @@ def test_files_of_every_kind(make, tmp_path):
     run = wb.open_run(paths[".nc"])
     assert run["risk"]["failure"].sizes == {"learning_rate": 81}
     np.testing.assert_array_equal(run["case"]["near_unit_mass"], explorer.case["near_unit_mass"])
-    with pytest.raises(StoreError, match="exists already"):
+    with pytest.raises(StoreError, check=about("path", paths[".nc"])):
         explorer.save(paths[".nc"])
-    with pytest.raises(StoreError, match="ends in '.pdf', expected one of .png, .svg, .html, .nc"):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "risk.pdf", (".png", ".svg", ".html", ".nc"))):
         explorer.save(tmp_path / "risk.pdf")
     explorer.plan.n_steps.value = 4000
     assert explorer.export_bar.buttons[".svg"].disabled
-    with pytest.raises(StoreError, match="There is no curve"):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "far.svg", (".png", ".html", ".nc"))):
         explorer.save(tmp_path / "far.svg")
     assert "The risk is unknown." in explorer.save(tmp_path / "far.html").read_text()
 

@@ -1,4 +1,4 @@
-"""Pages that stay interactive without a kernel: every step, layer and number of the widget is in the file."""
+"""Pages that stay interactive without a kernel: the file contains all steps, layers and values of the widget."""
 
 import base64
 import json

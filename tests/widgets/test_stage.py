@@ -1,4 +1,4 @@
-"""What is shown stays until the next one has been drawn; without a page, changes happen at once."""
+"""A displayed widget stays until the next one has been drawn; without a page, changes are immediate."""
 
 import itertools
 
@@ -17,7 +17,7 @@ def canvas():
 
 
 def draw(one):
-    """What the page says when it has drawn a figure."""
+    """The message of the page after it has drawn a figure."""
     one._receive(one, {"drawn": True}, [])
 
 
@@ -60,7 +60,7 @@ def test_of_several_in_a_row_the_last_one_is_shown_and_no_slot_moves():
     assert stage.children == slots
     last = canvas()
     stage.put(last, last, replaces=canvases[3])
-    assert stage.children == slots  # a free slot is used again
+    assert stage.children == slots  # a free slot is reused
 
 
 def test_what_was_here_before_comes_back_at_once_and_text_needs_no_drawing():

@@ -1,4 +1,4 @@
-"""The outputs of a widget: its live view, and a picture that is drawn again when the widget has come to rest."""
+"""The outputs of a widget: its live view, and a picture that is redrawn when the widget no longer changes."""
 
 import base64
 import io
@@ -73,7 +73,7 @@ def test_the_picture_follows_the_widget_at_rest(outputs, spectra):
     explorer.zoom.value = "all modes"
     explorer.close()
     explorer._picture.refresh()
-    assert len(outputs.updated[display_id]) == 1  # it stays as it was
+    assert len(outputs.updated[display_id]) == 1  # it stays unchanged
 
 
 def test_pictures_are_drawn_at_the_end_of_a_cell(outputs, spectra, monkeypatch):
@@ -102,7 +102,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_hide_the_live_view(outputs, cap
 def test_a_widget_that_is_not_displayed_draws_nothing(spectra, monkeypatch):
     comparison = ArchitectureComparison({"calm": spectra["calm"]}, view="eigenvalues")
     monkeypatch.setattr(comparison, "picture", lambda: pytest.fail("drawn"))
-    comparison.settle()
+    comparison._settle()
     comparison._picture.refresh()
     assert comparison._picture._timer is None
     comparison.close()

@@ -53,7 +53,7 @@ def test_lines_do_not_overlap():
 
 def test_no_cell_reaches_into_the_next():
     found = pixels(text_picture("t", table=[["", ""], ["m" * 400, "m" * 400]]))
-    is_blank = (found.sum(-1) > 450).all(0)[16:984]  # but for the rules
+    is_blank = (found.sum(-1) > 450).all(0)[16:984]  # except for the rules
     inside = is_blank[400:568]
     assert inside.sum() >= 20  # the gap between the columns
 

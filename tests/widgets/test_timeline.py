@@ -1,4 +1,4 @@
-"""The timeline without a browser: what a page gets, what a hand may ask for, and runs that grow, go and come back."""
+"""The timeline without a browser: states for the page, requests of the user, and runs that grow or are removed."""
 
 import gc
 import shutil
@@ -11,6 +11,7 @@ import pytest
 import xarray as xr
 from bokeh.plotting import figure as bokeh_figure
 
+from tests.about import about
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run, watched_run
 from tests.waiting import wait_for
 from workbench.errors import OptionError, SchemaError, StoreError
@@ -35,7 +36,7 @@ def pair(faulted):
 
 @pytest.fixture
 def make():
-    """Timelines with a page that keeps what it gets, closed after the test."""
+    """Timelines with a page that keeps its messages, closed after the test."""
     made = []
 
     def timeline(*args, **options):
@@ -49,7 +50,7 @@ def make():
 
 
 class Page:
-    """The other end of a canvas: it keeps what comes, and has painted it when somebody looks."""
+    """The page of a canvas: it keeps its messages, and has painted them when its content is read."""
 
     def __init__(self, canvas):
         self.canvas, self._sent, self._n_painted = canvas, [], 0
@@ -198,7 +199,7 @@ def test_a_signal_without_layers_shows_those_of_the_last_alarm(make, pair):
     timeline.select(130, signal="grad_norm", run="faulted")
     assert (timeline.selection.signal, timeline.selection.event.source) == ("effective_rank D2", "grad_norm")
     timeline.select(20, signal="loss")
-    assert timeline.selection.signal == "effective_rank D2"  # the first shown that has layers
+    assert timeline.selection.signal == "effective_rank D2"  # the first displayed signal with layers
     timeline.select(77, signal="update_ratio")
     detail = timeline.selection.details[0]
     assert (timeline.selection.dims, detail.rows, detail.columns) == (
@@ -232,7 +233,7 @@ def test_signals_runs_and_reduction_are_chosen_by_hand_and_by_code(make, pair):
     assert page.ask(shown=[])["runs"][0]["is_shown"] is False
 
 
-def test_the_answer_to_a_wish_bears_its_token_once_all_of_it_is_done(make, pair):
+def test_the_answer_to_a_request_has_its_token_once_it_is_completed(make, pair):
     page = Page(make(pair).canvas)
     n = len(page.states)
     page.ask(view=[0, 50], width=300, reduce="min")
@@ -240,27 +241,28 @@ def test_the_answer_to_a_wish_bears_its_token_once_all_of_it_is_done(make, pair)
     assert page.content["token"] == f"page.{n}"
 
 
-def test_impossible_wishes_are_refused_and_said(make, pair, tmp_path):
+def test_invalid_requests_are_rejected_and_shown(make, pair, tmp_path):
     timeline = make(pair)
     page = Page(timeline.canvas)
-    for act, kind, sentence in (
-        (lambda: setattr(timeline, "signals", ["los"]), SchemaError, "No run has a signal 'los'; choose from loss"),
-        (lambda: setattr(timeline, "reduce", "median"), OptionError, "expected one of worst, min, max, mean"),
-        (lambda: setattr(timeline, "view", (3, 3)), OptionError, "expected a first and a later last step"),
-        (lambda: setattr(timeline, "shown", ["x"]), SchemaError, "There is no run 'x'; choose from twin, faulted"),
-        (lambda: timeline.select(1, signal="x"), SchemaError, "No run has a signal 'x'"),
-        (lambda: timeline.select(1, run="x"), SchemaError, "There is no run 'x'"),
-        (lambda: make({}), SchemaError, "The runs are an empty dict, expected a run, the path of one"),
-        (lambda: make(tmp_path / "no.zarr"), StoreError, "There is no run at"),
-        (lambda: make(pair, signals=["x"]), SchemaError, "No run has a signal 'x'"),
-        (lambda: make(pair, poll_every=0), OptionError, "poll_every is 0, expected a positive number"),
-        (lambda: make(pair, band=(1, 0)), OptionError, "expected two rising quantiles"),
-        (lambda: make(pair, healthy=0), OptionError, "healthy is 0, expected at least 2 steps"),
+    reductions = ("worst", "min", "max", "mean")
+    for act, kind, error in (
+        (lambda: setattr(timeline, "signals", ["los"]), SchemaError, about("signals", "los")),
+        (lambda: setattr(timeline, "reduce", "median"), OptionError, about("reduce", "median", reductions)),
+        (lambda: setattr(timeline, "view", (3, 3)), OptionError, about("view", (3, 3))),
+        (lambda: setattr(timeline, "shown", ["x"]), SchemaError, about("run", "x", ("twin", "faulted"))),
+        (lambda: timeline.select(1, signal="x"), SchemaError, about("signal", "x")),
+        (lambda: timeline.select(1, run="x"), SchemaError, about("run", "x", ("twin", "faulted"))),
+        (lambda: make({}), SchemaError, about("runs", {})),
+        (lambda: make(tmp_path / "no.zarr"), StoreError, about("path", tmp_path / "no.zarr")),
+        (lambda: make(pair, signals=["x"]), SchemaError, about("signals", "x")),
+        (lambda: make(pair, poll_every=0), OptionError, about("poll_every", 0)),
+        (lambda: make(pair, band=(1, 0)), OptionError, about("band", (1, 0))),
+        (lambda: make(pair, healthy=0), OptionError, about("healthy", 0)),
     ):
-        with pytest.raises(kind, match=sentence):
+        with pytest.raises(kind, check=error):
             act()
     page.ask(reduce="median")
-    assert timeline.error == "The reduction is 'median', expected one of worst, min, max, mean."
+    assert timeline.error == "reduce must be one of 'worst', 'min', 'max', 'mean', got 'median'."
     page.ask(reduce="mean")
     assert timeline.error == ""
 
@@ -363,18 +365,18 @@ def test_a_store_that_is_removed_is_said_and_its_data_stay(make, faulted, tmp_pa
     before = page.line("loss", "a")
     shutil.rmtree(tmp_path / "a.zarr")
     assert timeline.poll() is True
-    sentence = f"The run 'a' was removed from {tmp_path / 'a.zarr'}; what was read of it stays."
+    sentence = f"The run 'a' was removed from {tmp_path / 'a.zarr'}; the data read so far stay visible."
     assert timeline.error == sentence
     assert timeline.states == {"a": "removed"}
-    assert page.content["runs"][0]["words"] == "removed, to step 99"
+    assert page.content["runs"][0]["words"] == "removed, up to step 99"
     np.testing.assert_array_equal(page.line("loss", "a"), before)
-    # What was not read before cannot be any more; that is said too, and the widget lives on.
+    # Data that were not read before can no longer be read; a remark states this, and the widget stays usable.
     content = page.ask(signals=["loss", "routing_entropy"], select={"step": 3, "signal": "routing_entropy"})
     assert content["panels"][1]["remarks"] == [["a", "not read before the run was removed"]]
     assert content["selection"]["details"][0]["heat"] is None
     assert timeline.error == sentence
     assert timeline.poll() is False
-    # Another run comes to the same place.
+    # Another run is written to the same path.
     GrowingRun(faulted, tmp_path / "a.zarr", created="later").grow(120)
     assert timeline.poll() is True
     assert (timeline.error, timeline.states) == ("", {"a": "running"})
@@ -410,7 +412,7 @@ def test_a_store_that_cannot_be_read_for_a_moment_is_forgiven_and_a_broken_one_s
     assert [timeline.poll(), timeline.poll()] == [False, False]
     assert timeline.error == ""
     assert timeline.poll() is True
-    assert timeline.error.startswith("The run 'a' cannot be read any more:")
+    assert timeline.error.startswith("The run 'a' can no longer be read:")
     assert timeline.states == {"a": "unreadable"}
     root.write_text(good)
     growing.grow(90)
@@ -421,14 +423,14 @@ def test_a_store_that_cannot_be_read_for_a_moment_is_forgiven_and_a_broken_one_s
 def test_a_silent_run_is_said_to_be_silent(faulted, tmp_path, monkeypatch):
     GrowingRun(faulted, tmp_path / "a.zarr").grow(60)
     run = FollowedRun("a", tmp_path / "a.zarr", 0)
-    assert run.state_in_words == "running, to step 59"
+    assert run.state_in_words == "running, up to step 59"
     now = time.time()
     monkeypatch.setattr("workbench.widgets.timeline_parts.followed_run.time.time", lambda: now + 600)
-    assert run.state_in_words == "running, silent for 10 min, to step 59"
+    assert run.state_in_words == "running, silent for 10 min, up to step 59"
 
 
 @pytest.mark.slow
-def test_the_widget_follows_by_itself_and_close_ends_it(faulted, tmp_path):
+def test_the_widget_follows_automatically_until_it_is_closed(faulted, tmp_path):
     growing = GrowingRun(faulted, tmp_path / "a.zarr").grow(50)
     timeline = Timeline({"a": tmp_path / "a.zarr"}, signals=["loss"], poll_every=0.05)
     page = Page(timeline.canvas)

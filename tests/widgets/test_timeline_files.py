@@ -1,4 +1,4 @@
-"""Files of the timeline and its picture in the notebook: what they hold is what the widget shows."""
+"""Files of the timeline and its static picture contain what the widget shows."""
 
 import base64
 import io
@@ -13,6 +13,7 @@ import xarray as xr
 from PIL import Image
 
 import workbench as wb
+from tests.about import about
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run, watched_run
 from workbench.errors import OptionError, StoreError
 from workbench.io.run_writer import RunWriter
@@ -37,7 +38,7 @@ def timeline(runs):
 
 
 class Kept:
-    """What a saved page holds, taken apart as its script does."""
+    """The content of a saved page, unpacked as by its script."""
 
     def __init__(self, text):
         (record,) = re.findall(r'<script type="text/plain" id="record">(.*?)</script>', text, re.DOTALL)
@@ -62,7 +63,7 @@ class Kept:
 def test_a_page_holds_every_line_and_the_details_of_alarms_and_steps(timeline, runs, tmp_path):
     path = timeline.save(tmp_path / "new" / "page.html")
     kept = Kept(path.read_text())
-    for name in timeline.names:  # those that are not shown too
+    for name in timeline.names:  # including signals that are not displayed
         for run in runs:
             line = timeline.runs[run].line(name, None)
             step, value = kept.line(name, run)
@@ -82,7 +83,7 @@ def test_a_page_holds_every_line_and_the_details_of_alarms_and_steps(timeline, r
     heat = kept.array(chosen["details"][1]["heat"]).reshape(3, 4)
     np.testing.assert_allclose(heat, runs["faulted"]["attention"]["effective_rank"].sel(term="D2", step=140), rtol=1e-6)
     steps = [moment["step"] for moment in kept.moments(is_alarm=False)]
-    assert sorted(set(steps)) == [0, 100, 200, 300]  # those with spectra
+    assert sorted(set(steps)) == [0, 100, 200, 300]  # steps with spectra
     last = next(moment for moment in kept.moments(is_alarm=False) if moment["step"] == 300)["details"][1]
     points = kept.array(last["modes"][0]).reshape(-1, 2)
     eigenvalue = runs["faulted"]["spectra"]["eigenvalue"].sel(step=300).values.ravel()
@@ -104,7 +105,7 @@ def test_a_page_is_one_file_that_needs_no_other_and_shows_what_the_widget_shows(
     assert 133 in [moment["step"] for moment in content["moments"]]
     assert "<title>Timeline of calm and faulted</title>" in text
     assert "from step 100 to 300, with step 133 selected: loss and effective_rank D2." in text
-    with pytest.raises(StoreError, match="exists already"):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "page.html")):
         timeline.save(tmp_path / "page.html")
 
 
@@ -149,13 +150,13 @@ def test_every_kind_of_file_is_written_by_its_button(timeline, tmp_path):
     np.testing.assert_array_equal(again["faulted/monitors"]["loss"], timeline.runs["faulted"].tree["monitors"]["loss"])
     timeline.shown = []
     assert bar.buttons[".nc"].disabled
-    with pytest.raises(StoreError, match="No run is shown; show one first"):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "none.nc", (".png", ".svg", ".html"))):
         timeline.save(tmp_path / "none.nc")
 
 
 def test_the_picture_is_drawn_again_when_what_is_shown_has_changed(timeline, monkeypatch):
     settled = []
-    monkeypatch.setattr(timeline, "settle", lambda: settled.append(1))
+    monkeypatch.setattr(timeline, "_settle", lambda: settled.append(1))
     for change in (
         lambda: setattr(timeline, "signals", ["loss"]),
         lambda: setattr(timeline, "shown", ["faulted"]),
@@ -177,7 +178,7 @@ def test_rows_of_a_run_that_goes_on_draw_no_picture(tmp_path, monkeypatch):
     growing = GrowingRun(monitored_run(200, seed=2, spectra=False), tmp_path / "a.zarr").grow(80)
     widget = Timeline(tmp_path / "a.zarr", signals=["loss"], poll_every=3600)
     settled = []
-    monkeypatch.setattr(widget, "settle", lambda: settled.append(1))
+    monkeypatch.setattr(widget, "_settle", lambda: settled.append(1))
     growing.grow(140)
     assert widget.poll()
     assert settled == []
@@ -191,7 +192,7 @@ def test_a_run_that_waits_has_a_picture_a_page_and_a_sentence(tmp_path):
     RunWriter(tmp_path / "a.zarr", {"subject": "a", "state": "running", "created": "now"}).commit()
     widget = Timeline(tmp_path / "a.zarr", poll_every=3600, theme="projector")
     assert Image.open(io.BytesIO(widget.picture())).size[1] < 150
-    expected = "no signal has been recorded yet; the figure appears with the first."
+    expected = "no signal has been recorded yet; the figure appears with the first one."
     assert widget.summary == f"Timeline of a (running, nothing recorded yet): {expected}"
     text = widget.save(tmp_path / "a.html").read_text()
     assert Kept(text).content["panels"] == []
@@ -201,7 +202,7 @@ def test_a_run_that_waits_has_a_picture_a_page_and_a_sentence(tmp_path):
 
 def test_the_theme_is_one_of_the_workbench(timeline, runs):
     assert "workbench-projector" not in timeline._dom_classes
-    with pytest.raises(OptionError, match="expected one of page, projector"):
+    with pytest.raises(OptionError, check=about("theme", "large", ("page", "projector"))):
         Timeline(runs, theme="large")
     large = Timeline(runs, theme="projector")
     assert "workbench-projector" in large._dom_classes

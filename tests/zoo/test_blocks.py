@@ -1,4 +1,4 @@
-"""Attention, the joining of branches, and the initializations, against formulas typed in."""
+"""Attention, residual blocks and initializations, compared with formulas written out in the tests."""
 
 import math
 
@@ -7,12 +7,12 @@ import torch
 from torch.nn import functional
 
 import workbench as wb
-from tests.zoo.zoo_models import IMAGE, TEXT, inputs_for, unsettled
+from tests.zoo.zoo_models import IMAGE, TEXT, inputs_for, perturbed
 from workbench.zoo.attention import rotate, window_mask
 
 
 def naive_attention(attention, x, *, window, is_causal):
-    """Attention of one sequence, token by token and head by head; x: (token, feature), float64."""
+    """Compute the attention of one sequence, shape (token, feature), float64, by loops over heads and tokens."""
     n_tokens, head_dim = len(x), attention.query.out_features // attention.n_heads
     group = attention.n_heads // attention.n_kv_heads
     mixed = torch.zeros(n_tokens, attention.n_heads, head_dim, dtype=x.dtype)
@@ -23,15 +23,15 @@ def naive_attention(attention, x, *, window, is_causal):
         q, k = attention.query_norm(q), attention.key_norm(k)
         for i in range(n_tokens):
             first = 0 if window is None else max(0, i - window + 1)
-            seen = range(first, i + 1 if is_causal else n_tokens)
-            scores = torch.stack([turned(q[i], i, attention) @ turned(k[j], j, attention) for j in seen])
+            visible = range(first, i + 1 if is_causal else n_tokens)
+            scores = torch.stack([rotated(q[i], i, attention) @ rotated(k[j], j, attention) for j in visible])
             weights = (scores / math.sqrt(head_dim)).softmax(0)
-            mixed[i, head] = sum(w * v[j] for w, j in zip(weights, seen, strict=True))
+            mixed[i, head] = sum(w * v[j] for w, j in zip(weights, visible, strict=True))
     return attention.out(attention.inner_norm(mixed.flatten(1)))
 
 
-def turned(vector, position, attention):
-    """Rotary positions as a product of complex numbers; feature i is paired with feature i + half."""
+def rotated(vector, position, attention):
+    """Rotate a query or key by multiplication of complex numbers; feature i is paired with feature i + half."""
     if attention.rotary_base is None:
         return vector
     half = len(vector) // 2
@@ -55,31 +55,32 @@ def turned(vector, position, attention):
         {"family": "vit", "n_kv_heads": 1},
     ],
 )
-def test_attention_is_the_formula(options):
+def test_attention_follows_its_formula(options):
     size = IMAGE if "family" in options else TEXT
     model = wb.zoo.build(wb.zoo.ArchitectureConfig(**{**size, **options}))
-    attention = unsettled(model).double().blocks[1].attention
+    attention = perturbed(model).double().blocks[1].attention
     x = torch.randn(2, 9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     expected = [
-        naive_attention(attention, row, window=options.get("window"), is_causal="family" not in options) for row in x
+        naive_attention(attention, sequence, window=options.get("window"), is_causal="family" not in options)
+        for sequence in x
     ]
     torch.testing.assert_close(attention(x), torch.stack(expected), rtol=0, atol=1e-12)
 
 
-def test_rotated_products_depend_on_distance_alone():
+def test_rotated_products_depend_only_on_the_distance():
     q, k = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    turned_q, turned_k = (rotate(x.expand(1, 1, 12, 8), 50.0)[0, 0] for x in (q, k))
-    products = turned_q @ turned_k.T
+    rotated_q, rotated_k = (rotate(x.expand(1, 1, 12, 8), 50.0)[0, 0] for x in (q, k))
+    products = rotated_q @ rotated_k.T
     for distance in range(5):
         diagonal = products.diagonal(-distance)
         torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-12)
-    assert torch.equal(turned_q[0], q)
+    assert torch.equal(rotated_q[0], q)
     assert abs(products[3, 0] - products[0, 0]) > 1e-2
 
 
-def test_a_window_counts_the_token_itself():
+def test_a_window_includes_the_token_itself():
     assert window_mask(4, 2).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-    model = unsettled(wb.zoo.transformer(window=3, **{**TEXT, "n_layers": 1}))
+    model = perturbed(wb.zoo.transformer(window=3, **{**TEXT, "n_layers": 1}))
     tokens = inputs_for(model)
     changed = tokens.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 32
@@ -87,25 +88,25 @@ def test_a_window_counts_the_token_itself():
     assert difference.nonzero().flatten().tolist() == [5, 6, 7]
 
 
-def test_parallel_branches_read_one_input():
+def test_parallel_branches_have_the_same_input():
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
-    block = unsettled(wb.zoo.transformer(is_parallel=True, **TEXT)).blocks[0]
+    block = perturbed(wb.zoo.transformer(is_parallel=True, **TEXT)).blocks[0]
     normed = block.attention_norm(x)
     torch.testing.assert_close(block(x), x + block.attention(normed) + block.mlp(normed))
-    block = unsettled(wb.zoo.transformer("deep_norm_post", is_parallel=True, **TEXT)).blocks[0]
+    block = perturbed(wb.zoo.transformer("deep_norm_post", is_parallel=True, **TEXT)).blocks[0]
     alpha = (2 * 2) ** 0.25
     torch.testing.assert_close(block(x), block.attention_norm(alpha * x + block.attention(x) + block.mlp(x)))
 
 
-def test_mlps_are_their_formulas():
+def test_mlps_follow_their_formulas():
     x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
     for kind, activation in (
         ("gelu", lambda u: u * 0.5 * (1 + torch.erf(u / math.sqrt(2)))),
         ("gelu_tanh", lambda u: 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))),
     ):
-        mlp = unsettled(wb.zoo.transformer(mlp=kind, **TEXT)).blocks[0].mlp
+        mlp = perturbed(wb.zoo.transformer(mlp=kind, **TEXT)).blocks[0].mlp
         torch.testing.assert_close(mlp(x), mlp.down(activation(mlp.up(x))))
-    mlp = unsettled(wb.zoo.transformer(mlp="swiglu", **TEXT)).blocks[0].mlp
+    mlp = perturbed(wb.zoo.transformer(mlp="swiglu", **TEXT)).blocks[0].mlp
     gate = mlp.gate(x)
     torch.testing.assert_close(mlp(x), mlp.down(gate / (1 + torch.exp(-gate)) * mlp.up(x)))
 
@@ -116,11 +117,11 @@ def test_mlps_are_their_formulas():
 @pytest.mark.parametrize("family", ["transformer", "vit"])
 def test_fixup_scales_the_branches_and_begins_as_the_identity(family):
     size = {**(IMAGE if family == "vit" else TEXT), "n_layers": 3, "norm": "none"}
-    plain = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, **size))
+    normal = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, **size))
     fixup = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, initialization="fixup", **size))
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
     factor = (2 * 3) ** -0.5  # n_branches^(-1 / (2m - 2)) with m = 2 matrices in each
-    for here, there in zip(fixup.blocks, plain.blocks, strict=True):
+    for here, there in zip(fixup.blocks, normal.blocks, strict=True):
         assert torch.equal(here(x), x)
         torch.testing.assert_close(here.mlp.up.weight, factor * there.mlp.up.weight)
         torch.testing.assert_close(here.attention.value.weight, factor * there.attention.value.weight)
@@ -136,8 +137,8 @@ def test_fixup_scales_the_branches_and_begins_as_the_identity(family):
     assert not fixup(inputs_for(fixup)).any()
 
 
-def test_scalar_biases_stand_before_every_map_and_activation():
-    block = unsettled(wb.zoo.transformer("none", initialization="fixup", **TEXT)).blocks[0]
+def test_scalar_biases_precede_every_map_and_activation():
+    block = perturbed(wb.zoo.transformer("none", initialization="fixup", **TEXT)).blocks[0]
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
     mlp = block.mlp
     b1, b2, b3 = (module.bias for module in (mlp.input_bias, mlp.activation_bias, mlp.hidden_bias))
@@ -145,11 +146,11 @@ def test_scalar_biases_stand_before_every_map_and_activation():
     torch.testing.assert_close(block._transform(x), block.mlp_scale.scale * mlp(x))
 
 
-def test_rezero_begins_as_the_identity_and_its_factors_learn():
-    plain = wb.zoo.transformer("none", **TEXT)
+def test_rezero_begins_as_the_identity_and_its_factors_have_gradients():
+    normal = wb.zoo.transformer("none", **TEXT)
     model = wb.zoo.transformer("none", initialization="rezero", **TEXT)
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
-    for here, there in zip(model.blocks, plain.blocks, strict=True):
+    for here, there in zip(model.blocks, normal.blocks, strict=True):
         assert torch.equal(here(x), x)
         assert torch.equal(here.mlp.down.weight, there.mlp.down.weight)
     model(inputs_for(model)).square().mean().backward()
@@ -157,7 +158,7 @@ def test_rezero_begins_as_the_identity_and_its_factors_learn():
     assert all(factor.grad != 0 for factor in factors)
 
 
-def test_xavier_has_the_variance_of_both_sides():
+def test_xavier_depends_on_numbers_of_inputs_and_outputs():
     model = wb.zoo.transformer(initialization="xavier", d_model=64, n_layers=1)
     for linear in (model.blocks[0].mlp.up, model.blocks[0].attention.out, model.head):
         n_out, n_in = linear.weight.shape
@@ -170,13 +171,13 @@ def test_xavier_has_the_variance_of_both_sides():
 
 @pytest.mark.parametrize("family", ["transformer", "moe", "kan"])
 def test_last_matrices_are_scaled_by_the_number_of_branches(family):
-    plain, scaled = (
+    unscaled, scaled = (
         wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, scales_residual_init=flag, **TEXT)).state_dict()
         for flag in (False, True)
     )
     last = ("attention.out.weight", "mlp.down.weight", "down.base_weight", "down.coefficient")
     n_scaled = 0
-    for key, tensor in plain.items():
+    for key, tensor in unscaled.items():
         is_last = key.endswith(last) or ("experts" in key and key.endswith("down.weight"))
         n_scaled += is_last
         torch.testing.assert_close(scaled[key], tensor / 2 if is_last else tensor)  # sqrt(2 * 2 layers)
@@ -185,12 +186,12 @@ def test_last_matrices_are_scaled_by_the_number_of_branches(family):
 
 @pytest.mark.parametrize("family", ["transformer", "moe", "kan"])
 def test_deep_norm_scales_every_matrix_on_the_path(family):
-    plain, deep = (
+    post_ln, deep = (
         wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, norm=norm, **TEXT)).state_dict()
         for norm in ("post_ln", "deep_norm_post")
     )
     n_scaled = 0
-    for key, tensor in plain.items():
+    for key, tensor in post_ln.items():
         *_, layer, kind = key.split(".")
         is_on_path = layer in ("value", "out", "up", "down") and kind in ("weight", "base_weight", "coefficient")
         n_scaled += is_on_path

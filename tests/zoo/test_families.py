@@ -1,4 +1,4 @@
-"""What holds for every model of the zoo."""
+"""Properties that all models of the zoo share."""
 
 import copy
 import io
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.zoo.zoo_models import IMAGE, MAKERS, TEXT, inputs_for, unsettled
+from tests.about import about
+from tests.zoo.zoo_models import IMAGE, MAKERS, TEXT, inputs_for, perturbed
 from workbench.errors import OptionError
 
 every_model = pytest.mark.parametrize("name", MAKERS)
@@ -16,8 +17,8 @@ every_text_model = pytest.mark.parametrize("name", [name for name in MAKERS if n
 
 
 @every_model
-def test_logits_have_the_promised_shape_and_every_weight_a_gradient(name):
-    model = unsettled(MAKERS[name](0))
+def test_logits_have_the_documented_shape_and_all_parameters_gradients(name):
+    model = perturbed(MAKERS[name](0))
     inputs = inputs_for(model)
     logits = model(inputs)
     assert logits.shape == ((3, 5) if model.config.family == "vit" else (3, 20, 32))
@@ -29,14 +30,14 @@ def test_logits_have_the_promised_shape_and_every_weight_a_gradient(name):
     loss.backward()
     unreached = [key for key, parameter in model.named_parameters() if parameter.grad is None]
     assert unreached == []
-    # A bias of the keys shifts all scores of a query alike, so its gradient is zero; an expert may get no token.
+    # A bias of the keys shifts all scores of a query equally, so its gradient is zero; an expert may receive no token.
     idle = [key for key, p in model.named_parameters() if not p.grad.any() and "expert" not in key]
     assert all(key.endswith("key.bias") for key in idle)
 
 
 @every_text_model
-def test_no_position_sees_what_comes_later(name):
-    model = unsettled(MAKERS[name](0)).eval()
+def test_no_position_depends_on_later_tokens(name):
+    model = perturbed(MAKERS[name](0)).eval()
     tokens = inputs_for(model)
     changed = tokens.clone()
     changed[:, 12] = (changed[:, 12] + 1) % 32
@@ -47,7 +48,7 @@ def test_no_position_sees_what_comes_later(name):
 
 
 @every_model
-def test_same_seed_same_weights_and_no_global_randomness(name):
+def test_the_seed_determines_the_parameters_and_the_global_random_state_is_unchanged(name):
     before = torch.get_rng_state()
     one, same, other = (MAKERS[name](seed).state_dict() for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)
@@ -61,7 +62,7 @@ def test_same_seed_same_weights_and_no_global_randomness(name):
 @every_model
 def test_profile_finds_every_block(name):
     model = MAKERS[name](0)
-    spectra = wb.profile(model, inputs_for(model, n_rows=16), progress=False)
+    spectra = wb.profile(model, inputs_for(model, n_examples=16), progress=False)
     assert spectra.sizes["layer"] == model.config.n_layers == 2
     assert spectra.sizes["mode"] == 16
     assert np.isfinite(spectra.spectral_radius).all()
@@ -71,10 +72,10 @@ def test_profile_finds_every_block(name):
 
 
 @every_model
-def test_copies_are_whole(name):
-    model = unsettled(MAKERS[name](0))
+def test_copies_are_complete(name):
+    model = perturbed(MAKERS[name](0))
     inputs = inputs_for(model)
-    logits = model(inputs)  # with a graph, which a copy must not need
+    logits = model(inputs)  # creates an autograd graph, which must not prevent copying
     copied = copy.deepcopy(model)
     assert torch.equal(copied(inputs), logits)
     assert {id(p) for p in copied.parameters()}.isdisjoint(id(p) for p in model.parameters())
@@ -97,7 +98,7 @@ def test_the_configuration_builds_the_same_model(name):
 def test_every_family_learns(family):
     options = IMAGE if family == "vit" else TEXT
     model = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, **options))
-    inputs = inputs_for(model, n_rows=4)
+    inputs = inputs_for(model, n_examples=4)
     targets = torch.arange(4) if family == "vit" else inputs[:, 1:]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
@@ -113,21 +114,18 @@ def test_every_family_learns(family):
 
 
 @pytest.mark.parametrize("family", ["transformer", "moe", "mamba", "kan"])
-def test_sequences_beyond_the_longest_are_refused(family):
+def test_sequences_that_are_too_long_are_rejected(family):
     model = wb.zoo.build(wb.zoo.ArchitectureConfig(family=family, **TEXT))
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(OptionError, check=about("tokens", "Tensor of shape (1, 25)", "at most 24 tokens long")):
         model(torch.zeros(1, 25, dtype=torch.int64))
-    assert str(caught.value) == (
-        "The sequences have 25 tokens, but max_length is 24; cut them, or build the model with a larger max_length."
-    )
 
 
 def test_query_and_key_weights_are_read_in_every_layout():
     for name in ("llama", "parallel", "fixup", "mixtral"):
-        model = unsettled(MAKERS[name](0))
+        model = perturbed(MAKERS[name](0))
         for layer, found in zip(model.blocks, wb.query_key_weights(model, inputs_for(model)), strict=True):
             heads = layer.attention.key.weight.unflatten(0, (-1, model.config.head_dim)).transpose(1, 2)
-            if name == "llama":  # behind the norm of the keys, whose gain is in the weights read
+            if name == "llama":  # the weights include the gain of the norm of the keys
                 heads = heads * layer.attention.key_norm.weight
             torch.testing.assert_close(found.key, heads.detach())
 
@@ -147,12 +145,11 @@ def test_patches_are_those_of_a_strided_convolution():
 def test_without_positions_the_order_of_the_patches_does_not_matter():
     images = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     mirrored = images.unflatten(3, (4, 2)).flip(3).flatten(3)
-    blind, seeing = (unsettled(wb.zoo.vit(position=kind, **IMAGE)) for kind in ("none", "learned"))
-    torch.testing.assert_close(blind(mirrored), blind(images))
-    assert (seeing(mirrored) - seeing(images)).abs().max() > 1e-2
+    without, learned = (perturbed(wb.zoo.vit(position=kind, **IMAGE)) for kind in ("none", "learned"))
+    torch.testing.assert_close(without(mirrored), without(images))
+    assert (learned(mirrored) - learned(images)).abs().max() > 1e-2
 
 
-def test_images_of_another_shape_are_refused():
-    with pytest.raises(OptionError) as caught:
+def test_images_of_another_shape_are_rejected():
+    with pytest.raises(OptionError, check=about("images", (3, 1, 8, 8), "of shape (batch, 2, 8, 8)")):
         wb.zoo.vit(**IMAGE)(torch.zeros(3, 1, 8, 8))
-    assert str(caught.value) == "The images have shape (3, 1, 8, 8), expected (batch, 2, 8, 8)."

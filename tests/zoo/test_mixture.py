@@ -5,14 +5,15 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from tests.about import about
+from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.errors import WorkbenchError
 from workbench.models.router_weights import Router
 from workbench.zoo.mixture import balance_loss
 
 
-def mixtral_twin(model):
-    """transformers' Mixtral with the weights of ours."""
+def as_mixtral(model):
+    """Return the Mixtral of transformers with the parameters of a model of the zoo."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = model.config
@@ -50,7 +51,7 @@ def mixtral_twin(model):
 
 @pytest.fixture(scope="module")
 def mixtral():
-    return unsettled(wb.zoo.mixtral_style(n_kv_heads=2, window=6, **TEXT)).eval()
+    return perturbed(wb.zoo.mixtral_style(n_kv_heads=2, window=6, **TEXT)).eval()
 
 
 @torch.no_grad()
@@ -58,7 +59,7 @@ def test_mixtral_style_computes_what_transformers_mixtral_does(mixtral):
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     tokens = inputs_for(mixtral)
-    theirs = mixtral_twin(mixtral)(tokens, output_router_logits=True)
+    theirs = as_mixtral(mixtral)(tokens, output_router_logits=True)
     torch.testing.assert_close(mixtral(tokens), theirs.logits, rtol=0, atol=1e-5)
     assert theirs.logits.abs().max() > 0.5
     for block, logits in zip(mixtral.blocks, theirs.router_logits, strict=True):
@@ -68,15 +69,15 @@ def test_mixtral_style_computes_what_transformers_mixtral_does(mixtral):
 
 
 def test_one_expert_is_the_dense_transformer():
-    mixture = unsettled(wb.zoo.moe(n_experts=1, top_k=1, **TEXT))
+    mixture = perturbed(wb.zoo.moe(n_experts=1, top_k=1, **TEXT))
     dense = wb.zoo.transformer(**TEXT)
     state = {key.replace("experts.0.", ""): tensor for key, tensor in mixture.state_dict().items()}
     dense.load_state_dict({key: tensor for key, tensor in state.items() if "router" not in key})
     torch.testing.assert_close(mixture(inputs_for(dense)), dense(inputs_for(dense)), rtol=0, atol=1e-6)
 
 
-def test_auxiliary_losses_are_their_formulas():
-    model = unsettled(wb.zoo.moe(n_experts=5, top_k=2, balance_coefficient=0.3, z_coefficient=0.7, **TEXT))
+def test_auxiliary_losses_follow_their_formulas():
+    model = perturbed(wb.zoo.moe(n_experts=5, top_k=2, balance_coefficient=0.3, z_coefficient=0.7, **TEXT))
     captured = []
     handles = [block.mlp.router.register_forward_hook(lambda *a: captured.append(a[2])) for block in model.blocks]
     model(inputs_for(model))
@@ -95,9 +96,9 @@ def test_auxiliary_losses_are_their_formulas():
     assert model.auxiliary_loss().ndim == 0
 
 
-def test_balance_is_one_where_experts_are_used_alike_and_n_where_one_gets_all():
-    alike = 10 * torch.eye(4).repeat(5, 1)
-    assert balance_loss(alike, 1).item() == pytest.approx(1)
+def test_balance_is_1_for_equal_use_and_n_if_one_expert_receives_all_tokens():
+    equal = 10 * torch.eye(4).repeat(5, 1)
+    assert balance_loss(equal, 1).item() == pytest.approx(1)
     assert balance_loss(100 * torch.eye(4)[:1].repeat(5, 1), 1).item() == pytest.approx(4)
     assert balance_loss(torch.zeros(7, 4), 4).item() == pytest.approx(1)
 
@@ -107,7 +108,7 @@ def test_the_balance_loss_balances():
     with torch.no_grad():
         for block in model.blocks:
             block.mlp.router.weight.mul_(50)
-    tokens = inputs_for(model, n_rows=8)
+    tokens = inputs_for(model, n_examples=8)
     optimizer = torch.optim.Adam([block.mlp.router.weight for block in model.blocks], lr=0.02)
     model(tokens)
     before = model.auxiliary_losses()["balance"].item()
@@ -120,15 +121,15 @@ def test_the_balance_loss_balances():
 
 
 @pytest.mark.parametrize(("top_k", "is_normalized", "learns"), [(1, None, True), (1, True, False), (2, None, True)])
-def test_the_task_teaches_the_router_unless_one_expert_has_all_the_weight(top_k, is_normalized, learns):
-    model = unsettled(wb.zoo.moe(top_k=top_k, normalizes_top_k=is_normalized, **TEXT))
+def test_the_task_trains_the_router_unless_one_expert_has_all_the_weight(top_k, is_normalized, learns):
+    model = perturbed(wb.zoo.moe(top_k=top_k, normalizes_top_k=is_normalized, **TEXT))
     model(inputs_for(model)).square().mean().backward()
     assert all((block.mlp.router.weight.grad.abs().max() > 1e-7) == learns for block in model.blocks)
 
 
-def test_losses_need_a_forward_and_follow_its_mode():
+def test_losses_need_a_forward_pass_and_have_gradients_if_it_had():
     model = wb.zoo.moe(**TEXT)
-    with pytest.raises(WorkbenchError, match="The routers have seen no tokens yet; call the model first."):
+    with pytest.raises(WorkbenchError, check=about("model")):
         model.auxiliary_losses()
     with torch.no_grad():
         model(inputs_for(model))
@@ -138,7 +139,7 @@ def test_losses_need_a_forward_and_follow_its_mode():
     assert not hasattr(wb.zoo.transformer(**TEXT), "auxiliary_loss")
 
 
-def test_a_graph_lives_until_the_next_forward_and_is_not_copied():
+def test_the_graph_is_kept_until_the_next_forward_pass_and_is_not_copied():
     model = wb.zoo.moe(**TEXT)
     model(inputs_for(model))
     first = weakref.ref(model.blocks[0].mlp.logits)
@@ -150,17 +151,17 @@ def test_a_graph_lives_until_the_next_forward_and_is_not_copied():
     assert first() is None
 
 
-def test_looking_at_a_model_between_forward_and_backward_changes_nothing():
+def test_profiling_between_forward_and_backward_pass_changes_nothing():
     model = wb.zoo.moe(**TEXT)
     model(inputs_for(model))
     loss = model.auxiliary_loss()
-    wb.profile(model, inputs_for(model, n_rows=8), progress=False)
+    wb.profile(model, inputs_for(model, n_examples=8), progress=False)
     assert torch.equal(model.auxiliary_loss(), loss)
     assert model.auxiliary_loss().requires_grad
 
 
 def test_routers_are_read(mixtral):
-    for model in (mixtral, unsettled(wb.zoo.moe(top_k=1, **TEXT))):
+    for model in (mixtral, perturbed(wb.zoo.moe(top_k=1, **TEXT))):
         for block, found in zip(model.blocks, wb.router_weights(model, inputs_for(model)), strict=True):
             assert isinstance(found, Router)
             assert torch.equal(found.weight, block.mlp.router.weight)

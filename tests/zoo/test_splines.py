@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scipy.interpolate import BSpline
 
 import workbench as wb
-from tests.zoo.zoo_models import TEXT, unsettled
+from tests.zoo.zoo_models import TEXT, perturbed
 from workbench.zoo.splines import KanLayer, b_spline_bases
 
 grids = {
@@ -17,7 +17,7 @@ grids = {
 
 
 def scipy_bases(x, n_grid, order, half_range):
-    """Every basis function from scipy, zero outside its support."""
+    """Return all basis functions from scipy, zero outside their supports."""
     step = 2 * half_range / n_grid
     knots = -half_range + step * np.arange(-order, n_grid + order + 1)
     columns = [
@@ -29,8 +29,8 @@ def scipy_bases(x, n_grid, order, half_range):
 
 @settings(max_examples=30, deadline=None)
 @given(**grids)
-def test_bases_are_scipys(n_grid, order, half_range):
-    # Beyond the grid too, where they fade; away from the outermost knots, which belong to no interval.
+def test_bases_agree_with_scipy(n_grid, order, half_range):
+    # Also outside the grid, where they decrease to zero, but not at the outermost knots, which are in no interval.
     x = half_range * np.linspace(-3.01, 2.97, 397)
     expected = scipy_bases(x, n_grid, order, half_range)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
@@ -40,7 +40,7 @@ def test_bases_are_scipys(n_grid, order, half_range):
         np.testing.assert_allclose(found.numpy(), exact, rtol=0, atol=tolerance)
 
 
-def test_bases_in_single_precision_are_scipys_to_a_millionth_at_the_defaults():
+def test_default_bases_in_single_precision_agree_with_scipy_to_1e_6():
     x = torch.linspace(-3, 3, 1001)
     for n_grid in (4, 8):
         found = b_spline_bases(x, n_grid=n_grid, order=3, half_range=3.0).numpy()
@@ -48,9 +48,9 @@ def test_bases_in_single_precision_are_scipys_to_a_millionth_at_the_defaults():
 
 
 @settings(max_examples=50, deadline=None)
-@given(share=st.floats(-1, 1, exclude_max=True), **grids)
-def test_bases_add_up_to_one_on_the_grid_and_are_never_negative(share, n_grid, order, half_range):
-    x = torch.tensor([share * half_range], dtype=torch.float64)
+@given(relative=st.floats(-1, 1, exclude_max=True), **grids)
+def test_bases_sum_to_one_on_the_grid_and_are_never_negative(relative, n_grid, order, half_range):
+    x = torch.tensor([relative * half_range], dtype=torch.float64)
     bases = b_spline_bases(x, n_grid=n_grid, order=order, half_range=half_range)
     assert bases.sum().item() == pytest.approx(1, abs=1e-12)
     assert (bases >= -1e-15).all()
@@ -58,13 +58,13 @@ def test_bases_add_up_to_one_on_the_grid_and_are_never_negative(share, n_grid, o
 
 
 @pytest.mark.medium
-def test_derivatives_are_right_to_the_second_order():
+def test_first_and_second_derivatives_are_correct():
     x = torch.linspace(-4.03, 4.01, 13, dtype=torch.float64, requires_grad=True)
     torch.autograd.gradcheck(lambda v: b_spline_bases(v, n_grid=5, order=3, half_range=3.0), x)
     torch.autograd.gradgradcheck(lambda v: b_spline_bases(v, n_grid=5, order=3, half_range=3.0), x)
 
 
-def test_what_is_not_finite_shows_and_does_not_crash():
+def test_nan_stays_nan_and_infinite_points_have_zero_bases():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, 0.0], requires_grad=True)
     bases = b_spline_bases(x, n_grid=4, order=3, half_range=3.0)
     assert bases[0].isnan().any()
@@ -73,8 +73,8 @@ def test_what_is_not_finite_shows_and_does_not_crash():
     assert torch.isfinite(x.grad[1:]).all()
 
 
-def test_a_layer_adds_up_its_edges():
-    model = unsettled(wb.zoo.kan(spline_std=0.5, **TEXT)).double()
+def test_a_layer_is_the_sum_of_its_edges():
+    model = perturbed(wb.zoo.kan(spline_std=0.5, **TEXT)).double()
     layer = model.blocks[0].mlp.up
     x = torch.randn(5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).clamp(-2.9, 2.9)
     expected = torch.zeros(5, 16, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_a_layer_adds_up_its_edges():
     torch.testing.assert_close(layer(x).detach(), expected, rtol=0, atol=1e-12)
 
 
-def test_a_layer_begins_as_its_paper_says():
+def test_a_layer_is_initialized_as_in_the_paper():
     layer = wb.zoo.kan(d_model=64, n_layers=1, n_grid=8).blocks[0].mlp.down
     assert layer.coefficient.shape == (64, 64, 11)
     assert layer.coefficient.std().item() == pytest.approx(0.1, rel=0.05)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.zoo.zoo_models import TEXT, inputs_for, unsettled
+from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.zoo.state_space import selective_scan
 
 NAMES = {
@@ -14,7 +14,7 @@ ENDS = {"token_embedding": "backbone.embeddings", "final_norm": "backbone.norm_f
 
 
 def their_name(name):
-    """Our parameter's name in transformers' Mamba."""
+    """Return the name of a parameter of the zoo in the Mamba of transformers."""
     if not name.startswith("blocks."):
         module, _, kind = name.rpartition(".")
         return f"{ENDS[module]}.{kind}"
@@ -24,7 +24,7 @@ def their_name(name):
 
 
 def transformers_mamba(config):
-    """transformers' Mamba of the same size with its own initial weights."""
+    """Return the Mamba of transformers with the same sizes and its own initial parameters."""
     from transformers import MambaConfig, MambaForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -43,8 +43,8 @@ def transformers_mamba(config):
 @pytest.mark.parametrize(
     "options", [{}, {"has_bias": True, "state_size": 3, "conv_width": 2, "expand": 3}, {"ties_embeddings": True}]
 )
-def test_mamba_computes_what_transformers_mamba_does(options):
-    model = unsettled(wb.zoo.mamba(**TEXT, **options)).eval()
+def test_mamba_computes_the_same_as_that_of_transformers(options):
+    model = perturbed(wb.zoo.mamba(**TEXT, **options)).eval()
     theirs = transformers_mamba(model.config)
     theirs.load_state_dict({their_name(name): tensor for name, tensor in model.state_dict().items()})
     expected = theirs(inputs_for(model)).logits
@@ -52,7 +52,7 @@ def test_mamba_computes_what_transformers_mamba_does(options):
     torch.testing.assert_close(model(inputs_for(model)), expected, rtol=0, atol=1e-6)
 
 
-def test_mamba_starts_like_transformers_mamba():
+def test_mamba_is_initialized_like_that_of_transformers():
     model = wb.zoo.mamba(d_model=64, n_layers=2, init_std=0.05)
     theirs = dict(transformers_mamba(model.config).named_parameters())
     ours = dict(model.named_parameters())
@@ -64,11 +64,11 @@ def test_mamba_starts_like_transformers_mamba():
     mixer = model.blocks[0].mixer
     step = torch.nn.functional.softplus(mixer.time_step.bias)
     assert 0.00099 < step.min() < 0.0015 < 0.07 < step.max() < 0.1001
-    assert step.log().mean().item() == pytest.approx(-4.605, abs=0.4)  # the middle of .001 and .1
+    assert step.log().mean().item() == pytest.approx(-4.605, abs=0.4)  # log of the geometric mean of 0.001 and 0.1
     assert torch.equal(mixer.log_decay.exp().round(), torch.arange(1.0, 17).expand(128, 16))
 
 
-def test_the_scan_is_its_recursion_and_differentiable_twice():
+def test_the_scan_follows_its_recursion_and_is_differentiable_twice():
     generator = torch.Generator().manual_seed(0)
     signal, step = (torch.rand(2, 5, 3, dtype=torch.float64, generator=generator) for _ in range(2))
     rate = -torch.rand(3, 4, dtype=torch.float64, generator=generator)
@@ -88,7 +88,7 @@ def test_the_scan_is_its_recursion_and_differentiable_twice():
 
 
 def test_the_last_map_is_scaled_by_the_number_of_branches():
-    plain, scaled = (wb.zoo.mamba(scales_residual_init=flag, **TEXT).state_dict() for flag in (False, True))
-    for name, tensor in plain.items():
+    unscaled, scaled = (wb.zoo.mamba(scales_residual_init=flag, **TEXT).state_dict() for flag in (False, True))
+    for name, tensor in unscaled.items():
         is_last = name.endswith("out.weight")
         torch.testing.assert_close(scaled[name], tensor / 2**0.5 if is_last else tensor)

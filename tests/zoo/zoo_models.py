@@ -1,4 +1,4 @@
-"""A small model of every kind in the zoo, and inputs for it."""
+"""Small models of every kind in the zoo, and inputs for them."""
 
 import torch
 
@@ -8,7 +8,7 @@ SMALL = {"d_model": 16, "n_layers": 2}
 TEXT = {**SMALL, "vocab_size": 32, "max_length": 24}
 IMAGE = {**SMALL, "image_size": 8, "patch_size": 2, "n_channels": 2, "n_classes": 5}
 
-#: Name -> function that takes a seed.
+#: Name -> function from a seed to a model.
 MAKERS = {
     "transformer": lambda seed: wb.zoo.transformer(seed=seed, **TEXT),
     "gpt2": lambda seed: wb.zoo.gpt2_style(seed=seed, **TEXT),
@@ -27,16 +27,16 @@ MAKERS = {
 }
 
 
-def inputs_for(model, *, n_rows=3, n_tokens=20, seed=0):
-    """Random token ids, or images for the vision models."""
+def inputs_for(model, *, n_examples=3, n_tokens=20, seed=0):
+    """Return random token ids, or images for vision models."""
     generator = torch.Generator().manual_seed(seed)
     if model.config.family == "vit":
-        return torch.randn(n_rows, 2, 8, 8, generator=generator)
-    return torch.randint(32, (n_rows, n_tokens), generator=generator)
+        return torch.randn(n_examples, 2, 8, 8, generator=generator)
+    return torch.randint(32, (n_examples, n_tokens), generator=generator)
 
 
-def unsettled(model, seed=1):
-    """The model with noise on every weight, so that zeros and ones of the start hide nothing."""
+def perturbed(model, seed=1):
+    """Add noise to all parameters, so that initial zeros and ones hide no error, and return the model."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,1 +1,1 @@
-"""The parts of ArchitectureComparison: one file for each view, and the data of a view."""
+"""Parts of ArchitectureComparison: one module for each view, and the data of a view."""

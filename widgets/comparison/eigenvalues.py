@@ -1,4 +1,4 @@
-"""The view "eigenvalues": a map for each run, on common axes."""
+"""The view "eigenvalues": an eigenvalue map for each run, on shared axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ipywidgets
 from workbench.plots import eigenvalue_map
 from workbench.plots.plane_view import ZOOMS, view_of
 from workbench.widgets.base import known
-from workbench.widgets.comparison.scene import ComparisonView, Scene, labelled
+from workbench.widgets.comparison.scene import ComparisonView, Scene, labeled
 from workbench.widgets.eigenvalue_panels import ZOOM_TIPS, EigenvaluePanels, grid_of, key_in_words
 from workbench.widgets.saved_page import SavedView
 from workbench.widgets.tables import muted
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class EigenvalueView(ComparisonView):
-    """Eigenvalue maps in a grid with common axes."""
+    """Eigenvalue maps in a grid with shared axes."""
 
-    tip = "Eigenvalues in the complex plane, a panel for each model"
+    tip = "Eigenvalues in the complex plane, one panel per model"
 
     def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
         super().__init__(lock, theme)
@@ -33,14 +33,14 @@ class EigenvalueView(ComparisonView):
             style={"button_width": "96px"},
         )
         self.key = ipywidgets.HTML(layout={"margin": "2px 2px 2px 12px"})
-        self._zoom_row = labelled("zoom", self.zoom, self.key)
+        self._zoom_row = labeled("zoom", self.zoom, self.key)
         self.controls = [self.zoom]
         self.panels: EigenvaluePanels | None = None
         self._built_for: Any = None
         self._arranged: tuple[str, ...] = ()
 
     def draw(self, scene: Scene) -> None:
-        """Write the modes at this step into the panels; they are built for all runs, once."""
+        """Update the modes in the panels, which are built once for all runs."""
         depths = {name: run.n_layers for name, run in scene.runs.items()}
         panels = self.panels
         if panels is None or depths != self._built_for:
@@ -64,17 +64,17 @@ class EigenvalueView(ComparisonView):
         self.key.value = muted(key_in_words(data.values()))
 
     def saved(self) -> SavedView:
-        """A panel for each model."""
+        """Return a view with one panel per model."""
         panels = known(self.panels)
         models = {name: [panel] for name, panel in panels.figures.items()}
         return SavedView("eigenvalues", panels.root, models, planes=list(panels.figures.values()), above=self.key.value)
 
     def layered(self) -> list[ColumnDataSource]:
-        """The modes of each panel."""
+        """Return the modes of each panel."""
         return [] if self.panels is None else list(self.panels.sources.values())
 
     def figure(self, scene: Scene, backend: str) -> Any:
-        """The same panels as a figure of `workbench.plots.eigenvalue_map`."""
+        """Return the panels as a figure of `workbench.plots.eigenvalue_map`."""
         spectra = scene.titled()
         return eigenvalue_map(
             spectra,

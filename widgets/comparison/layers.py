@@ -1,4 +1,4 @@
-"""The view "layers": measures against depth, a line a run, in panels that are built once and written in place."""
+"""The view "layers": measures against depth, one line per run, in panels that are built once and updated in place."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import ColumnDataSource, GlyphRenderer, GridPlot
 
-#: Every number of a layer.
+#: All numeric variables per layer.
 LAYER_MEASURES = [name for name, rule in SPECTRA.items() if rule.dims == ("layer",) and rule.kind != "b"]
 _AXIS_LABELS = {"index": "layer", "fraction": "depth (0 first, 1 last layer)"}
 
 
 class LayerView(ComparisonView):
-    """Measures against depth, one line a run."""
+    """Measures against depth, one line per run."""
 
-    tip = "Measures of each layer against depth, all models in one panel"
+    tip = "Measures of each layer against depth, with all models in one panel"
 
     def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
         super().__init__(lock, theme)
@@ -49,9 +49,11 @@ class LayerView(ComparisonView):
         self.panels: LayerPanels | None = None
 
     def draw(self, scene: Scene) -> None:
-        """Write the measures at this step into the panels; each is built for all runs, once."""
+        """Update the measures in the panels, each of which is built once for all runs."""
         if not self.measures.value:
-            raise OptionError("No measure is chosen; switch on at least one.")
+            raise OptionError(
+                "No measure is chosen; switch on at least one.", name="measures", expected="at least one measure"
+            )
         if self.panels is None or self.panels.names != list(scene.runs):
             self.panels = LayerPanels(list(scene.runs), self.theme)
         everything = {name: run.near(scene.step) for name, run in scene.runs.items()}
@@ -61,7 +63,7 @@ class LayerView(ComparisonView):
             self.panels.write(scene.spectra(), list(scene.layer_range), depth=_kind_of_depth(scene))
 
     def saved(self) -> SavedView:
-        """A panel for each measure, of which those chosen are visible at first."""
+        """Return a view with one panel per measure; the chosen measures are visible at first."""
         panels = known(self.panels)
         models = {
             name: [part for panel in panels.panels.values() for part in panel.parts(name)] for name in panels.names
@@ -70,12 +72,12 @@ class LayerView(ComparisonView):
         return SavedView("layers", panels.root, models, signals, shown=list(signals))
 
     def layered(self) -> list[ColumnDataSource]:
-        """The markers of each panel."""
+        """Return the markers of each panel."""
         panels = [] if self.panels is None else self.panels.panels.values()
         return [source for panel in panels for source in panel.sources.values()]
 
     def figure(self, scene: Scene, backend: str) -> Any:
-        """The same panels as a figure of `workbench.plots.layer_profile`."""
+        """Return the panels as a figure of `workbench.plots.layer_profile`."""
         spectra = {name: select_layers(data, scene.layer_range) for name, data in scene.titled().items()}
         places = {scene.runs[name].title(scene.step): place for name, place in scene.places.items()}
         return layer_profile(
@@ -84,7 +86,7 @@ class LayerView(ComparisonView):
 
 
 class LayerPanels:
-    """Panels of several measures in a grid, with one range of depth; each is built when it is first needed.
+    """Panels of several measures in a grid with a shared depth axis; each is built when it is first needed.
 
     Args:
         names: Names of all runs, in the order that sets their styles.
@@ -99,10 +101,10 @@ class LayerPanels:
         self._arranged: tuple[MeasurePanel, ...] = ()
 
     def arrange(self, measures: Sequence[str], spectra: Mapping[str, xr.Dataset]) -> bool:
-        """Make the grid of these measures; whether it is a new one.
+        """Arrange the panels of these measures in a grid, and return whether the grid has changed.
 
         Args:
-            measures: Measures in the order shown.
+            measures: Measures in the order of display.
             spectra: Spectra of all runs, to build missing panels.
         """
         for measure in measures:
@@ -116,7 +118,7 @@ class LayerPanels:
         return True
 
     def write(self, spectra: Mapping[str, xr.Dataset], layers: Sequence[int], *, depth: str) -> None:
-        """Draw these runs in every panel; see `MeasurePanel.write`."""
+        """Update all panels with these runs; see `MeasurePanel.write`."""
         for panel in self._arranged:
             panel.write(spectra, layers, depth=depth)
         depths = [np.asarray(self._arranged[0].sources[name].data["depth"], float) for name in spectra]
@@ -124,17 +126,17 @@ class LayerPanels:
 
 
 class MeasurePanel:
-    """One measure against depth, a line a run; data, visibility and ranges can be written, the panel stays.
+    """One measure against depth, one line per run; data, visibility and ranges are updated in place.
 
     Args:
         measure: Name of a per-layer variable of the schema.
         spectra: Spectra of all runs, in the order that sets their styles.
-        x_range: The range of depth, shared with the other panels.
+        x_range: The depth range, shared with the other panels.
         theme: A theme of widgets.
 
     Attributes:
         figure: The bokeh panel.
-        sources: The columns of the markers, by name of the run.
+        sources: The columns of the markers, by run.
         is_logarithmic: Whether the measure has a logarithmic axis.
     """
 
@@ -150,15 +152,15 @@ class MeasurePanel:
         self._markers = dict(zip(spectra, parts[1::2], strict=True))
         self.sources: dict[str, ColumnDataSource] = {name: part["source"] for name, part in self._markers.items()}
         self.figure.add_tools(TapTool())
-        for part in self._markers.values():  # holoviews writes a constant where all values are the same
+        for part in self._markers.values():  # holoviews writes a constant if all values are equal
             part["glyph_renderer"].glyph.fill_alpha = "fill"
 
     def parts(self, name: str) -> list[GlyphRenderer]:
-        """What is drawn of a run."""
+        """Return the glyphs of a run."""
         return [part["glyph_renderer"] for part in (self._lines[name], self._markers[name])]
 
     def suits(self, spectra: Mapping[str, xr.Dataset]) -> bool:
-        """Whether the kind of axis is the right one for these spectra."""
+        """Return whether the scale of the axis (linear or logarithmic) suits these spectra."""
         if self.measure not in LOGARITHMIC:
             return True
         values = np.concatenate([data[self.measure].values.astype(float) for data in spectra.values()])
@@ -166,12 +168,12 @@ class MeasurePanel:
         return not len(values) or self.is_logarithmic == bool((values > 0).all())
 
     def write(self, spectra: Mapping[str, xr.Dataset], layers: Sequence[int], *, depth: str) -> None:
-        """Draw these runs and hide the others.
+        """Show these runs and hide all others.
 
         Args:
-            spectra: All layers, by name of the run.
-            layers: The layer numbers shown.
-            depth: Kind of depth as in `workbench.plots.layer_profile`.
+            spectra: Spectra of all layers, by run.
+            layers: Layers to show.
+            depth: Depth axis as in `workbench.plots.layer_profile`.
         """
         values = [np.array([REFERENCE[self.measure]])] if self.measure in REFERENCE else [np.zeros(0)]
         for name, source in self.sources.items():
@@ -186,7 +188,7 @@ class MeasurePanel:
         fit(self.figure.y_range, np.concatenate(values), is_logarithmic=self.is_logarithmic)
         if self.is_logarithmic:
             is_wide = self.figure.y_range.end >= 100 * self.figure.y_range.start
-            if is_wide != self._is_wide:  # new ticks are costly, and the same ones serve many steps
+            if is_wide != self._is_wide:  # new ticks are slow to draw, and rarely change between steps
                 self._is_wide = is_wide
                 log_ticks_bokeh(self._plot, None)
         selected = {name: select_layers(data, layers) for name, data in spectra.items()}
@@ -198,6 +200,6 @@ class MeasurePanel:
 
 
 def _kind_of_depth(scene: Scene) -> str:
-    """Models of unequal depth are compared by the fraction of it, unless layers are chosen by number."""
+    """Return "fraction" for models of unequal depth if all layers are shown, else "index"."""
     is_equal = len({scene.runs[name].n_layers for name in scene.shown}) == 1
     return "index" if is_equal or not scene.is_every_layer else "fraction"

@@ -1,4 +1,4 @@
-"""The view "radar": a chart for each run with its published figures, built once and written in place."""
+"""The view "radar": a chart per run with published values, built once and updated in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.errors import OptionError
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.radar_axes import DEFAULT_MEASURES, RadarChart, Texts, axes_of, labelled_points, outline
+from workbench.plots.radar_axes import DEFAULT_MEASURES, RadarChart, Texts, axes_of, labeled_points, outline
 from workbench.plots.radar_figure import radar
 from workbench.plots.short_names import shortened
 from workbench.widgets.base import known
@@ -35,9 +35,9 @@ _FEWEST_MEASURES = 3
 
 
 class RadarView(ComparisonView):
-    """One radar chart a run: means over layers, ours and published."""
+    """One radar chart per run: means over layers, measured and published."""
 
-    tip = "Means over the layers on one axis each, with what is published dashed"
+    tip = "Means over layers, one axis per measure; published values are dashed"
 
     def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
         super().__init__(lock, theme)
@@ -47,11 +47,16 @@ class RadarView(ComparisonView):
         self.charts: RadarCharts | None = None
 
     def draw(self, scene: Scene) -> None:
-        """Write the comparison of this step into the charts; they are built for all runs, once."""
+        """Update the charts, which are built once for all runs."""
         comparison = comparison_of(scene)
         self._offer(comparison)
         if len(self.measures.value) < _FEWEST_MEASURES:
-            raise OptionError(f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another.")
+            raise OptionError(
+                f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another one.",
+                name="measures",
+                value=self.measures.value,
+                expected=f"at least {_FEWEST_MEASURES} measures",
+            )
         measures, names = list(self.measures.value), list(scene.runs)
         notes = {name: scene.runs[name].remark(scene.step) or f"step {scene.step}" for name in scene.shown}
         charts = self.charts
@@ -64,13 +69,13 @@ class RadarView(ComparisonView):
         self.key.value = muted(html.escape(charts.key).replace("\n", " &ensp; "))
 
     def saved(self) -> SavedView:
-        """A chart for each model."""
+        """Return a view with one chart per model."""
         charts = known(self.charts)
         models = {name: [chart.figure] for name, chart in charts.charts.items()}
         return SavedView("radar", charts.root, models, above=self.key.value)
 
     def figure(self, scene: Scene, backend: str) -> Any:
-        """The same charts as a figure of `workbench.plots.radar`."""
+        """Return the charts as a figure of `workbench.plots.radar`."""
         comparison = comparison_of(scene)
         self._offer(comparison)
         return radar(comparison, measures=self.measures.value, places=scene.places, backend=backend)
@@ -86,7 +91,7 @@ class RadarView(ComparisonView):
 
 
 class RadarCharts:
-    """A chart for every run there is, of which some are shown.
+    """A chart for every run, of which some are shown.
 
     Args:
         names: Names of the runs, in the order that sets their styles.
@@ -96,19 +101,19 @@ class RadarCharts:
 
     Attributes:
         root: The bokeh layout of the charts shown.
-        charts: The charts by name of the run.
+        charts: The charts by run.
         key: Meaning of the axes and the lines.
     """
 
     def __init__(self, names: Sequence[str], measures: Sequence[str], comparison: xr.Dataset, *, theme: str) -> None:
         self._n_columns = _N_COLUMNS if theme == "page" else 1
         self.names, self.measures = list(names), list(measures)
-        # Charts of numbers that are all there have every part; what is missing is taken out when they are written.
+        # A chart without missing values has all parts; missing values are removed when the chart is updated.
         like = comparison.isel(architecture=np.zeros(len(names), int)).assign_coords(architecture=list(names))
         like = like.assign({name: like[name].where(False, 1.0) for name in measures})
         plot = bokeh_plot(radar(like, measures=measures))
         panels = plot.traverse(lambda panel: panel, [lambda part: type(part).__name__ == "OverlayPlot"])
-        plot.state.document.clear()  # the charts move into a grid of ours
+        plot.state.document.clear()  # the charts move into another grid
         self.root: GridPlot | None = None
         self.key = ""
         self.charts = {name: Chart(panel) for name, panel in zip(names, panels, strict=True)}
@@ -117,7 +122,7 @@ class RadarCharts:
         self._arranged: list[str] = []
 
     def arrange(self, names: Sequence[str]) -> bool:
-        """Make the grid of these charts; whether it is a new one."""
+        """Arrange these charts in a grid, and return whether the grid has changed."""
         if list(names) == self._arranged:
             return False
         self._arranged = list(names)
@@ -126,18 +131,18 @@ class RadarCharts:
         return True
 
     def write(self, comparison: xr.Dataset, notes: Mapping[str, str]) -> None:
-        """Draw a comparison of the runs shown, with a line of text above each chart."""
+        """Update the charts with a comparison of the displayed runs and a note above each chart."""
         axes = axes_of(comparison, self.measures)
         for place, name in enumerate(self._arranged):
             chart = RadarChart.of(comparison, axes, name, place)
             texts = Texts.of_one(axes, chart, has_key=place == 0)
-            note = notes[name] if chart.has_published else f"{notes[name]}, nothing published"
+            note = notes[name] if chart.has_published else f"{notes[name]}, no published values"
             self.charts[name].write(axes, chart, texts.at_axes, note)
             self.key = texts.key or self.key
 
 
 class Chart:
-    """The parts of one chart that change."""
+    """The variable parts of one chart."""
 
     def __init__(self, panel: Any) -> None:
         self.figure = panel.state
@@ -153,16 +158,16 @@ class Chart:
         self.labels: list[ColumnDataSource] = labels
 
     def write(self, axes: list[RadarAxis], chart: RadarChart, at_axes: Sequence[str], note: str) -> None:
-        """Draw one run on the axes."""
+        """Update the chart with one run."""
         for source, values in chart.values.items():
             columns = outline(axes, values)
             self.lines[source].data = {key: columns[key] for key in ("x", "y")}
-            self.points[source].data = labelled_points(axes, columns, who=f"{chart.name}, {source}")
+            self.points[source].data = labeled_points(axes, columns, who=f"{chart.name}, {source}")
             if source == "ours":
-                is_whole = np.isfinite(columns["x"]).all()
+                is_complete = np.isfinite(columns["x"]).all()
                 self.fill.data = {
-                    "xs": [[[columns["x"]]]] if is_whole else [],
-                    "ys": [[[columns["y"]]]] if is_whole else [],
+                    "xs": [[[columns["x"]]]] if is_complete else [],
+                    "ys": [[[columns["y"]]]] if is_complete else [],
                 }
         for label, text in zip(self.labels, at_axes, strict=True):
             label.data = {**label.data, "text": [text]}

@@ -1,4 +1,4 @@
-"""A recorded run as widgets read it: the spectra at or before a step, and how the run ended."""
+"""A recorded run for widgets: its spectra at or before a step, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from workbench.plots.mode_columns import depth_of
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Runs opened from disk are read at once up to this size; larger ones step by step.
+#: Runs up to this size are read into memory completely, larger ones step by step.
 _BYTES_IN_MEMORY = 256e6
 
 
 class RecordedRun:
-    """One run, by the step.
+    """A run with access to its spectra by step.
 
     Args:
         name: Name of the run.
-        data: A run (a tree with the part ``spectra``, and perhaps ``monitors`` and ``events``), a spectra dataset
-            alone, or the path of a stored run. Spectra without the dimension ``step`` count as those of step 0.
+        data: A run (a tree with the part ``spectra``, and optionally ``monitors`` and ``events``), a spectra dataset,
+            or the path of a stored run. Spectra without the dimension ``step`` belong to step 0.
 
     Attributes:
         tree: The run.
-        diverged_at: The step of the first divergence; None if there is none.
-        ended_at: The step at which it was finished or stopped; None if it was not, or one cannot know.
-        steps: Recorded steps of the spectra, int64, rising; 0 is the initialization.
+        diverged_at: Step of the first divergence; None if there is none.
+        ended_at: Step at which it finished or was stopped; None if it was not, or if this is unknown.
+        steps: Recorded steps of the spectra, int64, increasing; 0 is the initialization.
         n_layers: Layers of the model.
-        extent: First and last step that anything was recorded at.
+        extent: First and last recorded step of any data.
 
     Raises:
-        SchemaError: If the run has no spectra, or they do not follow the schema.
+        SchemaError: If the run has no spectra, or its spectra do not follow the schema.
         StoreError: If there is no run at the path.
     """
 
@@ -57,17 +57,17 @@ class RecordedRun:
         self.ended_at = _end(self.part("events"))
 
     def at(self, step: int) -> xr.Dataset | None:
-        """The latest spectra recorded at or before a step; None if there are none yet."""
+        """Return the latest spectra recorded at or before a step; None if there are none."""
         place = int(np.searchsorted(self.steps, step, side="right")) - 1
         return None if place < 0 else self._recorded(place)
 
     def near(self, step: int) -> xr.Dataset:
-        """The latest spectra at or before a step, else the first ones."""
+        """Return the latest spectra recorded at or before a step, or the first ones if there are none."""
         found = self.at(step)
         return self._recorded(0) if found is None else found
 
     def remark(self, step: int) -> str:
-        """A remark on the spectra shown at a step; empty if they were recorded at this step."""
+        """Return a remark on the spectra shown at a step; empty if they were recorded at this step."""
         if self.at(step) is None:
             return f"recorded from step {self.steps[0]}"
         if self.diverged_at is not None and step >= self.diverged_at:
@@ -80,12 +80,12 @@ class RecordedRun:
         return f"recorded to step {shown}" if shown == self.steps[-1] else f"step {shown}"
 
     def title(self, step: int) -> str:
-        """The name, and the remark if there is one."""
+        """Return the name, followed by the remark if there is one."""
         remark = self.remark(step)
         return f"{self.name} · {remark}" if remark else self.name
 
     def part(self, name: str) -> xr.Dataset | None:
-        """The monitors or events; None if there are none."""
+        """Return a part such as the monitors or events; None if there is none."""
         return self.tree[name].to_dataset() if name in self.tree.children else None
 
     def _recorded(self, place: int) -> xr.Dataset:
@@ -113,7 +113,7 @@ def _end(events: xr.Dataset | None) -> int | None:
 
 
 def _is_resumed_later(kinds: np.ndarray) -> np.ndarray:
-    """Whether the run went on after each event."""
+    """Return whether the run was resumed after each event."""
     return np.cumsum((kinds == "resumed")[::-1])[::-1] > 0
 
 
@@ -122,5 +122,10 @@ def _steps(name: str, spectra: xr.Dataset) -> np.ndarray:
         return np.zeros(1, np.int64)
     steps = spectra["step"].values if "step" in spectra.coords else np.zeros(0)
     if not len(steps) or (np.diff(steps) <= 0).any():
-        raise SchemaError(f"Run '{name}' needs a coordinate 'step' with at least one step, and each step only once.")
+        raise SchemaError(
+            f"Run '{name}' needs a coordinate 'step' with at least one step and strictly increasing values.",
+            name="step",
+            value=steps.tolist(),
+            expected="a coordinate with strictly increasing steps",
+        )
     return steps.astype(np.int64)

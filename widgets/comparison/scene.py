@@ -1,4 +1,4 @@
-"""The data of the views of ArchitectureComparison, and the interface of a view."""
+"""The data that a view of ArchitectureComparison shows, and the interface of a view."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Scene:
     """The data that a view shows.
 
     Attributes:
-        runs: Every run there is, by name.
-        shown: The names of those that are shown, at least one.
-        step: Step of the slider.
-        layers: First and last layer shown.
+        runs: All runs by name.
+        shown: Names of the displayed runs, at least one.
+        step: The displayed step.
+        layers: First and last displayed layer.
         published: Names of runs as in `workbench.compare`.
-        highlight: Layer that is highlighted; None: none is.
+        highlight: The highlighted layer; None if there is none.
     """
 
     runs: Mapping[str, RecordedRun]
@@ -51,60 +51,65 @@ class Scene:
 
     @property
     def layer_range(self) -> range:
-        """The layer numbers shown."""
+        """The displayed layers."""
         return range(self.layers[0], self.layers[1] + 1)
 
     @property
     def places(self) -> dict[str, int]:
-        """The style number of every run: a run keeps its style while others are hidden."""
+        """The index of the style of every run; a run keeps its style when others are hidden."""
         return {name: place for place, name in enumerate(self.runs)}
 
     @property
     def is_every_layer(self) -> bool:
-        """Whether no layer is left out."""
+        """Whether all layers are displayed."""
         return self.layers[0] == 0 and self.layers[1] >= max(run.n_layers for run in self.runs.values()) - 1
 
     def published_of(self, names: Iterable[str]) -> Mapping[str, str] | bool:
-        """`published`, for some of the runs."""
+        """Return `published` restricted to some of the runs."""
         if isinstance(self.published, bool):
             return self.published
         return {name: self.published[name] for name in names if name in self.published}
 
     def spectra(self) -> dict[str, xr.Dataset]:
-        """The spectra of the runs shown, all layers; without the runs that have none yet."""
+        """Return the spectra of the displayed runs with all layers, without runs that have none yet."""
         found = {name: self.runs[name].at(self.step) for name in self.shown}
         return {name: data for name, data in found.items() if data is not None}
 
     def layers_of(self, name: str) -> xr.Dataset:
-        """The spectra of one run in the layers shown; without a layer where nothing is recorded yet."""
+        """Return the spectra of one run in the displayed layers, with no layers if nothing has been recorded yet."""
         run = self.runs[name]
         spectra = run.at(self.step)
         return run.near(self.step).isel(layer=[]) if spectra is None else select_layers(spectra, self.layer_range)
 
     def titled(self) -> dict[str, xr.Dataset]:
-        """The spectra by title instead of name, for a figure that stands alone.
+        """Return the spectra by title instead of name, for a separate figure.
 
         Raises:
-            OptionError: If no run shown has any yet.
+            OptionError: If no displayed run has spectra yet.
         """
         spectra = {self.runs[name].title(self.step): data for name, data in self.spectra().items()}
         if not spectra:
-            raise OptionError(f"None of the models shown has spectra at or before step {self.step}; move the step.")
+            raise OptionError(
+                f"None of the models shown has spectra at or before step {self.step}; choose a later step.",
+                name="step",
+                value=self.step,
+                expected="a step with recorded spectra",
+            )
         return spectra
 
 
 class ComparisonView:
-    """One view: its own controls and a figure, in a box.
+    """Base class of the views: a box with controls and a figure.
 
     Args:
         lock: Held while the figure changes.
         theme: A theme of widgets.
 
     Attributes:
-        box: Widget to show.
-        controls: Whose changes ask for a new drawing.
-        choose_layer: Called with the layer of a point that was selected on the page, or with None.
-        refused_kinds: Kinds of files that this view has none of, and why.
+        box: The widget.
+        controls: Controls whose changes require a redraw.
+        choose_layer: Called with the layer of a point selected on the page, or with None.
+        refused_kinds: Suffixes of files that cannot be written of this view -> reason.
     """
 
     tip = ""
@@ -125,23 +130,23 @@ class ComparisonView:
         raise NotImplementedError
 
     def figure(self, scene: Scene, backend: str) -> Any:
-        """The same as a figure of its own."""
+        """Return the view as a separate figure."""
         raise NotImplementedError
 
     def picture(self, scene: Scene) -> bytes:
-        """The same as PNG, for the saved notebook."""
+        """Return the view as PNG, for the saved notebook."""
         return picture_of(self.figure(scene, "matplotlib"))
 
     def saved(self) -> SavedView:
-        """What is drawn, for a page without a kernel: which parts belong to which model and signal."""
+        """Return the view for a page without a kernel, with the parts of each model and signal."""
         raise NotImplementedError
 
     def layered(self) -> list[ColumnDataSource]:
-        """The columns that are drawn, where each point belongs to a layer."""
+        """Return the displayed columns in which each point belongs to a layer."""
         return []
 
     def highlight(self, layer: int | None) -> None:
-        """Mark what belongs to a layer, and dim the rest; None marks nothing."""
+        """Highlight the points of a layer and dim all others; None highlights nothing."""
         self._is_marking = True
         try:
             with self.batch():
@@ -156,7 +161,7 @@ class ComparisonView:
             self._is_marking = False
 
     def _read_selection(self, source: ColumnDataSource, attr: str, old: list[int], new: list[int]) -> None:
-        """Points were selected on the page: their layer is highlighted in all views."""
+        """Highlight the layer of points that were selected on the page in all views."""
         if not self._is_marking:
             added = [i for i in new if i not in old] or new
             self.choose_layer(int(source.data["layer"][added[0]]) if added else None)
@@ -171,7 +176,7 @@ class ComparisonView:
             self.canvas.document.clear()
 
     def put(self, *above: ipywidgets.Widget, root: LayoutDOM) -> None:
-        """Show a new figure below these controls, once it is drawn; until then the old one stays."""
+        """Show a new figure below these controls once it is drawn; the old one stays until then."""
         old = self.canvas
         if old is not None:
             old.withdraw()
@@ -182,17 +187,17 @@ class ComparisonView:
             self.box.children = [*above, self.stage]
 
     def batch(self) -> AbstractContextManager:
-        """Changes that the page gets together; nothing to gather before there is a figure."""
+        """Return a context that sends all changes to the page together."""
         return nullcontext() if self.canvas is None else self.canvas.batch()
 
     def withdraw(self) -> None:
-        """Leave the figure on the page as it is, so that its parts can be rearranged, which the page cannot follow."""
+        """Detach the figure before its parts are rearranged, which the page cannot follow; its drawing stays."""
         if self.canvas is not None:
             self.canvas.withdraw()
 
 
-def labelled(label: str, *controls: ipywidgets.Widget) -> ipywidgets.HBox:
-    """Controls in a row after their name, in line with the sliders."""
+def labeled(label: str, *controls: ipywidgets.Widget) -> ipywidgets.HBox:
+    """Return a row of a label and controls, aligned with the sliders."""
     style = "width:64px;text-align:right;line-height:28px;color:var(--jp-ui-font-color1)"
     name = ipywidgets.HTML(f'<div style="{style}">{label}</div>', layout={"margin": "2px 4px 2px 2px"})
     return ipywidgets.HBox([name, *controls], layout={"align_items": "center", "flex_flow": "row wrap"})

@@ -1,4 +1,4 @@
-"""The view "table": numbers of every run, with the published ones."""
+"""The view "table": metrics of every run, with published values."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _HEAD = "padding:2px 0 2px 9px;text-align:right;vertical-align:bottom;line-heigh
 _CELL = "padding:1px 0 1px 9px;text-align:right;white-space:nowrap"
 _MUTED = "color:var(--jp-ui-font-color2,GrayText)"
 _LINE = "border-top:1px solid var(--jp-border-color2,#8884)"
-#: Name of the row below a run.
+#: Label of the row below a run.
 _PUBLISHED = "published"
-#: Columns of the table, in order; those without any value are left out.
+#: Columns of the table, in order; columns without values are omitted.
 _MEASURES = (
     "near_unit_mass",
     "expansive_mass",
@@ -45,10 +45,12 @@ _MEASURES = (
 
 
 class TableView(ComparisonView):
-    """Numbers of every run, the published ones below ours."""
+    """Metrics of every run, with published values below."""
 
-    tip = "Means over the layers, with what is published below"
-    refused_kinds = dict.fromkeys((".png", ".svg"), "The table is text; choose HTML or netCDF, or another view.")
+    tip = "Means over layers, with published values below"
+    refused_kinds = dict.fromkeys(
+        (".png", ".svg"), "The table is not a figure; choose HTML or netCDF, or another view."
+    )
 
     def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
         super().__init__(lock, theme)
@@ -56,21 +58,21 @@ class TableView(ComparisonView):
         self.box.children = [self.table]
 
     def draw(self, scene: Scene) -> None:
-        """Write the table of this step."""
+        """Update the table."""
         self.table.value = comparison_table(scene)
 
     def picture(self, scene: Scene) -> bytes:
-        """The table as PNG."""
+        """Return the table as PNG."""
         rows, note = comparison_rows(scene)
         return text_picture("Comparison of architectures", [note], rows)
 
     def saved(self) -> SavedView:
-        """Text alone."""
+        """Return a view that is only text."""
         return SavedView("table", None, below=self.table.value)
 
 
 def comparison_of(scene: Scene) -> xr.Dataset:
-    """The runs shown at this step and in these layers, as `workbench.compare` aligns them.
+    """Return the comparison of the displayed runs at this step and in these layers, as `workbench.compare` does.
 
     Raises:
         OptionError: If none of them has spectra of these layers yet, or they were measured with different
@@ -79,18 +81,24 @@ def comparison_of(scene: Scene) -> xr.Dataset:
     spectra = {name: scene.layers_of(name) for name in scene.shown}
     spectra = {name: data for name, data in spectra.items() if data.sizes["layer"]}
     if not spectra:
-        raise OptionError(f"None of the models shown has spectra of these layers at step {scene.step}; move a slider.")
-    runs = {name: scene.runs[name].tree for name in spectra}  # checked when they came in
+        raise OptionError(
+            f"None of the models shown has spectra of these layers at step {scene.step}; choose other layers or a "
+            "later step.",
+            name="step",
+            value=scene.step,
+            expected="a step with recorded spectra of these layers",
+        )
+    runs = {name: scene.runs[name].tree for name in spectra}  # checked by the constructor
     return compare_checked(runs, spectra, published=scene.published_of(spectra))
 
 
 def comparison_rows(scene: Scene) -> tuple[list[list[str]], str]:
-    """The comparison as text: heads, a row a run, one for what is published about it below; and a note."""
+    """Return the comparison as text: a header, one row per run, followed by its published values; and a note."""
     comparison = comparison_of(scene)
     ours = {name: _of(comparison[name], "ours") for name in _MEASURES}
     published = {name: _of(comparison[name], "published") for name in _MEASURES}
     measures = [name for name in _MEASURES if not (np.isnan(ours[name]).all() and np.isnan(published[name]).all())]
-    # What is the same for every run is said in the note.
+    # Values that are equal for all runs are in the note.
     measures = [name for name in measures if name not in ("rank", "kreiss_constant") or len(set(ours[name])) > 1]
     rows = [["", *(comparison[name].attrs["long_name"] for name in measures)]]
     for index, model in enumerate(comparison["architecture"].values.tolist()):
@@ -102,7 +110,7 @@ def comparison_rows(scene: Scene) -> tuple[list[list[str]], str]:
 
 
 def comparison_table(scene: Scene) -> str:
-    """The same as HTML."""
+    """Return the comparison as an HTML table."""
     (heads, *rows), note = comparison_rows(scene)
     head = "".join(f'<th style="{_HEAD}">{html.escape(name).replace("-", "&#8209;")}</th>' for name in heads[1:])
     body = "".join(
@@ -115,7 +123,7 @@ def comparison_table(scene: Scene) -> str:
 
 
 def _of(values: xr.DataArray, source: str) -> np.ndarray:
-    """One number a run; NaN where this source has none."""
+    """Return one number per run; NaN if this source has none."""
     if "source" in values.dims:
         return values.sel(source=source).values
     return values.values if source == "ours" else np.full(values.shape, np.nan)
@@ -131,12 +139,12 @@ def _note(scene: Scene, comparison: xr.Dataset) -> str:
     late = [
         f"{name}: {scene.runs[name].remark(scene.step)}" for name in scene.shown if scene.runs[name].remark(scene.step)
     ]
-    lines = [f"Spectra of step {scene.step}, mean over {layers} whose update says anything"]
+    lines = [f"Spectra at step {scene.step}, mean over {layers} with a nonzero update"]
     lines += [", ".join(late)] if late else []
     if np.isinf(comparison["kreiss_constant"].sel(source="ours")).all():
-        lines.append("Every Kreiss constant is infinite")
+        lines.append("All Kreiss constants are infinite")
     ranks = set(comparison["rank"].values)
-    lines.append(f"All at rank {ranks.pop():g}" if len(ranks) == 1 else "Compare M at equal rank only")
+    lines.append(f"All at rank {ranks.pop():g}" if len(ranks) == 1 else "M is comparable only at equal rank")
     if any(comparison["published_as"].values):
-        lines.append(f"Published: at initialization, {comparison.attrs['source']}")
+        lines.append(f"Published values: at initialization, {comparison.attrs['source']}")
     return ". ".join(lines) + "."

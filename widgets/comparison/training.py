@@ -1,4 +1,4 @@
-"""The view "training": monitors and measures over steps, with a line at one step, built once and written in place."""
+"""The view "training": traces over steps with a line at the displayed step, built once and updated in place."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class TrainingView(ComparisonView):
-    """Losses and other traces over steps, with a line where the slider stands."""
+    """Losses and other traces over steps, with a line at the displayed step."""
 
-    tip = "Loss, gradient norm and other traces over all steps, one line a model"
+    tip = "Loss, gradient norm and other traces over all steps, one line per model"
 
     def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
         super().__init__(lock, theme)
@@ -43,20 +43,22 @@ class TrainingView(ComparisonView):
         self._offered_for: Mapping[str, RecordedRun] | None = None
 
     def draw(self, scene: Scene) -> None:
-        """Move the line; write what is new in the runs."""
+        """Move the line, and update the traces of changed runs."""
         self._offer(scene.runs)
         if not self.variables.options:
-            self.box.children = [ipywidgets.HTML(muted("No run has monitors, nor spectra of several steps."))]
+            self.box.children = [ipywidgets.HTML(muted("No run has monitors or spectra of several steps."))]
             return
         if not self.variables.value:
-            raise OptionError("No trace is chosen; switch on at least one.")
+            raise OptionError(
+                "No trace is chosen; switch on at least one.", name="traces", expected="at least one trace"
+            )
         if self.panels.arrange(self.variables.value, scene.runs, scene.shown):
             self.put(self.variables, root=self.panels.root)
         with self.batch():
             self.panels.write(scene.runs, scene.shown, scene.step)
 
     def saved(self) -> SavedView:
-        """A panel for each trace, of which those chosen are visible at first."""
+        """Return a view with one panel per trace; the chosen traces are visible at first."""
         panels = self.panels.panels
         names = dict.fromkeys(name for panel in panels.values() for name in panel.sources)
         models = {name: [part for panel in panels.values() for part in panel.parts(name)] for name in names}
@@ -65,19 +67,19 @@ class TrainingView(ComparisonView):
         return SavedView("training", self.panels.root, models, signals, shown=list(signals))
 
     def figure(self, scene: Scene, backend: str) -> Any:
-        """The same panels as a figure of `workbench.plots.traces`."""
+        """Return the panels as a figure of `workbench.plots.traces`."""
         self._offer(scene.runs)
         trees = {name: scene.runs[name].tree for name in scene.shown}
         return traces(trees, variables=self.variables.value, places=scene.places, backend=backend)
 
     def _offer(self, runs: Mapping[str, RecordedRun]) -> None:
-        """Offer every trace that some run has."""
+        """Offer all traces that any run has."""
         if runs is self._offered_for:
             return
         self._offered_for = runs
         monitors = [run.part("monitors") for run in runs.values()]
         names = dict.fromkeys([*MONITORS, *(str(name) for data in monitors if data is not None for name in data)])
-        offered = set(self.variables.names)  # a trace that is there once stays
+        offered = set(self.variables.names)  # a trace is never withdrawn
         options = []
         for name in dict.fromkeys([*names, *SPECTRAL, *ENERGETIC]):
             if name in offered or any(np.isfinite(trace_of(run.tree, name, "").value).any() for run in runs.values()):
@@ -88,13 +90,13 @@ class TrainingView(ComparisonView):
         if options != self.variables.options:
             self.variables.options = options
         if is_first:
-            there = self.variables.names
-            wanted = ("loss", "grad_norm") if "loss" in there else ("near_unit_mass", "spectral_radius")
-            self.variables.value = [name for name in there if name in wanted]
+            available = self.variables.names
+            default = ("loss", "grad_norm") if "loss" in available else ("near_unit_mass", "spectral_radius")
+            self.variables.value = [name for name in available if name in default]
 
 
 class TracePanels:
-    """Panels of several variables below each other, with one range of steps; each is built when it is first needed."""
+    """A column of panels with a shared step axis, one per variable; each is built when it is first needed."""
 
     def __init__(self, theme: str) -> None:
         self._theme = theme
@@ -104,7 +106,7 @@ class TracePanels:
         self._arranged: tuple[TracePanel, ...] = ()
 
     def arrange(self, variables: Sequence[str], runs: Mapping[str, RecordedRun], shown: Sequence[str]) -> bool:
-        """Make the column of these variables; whether it is a new one."""
+        """Arrange the panels of these variables in a column, and return whether it has changed."""
         for variable in variables:
             if variable not in self.panels or not self.panels[variable].suits(runs, shown):
                 self.panels[variable] = TracePanel(variable, runs, shown, self.x_range, theme=self._theme)
@@ -116,7 +118,7 @@ class TracePanels:
         return True
 
     def write(self, runs: Mapping[str, RecordedRun], shown: Sequence[str], step: int) -> None:
-        """Draw these runs in every panel; see `TracePanel.write`."""
+        """Update all panels with these runs; see `TracePanel.write`."""
         for panel in self._arranged:
             panel.write(runs, shown, step)
         ends = [end for name in shown for end in runs[name].extent]
@@ -124,22 +126,22 @@ class TracePanels:
 
 
 class TracePanel:
-    """One variable over steps, a line a run; data, visibility and the line at a step can be written.
+    """One variable over steps, one line per run; data, visibility and the line at a step are updated in place.
 
-    It holds the runs that were shown when it was built, so that the kind of its axis is theirs; all runs if none of
-    those has the variable.
+    It contains the runs that were shown when it was built, which determine the scale of its axis; it contains all runs
+    if none of those has the variable.
 
     Args:
         variable: Variable as in `workbench.plots.traces`.
         runs: All runs, in the order that sets their styles.
-        shown: The names of those that are shown.
-        x_range: The range of steps, shared with the other panels.
+        shown: Names of the displayed runs.
+        x_range: The step range, shared with the other panels.
         theme: A theme of widgets.
 
     Attributes:
         figure: The bokeh panel.
-        cursor: The line at the present step.
-        sources: The columns of each run's line.
+        cursor: The line at the displayed step.
+        sources: The columns of the line of each run.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class TracePanel:
         self._plot, self.figure, self._note = own_panel(drawing, x_range, frame_width=680)
         self.cursor = Span(dimension="height", line_color=NEUTRAL, line_width=1.5, line_dash=[4, 3])
         self.figure.add_layout(self.cursor)
-        # A run has a line, perhaps markers with the same columns, and perhaps the cross of its divergence.
+        # A run has a line, optionally markers with the same columns, and optionally a cross at its divergence.
         self._parts: dict[str, list[dict[str, Any]]] = {}
         names = iter(drawn)
         for part in self._plot.subplots.values():
@@ -168,11 +170,11 @@ class TracePanel:
         self._shown: tuple[str, ...] = ()
 
     def parts(self, name: str) -> list[GlyphRenderer]:
-        """What is drawn of a run; nothing if it is not there."""
+        """Return the glyphs of a run; empty if the panel does not contain it."""
         return [part["glyph_renderer"] for part in self._parts.get(name, [])]
 
     def suits(self, runs: Mapping[str, RecordedRun], shown: Sequence[str]) -> bool:
-        """Whether the panel can be written with these runs, as they are now."""
+        """Return whether the panel can be updated with the current state of these runs."""
         if list(runs) != list(self._runs) or not set(shown) <= set(self.sources):
             return False
         lines = self._read(runs)
@@ -182,7 +184,7 @@ class TracePanel:
         return is_fitting or not _is_any_recorded(lines, shown)
 
     def write(self, runs: Mapping[str, RecordedRun], shown: Sequence[str], step: int) -> None:
-        """Draw these runs, hide the others, and put the line at the step."""
+        """Show these runs, hide all others, and put the line at the step."""
         self.cursor.location = step
         changed = [name for name, run in runs.items() if run is not self._runs[name]]
         if not changed and tuple(shown) == self._shown:
@@ -211,7 +213,7 @@ class TracePanel:
         self._note.text = "\n".join(textwrap.wrap(note, self._n_letters, max_lines=2, placeholder=" …"))
 
     def _read(self, runs: Mapping[str, RecordedRun]) -> dict[str, Trace]:
-        """The lines of the runs; those of runs that are the same as before are kept."""
+        """Return the lines of the runs, reusing those of unchanged runs."""
         return {
             name: self._lines[name] if run is self._runs.get(name) else trace_of(run.tree, self.variable, name)
             for name, run in runs.items()

@@ -1,1 +1,1 @@
-"""The parts of `workbench.widgets.live_training`: drawing, training, and the messages to the page."""
+"""Parts of `workbench.widgets.live_training`: drawing, training, and messages to the page."""

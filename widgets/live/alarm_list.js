@@ -1,6 +1,6 @@
 function render({ model, el, signal }) {
   el.classList.add("workbench-alarms");
-  const none = made("div", "workbench-alarms-none", "no alarm so far"), first = made("div"), newest = made("div");
+  const none = made("div", "workbench-alarms-none", "No alarms so far"), first = made("div"), newest = made("div");
   for (const [list, name] of [[first, "First alarms"], [newest, "Newest alarms"]]) {
     list.setAttribute("role", "log");
     list.setAttribute("aria-label", name);

@@ -1,4 +1,4 @@
-"""A list of the alarms while runs train, and of the actions they triggered: each run's first one, and the newest."""
+"""A list of alarms and of the actions that they triggered: the first of each run, and the newest."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ if TYPE_CHECKING:
 
     from workbench.widgets.live.step_news import StepNews
 
-#: Kinds of events that are said.
+#: Kinds of events that are listed.
 _KINDS = ("alarm", "attribution", "action")
-#: Kinds of which the first one of each run stays in sight.
+#: Kinds of which the first event of each run stays visible.
 _LASTING = ("alarm", "attribution")
 _N_LINES = 6
 
 
 class AlarmList(LatestState):
-    """The alarms in plain words: step, run, signal, layer and head, and what they point to.
+    """A list of alarms with step, run, signal, layer and head, and their likely causes.
 
-    One thread adds to it; every line is an event of the run, too.
+    Only one thread adds to it. Every line is also recorded as an event of the run.
 
     Attributes:
-        lines: The newest ones, newest first: ``number`` (from 1 on), ``step``, ``run``, ``kind`` (``alarm``,
+        lines: The newest lines, newest first, with keys ``number`` (from 1), ``step``, ``run``, ``kind`` (``alarm``,
             ``attribution`` or ``action``) and ``text``.
-        first: The first alarm of each run and what it pointed to, oldest first; the same entries.
+        first: The first alarm and its attribution of each run, oldest first, with the same keys.
     """
 
     _esm = script("latest_state.js", "alarm_list.js")
@@ -37,24 +37,24 @@ class AlarmList(LatestState):
         super().__init__()
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """The lines as they are; a first one that is among the newest is not repeated."""
+        """Return the lines without repeating first alarms that are among the newest."""
         lines, first = self.lines, self.first
         kept = {line["number"] for line in first}
         return {"first": first, "lines": [line for line in lines if line["number"] not in kept]}, []
 
     def clear(self) -> None:
-        """Forget all; call `refresh` then."""
+        """Remove all lines; call `refresh` afterwards."""
         self.lines: list[dict[str, Any]] = []
         self.first: list[dict[str, Any]] = []
         self._causes: dict[str, str] = {}
         self._n_said = getattr(self, "_n_said", 0)  # unique, so that a page can find new lines
 
     def hear(self, run: str, news: StepNews) -> None:
-        """Say what is new in a step.
+        """Add the news of a step.
 
         Args:
-            run: Its name.
-            news: The step.
+            run: Name of the run.
+            news: News of the step.
         """
         for alarm in news.alarms:
             self._say(news.step, run, "alarm", alarm.message)
@@ -68,7 +68,7 @@ class AlarmList(LatestState):
             self.refresh()
 
     def learn(self, run: str, tree: xr.DataTree) -> None:
-        """Say what the record of a run holds, for a run that goes on from there."""
+        """Add the events in the record of a run that is continued."""
         if "events" not in tree.children:
             return
         events = tree.children["events"].to_dataset(inherit=False)
@@ -83,7 +83,7 @@ class AlarmList(LatestState):
     def _say(self, step: int, run: str, kind: str, text: str) -> None:
         self._n_said += 1
         line = {"number": self._n_said, "step": step, "run": run, "kind": kind, "text": text}
-        # Other lists: a page may be reading these.
+        # New lists are created, because a page may be reading the old ones.
         self.lines = [line, *self.lines][:_N_LINES]
         if kind in _LASTING and not any((each["run"], each["kind"]) == (run, kind) for each in self.first):
             self.first = [*self.first, line]

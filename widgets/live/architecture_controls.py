@@ -1,4 +1,4 @@
-"""The controls of one architecture, and the model that they stand for."""
+"""The controls of one architecture, and the model that they describe."""
 
 from __future__ import annotations
 
@@ -15,33 +15,31 @@ from workbench.errors import OptionError
 if TYPE_CHECKING:
     from workbench.tasks import Task
 
-#: Of every row of controls.
+#: Layout of every row of controls.
 ROW = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 10px"}
 LABEL = {"description_width": "initial"}
 NATURAL = {"width": "max-content", "max_width": "98%"}
 
 
 class ArchitectureControls:
-    """Family, norm, width and depth; or the name of a model of the user's own.
+    """Controls of family, norm, width and depth; or the name of a given model.
 
     Args:
-        architecture: A configuration of the zoo, which the controls then change; or a model, which is copied for each
-            run and never touched.
-        title: What the architecture is called on the page.
+        architecture: A configuration of the zoo, which the controls can change; or a model, which is copied for each
+            run and never changed.
+        title: Label of the architecture on the page.
 
     Attributes:
-        controls: Every control, to be watched or disabled; none for a model.
-        box: All of them.
+        controls: All controls; empty for a model.
+        box: The widget.
 
     Raises:
-        OptionError: If it is neither.
+        OptionError: If the architecture has another type.
     """
 
     def __init__(self, architecture: zoo.ArchitectureConfig | nn.Module, *, title: str = "architecture") -> None:
         if not isinstance(architecture, zoo.ArchitectureConfig | nn.Module):
-            raise OptionError(
-                f"The {title} is a {type(architecture).__name__}, expected a wb.zoo.ArchitectureConfig or a model."
-            )
+            raise OptionError.of(title, architecture, "a wb.zoo.ArchitectureConfig or a model")
         self.model = architecture if isinstance(architecture, nn.Module) else None
         self._config = architecture if isinstance(architecture, zoo.ArchitectureConfig) else zoo.ArchitectureConfig()
         config = self._config
@@ -59,21 +57,21 @@ class ArchitectureControls:
 
     @property
     def is_vision(self) -> bool | None:
-        """Whether it reads images; None: not known of a model."""
+        """Whether it reads images; None if unknown, as for a given model."""
         return None if self.model is not None else self.family.value == "vit"
 
     @property
     def names(self) -> tuple[str, str]:
-        """A short name, and one with width and depth, for two that are alike."""
+        """A short and a longer name of the architecture; either is used as the name of a run and of its files."""
         if self.model is not None:
-            n_weights = sum(parameter.numel() for parameter in self.model.parameters())
-            return type(self.model).__name__, f"{type(self.model).__name__}, {n_weights:,} weights"
+            n_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+            return type(self.model).__name__, f"{type(self.model).__name__}, {n_parameters:,} weights"
         norm = "no norm" if self.norm.value == "none" else self.norm.value.replace("_", " ")
         short = f"{self.family.value}, {norm}"
         return short, f"{short}, {self.d_model.value} wide, {self.n_layers.value} layers"
 
     def adapt(self) -> None:
-        """Offer the norms that the family has."""
+        """Offer the norms of the family."""
         norms = ("rms_norm",) if self.family.value == "mamba" else zoo.NORMS
         if self.norm.options != norms:
             norm = self.norm.value
@@ -81,14 +79,14 @@ class ArchitectureControls:
             self.norm.value = norm if norm in norms else norms[0]
 
     def build(self, task: Task, seed: int) -> nn.Module:
-        """A fresh model for a task, the same each time.
+        """Return a new model for a task, with the same initial parameters on each call.
 
         Raises:
-            OptionError: If the architecture is impossible.
+            OptionError: If the architecture is invalid.
         """
         if self.model is not None:
             return copy.deepcopy(self.model)
-        kind: Any = task  # of images or of tokens, which have fields of their own
+        kind: Any = task  # tasks of images and of tokens have different fields
         options = {"seed": seed, "d_model": self.d_model.value, "n_layers": self.n_layers.value}
         options["norm"] = self.norm.value
         if self.family.value == "vit":
@@ -101,7 +99,7 @@ class ArchitectureControls:
 
 
 def names_of(first: ArchitectureControls, second: ArchitectureControls) -> tuple[str, str]:
-    """Two different names of two architectures, which are names of files too."""
+    """Return different names of two architectures, which are also used as file names."""
     for one, other in zip(first.names, second.names, strict=True):
         if one != other:
             return one, other

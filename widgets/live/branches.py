@@ -1,4 +1,4 @@
-"""The folders of the runs of `LiveTraining`: a new one for each start and each restart, never overwritten."""
+"""Folders of the runs of `LiveTraining`: each start and restart has a new one, and none is overwritten."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NAME = re.compile(r"start-(\d+)")
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A checkpoint that a run has written.
+    """A checkpoint of a run.
 
     Attributes:
-        start: Number of the start, from 1.
+        start: Number of the start, counted from 1.
         run: Name of the run, as in `LiveTraining.runs`.
         step: Updates done.
         store: The run's store.
@@ -40,10 +40,10 @@ class SavedStep:
 
 
 class Branches:
-    """The folder of a `LiveTraining`: ``start-001/with KSS.zarr``, ``start-001/with KSS.checkpoints``, and so on.
+    """The folder of a `LiveTraining` with ``start-001/with KSS.zarr``, ``start-001/with KSS.checkpoints``, and so on.
 
     Args:
-        folder: May hold starts of earlier days.
+        folder: The folder; may contain earlier starts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,23 +51,23 @@ class Branches:
 
     @property
     def n_starts(self) -> int:
-        """Highest number of a start; 0: none yet."""
+        """Highest number of a start; 0 if there is none."""
         return max(self._starts(), default=0)
 
     def new(self) -> Path:
-        """The folder of the next start; created by the caller."""
+        """Return the folder of the next start, without creating it."""
         return self.place(self.n_starts + 1)
 
     def place(self, start: int) -> Path:
-        """The folder of a start."""
+        """Return the folder of a start."""
         return self.folder / f"start-{start:03d}"
 
     def stores(self, start: int) -> dict[str, Path]:
-        """The stores of a start by the name of the run; none if there is no such start."""
+        """Return the stores of a start by run; empty if there is no such start."""
         return {store.stem: store for store in sorted(self.place(start).glob("*.zarr"))}
 
     def saved_steps(self) -> list[SavedStep]:
-        """Every checkpoint; those of the latest start first, and of each the latest step first."""
+        """Return all checkpoints: the latest start first, and within a start the latest step first."""
         found = [
             SavedStep(start, checkpoints.stem, step, checkpoints.with_suffix(".zarr"))
             for start, place in self._starts().items()
@@ -77,15 +77,15 @@ class Branches:
         return sorted(found, key=lambda saved: (-saved.start, -saved.step, saved.run))
 
     def branch(self, origins: Mapping[str, SavedStep], stores: Mapping[str, Path]) -> None:
-        """Copy runs as they were at checkpoints to new places, all or none of them.
+        """Copy runs up to a checkpoint to new stores: all of them, or none if one fails.
 
         Args:
-            origins: Checkpoint by the name of the new run.
-            stores: Its store.
+            origins: Checkpoint by name of the new run.
+            stores: Store by name of the new run.
 
         Raises:
-            CheckpointError: If the checkpoint is gone.
-            StoreError: If the disk is full, or a place is taken.
+            CheckpointError: If the checkpoint no longer exists.
+            StoreError: If the disk is full, or a store exists.
         """
         try:
             for name, store in stores.items():
@@ -96,7 +96,7 @@ class Branches:
 
     @staticmethod
     def drop(place: Path) -> None:
-        """Remove the copies of a branch that could not begin."""
+        """Remove the copies of a branch that could not start."""
         shutil.rmtree(place, ignore_errors=True)
 
     def _starts(self) -> dict[int, Path]:
@@ -105,17 +105,17 @@ class Branches:
 
 
 def remarks_on(saved: Sequence[SavedStep], start: int, histories: Mapping[str, RunHistory]) -> dict[SavedStep, str]:
-    """Why a checkpoint of the present start is a good one to go back to, for those that are.
+    """Return remarks on the checkpoints of the current start that are recommended for a restart.
 
-    A checkpoint of the step that diverged would diverge again whatever is switched, and so does not count as before it.
+    A checkpoint at the step that diverged would diverge again, so it does not count as before the divergence.
 
     Args:
         saved: Checkpoints, the latest step first.
-        start: Number of the present start.
-        histories: Its runs by name, the first one first.
+        start: Number of the current start.
+        histories: Its runs by name, the first run first.
 
     Returns:
-        A remark for each chosen checkpoint; that before the divergence of the first run that diverged comes first.
+        A remark for each recommended checkpoint; the one before the divergence of the first diverged run comes first.
     """
     remarks: dict[SavedStep, str] = {}
     for name, history in histories.items():
@@ -123,16 +123,17 @@ def remarks_on(saved: Sequence[SavedStep], start: int, histories: Mapping[str, R
         for what, step in (("divergence", history.diverged_at), ("first alarm", history.first_alarm)):
             before = next((each for each in own if step is not None and each.step < step), None)
             if before is not None:
-                also = f"{remarks[before]} and " if before in remarks else "the last before "
+                also = f"{remarks[before]} and " if before in remarks else "last before "
                 remarks[before] = f"{also}the {what} at step {step}"
     return remarks
 
 
 def best_step(saved: Sequence[SavedStep], start: int, histories: Mapping[str, RunHistory]) -> SavedStep | None:
-    """The checkpoint to go back to unless another one is chosen.
+    """Return the default checkpoint for a restart.
 
     Returns:
-        The latest before the divergence where a run diverged and has one, else the latest of all; None: there is none.
+        The latest before the divergence of the first diverged run that has one, else the latest of all; None if there
+        is no checkpoint.
     """
     for name, history in histories.items():
         if history.diverged_at is not None:

@@ -1,4 +1,4 @@
-"""The buttons of `LiveTraining`: start, pause, stop, and restart from a checkpoint."""
+"""Buttons of `LiveTraining`: start, pause, stop, and restart from a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import ipywidgets
 
-from workbench.widgets.live.live_runs import OVER, PAUSED, PAUSING, STOPPING
+from workbench.widgets.live.live_runs import ENDED, PAUSED, PAUSING, STOPPING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 
 class Owner(Protocol):
-    """What the buttons control."""
+    """The widget that the buttons control."""
 
-    on_click: Callable[..., None]
+    _on_click: Callable[..., None]
 
     def start(self) -> None:
-        """Train from the start."""
+        """Train from the beginning."""
 
     def pause(self) -> None:
-        """Hold."""
+        """Pause after the current step."""
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue after a pause."""
 
     def stop(self) -> None:
-        """End the runs."""
+        """End the runs after the current step."""
 
     def restart(self, checkpoint: SavedStep | None = None) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
 
 
 class Buttons:
@@ -43,26 +43,26 @@ class Buttons:
 
     Attributes:
         start: Button.
-        pause: Button, "Resume" in a pause.
-        stop: Button, "Stop now" while the runs are ending.
+        pause: Button; "Resume" during a pause.
+        stop: Button; "Stop now" while the runs are ending.
         restart: Button.
-        choice: List of the checkpoints to restart from; the best one is chosen until the user chooses another.
-        controls: All of them.
-        box: The row.
+        choice: List of checkpoints to restart from; the best one is chosen until the user chooses another.
+        controls: All controls.
+        box: The widget.
     """
 
     def __init__(self, owner: Owner) -> None:
         def button(text: str, tip: str, act: Callable[[], None]) -> ipywidgets.Button:
             made = ipywidgets.Button(description=text, tooltip=tip, layout={"width": "max-content", "min_width": "8em"})
-            owner.on_click(made, lambda _: act())
+            owner._on_click(made, lambda _: act())
             return made
 
-        self.start = button("Start", "Train afresh with the settings above", owner.start)
-        self.pause = button("Pause", "Hold after the present step, or go on", self._pause_or_resume)
-        self.stop = button("Stop", "End the runs and close their records; a second time: end them at once", owner.stop)
+        self.start = button("Start", "Train from the beginning with the settings above", owner.start)
+        self.pause = button("Pause", "Pause after the current step, or resume", self._pause_or_resume)
+        self.stop = button("Stop", "End the runs and close their records; press again to end immediately", owner.stop)
         self.restart = button(
             "Restart",
-            "Go on from the checkpoint on the right, in a new branch",
+            "Continue from the checkpoint on the right in a new branch",
             lambda: owner.restart(self.choice.value),
         )
         self.start.button_style = "primary"
@@ -84,20 +84,20 @@ class Buttons:
     def offer(
         self, state: str, saved: Sequence[SavedStep], best: SavedStep | None, remarks: Mapping[SavedStep, str]
     ) -> None:
-        """Enable what makes sense.
+        """Enable the buttons that apply to a state, and list the checkpoints.
 
         Args:
-            state: As of `LiveTraining.state`.
-            saved: Every checkpoint, in the order of the list.
-            best: The one to restart from unless the user has chosen another.
-            remarks: What to say of some of them; these are listed first.
+            state: State as in `LiveTraining.state`.
+            saved: All checkpoints, in the order of the list.
+            best: The default checkpoint.
+            remarks: Remarks on recommended checkpoints, which are listed first.
         """
-        is_running = state not in ("ready", OVER)
+        is_running = state not in ("ready", ENDED)
         ordered = [*remarks, *(each for each in saved if each not in remarks)]
         options = [(f"{each}: {remarks[each]}" if each in remarks else str(each), each) for each in ordered]
         chosen = self.choice.value
         if list(self.choice.options) != options:
-            keeps = chosen in saved and chosen != self._best  # what was best stays the best, another choice itself
+            keeps = chosen in saved and chosen != self._best  # a choice of the user is kept, the default follows `best`
             self.choice.options = options
             self.choice.value = chosen if keeps else best
         elif chosen == self._best:

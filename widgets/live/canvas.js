@@ -1,10 +1,10 @@
-// A picture costs a core some 40 ms: six of them a second leave it to training.
+// Drawing takes about 40 ms of a core, so six drawings a second leave most of it to training.
 const PICTURE_MS = 160;
 const TRACES_EVERY_MS = 300;
-// Without a word from the kernel, which says every 5 seconds that it is there while runs go on.
+// Maximum time without a message; the kernel sends one at least every 5 seconds while runs are active.
 const SILENT_MS = 20_000;
 
-// A trace with the lines that mark the step that is shown and the one under the pointer.
+// A trace with the lines that mark the displayed step and the step under the pointer.
 function makeTraceBox(trace) {
   const box = made("div", "workbench-live-trace"), canvas = made("canvas");
   const shown = made("i", "workbench-live-shown"), under = made("i", "workbench-live-under");
@@ -28,12 +28,12 @@ function makePanel(run, tip, signal) {
 
 function render({ model, el, signal }) {
   el.classList.add("workbench-live");
-  const accounts = made("div", "workbench-live-accounts"), status = made("div", "workbench-live-status", "The picture appears when its cell has run.");
+  const accounts = made("div", "workbench-live-accounts"), status = made("div", "workbench-live-status", "The figure appears when its cell has run.");
   status.setAttribute("role", "status");
   const maps = made("div", "workbench-live-maps"), key = made("div", "workbench-live-keys");
-  const zoom = made("button", "workbench-live-zoom", "zoom to 1"), words = made("div", "workbench-live-keys");
+  const zoom = made("button", "workbench-live-zoom", "Zoom to 1"), words = made("div", "workbench-live-keys");
   zoom.type = "button";
-  zoom.title = "Show the square around 1, true to scale, where most modes are; or the whole plane";
+  zoom.title = "Show only the square around 1 on a linear scale, where most modes are, or the full plane";
   zoom.setAttribute("aria-pressed", "false");
   key.append(words, zoom);
   const plots = made("div", "workbench-live-plots"), legend = made("div", "workbench-live-keys");
@@ -48,7 +48,7 @@ function render({ model, el, signal }) {
   accounts.setAttribute("aria-label", "First alarms");
   el.replaceChildren(accounts, status, scrubber.box, body, tip.box);
 
-  // Painting costs most: a map is redrawn when its modes are new, the traces a few times a second.
+  // Painting is the slowest part: a map is redrawn only when its modes are new, the traces a few times a second.
   let panels = [], recent = [], isStale = true, tracesAt = 0, later = null, latest = null, told = null;
   const setText = (element, text) => {
     if (element.textContent !== text) element.textContent = text;
@@ -69,11 +69,11 @@ function render({ model, el, signal }) {
       each.axis = drawTrace(each.canvas, theme, each.trace, runs, earlier, content.n_steps);
       mark(each.shown, each.axis, content.step);
       const ends = runs.map((run) => `${run.name} ${threeDigits(run.traces[each.trace.name].value.at(-1) ?? null)}`);
-      each.canvas.setAttribute("aria-label", `${each.trace.title} over the steps; now ${ends.join(", ")}`);
+      each.canvas.setAttribute("aria-label", `${each.trace.title} over steps; latest: ${ends.join(", ")}`);
     }
   };
 
-  // The first alarm of each run and its likely cause, which stay in sight.
+  // The first alarm of each run and its likely cause, which stay visible.
   const showAccounts = (runs) => {
     const told = runs.filter((run) => run.account), whole = JSON.stringify(told.map((run) => [run.name, run.account]));
     if (accounts.madeOf === whole) return;
@@ -133,15 +133,15 @@ function render({ model, el, signal }) {
     isStale = false;
   };
 
-  // A kernel that is gone says nothing more, and the page must not go on to say "training".
+  // A kernel that has ended sends no messages, and the page must not continue to show "training".
   const showStatus = () => {
-    if (!latest && silenceOf(model) > SILENT_MS / 2) setText(status, "The kernel does not answer. If the cell has run, load the page again; else run it again.");
+    if (!latest && silenceOf(model) > SILENT_MS / 2) setText(status, "The kernel does not respond. If the cell has run, reload the page; otherwise run the cell again.");
     if (!latest) return;
     const isCut = el.closest(".jupyter-widgets-disconnected") !== null, silence = silenceOf(model);
     const isGone = isCut || (latest.content.is_active && silence > SILENT_MS);
     el.classList.toggle("workbench-live-gone", isGone);
-    const what = isCut ? "The kernel is gone" : `Nothing has been heard from the kernel for ${Math.round(silence / 1000)} s: it is gone, or its machine stands still`;
-    setText(status, isGone ? `${what}. The picture is the last that came; run the cell again.` : latest.content.status);
+    const what = isCut ? "The kernel has ended" : `No message from the kernel for ${Math.round(silence / 1000)} s: it has ended, or its machine is suspended`;
+    setText(status, isGone ? `${what}. The figure shows the last state received; run the cell again.` : latest.content.status);
   };
   const watch = setInterval(() => {
     showStatus();
@@ -150,8 +150,8 @@ function render({ model, el, signal }) {
   for (const each of traces) {
     const stepAt = (event) => {
       if (!each.axis) return null;
-      const share = (event.offsetX - each.axis.left) / (each.axis.right - each.axis.left);
-      return share < -0.02 || share > 1.02 ? null : Math.min(Math.max(Math.round(share * each.axis.last), 0), each.axis.last);
+      const fraction = (event.offsetX - each.axis.left) / (each.axis.right - each.axis.left);
+      return fraction < -0.02 || fraction > 1.02 ? null : Math.min(Math.max(Math.round(fraction * each.axis.last), 0), each.axis.last);
     };
     const leave = () => {
       tip.hide();

@@ -1,4 +1,4 @@
-"""Where a widget was made and who hears it: a new one takes the place of those of its cell and of its folder."""
+"""Notebook cells of widgets: a new widget replaces those of the same cell and those with the same folder."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, Protocol
 
 
 class Replaceable(Protocol):
-    """A widget whose training can be ended by another."""
+    """A widget whose training another widget can end."""
 
-    def retire(self, reason: str) -> None:
-        """End the training, and say why."""
+    def _retire(self, reason: str) -> None:
+        """End the training and show the reason."""
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a widget was made.
+    """Where a widget was created.
 
     Attributes:
-        cell: Identifier of the notebook's cell; None: not made in one.
-        execution: Identifier of this run of the cell.
-        folder: Folder in which it records.
+        cell: Identifier of the notebook cell; None outside of a notebook.
+        execution: Identifier of the execution of the cell.
+        folder: Folder for the records.
     """
 
     cell: str | None
@@ -31,50 +31,50 @@ class _Origin:
     folder: Path
 
 
-_made: list[tuple[weakref.ref[Any], _Origin]] = []
+_created: list[tuple[weakref.ref[Any], _Origin]] = []
 
 
 def succeed(widget: Replaceable, folder: Path) -> None:
-    """End the training of widgets whose place a new one takes.
+    """End the training of widgets that a new one replaces.
 
-    A cell that is run again replaces its own widgets of the earlier execution; several widgets of one execution stay
-    beside each other. Two widgets never write into one folder.
+    A cell that is run again replaces its widgets of the previous execution; several widgets of one execution coexist.
+    Two widgets never write into the same folder.
 
     Args:
-        widget: The new one.
-        folder: Folder in which it records.
+        widget: The new widget.
+        folder: Folder for its records.
     """
     origin = _Origin(*_present_cell(), folder.absolute())
-    _made[:] = [(made, other) for made, other in _made if made() is not None]
-    for made, other in _made:
-        old = made()
+    _created[:] = [(reference, other) for reference, other in _created if reference() is not None]
+    for reference, other in _created:
+        old = reference()
         if old is None:
             continue
         if origin.cell is not None and other.cell == origin.cell and other.execution != origin.execution:
-            old.retire("its cell was run again")
+            old._retire("its cell was run again")
         elif other.folder == origin.folder:
-            old.retire("another one records into its folder")
-    _made.append((weakref.ref(widget), origin))
+            old._retire("another widget records into the same folder")
+    _created.append((weakref.ref(widget), origin))
 
 
 def forget(widget: Replaceable) -> None:
-    """A widget is closed: it has no place any more."""
-    _made[:] = [(made, origin) for made, origin in _made if made() not in (None, widget)]
+    """Remove a closed widget from the list of widgets."""
+    _created[:] = [(reference, origin) for reference, origin in _created if reference() not in (None, widget)]
 
 
 def page_thread() -> str | None:
-    """The thread in which the kernel hears the page of the present context; None: the one in which cells run."""
+    """Return the kernel thread that receives messages of the current page; None for the thread of the cells."""
     return _present_request().get("header", {}).get("subshell_id")
 
 
 def _present_cell() -> tuple[str | None, str | None]:
-    """The cell that runs now and its execution, as the notebook's front end names them; None in a script."""
+    """Return the identifiers of the running cell and its execution from the notebook's front end; None in a script."""
     request = _present_request()
     return request.get("metadata", {}).get("cellId"), request.get("header", {}).get("msg_id")
 
 
 def _present_request() -> dict[str, Any]:
-    """The message of the front end that the present context answers; empty in a script."""
+    """Return the front end's message that the current context answers; empty in a script."""
     if "IPython" not in sys.modules:
         return {}
     from IPython import get_ipython

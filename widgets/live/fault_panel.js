@@ -10,8 +10,8 @@ function render({ model, el, signal }) {
       const toggle = made("button", "workbench-faults-switch"), word = made("span", "workbench-faults-word");
       toggle.type = "button";
       toggle.setAttribute("role", "switch");
-      toggle.title = "A fault of the run “with faults”, on or off from its next step on";
-      word.setAttribute("aria-hidden", "true"); // a switch says itself whether it is on
+      toggle.title = "Switch this fault of the run “with faults” on or off, from its next step";
+      word.setAttribute("aria-hidden", "true"); // the state of a switch is already accessible
       toggle.append(made("span", "workbench-faults-knob"), word, made("b", "", fault.name), `: ${fault.effect}`);
       toggle.onclick = () => model.send({ turn: { [fault.name]: toggle.getAttribute("aria-checked") !== "true" } });
       switches.set(fault.name, { toggle, word });

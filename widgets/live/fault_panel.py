@@ -1,4 +1,4 @@
-"""The switches of faults on the page, each bound to its fault both ways."""
+"""Switches of faults on the page, each synchronized with its fault in both directions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 class FaultPanel(LatestState):
     """One switch for each fault, with a description of its effect.
 
-    Like `KSSPanel`, the page sends the user's actions and shows the state of the kernel: a switch follows its fault,
-    also when code or a schedule changes it.
+    As in `KSSPanel`, the page sends the user's actions and shows the state of the kernel. A switch follows its fault
+    when code or a schedule changes it.
 
     Args:
-        faults: Faults to switch, at most one of a kind.
-        guarded: Wraps the requests of the page, so that an error is shown to the user.
+        faults: Faults to switch, at most one of each kind.
+        guarded: Wraps the requests of the page, so that errors are shown to the user.
     """
 
     _esm = script("latest_state.js", "fault_panel.js")
@@ -33,14 +33,14 @@ class FaultPanel(LatestState):
         self._undo = [fault.observe(lambda name, before, after: self.refresh()) for fault in faults]
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """The switches as they are."""
+        """Return the state of the switches."""
         faults = [
             {"name": fault.name, "effect": fault.effect, "enabled": fault.enabled} for fault in self.faults.values()
         ]
         return {"faults": faults}, []
 
     def close(self) -> None:
-        """Remove the panel; the faults stay as they are."""
+        """Remove the panel; the faults stay unchanged."""
         while getattr(self, "_undo", None):
             self._undo.pop()()
         super().close()

@@ -1,4 +1,4 @@
-"""The drawn data of one run while it trains: its traces so far, and its current modes."""
+"""The displayed data of one run during training: its traces so far, and its current modes."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms.probe_alarms import Check
     from workbench.widgets.live.step_news import StepNews
 
-#: The traces, top to bottom, by the names that they have in a run.
+#: Names of the traces in a run, from top to bottom.
 TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius", "evidence")
 _TITLES = {
-    "near_unit_mass": {"long_name": "near-unit mass, mean of the layers"},
-    "spectral_radius": {"long_name": "spectral radius, largest of the layers"},
+    "near_unit_mass": {"long_name": "near-unit mass, mean over layers"},
+    "spectral_radius": {"long_name": "spectral radius, largest over layers"},
 }
-#: Parts that a longer trace is cut into; of each, the lowest and the highest value are drawn.
+#: Number of parts of a longer trace; only the lowest and the highest value of each part are drawn.
 _N_PARTS = 300
-#: Marks of probes of one kind that are shown at most.
+#: Maximum number of displayed marks of probes of one kind.
 _N_MARKS = 400
-#: Spectra that are kept until they are certainly in the store; those before are read from there.
+#: Number of spectra kept in memory until they are in the store; earlier ones are read from the store.
 _N_KEPT = 64
 
 
 @dataclass(frozen=True)
 class LiveModes:
-    """The modes of one moment.
+    """The modes at one step.
 
     Attributes:
-        step: Updates done before it.
+        step: The step, the number of completed updates.
         points: Real and imaginary parts, float32, shape (mode, 2).
-        layer: Layer of each mode, uint8 (the last one stands for all beyond it).
+        layer: Layer of each mode, uint8; layers beyond 255 are stored as 255.
         is_reliable: Whether each mode is reliable, uint8.
-        near_unit_mass: Mean over the layers.
-        spectral_radius: The largest of the layers'.
-        near_unit: Bounds of the moduli that count as near unit.
+        near_unit_mass: Mean over layers.
+        spectral_radius: Largest over layers.
+        near_unit: Bounds of the moduli of the near-unit band.
     """
 
     step: int
@@ -63,7 +63,7 @@ class LiveModes:
 
     @classmethod
     def of(cls, spectra: xr.Dataset) -> LiveModes:
-        """Make it from spectra with a ``step`` dimension of one."""
+        """Create the modes from spectra with a ``step`` dimension of size 1."""
         eigenvalue = spectra["eigenvalue"].values[0]
         layer, mode = np.nonzero(np.isfinite(eigenvalue))
         chosen = eigenvalue[layer, mode]
@@ -79,23 +79,23 @@ class LiveModes:
 
 
 class RunHistory:
-    """Everything the page shows of one run. One thread adds to it, any thread may read it.
+    """The displayed data of one run; one thread adds to it, any thread may read it.
 
     Args:
-        n_steps: Steps that the run can have.
-        store: Store of the run, from which modes of earlier steps are read; None: only the latest are known.
-        n_kept: Spectra to keep until they are in the store.
+        n_steps: Maximum number of steps of the run.
+        store: Store of the run, from which modes of earlier steps are read; None if only the latest are available.
+        n_kept: Number of spectra to keep in memory.
 
     Attributes:
-        n_done: Steps done.
+        n_done: Completed steps.
         n_layers: Layers of the model; 0 until there are spectra.
-        modes: The latest; None until there are any.
-        verdict: Outcome of the run, such as ``"diverged at step 42"``; empty while it goes on.
+        modes: The latest modes; None until there are any.
+        verdict: Outcome of the run, such as ``"diverged at step 42"``; empty while it is running.
         is_broken: Whether it ended in a divergence or an error.
-        diverged_at: Step at which it diverged; None: it has not.
-        is_watched: Whether alarms listen to it.
-        events: Faults, alarms and what they were put down to.
-        nearest: Signal with the strongest evidence in the latest row; empty: none is known.
+        diverged_at: Step at which it diverged; None if it has not.
+        is_watched: Whether it has alarms.
+        events: Faults, alarms and attributions.
+        nearest: Signal with the strongest evidence in the latest row; empty if unknown.
     """
 
     def __init__(self, n_steps: int, store: Path | None = None, *, n_kept: int = _N_KEPT) -> None:
@@ -116,7 +116,7 @@ class RunHistory:
 
     @classmethod
     def of(cls, run: xr.DataTree, n_steps: int, store: Path | None = None, *, n_kept: int = _N_KEPT) -> RunHistory:
-        """Make it from a run's record so far, for a run that continues from there, or has ended."""
+        """Create the history from the record of a run that is continued or has ended."""
         history = cls(n_steps, store, n_kept=n_kept)
         if "monitors" not in run.children:
             return history
@@ -149,7 +149,7 @@ class RunHistory:
         return history
 
     def add(self, news: StepNews) -> None:
-        """Take in one step."""
+        """Add one step."""
         self._values[:2, news.step] = news.loss, news.grad_norm
         self._has_kss[news.step] = news.kss_enabled
         self._has_fault[news.step] = bool(news.active_faults)
@@ -173,17 +173,17 @@ class RunHistory:
 
     @property
     def recorded_steps(self) -> np.ndarray:
-        """Steps at which spectra were recorded, rising."""
+        """Steps with recorded spectra, in increasing order."""
         return np.flatnonzero(self._has_spectra[: self.n_done])
 
     def spectra_at(self, step: int | None = None) -> xr.Dataset | None:
-        """The spectra of the latest recorded step up to this one, with a ``step`` dimension of one.
+        """Return the spectra of the latest recorded step up to a step, with a ``step`` dimension of size 1.
 
         Args:
-            step: None: the latest of all.
+            step: The step; None for the latest recorded one.
 
         Returns:
-            None if there are none, or their step could not be written.
+            The spectra; None if there are none, or if they could not be written.
         """
         recorded = self.recorded_steps
         last = len(recorded) if step is None else int(np.searchsorted(recorded, step, side="right"))
@@ -196,28 +196,28 @@ class RunHistory:
         try:
             spectra = spectra_of(open_run(self.store))
             return spectra.sel(step=[at]).load()
-        except (StoreError, SchemaError, OSError, KeyError):  # not written, as the disk was full, or removed
+        except (StoreError, SchemaError, OSError, KeyError):  # not written because the disk was full, or removed
             return None
 
     def modes_at(self, step: int | None = None) -> LiveModes | None:
-        """The modes of the latest recorded step up to this one; of all, if None."""
+        """Return the modes of the latest recorded step up to a step; None for the latest of all."""
         if step is None or (self.modes is not None and self.modes.step <= step):
             return self.modes
         spectra = self.spectra_at(step)
         return None if spectra is None else LiveModes.of(spectra)
 
     def values_at(self, step: int) -> dict[str, float]:
-        """The values of all traces at a step; NaN where there is none."""
+        """Return the values of all traces at a step; NaN for missing values."""
         inside = 0 <= step < self.n_done
         return {name: float(self._values[row, step]) if inside else math.nan for row, name in enumerate(TRACES)}
 
     @property
     def first_alarm(self) -> int | None:
-        """Step of the first alarm; None: there was none."""
+        """Step of the first alarm; None if there was none."""
         return next((event.step for event in list(self.events) if event.kind == "alarm"), None)
 
     def as_run(self) -> xr.DataTree:
-        """The traces as a run, for figures of `workbench.plots`: they are monitors, one of each name in ``TRACES``."""
+        """Return the traces as monitors of a run with the names in ``TRACES``, for figures of `workbench.plots`."""
         import xarray as xr
 
         step = np.arange(self.n_done)
@@ -234,7 +234,7 @@ class RunHistory:
 
     @property
     def account(self) -> str:
-        """The first alarm and its likely cause, or that there was none; empty if no alarms listen."""
+        """A sentence on the first alarm and its likely cause, or that there was none; empty without `Alarms`."""
         return account_of(list(self.events), last_step=max(self.n_done - 1, 0), is_watched=self.is_watched)
 
     @property
@@ -243,28 +243,28 @@ class RunHistory:
         return any(event.kind == "alarm" for event in list(self.events))
 
     def checked(self, *, is_sound: bool) -> list[int]:
-        """Steps of the measurements of probes that were sound, or that found a fault; of many, evenly chosen ones."""
+        """Return the steps at which probes found no fault (or a fault), thinned out evenly if there are many."""
         steps = {check.step for check in list(self._checks) if check.is_sound is is_sound}
-        if not is_sound:  # every batch is checked, and its alarm is the only trace of that
+        if not is_sound:  # every batch is checked; only alarms are recorded
             steps |= {event.step for event in list(self.events) if event.kind == "alarm" and event.source == "data"}
         return sorted(steps)[:: -(-len(steps) // _N_MARKS) or 1]
 
     def trace(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values of one trace, as float32; long ones as their lowest and highest value in each part."""
+        """Return steps and values of a trace as float32; of a long trace, the lowest and highest value of each part."""
         values = self._values[TRACES.index(name), : self.n_done]
         step = np.flatnonzero(np.isfinite(values))
         return _thinned(step.astype(np.float32), values[step])
 
     def kss_spans(self) -> list[tuple[int, int]]:
-        """First step, and first step after, of each stretch with KSS on; gaps too short to be seen are left out."""
+        """Return (first step, step after the last) of each stretch with KSS on, ignoring gaps too short to see."""
         return _spans(self._has_kss[: self.n_done])
 
     def fault_spans(self) -> list[tuple[int, int]]:
-        """The same of stretches with any fault on."""
+        """Return (first step, step after the last) of each stretch with any fault on."""
         return _spans(self._has_fault[: self.n_done])
 
     def latest(self, name: str) -> float:
-        """The last value of a trace; NaN if it is not finite or there is none."""
+        """Return the last value of a trace; NaN if it is not finite or missing."""
         return float(self._values[TRACES.index(name), self.n_done - 1]) if self.n_done else math.nan
 
     def _take_evidence(self, step: int, values: np.ndarray, names: np.ndarray) -> None:
@@ -277,7 +277,7 @@ class RunHistory:
     def _take(self, spectra: xr.Dataset) -> LiveModes:
         self.n_layers = spectra.sizes["layer"]
         modes = LiveModes.of(spectra)
-        kept = {**self._kept, modes.step: spectra}  # another dict: a page may be reading this one
+        kept = {**self._kept, modes.step: spectra}  # a new dict, because a page may be reading the old one
         self._kept = dict(list(kept.items())[-self._n_kept :])
         self.modes = modes
         return modes
@@ -289,16 +289,16 @@ class RunHistory:
 def pack(
     histories: Mapping[str, RunHistory], modes: Mapping[str, LiveModes | None], *, has_traces: bool = True
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """All of it for the page: a small description of each run, and its buffers.
+    """Return the histories for the page: a JSON description and binary buffers of each run.
 
     Args:
-        histories: By the name of the run.
-        modes: The modes to show of each run.
-        has_traces: Whether the traces are among the buffers.
+        histories: Histories by run.
+        modes: Modes to show, by run.
+        has_traces: Whether to include the traces in the buffers.
 
     Returns:
-        runs: Dicts, one per run.
-        buffers: Buffers of each run: its points, layers and reliable modes, then steps and values of each trace.
+        runs: One dict per run.
+        buffers: For each run its points, layers and reliability, then steps and values of each trace.
     """
     runs, buffers = [], []
     for name, history in histories.items():
@@ -331,7 +331,7 @@ def pack(
 
 
 def pack_traces(history: RunHistory) -> list[bytes]:
-    """Steps and values of each trace, as float32."""
+    """Return steps and values of each trace as float32 buffers."""
     return [array.tobytes() for trace in TRACES for array in history.trace(trace)]
 
 
@@ -348,13 +348,13 @@ def _thinned(step: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarra
         return step, value
     starts = np.linspace(0, len(step), _N_PARTS, endpoint=False).astype(int)
     low, high = np.minimum.reduceat(value, starts), np.maximum.reduceat(value, starts)
-    # The newest value is drawn as it is, for the eye follows it.
+    # The newest value is always drawn.
     ends = np.append(np.repeat(step[starts], 2), step[-1]), np.append(np.stack([low, high], -1).ravel(), value[-1])
     return ends[0].astype(np.float32), ends[1].astype(np.float32)
 
 
 def _plain(value: float) -> float | None:
-    """Convert a number for JSON."""
+    """Return a number for JSON; None if it is not finite."""
     return value if math.isfinite(value) else None
 
 

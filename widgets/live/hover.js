@@ -1,8 +1,8 @@
-// What is under the pointer, in a small box beside it.
+// A tooltip for the object under the pointer.
 function makeTip(root) {
   const box = made("div", "workbench-live-tip");
   box.hidden = true;
-  box.setAttribute("aria-hidden", "true"); // the slider and the labels of the pictures say the same
+  box.setAttribute("aria-hidden", "true"); // the slider and the labels of the figures contain the same text
   root.append(box);
   return {
     box,
@@ -22,7 +22,7 @@ function makeTip(root) {
 
 const signed = (value) => `${value < 0 ? "−" : "+"} ${Math.abs(value).toPrecision(3)}i`;
 
-// The nearest mode within a few pixels of a place on a plane; null: none.
+// The nearest mode within a few pixels of a position on a plane; null if there is none.
 function modeNear(canvas, modes, decades, isNear, x, y) {
   const place = placesOn(canvas.clientWidth, canvas.clientHeight, modes, decades, isNear);
   let best = null, least = 14 ** 2;
@@ -48,7 +48,7 @@ function hoverPlane(canvas, tip, signal, now) {
   canvas.addEventListener("pointerleave", tip.hide, { signal });
 }
 
-// The value of a trace at a step, or at the one before it that is drawn.
+// The value of a trace at a step, or at the previous drawn step.
 function valueAt({ step, value }, at) {
   let low = 0, high = step.length;
   while (low < high) {

@@ -1,4 +1,4 @@
-const LOWEST = -3, HIGHEST = 3; // of the slider, powers of ten
+const LOWEST = -3, HIGHEST = 3; // range of the slider, in powers of ten
 
 const SIGNIFICANT = (value) => Number(value.toPrecision(3));
 
@@ -11,7 +11,7 @@ function render({ model, el, signal }) {
   toggle.type = "button";
   toggle.setAttribute("role", "switch");
   toggle.setAttribute("aria-label", "KSS");
-  toggle.title = "Koopman Spectral Shaping, on or off: of the run “with KSS”, from its next step on";
+  toggle.title = "Switch Koopman Spectral Shaping of the run “with KSS” on or off, from its next step";
   const word = made("b");
   toggle.append(made("span", "workbench-kss-knob"), word);
 
@@ -22,16 +22,16 @@ function render({ model, el, signal }) {
     box.append(input);
     return [box, input];
   };
-  const [strengthBox, strength] = field("strength", "Weight of the penalty", 0, "any");
+  const [strengthBox, strength] = field("strength", "Regularization strength", 0, "any");
   const [intervalBox, interval] = field("every", "Steps between two applications", 1, 1);
   intervalBox.append("steps");
   const slider = made("input");
-  Object.assign(slider, { type: "range", min: LOWEST, max: HIGHEST, step: 0.05, title: "Weight of the penalty, logarithmic" });
+  Object.assign(slider, { type: "range", min: LOWEST, max: HIGHEST, step: 0.05, title: "Regularization strength, logarithmic scale" });
   slider.setAttribute("aria-label", "strength of KSS, logarithmic");
   strengthBox.prepend(strengthBox.firstChild, slider);
   el.replaceChildren(toggle, strengthBox, intervalBox);
 
-  // A drag gives many values: the first at once, then the latest, at most 20 times a second.
+  // Dragging produces many values: the first is sent immediately, then the latest, at most 20 times a second.
   let waiting = null, timer = null;
   const send = (controls) => {
     waiting = { ...waiting, ...controls };

@@ -1,4 +1,4 @@
-"""The controls of KSS on the page, bound to a `workbench.KSS` both ways."""
+"""Controls of KSS on the page, synchronized with a `workbench.KSS` in both directions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class KSSPanel(LatestState):
-    """A switch, a strength and an interval.
+    """Controls of switch, strength and interval.
 
-    The page sends only the user's actions, so it can never restore an old value; it shows the state of the kernel.
+    The page sends only the user's actions and shows the state of the kernel, so it can never restore an old value.
 
     Args:
         kss: The KSS to control.
-        guarded: Wraps the requests of the page, so that a refusal is shown to the user.
+        guarded: Wraps the requests of the page, so that errors are shown to the user.
     """
 
     _esm = script("latest_state.js", "kss_panel.js")
@@ -32,12 +32,12 @@ class KSSPanel(LatestState):
         self._stop_observing = kss.observe(lambda name, before, after: self.refresh())
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """The controls as they are."""
+        """Return the state of the controls."""
         control = self.kss.control
         return {"enabled": control.enabled, "strength": control.strength, "interval": control.interval}, []
 
     def close(self) -> None:
-        """Remove the panel; KSS stays as it is."""
+        """Remove the panel; KSS stays unchanged."""
         if hasattr(self, "_stop_observing"):
             self._stop_observing()
         super().close()
@@ -50,5 +50,5 @@ class KSSPanel(LatestState):
     def _set_as_asked(self, controls: dict[str, Any]) -> None:
         try:
             self.kss.set(**controls)
-        finally:  # a refused value has to go from the page, too
+        finally:  # the page must also drop a rejected value
             self.refresh()

@@ -1,5 +1,5 @@
-// The page's end of LatestState. Every view of a model draws the same state; it is painted in an animation frame, and the
-// kernel is notified after it, at most once in so many milliseconds, which leaves time for training.
+// The page's side of LatestState. Every view of a model draws the same state. It is painted in an animation frame, and the
+// kernel is notified afterwards. Notifications are at least MILLISECONDS apart, which leaves time for training.
 const MILLISECONDS = 60;
 const links = new WeakMap();
 
@@ -25,7 +25,7 @@ function linkTo(model) {
     requestAnimationFrame(paint);
   };
   model.on("msg:custom", (content, buffers) => {
-    link.heardAt = performance.now(); // {is_alive: true} says no more
+    link.heardAt = performance.now(); // {is_alive: true} has no other effect
     if (content.are_you_there) model.send({ painted: link.painted, again: true });
     if (content.number === undefined) return;
     link.content = content;
@@ -36,14 +36,14 @@ function linkTo(model) {
   return link;
 }
 
-// Draw with `draw(content, buffers)` whenever there is new content, until the view is removed; returns a function that
-// redraws the present content. Two states are at least so many milliseconds apart.
+// Calls `draw(content, buffers)` whenever there is new content, until the view is removed; returns a function that redraws
+// the current content. Two states are at least `least` milliseconds apart.
 function follow(model, signal, draw, least = MILLISECONDS) {
   const link = linkTo(model);
   link.least = least;
   link.views.add(draw);
   signal.addEventListener("abort", () => link.views.delete(draw));
-  // Asked again until there is an answer: a notebook that is opened again shows its widgets before they are connected.
+  // The request is repeated until there is an answer, because a reopened notebook shows widgets before they are connected.
   const ask = (wait) => {
     if (signal.aborted || link.content !== null) return;
     try {
@@ -58,10 +58,10 @@ function follow(model, signal, draw, least = MILLISECONDS) {
   return link.schedule;
 }
 
-// Milliseconds since the kernel was last heard.
+// Milliseconds since the last message of the kernel.
 const silenceOf = (model) => performance.now() - linkTo(model).heardAt;
 
-// Call when JupyterLab's theme changes, and once its colours are loaded.
+// Calls a function after JupyterLab's theme has changed and its colors are loaded.
 function onTheme(signal, act) {
   const theme = new MutationObserver(() => setTimeout(act, 50));
   theme.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });

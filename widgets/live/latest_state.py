@@ -1,4 +1,4 @@
-"""A widget that shows the latest state of something that changes faster than a page can draw."""
+"""A widget for a state that changes faster than the page can draw it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import anywidget
 
-#: Seconds without an answer after which the next state is sent all the same: a kernel at work cannot read answers.
+#: Seconds without an answer after which the next state is sent anyway, because a busy kernel cannot read answers.
 _BLIND_EVERY = 1.0
-#: Seconds without an answer after which a page is only asked whether it is still there.
+#: Seconds without an answer after which the page is only asked whether it is still open.
 _BLIND_FOR = 600.0
 #: Seconds between two such questions; doubled each time.
 _PATIENCE = 5.0
@@ -20,24 +20,24 @@ _LONGEST_PATIENCE = 60.0
 
 
 def script(*names: str) -> str:
-    """Scripts or styles of this folder as one text."""
+    """Return scripts or styles of this folder as one text."""
     return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
 
 
 class LatestState(anywidget.AnyWidget):
-    """Sends its page the latest state, one at a time: the next one leaves when the page has painted the last.
+    """Base class of widgets that send the page their latest state, the next one after the page has painted the last.
 
-    So nothing queues up, however fast the state changes and however slow the page is; states in between are left out.
-    Nothing is sent before a page has asked, and a page that was closed or reloaded, or a second view, asks again.
+    No queue builds up, however fast the state changes and however slow the page is; intermediate states are skipped.
+    Nothing is sent before a page requests it. A page that was closed or reloaded, and a second view, request it again.
 
-    JupyterLab sends what the page says to a thread of its own in the kernel, and goes on doing so where answers leave
-    in the same context (`context`): so pages are heard while a cell runs. Where they are not, as in other front ends,
-    states leave once a second without an answer, for ten minutes.
+    JupyterLab delivers messages of the page in a separate kernel thread, and continues to do so if answers are sent in
+    the same context (`context`), so pages are answered while a cell runs. Other front ends do not: a state is then sent
+    every second without an answer, for ten minutes.
 
     Attributes:
-        n_sent: States sent.
-        n_painted: States that a page has said to have painted.
-        context: Of the latest message of a page; what is sent in it is answered in the same thread.
+        n_sent: Number of states sent.
+        n_painted: Number of states that a page has confirmed as painted.
+        context: Context of the latest message of a page; messages sent in it are answered in the same thread.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -52,16 +52,16 @@ class LatestState(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """The present content: a small JSON value and binary buffers. Called in any thread."""
+        """Return the current state as a small JSON value and binary buffers; called in any thread."""
         raise NotImplementedError
 
     def refresh(self) -> None:
-        """Show the state as it is now, or a later one; from any thread, and without waiting for the page."""
+        """Schedule sending the current state or a later one; callable from any thread, without waiting for the page."""
         self._is_stale = True
         self._send_if_due()
 
     def say_alive(self) -> None:
-        """Let the page know that the kernel is there, though nothing has changed."""
+        """Let the page know that the kernel is running although nothing has changed."""
         if self._has_page:
             self._tell({"is_alive": True})
 
@@ -72,7 +72,7 @@ class LatestState(anywidget.AnyWidget):
             now = time.monotonic()
             silent = now - self._heard_at
             if self._is_in_flight and silent > _BLIND_FOR:
-                if now - self._sent_at > self._patience:  # a few bytes, as no page may be reading
+                if now - self._sent_at > self._patience:  # a short message, because the page may be closed
                     self._sent_at, self._patience = now, min(2 * self._patience, _LONGEST_PATIENCE)
                     self._tell({"are_you_there": True})
                 return
@@ -88,7 +88,7 @@ class LatestState(anywidget.AnyWidget):
         self.context.copy().run(self.send, content, buffers)
 
     def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
-        """A page that is new has nothing to show; one that has painted may have the next."""
+        """Handle a message of a page: a new page needs a state, and one that has painted can receive the next."""
         self.context = contextvars.copy_context()
         if "painted" not in content:
             return
@@ -96,7 +96,7 @@ class LatestState(anywidget.AnyWidget):
         with self._sending:
             self._has_page, self._patience = True, _PATIENCE
             self._heard_at = time.monotonic()
-            # What was sent without an answer is still on its way.
+            # A state that was sent but not confirmed is still in transit.
             self._is_in_flight = 0 < painted < self.n_sent and not content.get("again", False)
             self._is_stale |= painted < self.n_sent or painted == 0
             self._is_new_page |= painted == 0

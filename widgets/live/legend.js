@@ -1,4 +1,4 @@
-// The message of the kernel as runs, and what explains the picture: colours, keys and legends.
+// Decoding of the kernel's message, and the colors, keys and legends of the figure.
 const arrayOf = (Kind, view) => new Kind(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 
 const tracesFrom = (own) => Object.fromEntries(TRACES.map((trace, i) => [
@@ -6,7 +6,7 @@ const tracesFrom = (own) => Object.fromEntries(TRACES.map((trace, i) => [
   { step: arrayOf(Float32Array, own[2 * i]), value: arrayOf(Float32Array, own[2 * i + 1]) },
 ]));
 
-// Runs with their modes and traces, and earlier runs; traces that were not sent are those of before.
+// Runs with their modes and traces, and earlier runs; traces that were not sent are kept from the previous state.
 function unpacked(content, buffers, before) {
   const perTrace = content.has_traces ? 2 * TRACES.length : 0, perRun = 3 + perTrace;
   const runs = content.runs.map((run, index) => {
@@ -56,7 +56,7 @@ function legendOf(runs, earlier, broken) {
   const parts = [...runs.map((run) => swatch(run, false)), ...earlier.map((run) => swatch(run, true))];
   parts.push(key('<i class="workbench-live-shade"></i>KSS on'));
   if (runs.some((run) => run.fault_spans.length)) parts.push(key('<i class="workbench-live-fault"></i>fault on'));
-  if (runs.some((run) => run.sound.length || run.broken.length)) parts.push(key(`probe: ▏sound <b style="color:${broken}">■</b> broken`));
+  if (runs.some((run) => run.sound.length || run.broken.length)) parts.push(key(`probe: ▏no fault <b style="color:${broken}">■</b> fault`));
   if (runs.some((run) => run.is_broken)) parts.push(key("<b>×</b> diverged or failed"));
   return parts;
 }
@@ -67,7 +67,7 @@ function depthKeyOf(run, isNear) {
   const cells = run.depth_colors.map((color) => `<i style="background:${color};width:${Math.max(0.3, 5.5 / n)}em"></i>`).join("");
   const layers = n === 1 ? `layer 0 ${cells}` : `layer 0 ${cells} ${n - 1}`;
   const [lower, upper] = run.near_unit ?? [0.9, 1.05];
-  return `<span>${layers}</span><span>● reliable ○ not</span>
-    <span><i class="workbench-live-band"></i> near unit, ${lower}–${upper}</span>
-    <span>${isNear ? "true to scale" : `┄ |λ| beyond ${KNEE} on a log scale`}</span>`;
+  return `<span>${layers}</span><span>● reliable ○ not reliable</span>
+    <span><i class="workbench-live-band"></i> near-unit band, ${lower}–${upper}</span>
+    <span>${isNear ? "linear scale" : `┄ log scale for |λ| > ${KNEE}`}</span>`;
 }

@@ -1,4 +1,4 @@
-"""The live figure: an eigenvalue map for each run, the traces of all, and the step that is shown."""
+"""The live figure: an eigenvalue map for each run, the traces of all runs, and the displayed step."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
     from workbench.widgets.live.history import LiveModes, RunHistory
 
-#: Seconds between two states with the traces, while only the newest step is new in them.
+#: Seconds between two states that include the traces during training.
 _TRACES_EVERY = 0.3
-#: Earlier runs that are drawn at most, pale.
+#: Maximum number of earlier runs, which are drawn pale.
 _N_EARLIER = 6
 
 
 class LiveCanvas(LatestState):
-    """Draws the latest state of some runs with plain canvases, in the colours of JupyterLab's theme.
+    """Draws the latest state of some runs with HTML canvases, in the colors of JupyterLab's theme.
 
-    Modulus 1 is drawn true to scale, and all up to 1.25; beyond, the radius is logarithmic, so that modes of modulus
-    1e5 stay on the map.
+    The radial scale of the eigenvalue maps is linear up to a modulus of 1.25 and logarithmic beyond, so that modes of
+    modulus 1e5 stay on the map.
 
     Args:
-        status: Gives one line that says what is going on.
-        note: Gives a few words on a run that is not over, by its name.
-        guarded: Wraps the requests of the page, so that an error is shown to the user.
+        status: Returns the status in one line.
+        note: Returns a short note on a run that has not ended, by name.
+        guarded: Wraps the requests of the page, so that errors are shown to the user.
         moved: Called when another step is shown.
 
     Attributes:
-        n_steps: Steps that the runs can have.
-        histories: Histories that are drawn, by the name of the run; use `show` to draw others.
-        earlier: Histories of earlier runs, by name and number of the start; drawn as pale lines.
-        is_active: Whether runs go on, so that a page that hears nothing knows that the kernel is gone.
-        step: Step whose modes are shown; None: the latest.
+        n_steps: Maximum number of steps of the runs.
+        histories: Displayed histories by run; use `show` to change them.
+        earlier: Histories of earlier runs by name and number of the start, drawn as pale lines.
+        is_active: Whether runs are active, so that a page without messages can tell that the kernel has ended.
+        step: Step whose modes are shown; None for the latest.
     """
 
     _esm = script("latest_state.js", "plane.js", "traces.js", "legend.js", "hover.js", "scrubber.js", "canvas.js")
@@ -64,7 +64,7 @@ class LiveCanvas(LatestState):
         super().__init__()
 
     def show(self, histories: dict[str, RunHistory], earlier: dict[tuple[str, int], RunHistory], n_steps: int) -> None:
-        """Draw other runs, at their latest step."""
+        """Show other runs at their latest step."""
         self.step, self._shown, self.n_steps = None, {}, n_steps
         self.earlier = dict(list(earlier.items())[-_N_EARLIER:])
         self.histories = histories
@@ -72,12 +72,12 @@ class LiveCanvas(LatestState):
 
     @property
     def recorded_steps(self) -> np.ndarray:
-        """Steps at which spectra of any run were recorded, rising."""
+        """Steps with recorded spectra of any run, in increasing order."""
         steps = [history.recorded_steps for history in list(self.histories.values())]
         return np.unique(np.concatenate(steps)) if steps else np.zeros(0, int)
 
     def go_to(self, step: int | None) -> None:
-        """Show the modes of a step: the latest one up to it at which spectra were recorded; None: follow the latest."""
+        """Show the modes of the latest recorded step up to a step; None follows the latest step."""
         recorded = self.recorded_steps
         if step is None or not len(recorded):
             self.step, self._shown = None, {}
@@ -90,7 +90,7 @@ class LiveCanvas(LatestState):
         self.refresh()
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Everything that is drawn, as it is now."""
+        """Return all data to draw."""
         histories, step, shown = dict(self.histories), self.step, self._shown
         now = time.monotonic()
         has_traces = self._is_new_page or not self.is_active or now - self._traces_at >= _TRACES_EVERY
@@ -131,7 +131,7 @@ class LiveCanvas(LatestState):
             self._go(content["go"])
 
     def _go_as_asked(self, where: dict[str, int] | None) -> None:
-        """Go to a place among the recorded steps, to a step, or to the latest."""
+        """Go to a recorded step by index, to a step, or to the latest step."""
         recorded = self.recorded_steps
         if where is None or not len(recorded):
             self.go_to(None)
@@ -142,15 +142,15 @@ class LiveCanvas(LatestState):
 
 
 def _look(index: int) -> dict[str, Any]:
-    """Colour and dash of a run."""
+    """Return color and dash of a run."""
     return {"color": model_style(index)["color"], "dash": [[], [5, 3]][index % 2]}
 
 
 def _place(name: str, names: list[str]) -> int:
-    """The place of an earlier run's name among those of now, so that it has the same colour."""
+    """Return the index of an earlier run's name among the current ones, so that it has the same color."""
     return names.index(name) if name in names else len(names)
 
 
 def _plain(values: dict[str, float]) -> dict[str, float | None]:
-    """Convert numbers for JSON."""
+    """Return numbers for JSON; None for those that are not finite."""
     return {name: value if np.isfinite(value) else None for name, value in values.items()}

@@ -1,60 +1,59 @@
-"""The runs of one start, as the kernel knows them: their process, what it tells, and what has come of each run."""
+"""The runs of one start in the kernel: the training process, its messages, and the outcome of each run."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.widgets.live.process import TrainingProcess
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from workbench.widgets.live.history import RunHistory
     from workbench.widgets.live.step_news import StepNews
     from workbench.widgets.live.switches import State, Switches
 
-STARTING, TRAINING, PAUSING, PAUSED, STOPPING, OVER = "starting", "training", "pausing", "paused", "stopping", "over"
+STARTING, TRAINING, PAUSING, PAUSED, STOPPING, ENDED = "starting", "training", "pausing", "paused", "stopping", "ended"
 
 
-class Listener(Protocol):
-    """What is called when something has happened, in the thread that hears the process."""
+class Listener(NamedTuple):
+    """Functions that are called in the thread that receives messages from the process.
 
-    def run_in_page(self, function: Any, *arguments: Any) -> None:
-        """Call a function so that what it sends reaches the page and is answered."""
+    Attributes:
+        run_in_page: Calls a function such that its messages reach the page and are answered.
+        take_step: Called with the name of a run and the news of a step, after its history was updated.
+        take_end: Called with the name of a run that has ended; its verdict is in its history.
+        take_state: Called after a change of the state.
+        take_refusal: Called with an error if the runs could not start.
+        take_heartbeat: Called regularly while the process is running.
+        take_exit: Called last, when all runs have ended and are closed.
+    """
 
-    def take_step(self, name: str, news: StepNews) -> None:
-        """A run has made a step, which is in its history."""
-
-    def take_end(self, name: str) -> None:
-        """A run is over, and its verdict is in its history."""
-
-    def take_state(self) -> None:
-        """The state is another one."""
-
-    def take_refusal(self, sentence: str) -> None:
-        """The runs could not begin."""
-
-    def take_sign_of_life(self) -> None:
-        """Nothing has happened, but the process is there."""
-
-    def take_exit(self) -> None:
-        """All runs are over and closed; the last call."""
+    run_in_page: Callable[..., None]
+    take_step: Callable[[str, StepNews], None]
+    take_end: Callable[[str], None]
+    take_state: Callable[[], None]
+    take_refusal: Callable[[str], None]
+    take_heartbeat: Callable[[], None]
+    take_exit: Callable[[], None]
 
 
 class LiveRuns:
-    """Runs in training in a process of their own.
+    """Training runs in a separate process.
 
     Args:
-        job: What `wire.packed` has made.
-        histories: Empty, or as far as the runs go that are continued; by name, the first one first.
+        job: Result of `wire.packed`.
+        histories: Histories by run, the first run first: empty, or those of runs that are continued.
         switches: KSS and faults of the first run, as they are in the kernel.
-        listener: Called when something has happened.
+        listener: Functions to call for each message.
 
     Attributes:
-        histories: As given; filled while the runs go on.
-        state: ``"starting"``, ``"training"``, ``"pausing"``, ``"paused"``, ``"stopping"`` or ``"over"``.
-        sentences: What people have to know of runs that ended badly.
-        is_refused: Whether they could not begin.
+        histories: The given histories, which are filled during training.
+        state: ``"starting"``, ``"training"``, ``"pausing"``, ``"paused"``, ``"stopping"`` or ``"ended"``.
+        sentences: Messages to the user about runs that diverged or failed.
+        is_refused: Whether the runs could not start.
     """
 
     def __init__(self, job: bytes, histories: dict[str, RunHistory], switches: Switches, listener: Listener) -> None:
@@ -69,43 +68,43 @@ class LiveRuns:
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Identifier of the process."""
         return self._process.pid
 
     @property
     def per_second(self) -> float:
-        """Steps of all runs per second, over the last few; 0 while it is not known."""
+        """Steps of all runs per second, averaged over the latest ones; 0 if unknown."""
         moments = list(self._moments)
         return (len(moments) - 1) / (moments[-1] - moments[0]) if len(moments) > 1 else 0.0
 
     def pause(self) -> None:
-        """Hold after the present step."""
+        """Pause after the current step."""
         if self.state in (STARTING, TRAINING):
             self._go_to(PAUSING)
             self._process.send("pause")
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         if self.state in (PAUSING, PAUSED):
             self._moments.clear()
             self._go_to(TRAINING)
             self._process.send("resume")
 
     def stop(self) -> None:
-        """End after the present step, and close the records; a second time: end the process at once."""
+        """End the runs after the current step and close the records; a second call kills the process."""
         if self.state == STOPPING:
             self._process.kill()
-        elif self.state != OVER:
+        elif self.state != ENDED:
             self._go_to(STOPPING)
             self._process.send("stop")
 
     def switch(self, changed: State) -> None:
-        """Tell the process what has been switched."""
+        """Send a change of the switches to the process."""
         self._n_asked += 1
         self._process.send("switch", self._n_asked, changed)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until all runs are closed, at most this many seconds; returns whether they are."""
+        """Wait at most ``timeout`` seconds until all runs are closed, and return whether they are."""
         return self._process.join(timeout)
 
     def _go_to(self, state: str) -> None:
@@ -138,12 +137,12 @@ class LiveRuns:
         history = self.histories[name]
         if error is not None:
             history.verdict, history.is_broken = "failed", True
-            self.sentences.append(f"The run {name} ended. {error.rstrip('.')}.")
+            self.sentences.append(f"The run {name} failed. {error.rstrip('.')}.")
         history.verdict = history.verdict or "finished"
         self._listener.take_end(name)
 
     def _hear_switches(self, n_applied: int, state: State) -> None:
-        if n_applied == self._n_asked:  # else what was asked for since is on its way
+        if n_applied == self._n_asked:  # otherwise a later change is still in transit
             self._switches.load(state)
 
     def _hear_refused(self, sentence: str) -> None:
@@ -151,18 +150,18 @@ class LiveRuns:
         self._listener.take_refusal(sentence)
 
     def _hear_beat(self) -> None:
-        self._listener.take_sign_of_life()
+        self._listener.take_heartbeat()
 
-    def _exit(self, death: str) -> None:
-        self._listener.run_in_page(self._end, death)
+    def _exit(self, failure: str) -> None:
+        self._listener.run_in_page(self._end, failure)
 
-    def _end(self, death: str) -> None:
-        is_wanted = self.state == STOPPING
-        if death and not is_wanted:
-            self.sentences.append(f"{death}; what it had written is kept. Press Restart to go on from a checkpoint.")
+    def _end(self, failure: str) -> None:
+        is_requested = self.state == STOPPING
+        if failure and not is_requested:
+            self.sentences.append(f"{failure}; the data written so far are kept. Press Restart to continue.")
         for history in self.histories.values():
             if not history.verdict:
-                history.verdict = "stopped" if is_wanted or not death else "ended unexpectedly"
-                history.is_broken = bool(death) and not is_wanted
-        self.state = OVER
+                history.verdict = "stopped" if is_requested or not failure else "ended unexpectedly"
+                history.is_broken = bool(failure) and not is_requested
+        self.state = ENDED
         self._listener.take_exit()

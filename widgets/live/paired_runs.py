@@ -1,4 +1,4 @@
-"""The two runs of a live training: treatment and control, or two architectures; both are monitored alike."""
+"""The two runs of a live training: treatment and control, or two architectures, with the same monitors."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ WITH_FAULTS, WITHOUT_FAULTS = "with faults", "without faults"
 
 
 class PairedRuns:
-    """The two runs of a live training, but for model and data.
+    """The callbacks of the two runs of a live training.
 
-    A control has the same faults and the same KSS, never switched on, so that both compute alike to the bit until a
-    button or a schedule switches something; it has a recorder and alarms of the same kind, and no actions. A second
-    architecture has all of them, and is switched together with the first.
+    A control has the same faults and the same KSS, never switched on, so that both runs are bitwise identical until
+    something is switched on. It has a recorder and alarms with the same settings, and no actions. A second architecture
+    has all of them, and is switched together with the first.
 
     Args:
-        kss: KSS of the first run; None: the recommended one.
+        kss: KSS of the first run; None for the recommended one.
         faults: Faults of the first run.
-        recorder: Recorder of the first run; None: none.
-        alarms: Alarms of the first run; None: none.
-        actions: Actions of the first run; None: none.
-        is_off: Whether that one is switched off at first; with faults it always is.
+        recorder: Recorder of the first run; None if there is none.
+        alarms: Alarms of the first run; None if there are none.
+        actions: Actions of the first run; None if there are none.
+        is_off: Whether the recommended KSS is off at first; with faults it always is.
 
     Attributes:
         names: Names of the treatment and of its control.
 
     Raises:
-        OptionError: If the faults do not go together, or alarms have no recorder, or actions no alarms.
+        OptionError: If the faults cannot be combined, if there are alarms without a recorder, or actions without
+            alarms.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class PairedRuns:
 
     @property
     def note(self) -> str:
-        """A few words on what is switched on, for a run that is not over."""
+        """A short note on what is switched on, for a run that has not ended."""
         if not self.faults:
             return "KSS on" if self.kss.enabled else "KSS off"
         on = [fault.name.replace("_", " ") for fault in self.faults if fault.enabled]
@@ -74,7 +75,7 @@ class PairedRuns:
         return " · ".join([*words, f"{' and '.join(on)} on" if on else "no fault on"])
 
     def of_first(self) -> dict[str, Any]:
-        """Further arguments of `workbench.train` for the first run."""
+        """Return arguments of `workbench.train` for the first run."""
         return {
             "kss": self.kss,
             "faults": self.faults,
@@ -84,7 +85,7 @@ class PairedRuns:
         }
 
     def of_control(self) -> dict[str, Any]:
-        """The same for a run in which nothing is ever switched on."""
+        """Return the arguments for a run in which nothing is ever switched on."""
         never = tuple(replace(fault) for fault in self.faults)
         for fault in never:
             fault.enabled = False
@@ -96,7 +97,7 @@ class PairedRuns:
         }
 
     def of_second(self) -> dict[str, Any]:
-        """The same for a run of another architecture, which is switched like the first."""
+        """Return the arguments for a run of another architecture, which is switched like the first."""
         kss = KSS(options=self.kss.options, controller=self.kss.controller)
         kss.load_state_dict(self.kss.state_dict())
         faults = tuple(replace(fault) for fault in self.faults)
@@ -113,14 +114,14 @@ class PairedRuns:
 
 
 def _from_the_start(alarms: Alarms | None) -> Alarms | None:
-    """Alarms without any measurement yet."""
+    """Reset alarms, so that they have no measurements."""
     if alarms is not None:
         alarms.reset()
     return alarms
 
 
 def _alike(recorder: Recorder | None) -> Recorder | None:
-    """A recorder with the same measurements, without other loggers, in which two runs could not be distinguished."""
+    """Return a recorder with the same settings, without external loggers, which could not distinguish the runs."""
     if recorder is None:
         return None
     options = recorder.options

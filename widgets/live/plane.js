@@ -1,16 +1,16 @@
 // The complex plane with the modes of one run.
-const KNEE = 1.25, PER_DECADE = 0.3; // beyond |lambda| = KNEE, a factor of ten is as long as PER_DECADE
+const KNEE = 1.25, PER_DECADE = 0.3; // beyond |lambda| = KNEE, a decade has the length PER_DECADE
 const drawnRadius = (r) => (r <= KNEE ? r : KNEE + PER_DECADE * Math.log10(r / KNEE));
 const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
 const FARTHEST = 9;
 const powerOfTen = (k) => (k <= 2 ? String(10 ** k) : "10" + SUPERSCRIPTS[k]);
 
-// Text on canvases follows the page: a theme without a size has that of a notebook.
+// Text on canvases has the size of the page's text; the default is that of a notebook.
 const sizeOf = (theme) => theme.size ?? 11;
 const fontOf = (theme) => `${sizeOf(theme)}px ${theme.font}`;
 
-// A canvas as sharp as the screen, in CSS pixels, on which `paint(context, width, height)` has drawn what rarely changes:
-// it is redrawn when the size, the theme or the key changes, and copied otherwise.
+// A canvas at the resolution of the screen, in CSS pixels, with a backdrop drawn by `paint(context, width, height)`. The
+// backdrop is redrawn when the size, the theme or the key changes, and copied otherwise.
 const backdrops = new WeakMap();
 
 function sheet(canvas, theme, key, paint) {
@@ -21,10 +21,10 @@ function sheet(canvas, theme, key, paint) {
   const context = canvas.getContext("2d");
   context.setTransform(1, 0, 0, 1, 0, 0);
   context.clearRect(0, 0, wide, high);
-  const whole = [wide, high, theme.ink, theme.ground, fontOf(theme), key].join();
+  const version = [wide, high, theme.ink, theme.ground, fontOf(theme), key].join();
   let kept = backdrops.get(canvas);
-  if (kept?.whole !== whole) {
-    kept = { whole, layer: Object.assign(made("canvas"), { width: wide, height: high }) };
+  if (kept?.version !== version) {
+    kept = { version, layer: Object.assign(made("canvas"), { width: wide, height: high }) };
     const below = kept.layer.getContext("2d");
     below.setTransform(ratio, 0, 0, ratio, 0, 0);
     below.font = fontOf(theme);
@@ -51,7 +51,7 @@ function writtenOn(context, theme, text, x, y) {
   context.fillText(text, x, y);
 }
 
-// The power of ten that holds all modes: at once when they grow, and only after a while when they shrink.
+// The power of ten that contains all modes; it grows immediately and shrinks with a delay.
 function decadesFor(points, recent) {
   let largest = 0;
   for (let i = 0; i < points.length; i += 2) largest = Math.max(largest, points[i] ** 2 + points[i + 1] ** 2);
@@ -61,7 +61,7 @@ function decadesFor(points, recent) {
   return Math.max(...recent);
 }
 
-// The mark of one mode: thousands of copies of a small picture are drawn faster than as many circles.
+// The mark of a mode as a small image, because copying images is faster than drawing thousands of circles.
 const dots = new Map();
 
 function dot(color, isFilled, size) {
@@ -82,7 +82,7 @@ function dot(color, isFilled, size) {
   return dots.get(key);
 }
 
-// Where a mode is drawn: on the full plane, or true to scale in a square around 1.
+// Half the side of the square around 1, which has a linear scale.
 const NEAR = 0.3;
 
 function viewOf(width, height, decades, isNear) {
@@ -126,7 +126,7 @@ function paintPlane(context, theme, width, height, decades, isNear, nearUnit) {
   if (isNear) {
     for (const re of [0.8, 1, 1.2]) writtenOn(context, theme, String(re), x0 + re * scale, height - 0.8 * sizeOf(theme));
   } else {
-    // Along a diagonal, where few modes are; as many as have room.
+    // Labels are on a diagonal, where few modes are, with enough space between them.
     const room = (PER_DECADE * scale) * Math.SQRT1_2, every = Math.max(1, Math.ceil((1.15 * sizeOf(theme)) / room));
     for (let k = 0; k <= decades; k += every) {
       const far = radius(10 ** k) * scale * Math.SQRT1_2;
@@ -141,7 +141,7 @@ function paintPlane(context, theme, width, height, decades, isNear, nearUnit) {
   writtenOn(context, theme, "Re λ", width - 3, y0 - 6);
 }
 
-// Of so many modes their density is drawn: one over the other, they would show no more than where one is.
+// From MANY modes on, their density is drawn, because overlapping marks could not be distinguished.
 const MANY = 5000, CELL = 3;
 
 function drawDensity(context, run, modes, place, width, height) {
@@ -163,7 +163,7 @@ function drawDensity(context, run, modes, place, width, height) {
   context.globalAlpha = 1;
 }
 
-// Where each mode of a run is drawn on a plane, in CSS pixels.
+// Returns a function from the index of a mode to its position on a plane, in CSS pixels.
 function placesOn(width, height, modes, decades, isNear) {
   const { scale, x0, y0, radius } = viewOf(width, height, decades, isNear), rim = radius(10 ** decades);
   return (i) => {
@@ -191,7 +191,7 @@ function drawPlane(canvas, theme, run, modes, decades, isNear) {
   }
   const words = [];
   if (n > MANY) words.push(`density of ${n.toLocaleString("en")} modes`);
-  if (nOutside) words.push(isNear ? `${nOutside} outside` : `${nOutside} beyond ${powerOfTen(decades)}, drawn on its ring`);
+  if (nOutside) words.push(isNear ? `${nOutside} outside` : `${nOutside} beyond ${powerOfTen(decades)}, drawn at the edge`);
   if (words.length) {
     context.textAlign = "center";
     writtenOn(context, theme, words.join("; "), width / 2, isNear ? 1.3 * sizeOf(theme) : height - 5);

@@ -1,4 +1,4 @@
-"""The kernel's end of the training process: starts it, sends it commands, and hears what it tells."""
+"""The kernel's side of the training process: starts it, sends commands, and receives messages."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _MODULE = "workbench.widgets.live.training_process"
-#: Seconds that a kernel which ends leaves to its training processes for closing their stores.
+#: Seconds that training processes have for closing their stores when the kernel ends.
 _SECONDS_AT_EXIT = 10.0
-#: Read by the libraries of linear algebra when they are loaded.
+#: Environment variables that linear algebra libraries read when they are loaded.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-#: Processes that have to be stopped before the interpreter ends.
+#: Processes that must be stopped before the interpreter ends.
 _at_work: set[TrainingProcess] = set()
 
 
 class TrainingProcess:
-    """A Python of its own that trains one start.
+    """A separate Python process that trains the runs of one start.
 
-    It uses one thread less than the kernel would, so that a core is left to the page and the kernel.
+    It uses one thread less than the kernel would, so that a core stays free for the page and the kernel.
 
     Args:
-        job: What `wire.packed` has made.
+        job: Result of `wire.packed`.
         hear: Called with each message, in a thread of this object.
-        on_exit: Called last, in that thread, with a sentence if the process did not end by itself, else with "".
+        on_exit: Called last, in that thread: with an error if the process did not end by itself, else with "".
     """
 
     def __init__(self, job: bytes, *, hear: Callable[..., None], on_exit: Callable[[str], None]) -> None:
@@ -47,7 +47,7 @@ class TrainingProcess:
         n_threads = max(1, torch.get_num_threads() - 1)
         self._first = ("job", list(sys.path), n_threads, job)
         environment = os.environ | dict.fromkeys(_THREADS, str(n_threads))
-        # A session of its own: what interrupts a cell does not interrupt the training.
+        # In a new session, interrupting a cell does not interrupt the training.
         self._process = subprocess.Popen(
             [sys.executable, "-m", _MODULE],
             stdin=subprocess.PIPE,
@@ -58,42 +58,42 @@ class TrainingProcess:
         self._thread = threading.Thread(target=self._work, name="LiveTraining", daemon=True)
         _watch_exit()
         _at_work.add(self)
-        self._sending.acquire()  # commands come after the job
+        self._sending.acquire()  # the job must be sent before any command
         self._thread.start()
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Identifier of the process."""
         return self._process.pid
 
     def send(self, *command: Any) -> None:
-        """Send a command: ``"pause"``, ``"resume"``, ``"stop"``, or ``"switch"`` with its number and what changes."""
+        """Send a command: ``"pause"``, ``"resume"``, ``"stop"``, or ``"switch"`` with its number and the changes."""
         with self._sending:
             self._write(command)
 
     def let_go(self) -> None:
-        """Close the pipe, upon which the process stops as if the kernel were gone."""
+        """Close the pipe, so that the process stops as it does when the kernel has ended."""
         with self._sending:
             if self._process.stdin is not None and not self._process.stdin.closed:
                 try:
                     self._process.stdin.close()
                 except OSError:
-                    _log.debug("The training process was gone already.")
+                    _log.debug("The training process had already ended.")
 
     def kill(self) -> None:
-        """End it at once, with its stores as they are."""
+        """Kill the process without closing its stores."""
         self._process.kill()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until all is heard, at most this many seconds; returns whether it is."""
+        """Wait at most ``timeout`` seconds until all messages are received, and return whether they are."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _write(self, message: tuple[Any, ...]) -> None:
         try:
             wire.send(message, self._process.stdin)
-        except (OSError, ValueError):  # it has ended, which its other pipe says
-            _log.debug("The training process takes no more commands.")
+        except (OSError, ValueError):  # the process has ended, which the other pipe reports
+            _log.debug("The training process accepts no more commands.")
 
     def _work(self) -> None:
         try:
@@ -110,23 +110,23 @@ class TrainingProcess:
             except OSError:
                 _log.debug("A pipe of the training process was broken.")
         _at_work.discard(self)
-        self._on_exit(_death(code))
+        self._on_exit(_failure(code))
 
 
-def _death(code: int) -> str:
-    """What an exit code says of the end of the process; empty if it ended by itself."""
+def _failure(code: int) -> str:
+    """Return a description of an exit code; empty if the process ended by itself."""
     if code == 0:
         return ""
     if code > 0:
-        return f"The training process has ended unexpectedly (exit code {code})"
+        return f"The training process ended unexpectedly (exit code {code})"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    cause = ", perhaps because memory ran out" if name == "SIGKILL" else ""
-    return f"The training process was ended from outside or has crashed ({name}{cause})"
+    cause = ", possibly out of memory" if name == "SIGKILL" else ""
+    return f"The training process crashed or was killed ({name}{cause})"
 
 
 @cache
 def _watch_exit() -> None:
-    """Let an interpreter that ends leave closed stores behind, and no process."""
+    """Ensure that all processes are stopped and their stores closed when the interpreter ends."""
     atexit.register(_stop_all)
 
 

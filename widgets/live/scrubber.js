@@ -1,16 +1,16 @@
-// The slider over the recorded steps. At its end the picture follows the newest step.
+// The slider over the recorded steps. At its end the figure follows the newest step.
 function makeScrubber(model, signal) {
-  const box = made("div", "workbench-live-scrubber"), label = made("label", "", "modes of step"), slider = made("input");
-  const readout = made("output"), latest = made("button", "workbench-live-zoom", "latest");
+  const box = made("div", "workbench-live-scrubber"), label = made("label", "", "modes at step"), slider = made("input");
+  const readout = made("output"), latest = made("button", "workbench-live-zoom", "Latest");
   slider.type = "range";
   slider.min = 0;
-  slider.title = "Steps at which eigenvalues were recorded; arrow keys move by one, Page Up and Page Down by a tenth";
+  slider.title = "Steps with recorded eigenvalues; arrow keys move by one, Page Up and Page Down by 10 %";
   latest.type = "button";
-  latest.title = "Follow the newest step again";
+  latest.title = "Follow the newest step";
   label.append(slider);
   box.append(label, readout, latest);
 
-  // A drag gives many places: the first at once, then the last one, at most 12 times a second.
+  // Dragging produces many positions: the first is sent immediately, then the latest, at most 12 times a second.
   let waiting, timer = null, isHeld = false;
   const go = (where) => {
     if (timer !== null) {
@@ -41,10 +41,10 @@ function makeScrubber(model, signal) {
       slider.value = content.place ?? last;
     }
     latest.setAttribute("aria-pressed", isFollowing);
-    const words = isFollowing ? `${content.newest ?? 0}, the latest` : `${content.step} of ${content.newest}`;
+    const words = isFollowing ? `${content.newest ?? 0} (latest)` : `${content.step} of ${content.newest}`;
     if (readout.textContent !== words) readout.textContent = words;
     const values = Object.entries(content.values ?? {}).map(([run, of]) =>
-      `${run}: ${titles.map(([name, title]) => `${title} ${of[name] === null ? "not known" : threeDigits(of[name])}`).join(", ")}`);
+      `${run}: ${titles.map(([name, title]) => `${title} ${of[name] === null ? "unknown" : threeDigits(of[name])}`).join(", ")}`);
     slider.setAttribute("aria-valuetext", [`step ${words}`, ...values].join("; "));
   };
   return { box, show, go };

@@ -1,4 +1,4 @@
-"""The controls that say what is trained: architectures, task, learning rate, seed, length."""
+"""Controls of what is trained: architectures, task, learning rate, seed, number of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from workbench.tasks import Task
 
-#: Batches are small, so that two runs and their spectra fit into a tenth of a second on a laptop.
+#: Batches are small, so that a step of two runs with spectra takes about 0.1 s on a laptop.
 _LENGTH, _BATCH_SIZE = 24, 16
 _TASKS: dict[str, Callable[[int], Task]] = {
     "associative recall": lambda seed: tasks.associative_recall(length=_LENGTH, batch_size=_BATCH_SIZE, seed=seed),
@@ -32,35 +32,35 @@ _TASKS: dict[str, Callable[[int], Task]] = {
 }
 _IMAGE_TASKS = ("digits",)
 _DEFAULT = zoo.ArchitectureConfig(family="transformer", norm="none", d_model=64, n_layers=4)
-#: What a run may be compared with, besides its control.
+#: Alternatives to the control for comparison.
 NOTHING, ARCHITECTURE = "nothing", "another architecture"
 
 
 class Setup:
-    """Controls for a start, and the models and the task that they stand for.
+    """Controls for a start, and the models and the task that they describe.
 
     Args:
-        architecture: A configuration of the zoo, which the controls then change; a model, which is copied for each run
-            and never touched; or None: a small transformer without normalization.
-        task: Name of one of the choices, a task, or any data that `wb.train` takes; None: associative recall.
-        versus: Another architecture, to train next to the first; None: none, but one may be chosen on the page.
-        learning_rate: Peak rate.
-        seed: Seed of fresh parameters, of the data of a task chosen by name, and of training.
-        n_steps: Updates of a run.
+        architecture: A configuration of the zoo, which the controls can change; or a model, which is copied for each
+            run and never changed. None for a small transformer without normalization.
+        task: Name of one of the choices, a task, or any data that `wb.train` accepts. None for associative recall.
+        versus: Another architecture to train; None if there is none, although one can be chosen on the page.
+        learning_rate: Peak learning rate.
+        seed: Seed of the initial parameters, of the data of a task chosen by name, and of training.
+        n_steps: Updates per run.
         spectra_every: Steps between two spectra.
-        compare: Whether a second run trains in parallel to the first.
+        compare: Whether to train a second run.
         control: Name of the control.
 
     Attributes:
         first: Controls of the architecture.
         second: Controls of the other architecture.
-        compare: What the run is compared with: the name of the control, ``NOTHING`` or ``ARCHITECTURE``.
-        controls: Every control, to be watched or disabled.
-        box: All of them.
+        compare: The second run: the name of the control, ``NOTHING`` or ``ARCHITECTURE``.
+        controls: All controls.
+        box: The widget.
 
     Raises:
-        OptionError: If there is no such task, or a number is out of range, or the two architectures cannot learn the
-            same task.
+        OptionError: If there is no such task, a number is out of range, or the two architectures cannot learn the same
+            task.
     """
 
     def __init__(
@@ -78,20 +78,30 @@ class Setup:
     ) -> None:
         self.first = ArchitectureControls(_DEFAULT if architecture is None else architecture)
         if isinstance(task, str) and task not in _TASKS:
-            raise OptionError(f"There is no task '{task}'; choose from {', '.join(_TASKS)}, or pass a task.")
+            raise OptionError.of("task", task, tuple(_TASKS), remedy="choose one of these names or pass a task")
         if not learning_rate > 0:
-            raise OptionError(f"learning_rate is {learning_rate}, expected a positive number.")
+            raise OptionError.of("learning_rate", learning_rate, "positive")
         for name, value, lowest in (("n_steps", n_steps, 1), ("spectra_every", spectra_every, 1), ("seed", seed, 0)):
             if not isinstance(value, int) or value < lowest:
-                raise OptionError(f"{name} is {value!r}, expected a whole number of at least {lowest}.")
+                raise OptionError.of(name, value, f"an integer of at least {lowest}")
         if versus is not None and not compare:
-            raise OptionError("versus= names a second architecture, but compare=False asks for one run; leave out one.")
+            raise OptionError(
+                "versus= adds a second run, but compare=False requests one run only; omit one of them.",
+                name="compare",
+                value=compare,
+                expected="True with versus=",
+            )
         self.second = ArchitectureControls(
             _alternative(architecture) if versus is None else versus, title="second architecture"
         )
         visions = {self.first.is_vision, self.second.is_vision} - {None}
         if len(visions) > 1:
-            raise OptionError("Both architectures learn the same task, but only one of them reads images; choose two.")
+            raise OptionError(
+                "Both architectures train on the same task, but only one of them reads images; choose two of one kind.",
+                name="versus",
+                value=versus,
+                expected="an architecture with the same kind of inputs",
+            )
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
         name = task if isinstance(task, str) else "digits" if self.first.is_vision else next(iter(_TASKS))
         self._control = control
@@ -104,21 +114,21 @@ class Setup:
 
     @property
     def has_control(self) -> bool:
-        """Whether the second run is the first one with nothing switched on."""
+        """Whether the second run is the control of the first."""
         return self.compare.value == self._control
 
     @property
     def has_second(self) -> bool:
-        """Whether the second run is of another architecture."""
+        """Whether the second run trains another architecture."""
         return self.compare.value == ARCHITECTURE
 
     @property
     def architecture_names(self) -> tuple[str, str]:
-        """Names of the two architectures, as names of their runs."""
+        """Names of the two architectures, which are the names of their runs."""
         return names_of(self.first, self.second)
 
     def adapt(self) -> None:
-        """Make the controls consistent: norms of the family, images for vision transformers, text for the others."""
+        """Make the controls consistent: norms of the family, images for vision transformers, tokens for the others."""
         for controls in (self.first, self.second):
             controls.adapt()
         if self.first.is_vision is not None:
@@ -133,29 +143,32 @@ class Setup:
         self.second.box.layout.display = "" if self.has_second else "none"
 
     def build_task(self) -> Task:
-        """The task that the controls stand for.
+        """Return the task of the controls.
 
         Raises:
-            OptionError: If its data can be read only once: they cannot be sent to the process that trains.
+            OptionError: If its data can be read only once, so that they cannot be sent to the training process.
         """
         if self._task is None:
             return _TASKS[self.task.value](self.seed.value)
         if isinstance(self._task, OneShotTask):
             raise OptionError(
-                "The data can be read only once, and cannot be sent to the process that trains; pass a DataLoader, a "
-                "dataset or a list of batches."
+                "The data can be read only once and cannot be sent to the training process; pass a DataLoader, a "
+                "dataset or a list of batches.",
+                name="task",
+                value=self._task,
+                expected="data that can be read repeatedly",
             )
         return self._task
 
     def build_models(self, task: Task, names: list[str]) -> dict[str, nn.Module]:
-        """A fresh model for each run, the same each time.
+        """Return a new model for each run, with the same initial parameters on each call.
 
         Args:
-            task: What they learn.
-            names: Names of the runs, the first one first.
+            task: The task.
+            names: Names of the runs, the first run first.
 
         Raises:
-            OptionError: If an architecture is impossible.
+            OptionError: If an architecture is invalid.
         """
         of_second = self.second if self.has_second else self.first
         return {
@@ -164,7 +177,7 @@ class Setup:
         }
 
     def _make_controls(self, task: str) -> None:
-        whole = {"style": LABEL, "layout": NATURAL}
+        look = {"style": LABEL, "layout": NATURAL}
         self.task = ipywidgets.Dropdown(
             options=list(_TASKS), value=task, description="task", style=LABEL, layout=NATURAL
         )
@@ -172,18 +185,18 @@ class Setup:
             1e-2, min=-5, max=1, step=0.05, description="learning rate", readout_format=".2g", style=LABEL,
             layout={"width": "22em"},
         )  # fmt: skip
-        self.seed = ipywidgets.BoundedIntText(0, min=0, max=2**31, description="seed", **whole)
+        self.seed = ipywidgets.BoundedIntText(0, min=0, max=2**31, description="seed", **look)
         self.n_steps = ipywidgets.BoundedIntText(1, min=1, max=10**6, description="steps", style=LABEL, layout=NATURAL)
         self.spectra_every = ipywidgets.BoundedIntText(
             1, min=1, max=10**6, description="spectra every", style=LABEL, layout=NATURAL,
-            tooltip="Steps between two pictures of the eigenvalues; each costs time, about two steps' for small models",
+            tooltip="Steps between measurements of the eigenvalues; each takes as long as two steps of a small model",
         )  # fmt: skip
         self.compare = ipywidgets.Dropdown(
-            options=[(f"itself, {self._control}", self._control), (ARCHITECTURE, ARCHITECTURE), (NOTHING, NOTHING)],
+            options=[(f"control, {self._control}", self._control), (ARCHITECTURE, ARCHITECTURE), (NOTHING, NOTHING)],
             description="compare with",
             style=LABEL,
             layout=NATURAL,
-            tooltip="Also train a second run, with the same data and seed",
+            tooltip="Train a second run with the same data and seed",
         )
         task_part = [self.task] if self._task is None else []
         label = [] if self._task is None else [ipywidgets.Label(f"task: {self._task.describe()['task']}")]
@@ -200,7 +213,7 @@ class Setup:
 
 
 def _alternative(architecture: Any) -> zoo.ArchitectureConfig:
-    """What the second architecture is at first: the first one with another norm."""
+    """Return the default second architecture: the first one with another norm."""
     config = architecture if isinstance(architecture, zoo.ArchitectureConfig) else _DEFAULT
     if config.family == "mamba":
         return _DEFAULT

@@ -1,4 +1,4 @@
-"""What one start of `LiveTraining` needs: its runs, their stores, and the job for the process that trains them."""
+"""One start of `LiveTraining`: its runs, their stores, and the job for the training process."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from workbench.widgets.live.paired_runs import PairedRuns
     from workbench.widgets.live.setup import Setup
 
-#: Spectra that a history keeps at least; twice as many as are written at once, so that all others are in the store.
+#: Minimum number of spectra in memory. A history keeps at least twice as many as are written at once.
 _LEAST_KEPT = 64
 
 
 @dataclass(frozen=True)
 class Start:
-    """Runs that are about to begin.
+    """Runs that are about to start.
 
     Attributes:
-        number: From 1 on.
-        stores: Store of each run by its name, the first one first.
+        number: Number of the start, from 1.
+        stores: Stores by run, the first run first.
         switched: Names of the runs whose KSS and faults are switched.
         n_steps: Steps of each run.
-        n_kept: Spectra that the histories keep.
-        job: For the process.
-        saved: Checkpoint to continue from; None: from the start.
+        n_kept: Number of spectra that the histories keep in memory.
+        job: Job for the training process.
+        saved: Checkpoint to continue from; None to start from the beginning.
     """
 
     number: int
@@ -55,17 +55,17 @@ class Start:
         settings: Mapping[str, Any],
         saved: SavedStep | None,
     ) -> Start:
-        """Make it from the values of the controls.
+        """Create a start from the values of the controls.
 
         Args:
             setup: The controls.
-            pair: What acts in the runs.
+            pair: The callbacks of the runs.
             branches: The folder.
             settings: Further settings of `workbench.train`.
-            saved: Checkpoint to continue from; None: from the start.
+            saved: Checkpoint to continue from; None to start from the beginning.
 
         Raises:
-            OptionError: If the controls ask for something impossible, or something cannot be sent to the process.
+            OptionError: If the values of the controls are invalid, or an object cannot be sent to the process.
         """
         task = setup.build_task()
         names = list(setup.architecture_names if setup.has_second else pair.names)
@@ -97,11 +97,11 @@ class Start:
         return cls(number, stores, switched, n_steps, n_kept, job, saved)
 
     def histories(self, branches: Branches) -> dict[str, RunHistory]:
-        """Empty histories; or those of copies of the checkpoint's run, which are made now.
+        """Return empty histories, or copy the runs of the checkpoint and return their histories.
 
         Raises:
-            CheckpointError: If the checkpoint is gone.
-            StoreError: If the disk is full, or another architecture has no checkpoint of that step or before.
+            CheckpointError: If the checkpoint no longer exists.
+            StoreError: If the disk is full, or the other architecture has no checkpoint at or before that step.
         """
         if self.saved is None:
             return {name: RunHistory(self.n_steps, store, n_kept=self.n_kept) for name, store in self.stores.items()}
@@ -112,10 +112,10 @@ class Start:
         }
 
     def _origins(self, branches: Branches) -> dict[str, SavedStep]:
-        """The checkpoint of each run: the chosen one; of another architecture its own, as late as that one."""
+        """Return the checkpoint of each run: the chosen one, or another architecture's latest one up to that step."""
         saved = known(self.saved)
         names = list(self.stores)
-        if len(self.switched) == 1:  # a control goes on from where the treatment does
+        if len(self.switched) == 1:  # a control continues from the checkpoint of the treatment
             return dict.fromkeys(names, saved)
         origins = {}
         for name in names:
@@ -126,13 +126,17 @@ class Start:
             ]
             if not own:
                 raise StoreError(
-                    f"The run {name} has no checkpoint up to step {saved.step} in start {saved.start}; choose another."
+                    f"The run {name} has no checkpoint up to step {saved.step} of start {saved.start}; choose a later "
+                    "one.",
+                    name="checkpoint",
+                    value=saved.step,
+                    expected=f"a step with an earlier checkpoint of the run {name}",
                 )
             origins[name] = own[0]
         return origins
 
 
 def recorded_histories(stores: Mapping[str, Path]) -> dict[str, RunHistory]:
-    """The histories of runs that are over."""
+    """Return the histories of runs that have ended."""
     runs = {name: open_run(store) for name, store in stores.items()}
     return {name: RunHistory.of(run, 1 + (last_step(run) or 0), stores[name]) for name, run in runs.items()}

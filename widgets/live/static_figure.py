@@ -1,4 +1,4 @@
-"""What `LiveTraining` shows, as a figure of its own."""
+"""The content of `LiveTraining` as a static figure."""
 
 from __future__ import annotations
 
@@ -22,25 +22,29 @@ def live_figure(histories: Mapping[str, RunHistory], *, step: int | None = None,
     """Draw the eigenvalues of each run at a step, and the traces of all runs.
 
     Args:
-        histories: By the name of the run.
-        step: Recorded step; None: the latest.
+        histories: Histories by run.
+        step: Recorded step; None for the latest.
         backend: ``"bokeh"`` or ``"matplotlib"``.
 
     Returns:
         A holoviews Layout.
 
     Raises:
-        OptionError: If there are no modes yet, or no such backend.
+        OptionError: If there are no modes yet, or there is no such backend.
     """
     found = {name: history.spectra_at(step) for name, history in histories.items()}
     spectra = {name: data for name, data in found.items() if data is not None}
     if not spectra:
-        raise OptionError("There are no modes to draw yet; press Start and wait for the first step.")
+        raise OptionError(
+            "There are no modes to draw yet; press Start and wait for the first step.",
+            name="runs",
+            expected="runs with recorded spectra",
+        )
     runs = {name: history.as_run() for name, history in histories.items() if history.n_done}
     maps = plots.eigenvalue_map(spectra, step="last", columns=2, backend=backend)
     lines = plots.traces(runs, variables=_TRACES, backend=backend)
     with style.drawing(backend) as hv:
-        # The traces share an axis of steps, and have their legend beside them: one below the other, in one column.
+        # The traces share a step axis and have their legend at the side, so they are in one column.
         n_columns = max(len(spectra), 2)
         row = [[line, *(hv.Empty() for _ in range(n_columns - 1))] for line in lines]
         blank = [hv.Empty() for _ in range(n_columns - len(spectra))]

@@ -1,4 +1,4 @@
-"""What the page is told of one step: made in the training process, shown in the kernel."""
+"""The data of one step that the training process sends to the kernel for display."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _SIGNALS = [watched.name for watched in WATCHED]
 
 @dataclass(frozen=True)
 class StepNews:
-    """One step of a run.
+    """The displayed data of one step of a run.
 
     Attributes:
-        step: Updates done before it.
+        step: The step, the number of completed updates.
         loss: Loss of the batch, in nats for cross entropy.
-        grad_norm: Norm of all gradients together, before clipping.
+        grad_norm: Gradient norm before clipping.
         cause: Reason why the step counts as diverged; empty otherwise.
         kss_enabled: Whether KSS was on.
         active_faults: Names of the faults that were on.
-        spectra: Spectra with a ``step`` dimension of one, if they were due.
-        is_watched: Whether alarms listen to the run.
-        alarms: Alarms raised in it.
-        attribution: What the alarms point to after it; None where none was raised.
-        events: The alarms, and what they were put down to, as events of a timeline.
-        checks: Measurements of probes made in it.
-        evidence: Names of signals and the evidence of each, shape (signal,), where a row was completed.
-        actions: What alarms have triggered since the step before.
+        spectra: Spectra with a ``step`` dimension of size 1; None if none were due.
+        is_watched: Whether the run has alarms.
+        alarms: Alarms raised at the step.
+        attribution: Attribution of the alarms after the step; None if no alarm was raised.
+        events: The alarms and their attributions as events of a timeline.
+        checks: Measurements of probes at the step.
+        evidence: Names of signals and their evidence, each of shape (signal,); None if no row was completed.
+        actions: Actions that alarms have triggered since the previous step.
     """
 
     step: int
@@ -60,7 +60,7 @@ class StepNews:
 
     @classmethod
     def of(cls, record: StepRecord, alarms: Alarms | None = None, actions: Sequence[Action] = ()) -> StepNews:
-        """Make it from the record of a step, and from what the run's alarms know after it."""
+        """Create the news from the record of a step and the alarms of the run."""
         known: dict[str, Any] = {} if alarms is None else _known(record, alarms)
         return cls(
             step=record.step,
@@ -77,7 +77,7 @@ class StepNews:
 
     @property
     def divergence(self) -> str:
-        """Why the step counts as diverged, in words; empty otherwise."""
+        """The reason why the step counts as diverged, as text; empty otherwise."""
         if self.cause == "loss":
             return f"its loss rose to {self.loss:.3g}"
         if self.cause == "grad_norm":
@@ -86,7 +86,7 @@ class StepNews:
 
 
 def _known(record: StepRecord, alarms: Alarms) -> dict[str, Any]:
-    """What the alarms of a run know after a step."""
+    """Return the fields that come from the alarms of a run after a step."""
     events = []
     for alarm in record.alarms:
         place = (at if at >= 0 else None for at in (alarm.layer, alarm.head))

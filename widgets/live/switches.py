@@ -1,4 +1,4 @@
-"""KSS and faults of a run, kept alike in the kernel and in the training process."""
+"""KSS and faults of a run, synchronized between the kernel and the training process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KSS_NAME = "kss"
 
 
 class Switches:
-    """The KSS and the faults of one run, as one state: what changes on one side is told to the other.
+    """The state of the KSS and the faults of one run; changes on one side are sent to the other.
 
     Args:
         kss: KSS of the run.
-        faults: Faults of the run, at most one of a kind.
-        tell: Called with what has changed, by the name of the fault or ``"kss"``, in the thread that changed it; not
-            for what `load` changes.
+        faults: Faults of the run, at most one of each kind.
+        tell: Called with the changes, by name of the fault or ``"kss"``, in the thread that made them; not called for
+            changes by `load`.
     """
 
     def __init__(self, kss: KSS, faults: Iterable[Fault], tell: Callable[[State], None]) -> None:
@@ -36,14 +36,14 @@ class Switches:
 
     @property
     def state(self) -> State:
-        """Everything that can be switched, as plain values."""
+        """The state of all switches as plain values."""
         return {
             KSS_NAME: self.kss.state_dict(),
             **{name: fault.state_dict() for name, fault in self.faults.items()},
         }
 
     def load(self, state: State) -> None:
-        """Take over what the other side says."""
+        """Load the state of the other side."""
         self._loading.is_on = True
         try:
             for name, values in state.items():
@@ -54,7 +54,7 @@ class Switches:
                 self._told = self.state
 
     def follow_schedule(self, step: int) -> None:
-        """Let faults follow their schedules, as they do where they act."""
+        """Let faults follow their schedules, as in the training process."""
         self._loading.is_on = True
         try:
             for fault in self.faults.values():
@@ -63,14 +63,14 @@ class Switches:
             self._loading.is_on = False
 
     def close(self) -> None:
-        """Tell no more."""
+        """Stop sending changes."""
         while self._undo:
             self._undo.pop()()
 
     def _hear(self, *_: Any) -> None:
         if getattr(self._loading, "is_on", False):
             return
-        with self._lock:  # several controls that were set at once are told at once
+        with self._lock:  # several changes at once are sent together
             state, told = self.state, self._told
             changed = {
                 name: {key: value for key, value in values.items() if told[name][key] != value}

@@ -1,13 +1,13 @@
-// Loss, gradient norm, near-unit mass, spectral radius and evidence over the steps, one canvas each.
+// Loss, gradient norm, near-unit mass, spectral radius and evidence over steps, one canvas each.
 const TRACES = [
   { name: "loss", title: "loss (nat)", isLog: true },
   { name: "grad_norm", title: "gradient norm", isLog: true },
-  { name: "near_unit_mass", title: "near-unit mass M, mean of the layers", isLog: false },
-  { name: "spectral_radius", title: "spectral radius ρ, largest of the layers", isLog: true },
-  { name: "evidence", title: "strongest evidence of a change", isLog: true, limit: 1 },
+  { name: "near_unit_mass", title: "near-unit mass M, mean over layers", isLog: false },
+  { name: "spectral_radius", title: "spectral radius ρ, largest over layers", isLog: true },
+  { name: "evidence", title: "strongest evidence of a change (1: alarm)", isLog: true, limit: 1 },
 ];
 
-// The space around the lines, for text of the theme's size.
+// The frame of the lines, which leaves space for text of the theme's size.
 function frameOf(theme, width, height) {
   const size = sizeOf(theme);
   return { left: 4 * size, right: width - 0.9 * size, top: 1.8 * size, bottom: height - 1.5 * size };
@@ -24,7 +24,7 @@ const short = (value) => {
   return String(Number(value.toPrecision(2)));
 };
 
-// 1, 2 or 5 times a power of ten, at or beyond a value: axes that change rarely.
+// The nearest 1, 2 or 5 times a power of ten at or beyond a value, so that axes change rarely.
 function round125(value, isUp) {
   const power = 10 ** Math.floor(Math.log10(value) + 1e-9);
   const rest = value / power;
@@ -43,7 +43,7 @@ function valueAxis(trace, runs) {
       high = Math.max(high, value);
     }
   }
-  if (trace.limit) [low, high] = [0.1 * trace.limit, 2 * Math.max(high, trace.limit)]; // at which an alarm is raised
+  if (trace.limit) [low, high] = [0.1 * trace.limit, 2 * Math.max(high, trace.limit)]; // the limit is the alarm threshold
   if (!(high > 0)) [low, high] = [0.1, 10];
   low = round125(low, false);
   high = round125(high, true);
@@ -57,7 +57,7 @@ function valueAxis(trace, runs) {
   return { low, high, ticks, place };
 }
 
-// The steps' axis doubles until it holds the full run.
+// The length of the step axis doubles until it contains the full run.
 function lastStep(runs, nSteps) {
   const done = Math.max(1, ...runs.map((run) => run.n_done ?? (run.traces.loss.step.at(-1) ?? 0) + 1));
   let last = 25;
@@ -84,9 +84,9 @@ function paintAxes(context, theme, trace, axis, last, frame) {
   context.textBaseline = "alphabetic";
   context.fillText(trace.title, left, size, right - left);
   context.textBaseline = "top";
-  for (const share of [0, 0.5, 1]) {
-    context.textAlign = share === 0 ? "left" : share === 1 ? "right" : "center";
-    context.fillText((share === 0 ? "step " : "") + Math.round(share * last), left + share * (right - left), bottom + 0.35 * size);
+  for (const fraction of [0, 0.5, 1]) {
+    context.textAlign = fraction === 0 ? "left" : fraction === 1 ? "right" : "center";
+    context.fillText((fraction === 0 ? "step " : "") + Math.round(fraction * last), left + fraction * (right - left), bottom + 0.35 * size);
   }
 }
 
@@ -96,7 +96,7 @@ function drawLine(context, { step, value }, x, y, lowest) {
   context.stroke();
 }
 
-// Earlier runs, from which the present ones branched, are pale and thin.
+// Earlier runs, from which the current ones branched, are pale and thin.
 function drawTrace(canvas, theme, trace, runs, earlier, nSteps) {
   const axis = valueAxis(trace, [...runs, ...earlier]), last = lastStep([...runs, ...earlier], nSteps);
   const { context, width, height } = sheet(canvas, theme, [axis.low, axis.high, last].join(), (below, wide, high) =>
@@ -107,7 +107,7 @@ function drawTrace(canvas, theme, trace, runs, earlier, nSteps) {
 
   context.fillStyle = theme.kss;
   for (const [from, to] of runs[0]?.kss_spans ?? []) context.fillRect(x(from), top, Math.max(x(to) - x(from), 1), bottom - top);
-  // A fault: paler than KSS, with a solid edge, so that the two can be distinguished where both are on.
+  // Faults are paler than KSS and have a solid edge, so that both can be distinguished where they overlap.
   for (const [from, to] of runs[0]?.fault_spans ?? []) {
     const wide = Math.max(x(to) - x(from), 1);
     context.fillStyle = theme.fault;
@@ -150,7 +150,7 @@ function drawTrace(canvas, theme, trace, runs, earlier, nSteps) {
   return { left, right, last };
 }
 
-// The evidence of an alarm, the signal with the strongest evidence in the first run, and a row of each run's probes.
+// The alarm threshold, the signal with the strongest evidence in the first run, and a row of probe marks for each run.
 function drawEvidenceMarks(context, theme, runs, x, limit, { left, right, top }) {
   const below = limit + 1.1 * sizeOf(theme);
   context.strokeStyle = theme.ink;
@@ -165,7 +165,7 @@ function drawEvidenceMarks(context, theme, runs, x, limit, { left, right, top })
   context.textAlign = "left";
   writtenOn(context, theme, "alarm", left + 4, below);
   context.textAlign = "right";
-  if (runs[0]?.nearest) writtenOn(context, theme, `now of ${runs[0].nearest}`, right - 4, below);
+  if (runs[0]?.nearest) writtenOn(context, theme, `latest: ${runs[0].nearest}`, right - 4, below);
   runs.forEach((run, i) => {
     const y = top + 5.5 + 5.5 * i;
     context.fillStyle = run.color;

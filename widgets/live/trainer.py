@@ -1,4 +1,4 @@
-"""Training runs that are advanced in turns, and held between two steps."""
+"""Training runs that take turns, and can be paused between two steps."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _log = logging.getLogger(__name__)
 
 
 class LiveTrainer:
-    """Advances runs in turns, a step each, until they end or are stopped.
+    """Advances runs in turns, one step each, until they end or are stopped.
 
-    In one thread for all: `workbench.train` swaps the global random states while a step runs, so that runs which take
-    turns are each what they would be alone, and runs in two threads would not be. `pause`, `resume` and `stop` may be
-    called from any thread.
+    All runs share one thread: `workbench.train` swaps the global random states during a step, so runs that take turns
+    have the same results as alone, while runs in two threads would not. `pause`, `resume` and `stop` may be called from
+    any thread.
 
     Args:
         runs: Runs by name, from `workbench.train`.
         on_record: Called with name and record after each step.
-        on_end: Called with name and error, or None, when a run has ended by itself.
-        on_hold: Called with True when it holds after a `pause`, and with False when it goes on.
+        on_end: Called with name and error (None if there is none) when a run has ended by itself.
+        on_hold: Called with True when it pauses, and with False when it continues.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class LiveTrainer:
         self._is_stopping = False
 
     def pause(self) -> None:
-        """Hold after the present step."""
+        """Pause after the current step."""
         self._may_run.clear()
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self._may_run.set()
 
     def stop(self) -> None:
-        """End after the present step; every run is closed, so that its store says "stopped". Does not wait."""
+        """End after the current step, without waiting; all runs are closed and recorded as "stopped"."""
         self._is_stopping = True
         self._may_run.set()
 
@@ -73,7 +73,7 @@ class LiveTrainer:
         self._runs.clear()
 
     def _hold(self) -> None:
-        """Wait while it is paused."""
+        """Wait while paused."""
         if self._may_run.is_set():
             return
         self._on_hold(True)
@@ -81,13 +81,13 @@ class LiveTrainer:
         self._on_hold(False)
 
     def _advance(self, name: str) -> bool:
-        """One step of a run; returns whether it goes on."""
+        """Advance a run by one step, and return whether it continues."""
         try:
             record = next(self._runs[name], None)
             if record is not None:
                 self._on_record(name, record)
                 return True
-        except Exception as error:  # noqa: BLE001  (said to people; the other run goes on)
+        except Exception as error:  # noqa: BLE001  (shown to the user; the other run continues)
             self._say(name, error)
             self._close(name)
             self._on_end(name, error)
@@ -96,12 +96,12 @@ class LiveTrainer:
         return False
 
     def _close(self, name: str) -> None:
-        """Write what a run has gathered."""
+        """Close a run, so that its record is written completely."""
         try:
             close = getattr(self._runs[name], "close", None)  # generators have one
             if close is not None:
                 close()
-        except Exception as error:  # noqa: BLE001  (a model or task of the user's own)
+        except Exception as error:  # noqa: BLE001  (of a user-supplied model or task)
             self._say(name, error)
             self._on_end(name, error)
 

@@ -1,7 +1,7 @@
-"""The training process: gets a job and commands through its standard input, trains, and tells the kernel of each step.
+"""The training process: receives a job and commands through its standard input, trains, and reports each step.
 
-A process of its own, started afresh and never forked: the picture moves while a cell runs in the kernel, and training
-does not wait for the page. It ends when its runs are over, when it is told to, and when the kernel is gone.
+It is a new process, not a fork. The figure is updated while a cell runs in the kernel, and training does not wait for
+the page. The process ends when its runs have ended, on request, and when the kernel has ended.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from workbench.widgets.live.switches import State, Switches
     from workbench.widgets.live.trainer import LiveTrainer
 
-#: Seconds between two signs of life.
+#: Seconds between two heartbeats.
 _BEAT = 5.0
-#: Seconds in which a process without a kernel may close its stores.
+#: Seconds that a process without a kernel has for closing its stores.
 _PATIENCE = 60.0
-#: Messages that may wait for the kernel before training waits too.
+#: Maximum number of queued messages to the kernel; training waits when the queue is full.
 _N_WAITING = 2000
 
 
 class Worker:
-    """Everything of one start, in the training process.
+    """The runs of one start in the training process.
 
     Args:
         commands: Stream of commands from the kernel.
@@ -49,24 +49,24 @@ class Worker:
         self._is_over = threading.Event()
         self._writer = threading.Thread(target=self._write, name="answers", daemon=True)
         self._writer.start()
-        # At once, while torch is being imported: the kernel does not wait for its pipe.
+        # Commands are read while torch is being imported, so that the kernel does not wait for its pipe.
         threading.Thread(target=self._read, args=(commands,), name="commands", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def work(self) -> None:
-        """Train what the kernel asks for, to the end."""
+        """Run the job of the kernel to its end."""
         job = self._jobs.get()
         if job is not None:
             try:
                 self._train(*job[1:])
-            except Exception as error:  # noqa: BLE001  (said on the page)
-                self._tell("refused", said(error))
+            except Exception as error:  # noqa: BLE001  (shown on the page)
+                self._tell("refused", sentence_of(error))
         self._is_over.set()
         self._waiting.put(None)
         self._writer.join(_PATIENCE)
 
     def _train(self, path: list[str], n_threads: int, payload: bytes) -> None:
-        sys.path[:] = path  # modules beside the notebook
+        sys.path[:] = path  # for modules next to the notebook
         import torch
 
         from workbench.callbacks.train import train
@@ -76,7 +76,7 @@ class Worker:
         torch.set_num_threads(n_threads)
         job = pickle.loads(payload)
         of_runs, resume = job["the settings"], job["resume"]
-        # A checkpoint has switches of its own; a run goes on with those of the page.
+        # A checkpoint contains states of the switches; a run continues with those of the page instead.
         switches = {name: Switches(own["kss"], own["faults"], self._tell_switches) for name, own in of_runs.items()}
         states = {name: own.state for name, own in switches.items()}
         runs = {
@@ -99,7 +99,7 @@ class Worker:
         trainer = LiveTrainer(
             runs,
             on_record=take,
-            on_end=lambda name, error: self._tell("end", name, None if error is None else said(error)),
+            on_end=lambda name, error: self._tell("end", name, None if error is None else sentence_of(error)),
             on_hold=lambda is_held: self._tell("held", is_held),
         )
         self._tell("begun")
@@ -122,7 +122,7 @@ class Worker:
             else:
                 with self._lock:
                     self._obey(*command)
-        # The kernel is gone, or has let go.
+        # The kernel has ended or closed the pipe.
         self._jobs.put(None)
         with self._lock:
             self._obey("stop")
@@ -130,7 +130,7 @@ class Worker:
             os._exit(1)
 
     def _obey(self, what: str, *values: Any) -> None:
-        """Carry out a command; those that come before the runs are there wait for them."""
+        """Execute a command; commands that arrive before the runs exist are queued."""
         trainer = self._trainer
         if trainer is None:
             self._early.append((what, *values))
@@ -143,7 +143,7 @@ class Worker:
             {"pause": trainer.pause, "resume": trainer.resume, "stop": trainer.stop}[what]()
 
     def _tell_switches(self, _: State | None = None) -> None:
-        """Tell the kernel how the first run's switches stand, and up to which of its wishes that holds."""
+        """Send the state of the first run's switches and the number of the last applied change to the kernel."""
         if self._switches:
             self._tell("switches", self._n_applied, self._switches[0].state)
 
@@ -155,7 +155,7 @@ class Worker:
             try:
                 pickle.dump(message, self._answers, protocol=pickle.HIGHEST_PROTOCOL)
                 self._answers.flush()
-            except OSError:  # the kernel is gone: nobody listens any more, and training must not wait
+            except OSError:  # the kernel has ended, and training must not wait
                 continue
 
     def _beat(self) -> None:
@@ -164,15 +164,15 @@ class Worker:
                 self._tell("beat")
 
 
-def said(error: Exception) -> str:
-    """An error in one sentence."""
+def sentence_of(error: Exception) -> str:
+    """Return an error as one sentence."""
     from workbench.errors import WorkbenchError
 
     return str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
 
 
 def main() -> None:
-    """Work with the streams of this process; what models print goes where errors go."""
+    """Run with the standard streams of this process; standard output is redirected to standard error."""
     commands, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -1,4 +1,4 @@
-"""Messages between the kernel and the training process: pickles, one after the other, through two pipes."""
+"""Messages between the kernel and the training process: a sequence of pickles through two pipes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOCKS = {type(threading.Lock()): threading.Lock, type(threading.RLock()): threa
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles what a notebook defines by value; locks arrive open, and observers stay in the kernel."""
+    """A pickler that pickles definitions of a notebook by value; locks arrive unlocked, observers are not sent."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How to make the object again."""
+        """Return how to reconstruct the object."""
         if type(obj) in _LOCKS:
             return _LOCKS[type(obj)], ()
         if type(obj) is Observers:
@@ -31,13 +31,13 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def packed(parts: Mapping[str, Any]) -> bytes:
-    """The parts of a job as one pickle, in which an object that several of them hold is one object.
+    """Return the parts of a job as one pickle, in which shared objects stay shared.
 
     Args:
-        parts: By names that people understand, such as ``"the task"``.
+        parts: Parts by names for error messages, such as ``"the task"``.
 
     Raises:
-        OptionError: If a part cannot be pickled; the sentence names it.
+        OptionError: If a part cannot be pickled; the exception names it.
     """
     stream = io.BytesIO()
     try:
@@ -45,18 +45,23 @@ def packed(parts: Mapping[str, Any]) -> bytes:
     except Exception as error:  # pickling runs code of models and data, which may raise anything
         for name, part in parts.items():
             _check(name, part)
-        raise OptionError(f"The runs cannot be sent to the training process ({error}).") from error
+        raise OptionError(
+            f"The runs cannot be sent to the training process ({error}).",
+            name="runs",
+            value=str(error),
+            expected="objects that can be pickled",
+        ) from error
     return stream.getvalue()
 
 
 def send(message: tuple[Any, ...], stream: Any) -> None:
-    """Write one message of plain values and objects of the workbench."""
+    """Write one message."""
     pickle.dump(message, stream, protocol=pickle.HIGHEST_PROTOCOL)
     stream.flush()
 
 
 def receive(stream: Any) -> tuple[Any, ...] | None:
-    """Read the next message; None: the other process has ended or closed its end."""
+    """Read the next message; None if the other process has ended or closed its pipe."""
     try:
         return pickle.load(stream)
     except (EOFError, OSError, ValueError, pickle.UnpicklingError):  # also in the middle of a message
@@ -68,6 +73,9 @@ def _check(name: str, part: Any) -> None:
         _Pickler(io.BytesIO()).dump(part)
     except Exception as error:
         raise OptionError(
-            f"Training runs in a process of its own, and {name} cannot be sent there ({error}); leave out what holds "
-            "open files, connections or generators, and pass data that can be read again."
+            f"Training runs in a separate process, and {name} cannot be sent to it ({error}); remove open files, "
+            "connections and generators, and pass data that can be read repeatedly.",
+            name=name.removeprefix("the "),
+            value=str(error),
+            expected="objects that can be pickled",
         ) from error

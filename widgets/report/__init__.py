@@ -1,6 +1,6 @@
 """Parts of `widgets.AssessmentReport`.
 
-page.py shows the report's text and draws its pictures when they are seen; choice_table.py is a table to choose a row
-of, which criteria.py, side_by_side.py and experiments.py fill, each a view; evidence.py shows a criterion and what it
-rests on.
+``page.py`` shows the text of the report and draws a figure once it is visible. ``choice_table.py`` is a table with a
+selectable row, which the views ``criteria.py``, ``side_by_side.py`` and ``experiment_list.py`` use. ``evidence.py``
+shows a criterion and the data that support it.
 """

@@ -1,4 +1,4 @@
-"""A table of which one row is chosen, by mouse or keyboard; in JupyterLab's colours."""
+"""A table with one selectable row, by mouse or keyboard, in JupyterLab's colors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ if TYPE_CHECKING:
 
 
 class ChoiceTable(anywidget.AnyWidget):
-    """Rows under column heads; a click, or Enter on the name of a row, chooses it.
+    """A table in which a click on a row, or Enter on its name, chooses it.
 
     Attributes:
-        columns: Heads, the first of them that of the rows' names.
-        rows: Of each row its ``id`` and ``cells``: dicts of ``text`` and, where there is one, ``state``; a cell with
-            ``is_number`` is aligned to the right.
-        value: The id of the chosen row; empty: none.
+        label: Accessible name of the table.
+        empty: Text shown if there are no rows.
+        columns: Column heads; the first column contains the names of the rows.
+        rows: Dicts of ``id`` and ``cells``. A cell is a dict of ``text``, ``state`` (may be empty) and ``is_number``,
+            which aligns it to the right.
+        value: The id of the chosen row; empty if there is none.
     """
 
     _esm = Path(__file__).with_name("choice_table.js")
     _css = Path(__file__).with_name("choice_table.css")
     label = traitlets.Unicode().tag(sync=True)
-    empty = traitlets.Unicode("nothing here").tag(sync=True)
+    empty = traitlets.Unicode("No rows").tag(sync=True)
     columns = traitlets.List(traitlets.Unicode()).tag(sync=True)
     rows = traitlets.List(traitlets.Dict()).tag(sync=True)
     value = traitlets.Unicode().tag(sync=True)
 
     def fill(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Show other rows; the chosen one stays if it is among them, else the first is chosen."""
+        """Replace the rows; the chosen row stays if it is among them, otherwise the first is chosen."""
         rows = list(rows)
         names = [row["id"] for row in rows]
         with self.hold_sync():
@@ -42,26 +44,31 @@ class ChoiceTable(anywidget.AnyWidget):
                 self.value = names[0] if names else ""
 
     def texts(self) -> list[list[str]]:
-        """The heads and the rows as texts."""
+        """Return the column heads and the rows as text."""
         return [list(self.columns), *([cell["text"] for cell in row["cells"]] for row in self.rows)]
 
     def choose(self, name: str) -> None:
         """Choose a row.
 
         Raises:
-            OptionError: If it is not shown.
+            OptionError: If there is no such row.
         """
         names = [row["id"] for row in self.rows]
         if name not in names:
-            raise OptionError(f"There is no row '{name}' in the {self.label}; choose from {', '.join(names)}.")
+            raise OptionError(
+                f"The table '{self.label}' has no row '{name}'; choose from {', '.join(names)}.",
+                name=self.label,
+                value=name,
+                expected=tuple(names),
+            )
         self.value = name
 
 
 def cell(text: str, *, state: str = "", is_number: bool = False) -> dict[str, Any]:
-    """One cell of a row."""
+    """Return a cell of a row."""
     return {"text": text, "state": state, "is_number": is_number}
 
 
 def row(name: str, cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row."""
+    """Return a row."""
     return {"id": name, "cells": list(cells)}

@@ -1,4 +1,4 @@
-"""The criteria of an assessment, by failure mode and state; choosing one shows its evidence."""
+"""The criteria of an assessment, filtered by failure mode and state, with the evidence of the chosen one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ALL = "all failure modes"
 
 
 class CriteriaView:
-    """Filters, a table and the evidence for its chosen row.
+    """Filters, a table, and the evidence for its chosen row.
 
     Attributes:
-        mode: The id of the failure mode to show; empty: all.
+        mode: The failure mode to show; empty for all.
         states: The states to show.
-        table: The rows; its ``value`` is the id of the chosen criterion.
-        evidence: Words and picture of the chosen criterion.
-        box: All of it.
+        table: One row per criterion; its ``value`` is the id of the chosen one.
+        evidence: Text and figure of the chosen criterion.
+        box: The widget.
     """
 
     def __init__(self, owner: WorkbenchWidget, lead_to: Callable[[str], None]) -> None:
@@ -41,23 +41,25 @@ class CriteriaView:
             options=[(_ALL, "")], description="show", style={"description_width": "64px"}, layout={"width": "340px"}
         )
         self.states = Tags(label="states")
-        self.table = ChoiceTable(label="criteria", empty="No criterion is of this failure mode and state.")
+        self.table = ChoiceTable(label="criteria", empty="No criterion has this failure mode and state.")
         self.table.columns = ["criterion", "state", "value", "healthy band"]
         self.evidence = Evidence(theme=owner.theme)
         table = ipywidgets.VBox([self.table], layout={"flex": "1 1 430px", "min_width": "0", "max_width": "100%"})
         row_layout = {"flex_flow": "row wrap", "grid_gap": "8px 18px", "align_items": "flex-start"}
         self.box = ipywidgets.VBox([self.mode, self.states, ipywidgets.HBox([table, self.evidence], layout=row_layout)])
-        owner.watch(self.mode, lambda _: self._filter())
-        owner.watch(self.states, lambda _: self._filter())
-        owner.watch(self.table, lambda _: self.draw())
-        owner.on_click(self.evidence.button, lambda _: lead_to(known(self._numbers).criterion(self.table.value).anchor))
+        owner._watch(self.mode, lambda _: self._filter())
+        owner._watch(self.states, lambda _: self._filter())
+        owner._watch(self.table, lambda _: self.draw())
+        owner._on_click(
+            self.evidence.button, lambda _: lead_to(known(self._numbers).criterion(self.table.value).anchor)
+        )
         self.is_visible = False
 
     def tell(self, tree: xr.DataTree) -> None:
-        """Show another assessment; nothing is drawn before `draw`."""
+        """Show another assessment; the figure is drawn by `draw`."""
         numbers = Numbers(tree)
         found = numbers.texts("criteria", "state")
-        self.evidence.key = None  # what is shown stays until the same of this assessment is drawn
+        self.evidence.key = None  # the old figure stays until the one of this assessment is drawn
         self._numbers = numbers
         titles = dict(
             zip(numbers.names("failure_modes", "failure_mode"), numbers.texts("failure_modes", "title"), strict=True)
@@ -72,7 +74,7 @@ class CriteriaView:
         self._filter()
 
     def draw(self) -> None:
-        """Draw the evidence of the chosen row, if anybody sees it."""
+        """Draw the evidence of the chosen row if the view is visible."""
         if not self.is_visible or self._numbers is None:
             return
         if self.table.value:
@@ -95,9 +97,9 @@ class CriteriaView:
 
 
 def ranking(numbers: Numbers) -> Callable[[str], tuple[int, float]]:
-    """What sorts criteria: the worst state first, the surest first among those of one state."""
+    """Return a sort key for criteria: the worst state first, then the highest confidence."""
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
-    confidence = np.nan_to_num(numbers.node("criteria")["confidence"].values)  # NaN: nothing was judged
+    confidence = np.nan_to_num(numbers.node("criteria")["confidence"].values)  # NaN: not evaluated
     places = {
         name: (WORST_FIRST.index(state), -float(sure))
         for name, state, sure in zip(ids, states, confidence, strict=True)
@@ -106,7 +108,7 @@ def ranking(numbers: Numbers) -> Callable[[str], tuple[int, float]]:
 
 
 def value_of(quantity: Quantity) -> str:
-    """Value and unit, as cells show them."""
+    """Return value and unit for a cell; empty if not measured."""
     return (
         "" if quantity.state == CriterionState.NOT_MEASURED else " ".join(filter(None, [quantity.text, quantity.units]))
     )

@@ -1,4 +1,4 @@
-"""One criterion as text, and the figure of its quantity."""
+"""One criterion as text, and the figure of the data that support it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.formatting import percent
 from workbench.plots import layer_profile
 from workbench.plots.criteria_bands_figure import criteria_bands
 from workbench.reports import pictures
-from workbench.reports.assessment_document import stand_in_of
+from workbench.reports.assessment_document import proxy_of
 from workbench.reports.document import Picture
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import CriterionState
@@ -22,19 +22,19 @@ from workbench.widgets.tables import HEAD, MUTED
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Parts of numbers only -> the part that has the picture of what they sum up.
+#: Parts that contain only summary numbers -> part whose figure shows the underlying data.
 _PICTURED_BY = {"structure": "flow", "trials": "pilot"}
-#: Parts whose picture has sentences beside its frame, and how wide it is at least.
+#: Parts whose figure has sentences next to its frame, and its minimum width in pixels.
 _OF_BANDS, _WIDTH_OF_BANDS = ("criteria", "hardware"), 860
 
 
 class Evidence(ipywidgets.VBox):
-    """A criterion and its picture.
+    """A criterion and its figure.
 
     Attributes:
-        words: Text on the measurement, the healthy band and the reason.
-        button: Leads to the criterion's row in the report.
-        key: Identifies the figure; None: it is to be drawn anew.
+        words: Text about the measurement, the healthy band and the reason.
+        button: Shows the criterion's row in the report.
+        key: Identifies the figure; None if it must be redrawn.
     """
 
     def __init__(self, head: str = "", *, theme: str = "page") -> None:
@@ -42,7 +42,7 @@ class Evidence(ipywidgets.VBox):
         self.key: tuple[str, str] | None = None
         self.words = ipywidgets.HTML()
         self.button = ipywidgets.Button(
-            description="Show in the report", tooltip="The row of this number, among all that was measured",
+            description="Show in report", tooltip="Show the row of this number in the report's tables",
             layout={"width": "auto", "align_self": "flex-start", "display": "none"},
         )  # fmt: skip
         self._place = FigureStage(theme)
@@ -53,7 +53,7 @@ class Evidence(ipywidgets.VBox):
 
     @property
     def figure(self) -> Any:
-        """The figure that is shown; None: none."""
+        """The displayed figure; None if there is none."""
         return self._place.figure
 
     def clear(self) -> None:
@@ -72,7 +72,7 @@ class Evidence(ipywidgets.VBox):
         """
         quantity = numbers.criterion(name)
         data = numbers.node("criteria").sel(criterion=name)
-        self.words.value = _words(quantity, data, self.head, stand_in_of(numbers))
+        self.words.value = _words(quantity, data, self.head, proxy_of(numbers))
         self.button.layout.display = None
         key, draw = picture_of(numbers, name)
         if key != self.key:
@@ -81,10 +81,10 @@ class Evidence(ipywidgets.VBox):
 
 
 def picture_of(numbers: Numbers, name: str) -> tuple[tuple[str, str], Callable[[], Any]]:
-    """The picture of what a criterion rests on; where its part has none, that of its failure mode's criteria.
+    """Return the figure of the data that support a criterion, or of the criteria of its failure mode if there is none.
 
     Returns:
-        Part and title, which are the same for the same picture, and what draws it for bokeh.
+        Part and title, which identify the figure, and a function that draws it for bokeh.
     """
     criteria = numbers.node("criteria")
     one = criteria.sel(criterion=name)
@@ -101,7 +101,7 @@ def picture_of(numbers: Numbers, name: str) -> tuple[tuple[str, str], Callable[[
     return ("criteria", mode), lambda: criteria_bands(alike)
 
 
-def _words(quantity: Quantity, data: xr.Dataset, head: str, stand_in: str) -> str:
+def _words(quantity: Quantity, data: xr.Dataset, head: str, proxy: str) -> str:
     text = " ".join(filter(None, [quantity.text, quantity.units]))
     layer, n_runs, sure = int(data["layer"]), int(data["n_reference"]), float(data["confidence"])
     reason = str(data["reason"].values).strip()
@@ -109,7 +109,7 @@ def _words(quantity: Quantity, data: xr.Dataset, head: str, stand_in: str) -> st
     if quantity.state != CriterionState.NOT_MEASURED:
         band = f"healthy: {quantity.band}" + (f", as in {n_runs} healthy runs" if n_runs else "")
         place = f" in block {layer}" if layer >= 0 else ""
-        of = f", of {stand_in}" if stand_in else ""
+        of = f", of {proxy}" if proxy else ""
         lines.insert(0, f"<b>{html.escape(text)}</b>{place}{of}; {html.escape(band)}")
     if reason and quantity.state != CriterionState.HEALTHY:
         lines.append(html.escape(f"{reason[0].upper()}{reason[1:].rstrip('.')}."))

@@ -1,4 +1,4 @@
-"""The experiments that a diagnosis proposes: choose one, run it, and see what came of it."""
+"""The experiments that a diagnosis proposes, with a button that runs one, and their outcomes."""
 
 from __future__ import annotations
 
@@ -24,43 +24,45 @@ _MISSING = "To run an experiment here, open the diagnosis as AssessmentReport(tr
 
 
 class ExperimentsView:
-    """A table of experiments, the words of the chosen one, and a button that runs it.
+    """A table of experiments, a description of the chosen one, and a button that runs it.
 
     Attributes:
-        table: A row an experiment, in the order proposed; its ``value`` is the chosen one's place in the tree.
-        words: Text on the change, the expectation and the outcome.
+        table: One row per experiment, in the proposed order; its ``value`` is the index of the chosen one in the tree.
+        words: Text about the change, the expected outcomes and the outcome.
         button: Runs the chosen experiment.
-        box: All of it.
+        box: The widget.
     """
 
     def __init__(self, owner: WorkbenchWidget, run: Callable[[int], None], *, can_run: bool) -> None:
         self._numbers: Numbers | None = None
         self.is_visible = False
         self.table = ChoiceTable(label="experiments", empty="The diagnosis proposes no experiment.")
-        self.table.columns = ["experiment", "would decide about", "steps", "share of the run", "outcome"]
+        self.table.columns = ["experiment", "tests the cause", "steps", "fraction of the run", "outcome"]
         self.words = ipywidgets.HTML()
         self.button = ipywidgets.Button(
             description="Run", button_style="primary", layout={"width": "104px"}, disabled=not can_run,
-            tooltip="Replay a part of the run twice: unchanged, and with this change" if can_run else _MISSING,
+            tooltip="Replay part of the run twice: unchanged, and with this change" if can_run else _MISSING,
         )  # fmt: skip
         self._can_run = can_run
         self.box = ipywidgets.VBox([self.table, self.words, self.button])
-        owner.watch(self.table, lambda _: self._say())
-        owner.on_click(self.button, lambda _: run(self.chosen))
+        owner._watch(self.table, lambda _: self._say())
+        owner._on_click(self.button, lambda _: run(self.chosen))
 
     @property
     def chosen(self) -> int:
-        """Place of the chosen experiment in the tree.
+        """Index of the chosen experiment in the tree.
 
         Raises:
             OptionError: If there is none.
         """
         if not self.table.value:
-            raise OptionError("No experiment is chosen; choose a row of the table.")
+            raise OptionError(
+                "No experiment is chosen; choose a row of the table.", name="experiment", expected="chosen"
+            )
         return int(self.table.value)
 
     def tell(self, tree: xr.DataTree) -> None:
-        """Show the experiments of another diagnosis, or of the same one once an experiment is done."""
+        """Show the experiments of another diagnosis, or of the same one after an experiment."""
         numbers = self._numbers = Numbers(tree)
         data = self._data()
         titles = dict(zip(numbers.names("causes", "cause"), numbers.texts("causes", "title"), strict=True))
@@ -69,7 +71,7 @@ class ExperimentsView:
         self._say()
 
     def draw(self) -> None:
-        """Nothing is drawn here."""
+        """Do nothing; the view has no figure."""
 
     def _data(self) -> xr.Dataset | None:
         numbers = known(self._numbers)
@@ -95,13 +97,13 @@ class ExperimentsView:
         return known(self._numbers).text("experiments", "outcome", experiment=place)
 
     def _answer(self, place: int) -> str:
-        """What the outcome speaks for; empty before there is one."""
+        """Return what the outcome is evidence for; empty without an outcome."""
         if not self._outcome(place):
             return ""
         return "for the cause" if bool(known(self._data())["supports"].values[place]) else "against the cause"
 
     def _say(self) -> None:
-        """The words of the chosen row."""
+        """Update the text about the chosen row."""
         self.button.layout.display = None if self.table.value else "none"
         if not self.table.value:
             self.words.value = ""
@@ -111,12 +113,11 @@ class ExperimentsView:
             name: known(self._numbers).value("experiments", name, experiment=place).text
             for name in ("title", "from_step", "n_steps", "expected_if_right", "expected_if_wrong")
         }
-        lines = [f"Replays {of['n_steps']} steps from step {of['from_step']} on, with this change and without it."]
-        lines.append(
-            f"Expected if it is the cause: {clause(of['expected_if_right'])}; else {clause(of['expected_if_wrong'])}."
-        )
+        lines = [f"Replays {of['n_steps']} steps from step {of['from_step']}, with and without this change."]
+        right, wrong = clause(of["expected_if_right"]), clause(of["expected_if_wrong"])
+        lines.append(f"Expected if it is the cause: {right}; otherwise: {wrong}.")
         if outcome := self._outcome(place):
-            lines.append(f"Done: {clause(outcome)}. That speaks {self._answer(place)}.")
+            lines.append(f"Outcome: {clause(outcome)}. This is evidence {self._answer(place)}.")
         if not self._can_run:
             lines.append(_MISSING)
         title = of["title"][:1].upper() + of["title"][1:]

@@ -1,6 +1,6 @@
-// The report is a separate page in a shadow root, so that its style and anchors do not affect the notebook.
+// The report is in a shadow root, so that its style and anchors do not affect the notebook.
 const REM = 14, REM_OF_PROJECTOR = 20; // pixels: the size of JupyterLab's text
-const WAITING = "is drawn when it comes into view …";
+const WAITING = "is drawn once it is visible …";
 
 const ask = (model, question, signal) => new Promise((resolve) => {
   const id = crypto.randomUUID?.() ?? String(Math.random());
@@ -14,7 +14,7 @@ const ask = (model, question, signal) => new Promise((resolve) => {
   model.send({ ...question, id });
 });
 
-// The page's style, for a part of a page, in the notebook's theme and the widget's size of text.
+// Adapts the style of the full page to a part of the notebook, with its theme and the text size of the widget.
 function fitted(css, el) {
   const rem = el.closest(".workbench-projector") ? REM_OF_PROJECTOR : REM;
   const isLight = document.body.dataset.jpThemeLight;
@@ -36,7 +36,7 @@ const OWN = `
 p, li, dd, figcaption, .items > li { max-width: 60rem; }
 table { width: 100%; }
 td { max-width: none; }
-.top, .verdict .word, .verdict .summary { display: none; } /* they stand above the report */
+.top, .verdict .word, .verdict .summary { display: none; } /* shown above the report */
 .verdict { margin-top: 1rem; }
 .facts { margin-top: .3rem; }
 h2 { margin-top: 2rem; }
@@ -60,7 +60,7 @@ const made = (tag, name, text) => {
   return element;
 };
 
-// The picture of the report before stays until the new one is drawn.
+// The figure of the previous report stays until the new one is drawn.
 function frame({ title, caption, alternative }, before) {
   const figure = made("figure"), scroll = made("div", "scroll"), words = made("figcaption");
   scroll.append(before ?? made("p", "waiting", `${title} ${WAITING}`));
@@ -84,7 +84,7 @@ function render({ model, el, signal }) {
   const addresses = [];
   const forget = () => { while (addresses.length) URL.revokeObjectURL(addresses.pop()); seen?.disconnect(); };
 
-  const back = made("button", "back", "↩ back to the sentence");
+  const back = made("button", "back", "↩ Back to the sentence");
   back.type = "button";
   back.onclick = () => {
     back.hidden = true;
@@ -94,7 +94,7 @@ function render({ model, el, signal }) {
     cameFrom = null;
   };
 
-  // Only the box scrolls, not the notebook.
+  // Scrolls only the box, not the notebook.
   const bring = (target) => {
     const way = target.getBoundingClientRect().top - box.getBoundingClientRect().top;
     box.scrollTop += way - (target.matches("section") ? 0 : box.clientHeight / 3);
@@ -115,7 +115,7 @@ function render({ model, el, signal }) {
     const link = event.target.closest?.("a[href^='#']");
     if (!link) return;
     event.preventDefault();
-    event.stopPropagation(); // JupyterLab has its own idea of such links
+    event.stopPropagation(); // JupyterLab would handle such links differently
     const anchor = decodeURIComponent(link.getAttribute("href").slice(1));
     cameFrom = { place: box.scrollTop, link };
     back.hidden = !link.matches(".n");
@@ -130,7 +130,7 @@ function render({ model, el, signal }) {
     if (signal.aborted || !figure.isConnected) return;
     const place = figure.querySelector(".scroll");
     if (content.failure !== undefined) {
-      place.replaceChildren(made("p", "waiting failed", `This picture cannot be drawn. ${content.failure}`));
+      place.replaceChildren(made("p", "waiting failed", `This figure cannot be drawn. ${content.failure}`));
       return;
     }
     const address = URL.createObjectURL(new Blob([buffers[0]], { type: content.mime }));
@@ -143,7 +143,7 @@ function render({ model, el, signal }) {
     place.setAttribute("role", "region");
     place.setAttribute("aria-label", figure.dataset.title);
     place.replaceChildren(picture);
-    // Content drawn above the row that was just scrolled to must not move it.
+    // A figure drawn above the row that was just scrolled to must not move it.
     const marked = root.querySelector(".marked");
     if (marked && performance.now() - markedAt < 3000) bring(marked);
   };
@@ -159,7 +159,7 @@ function render({ model, el, signal }) {
     article.setAttribute("aria-label", page.title);
     article.append(...page.body.childNodes);
     article.querySelector(".skip")?.remove();
-    const main = article.querySelector("main"); // the notebook is the main part of this page
+    const main = article.querySelector("main"); // the notebook page has its own main element
     main?.replaceWith(...main.childNodes);
     const before = new Map([...root.querySelectorAll("figure")].map((old) => [old.dataset.title, old.querySelector("img")]));
     const place = box.scrollTop;

@@ -1,4 +1,4 @@
-"""The text of a report on the page: its numbers lead to their rows, and a picture is drawn when it comes into view."""
+"""The text of a report on the page: numbers link to their rows, and a figure is drawn once it is visible."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _log = logging.getLogger(__name__)
-#: A line that stands for a picture; page.js puts an empty frame there.
+#: Placeholder line of a figure, which page.js replaces by an empty frame.
 _FRAME = "picture {number} of the report"
 
 
 class ReportPage(anywidget.AnyWidget):
-    """The page that `workbench.reports` writes as a file, inside a notebook and in JupyterLab's theme.
+    """The HTML page of `workbench.reports` inside a notebook, in JupyterLab's theme.
 
-    Nothing of it is kept in the notebook's file: a page asks the kernel for text and pictures when it is shown.
+    The notebook file does not contain it: the page requests text and figures from the kernel when it is displayed.
 
     Args:
-        lock: Held while pictures are drawn; give the one that the widget's callbacks take.
+        lock: Held while figures are drawn; pass the lock that the widget's callbacks hold.
 
     Attributes:
-        marked: The anchor of the row that was led to last; set it to lead there. Empty: none.
+        marked: Anchor of the marked row; empty if there is none. Set it to scroll to a row and mark it.
     """
 
     _esm = Path(__file__).with_name("page.js")
@@ -54,7 +54,7 @@ class ReportPage(anywidget.AnyWidget):
         """Show the report of a tree.
 
         Raises:
-            SchemaError: If it is no such tree, or lacks a number of its report; the page then stays as it is.
+            SchemaError: If the tree is of another kind, or lacks a number of its report; the page is then unchanged.
         """
         document = document_of(tree)
         text = html(_framed(document), tree)
@@ -64,7 +64,7 @@ class ReportPage(anywidget.AnyWidget):
             self.send({"is_new": True})
 
     def lead_to(self, anchor: str) -> None:
-        """Bring a row into view and mark it."""
+        """Scroll to a row and mark it."""
         self.marked = ""
         self.marked = anchor
 
@@ -87,14 +87,14 @@ class ReportPage(anywidget.AnyWidget):
             mime, content = image(picture, known(self.tree))
         except WorkbenchError as error:
             return {"answer": question, "failure": str(error)}, []
-        except Exception as error:  # noqa: BLE001  (a bug of ours: the rest of the report stays, the log has the traceback)
-            _log.exception("The picture '%s' was not drawn.", picture.title)
+        except Exception as error:  # noqa: BLE001  (a bug: the report stays usable, and the log has the traceback)
+            _log.exception("The figure '%s' could not be drawn.", picture.title)
             return {"answer": question, "failure": f"{type(error).__name__}: {error}"}, []
         return {"answer": question, "mime": mime}, [content]
 
 
 def _framed(document: Document) -> Document:
-    """The document with a line in the place of each picture, which takes time to draw."""
+    """Return the document with a placeholder line for each figure, because figures take time to draw."""
     number, sections = 0, []
     for section in document.sections:
         blocks: list[Block] = []

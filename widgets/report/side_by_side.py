@@ -1,4 +1,4 @@
-"""Two designs of a comparison side by side: their figures, their criteria, and the evidence of a criterion."""
+"""Two designs of a comparison side by side: summary, criteria, and the evidence of a criterion."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 class SideBySide:
-    """Two designs, chosen by name.
+    """Two designs side by side.
 
     Attributes:
-        first, second: Choices of the designs.
-        only_different: Whether criteria of the same state are left out.
-        table: A row a criterion; its ``value`` is the id of the chosen one.
+        first, second: Controls that choose the designs.
+        only_different: Whether to hide criteria that have the same state in both designs.
+        table: One row per criterion; its ``value`` is the id of the chosen one.
         evidence: Evidence of the chosen criterion in each design.
-        box: All of it.
+        box: The widget.
     """
 
     def __init__(self, owner: WorkbenchWidget, lead_to: Callable[[str], None]) -> None:
         self._tree: xr.DataTree | None = None
         style = {"style": {"description_width": "64px"}, "layout": {"width": "260px"}}
         self.first = ipywidgets.Dropdown(description="design", **style)
-        self.second = ipywidgets.Dropdown(description="next to", **style)
+        self.second = ipywidgets.Dropdown(description="versus", **style)
         self.only_different = ipywidgets.Checkbox(
-            False, description="only where the state differs", indent=False, layout={"width": "auto"}
+            False, description="Different states only", indent=False, layout={"width": "auto"}
         )
         self._figures = ipywidgets.HTML(layout={"overflow": "auto hidden"})
         self.table = ChoiceTable(
-            label="criteria of both designs", empty="No criterion has another state in one of them."
+            label="criteria of both designs", empty="All criteria have the same state in both designs."
         )
         self.evidence = (Evidence(theme=owner.theme), Evidence(theme=owner.theme))
         line = {"flex_flow": "row wrap", "grid_gap": "4px 12px", "align_items": "center"}
@@ -57,18 +57,18 @@ class SideBySide:
             ]
         )
         for control in (self.first, self.second, self.only_different):
-            owner.watch(control, lambda _: self._fill())
-        owner.watch(self.table, lambda _: self.draw())
+            owner._watch(control, lambda _: self._fill())
+        owner._watch(self.table, lambda _: self.draw())
 
         def lead(place: int) -> None:
             lead_to(self._both[place].criterion(self.table.value).anchor)
 
-        owner.on_click(self.evidence[0].button, lambda _: lead(0))
-        owner.on_click(self.evidence[1].button, lambda _: lead(1))
+        owner._on_click(self.evidence[0].button, lambda _: lead(0))
+        owner._on_click(self.evidence[1].button, lambda _: lead(1))
         self.is_visible = self._is_telling = False
 
     def tell(self, tree: xr.DataTree) -> None:
-        """Show another comparison; nothing is drawn before `draw`."""
+        """Show another comparison; figures are drawn by `draw`."""
         self._tree = tree
         names = Numbers(tree).names("designs", "design")
         self._is_telling = True
@@ -81,7 +81,7 @@ class SideBySide:
         self._fill()
 
     def draw(self) -> None:
-        """Draw the evidence of the chosen row, if anybody sees it."""
+        """Draw the evidence of the chosen row if the view is visible."""
         if not self.is_visible or self._tree is None:
             return
         for evidence, numbers, name in zip(self.evidence, self._both, self._names, strict=True):
@@ -105,7 +105,7 @@ class SideBySide:
             return
         both = self._both
         for evidence in self.evidence:
-            evidence.key = None  # what is shown stays until the same of these designs is drawn
+            evidence.key = None  # the old figures stay until those of these designs are drawn
         self._figures.value = _figures(Numbers(known(self._tree)), self._names)
         ranks = [ranking(numbers) for numbers in both]
         found = [{name: n.criterion(name) for name in n.names("criteria", "criterion")} for n in both]
@@ -139,7 +139,7 @@ def _cells(pair: list[Quantity | None]) -> list[dict[str, Any]]:
 
 
 def _figures(numbers: Numbers, names: tuple[str, str]) -> str:
-    """The two designs' own figures: verdict, risk, rate, size, compute cost."""
+    """Return a table of the summary of both designs: verdict, risk, learning rate, size, compute cost."""
     data, all_names = numbers.node("designs"), numbers.names("designs", "design")
     body = ""
     for variable in (str(name) for name in data.data_vars if data[name].dims == ("design",)):

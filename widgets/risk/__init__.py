@@ -1,1 +1,1 @@
-"""The parts of RiskExplorer."""
+"""Parts of RiskExplorer."""

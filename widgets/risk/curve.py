@@ -1,4 +1,4 @@
-"""The figure of RiskExplorer, built once and written in place: a slider cannot wait for a new one."""
+"""The figure of RiskExplorer, which is built once and updated in place so that sliders respond quickly."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
     from workbench.risk.risk import Risk
 
-#: Of the frame, before it is made as wide as the page.
+#: Width and height of the frame in pixels, before it is scaled to the page width.
 _SIZE = (640, 240)
 _FAILURE, _USEFUL = style.MODEL_COLORS[0], style.MODEL_COLORS[2]
 _CURVES = ("failure", "failure_low", "failure_high", "explosion")
-#: What the colours mean, under the figure.
+#: Legend below the figure.
 KEY = (
-    "blue: risk of not learning well · dashed: risk of an explosion · green: rates that learn well, up to the line · "
-    "bar: its interval · dot: planned rate"
+    "blue: risk of not learning well · dashed: risk of an explosion · green: useful learning rates, up to the useful "
+    "edge (line) · bar: its 80 % interval · dot: planned learning rate"
 )
 
 
 class CurvePanel:
-    """The risk over the learning rate, the rates that learn well, and where the planned rate stands."""
+    """The risk over the learning rate, the useful learning rates, and the planned learning rate."""
 
     def __init__(self) -> None:
         self.figure = plot = figure(
@@ -52,8 +52,8 @@ class CurvePanel:
         plot.segment("low", "height", "high", "height", source=self.interval, color=_USEFUL, line_width=5)
         plot.scatter("rate", "failure", source=self.now, size=14, color=_FAILURE, line_color="white", line_width=1.5)
         tips = [
-            ("learning rate", "@rate{0.[000000]}"), ("does not learn well", "@failure{0 %}"),
-            ("explodes", "@explosion{0 %}"),
+            ("learning rate", "@rate{0.[000000]}"), ("risk of not learning well", "@failure{0 %}"),
+            ("risk of an explosion", "@explosion{0 %}"),
         ]  # fmt: skip
         plot.add_tools(HoverTool(renderers=[line], tooltips=tips, mode="vline", point_policy="follow_mouse"))
         (axis,) = plot.yaxis
@@ -65,11 +65,11 @@ class CurvePanel:
 
     @property
     def rates(self) -> np.ndarray:
-        """The rates that are shown."""
+        """The learning rates of the curve."""
         return np.geomspace(self.figure.x_range.start, self.figure.x_range.end, 81)
 
     def write(self, curve: xr.Dataset, risk: Risk) -> None:
-        """Show the risk over the rates, and where the planned one stands; nothing where it is not known."""
+        """Update the curve and the planned rate; nothing is drawn if the risk is unknown."""
         is_known = not risk.reason
         self.band.visible = self.edge.visible = is_known
         rows: dict[str, Any] = {name: curve[name].values if is_known else [] for name in _CURVES}

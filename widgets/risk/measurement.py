@@ -1,4 +1,4 @@
-"""One measurement of a model before training, and the pilot of one plan."""
+"""Measurement of a model before training, and the pilot of a plan."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ if TYPE_CHECKING:
 #: Features that a backward pass and trial updates measure.
 _OF_GRADIENTS = ("initial_grad_norm", "overshoot_rate", "breaking_rate", "unit_change_rate")
 _OF_TRIALS = ("rehearsed_rate",)
-#: Snapshots of the spectra, which the widget shows as one number.
+#: Snapshots of the spectra, of which the widget shows only a summary.
 _N_SNAPSHOTS = 512
 
 
 class Measured(NamedTuple):
-    """A case, the choice that it belongs to, and the settings that it was measured with."""
+    """A case, its choice of model and task, and the settings that it was measured with."""
 
     case: xr.Dataset
     choice: Choice
     settings: dict[str, Any]
 
     def planned(self, settings: dict[str, Any]) -> xr.Dataset:
-        """The case under another plan."""
+        """Return the case with the settings of another plan."""
         changes = {name: value for name, value in settings.items() if value != self.settings[name]}
         return replan(self.case, **changes) if changes else self.case
 
 
 def measure(choice: Choice, settings: dict[str, Any], model: EdgeModel, check: Callable[[], None]) -> Measured:
-    """Build or open the chosen model, and measure what a model of its risk reads.
+    """Build or open the chosen model, and measure the features of the risk model.
 
     Args:
         choice: Model and task.
         settings: Settings of the plan.
-        model: Model of the risk.
-        check: Called at every evaluation of the loss; what it raises ends it all.
+        model: Risk model.
+        check: Called at every evaluation of the loss; its exceptions end the measurement.
 
     Raises:
-        WorkbenchError: If there is no such checkpoint, the task does not fit, or the model cannot be read.
+        WorkbenchError: If there is no such checkpoint, the task does not fit, or the model cannot be analyzed.
     """
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -68,13 +68,13 @@ def measure(choice: Choice, settings: dict[str, Any], model: EdgeModel, check: C
 def run_pilot(
     choice: Choice, settings: dict[str, Any], budget: int, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], FoundRates]:
-    """The pilot of a plan, and the settings it is for.
+    """Run the pilot of a plan, and return the settings of the plan with the result.
 
     Args:
         choice: Model and task.
-        settings: Settings of the plan, whose rate does not matter.
-        budget: Updates at most.
-        tell: Called with a text after each update; what it raises ends the pilot.
+        settings: Settings of the plan; the learning rate is ignored.
+        budget: Maximum number of updates.
+        tell: Called with a text after each update; its exceptions end the pilot.
     """
     model, task, _ = choice.make()
     plan = {name: value for name, value in settings.items() if name != "learning_rate"}

@@ -1,4 +1,4 @@
-"""The controls that say what would be trained: a model of the zoo, a checkpoint or a module, and its task."""
+"""Controls of what is trained: a model of the zoo, a checkpoint or a module, and its task."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from workbench.tasks import Task
 
-#: The recorded runs are of this vocabulary.
+#: Vocabulary size of the recorded runs.
 _VOCABULARY = 64
-#: Name -> task of some length, batch size, vocabulary and seed.
+#: Name -> function that returns a task of a length, batch size, vocabulary size and seed.
 _TASKS: dict[str, Callable[..., Task]] = {
     "associative recall": lambda length, batch_size, vocab_size, seed: tasks.associative_recall(
         length=length, batch_size=batch_size, vocab_size=vocab_size, n_pairs=3, seed=seed
@@ -36,10 +36,10 @@ _TASKS: dict[str, Callable[..., Task]] = {
         length=length, batch_size=batch_size, seed=seed
     ),
 }
-_DIGITS, _BYTES, _RANDOM, _ENGLISH = "digits", "bytes of English", "random tokens", "English, its tokenizer"
-#: For a model that brings its own vocabulary.
+_DIGITS, _BYTES, _RANDOM, _ENGLISH = "digits", "bytes of English", "random tokens", "English, model's tokenizer"
+#: Tasks for a model with a vocabulary of its own.
 _OWN_TASKS = (_RANDOM, _BYTES, _ENGLISH)
-#: What passages are at least long enough for, in letters a token.
+#: Characters of text per token, chosen so that passages are long enough.
 _LETTERS_PER_TOKEN = 10
 _FAMILIES = {
     "transformer": "transformer", "mixture of experts": "moe", "Mamba": "mamba", "KAN": "kan",
@@ -55,14 +55,14 @@ ZOO, CHECKPOINT, GIVEN = "zoo", "checkpoint", "given"
 
 @dataclass(frozen=True)
 class Choice:
-    """The values of the controls at one moment, for a thread that must not read them.
+    """The values of the controls at one moment, for a thread that must not read the controls.
 
     Attributes:
         source: A configuration of the zoo, a path or hub name, or a model.
         task: Name of a task, or a task.
-        length: Number of tokens of an example.
-        batch_size: Examples of a batch.
-        seed: Of the task; that of the weights is in the configuration.
+        length: Tokens per example.
+        batch_size: Examples per batch.
+        seed: Seed of the task; the seed of the parameters is in the configuration.
     """
 
     source: zoo.ArchitectureConfig | str | nn.Module | Subject
@@ -73,13 +73,13 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """The name of the model, as far as it is known before it is opened."""
+        """Name of the model, where available before it is opened."""
         if isinstance(self.source, zoo.ArchitectureConfig):
             return title(self.source)
         return self.source if isinstance(self.source, str) else _name_of(self.source)
 
     def make(self) -> tuple[nn.Module | Subject, Task, str]:
-        """Build or open the model, and make its task; and what tables call it.
+        """Return the model, its task, and its name in tables.
 
         Raises:
             WorkbenchError: If there is no such checkpoint, or the task does not fit the model.
@@ -99,11 +99,16 @@ class Choice:
         )
 
     def _fitting_task(self, subject: Subject) -> Task:
-        """The task in the model's own vocabulary, no longer than the model can read."""
+        """Return the task in the model's vocabulary, with examples no longer than the model accepts."""
         vocab_size, longest = vocabulary_of(subject.model), longest_of(subject.model)
         length = min(self.length, longest or self.length)
         if vocab_size is None:
-            raise OptionError(f"{subject.name} does not say what it reads; pass its data as task=.")
+            raise OptionError(
+                f"The vocabulary size of {subject.name} is unknown; pass its data as task=.",
+                name="task",
+                value=self.task,
+                expected="a task or data for this model",
+            )
         if self.task == _ENGLISH:
             n_rows = max(4 * self.batch_size, 2048 // length)
             passages = tasks.reference_passages(n_rows, n_characters=_LETTERS_PER_TOKEN * length)
@@ -111,7 +116,11 @@ class Choice:
             return tasks.as_task(rows, batch_size=self.batch_size, seed=self.seed)
         if self.task == _BYTES and vocab_size < 256:
             raise OptionError(
-                f"{subject.name} knows {vocab_size} tokens, but bytes need 256; choose random tokens or pass task=."
+                f"{subject.name} has a vocabulary of {vocab_size} tokens, but bytes need 256; choose random tokens or "
+                "pass task=.",
+                name="task",
+                value=self.task,
+                expected=f"a task with at most {vocab_size} tokens",
             )
         return self._named_task(vocab_size, length)
 
@@ -120,18 +129,18 @@ class ModelChoice:
     """Controls for model and task.
 
     Args:
-        model: A configuration of the zoo, which the controls then change; a path or hub name of a checkpoint; an opened
-            one; any module; or None: a small Pre-LN transformer.
-        task: Name of one of the choices, a task, or any data that ``wb.train`` takes; None: associative recall, or for
-            a model that is not of the zoo random tokens.
+        model: A configuration of the zoo, which the controls can change; a path or hub name of a checkpoint; an opened
+            checkpoint; or any module. None for a small Pre-LN transformer.
+        task: Name of one of the choices, a task, or any data that ``wb.train`` accepts. None for associative recall, or
+            for random tokens if the model is not from the zoo.
 
     Attributes:
-        controls: Every control, to be watched.
-        of_zoo: Those of a model of the zoo.
+        controls: All controls.
+        of_zoo: The controls of a model of the zoo.
         shown: Widgets to show, in order.
 
     Raises:
-        OptionError: If there is no such task, or the model is none of these.
+        OptionError: If there is no such task, or the model has another type.
     """
 
     def __init__(self, model: Any, task: Any) -> None:
@@ -140,11 +149,14 @@ class ModelChoice:
         ):
             raise OptionError(
                 f"The model is a {type(model).__name__}, expected a wb.zoo.ArchitectureConfig, a path, a checkpoint "
-                "or a module."
+                "or a module.",
+                name="model",
+                value=model,
+                expected="a wb.zoo.ArchitectureConfig, a path, a checkpoint or a module",
             )
         known = (*_TASKS, _DIGITS, _ENGLISH)
         if isinstance(task, str) and task not in known:
-            raise OptionError(f"There is no task '{task}'; choose from {', '.join(known)}, or pass a task.")
+            raise OptionError.of("task", task, known, remedy="choose one of these names or pass a task")
         self._config = model if isinstance(model, zoo.ArchitectureConfig) else _DEFAULT
         self._given = model if isinstance(model, nn.Module | Subject) else None
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
@@ -157,16 +169,16 @@ class ModelChoice:
         if isinstance(task, str):
             offered = [name for name, _ in self.task.options]
             if task not in offered:
-                raise OptionError(f"The task '{task}' does not fit the model; choose from {', '.join(offered)}.")
+                raise OptionError.of("task", task, tuple(offered), remedy="choose a task that fits the model")
             self.task.value = task
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the model is so small that a change may be measured unasked."""
+        """Whether the model is small enough to be measured automatically after a change."""
         return self.source.value == ZOO
 
     def adapt(self) -> None:
-        """Let the controls agree, and show those that matter."""
+        """Make the controls consistent, and hide those that do not apply."""
         is_zoo, family = self.source.value == ZOO, self.family.value
         for control in self.of_zoo:
             control.layout.display = None if is_zoo else "none"
@@ -179,10 +191,10 @@ class ModelChoice:
         self.length.disabled = self.task.value == _DIGITS
 
     def choice(self) -> Choice:
-        """The values of the controls.
+        """Return the values of the controls.
 
         Raises:
-            OptionError: If the architecture is impossible, or there is no path.
+            OptionError: If the architecture is invalid, or the path is empty.
         """
         task = self.task.value if self._task is None else self._task
         rest = (task, self.length.value, self.batch_size.value, self.seed.value)
@@ -190,11 +202,13 @@ class ModelChoice:
             return Choice(self._configured(), *rest)
         if self.source.value != CHECKPOINT:
             if self._given is None:
-                raise OptionError("No model is given; choose another source.")
+                raise OptionError("No model was passed; choose another source.", name="model", expected="given")
             return Choice(self._given, *rest)
         path = self.path.value.strip()
         if not path:
-            raise OptionError("There is no path; write that of a checkpoint, a folder or a file.")
+            raise OptionError(
+                "The path is empty; enter the path or hub name of a checkpoint.", name="path", expected="non-empty"
+            )
         return Choice(path, *rest)
 
     def _configured(self) -> zoo.ArchitectureConfig:
@@ -212,7 +226,7 @@ class ModelChoice:
     def _make_controls(self, path: str) -> None:
         config, label = self._config, {"description_width": "initial"}
 
-        def whole(value: int, name: str, lowest: int, highest: int, width: int, tip: str = "") -> Any:
+        def integer(value: int, name: str, lowest: int, highest: int, width: int, tip: str = "") -> Any:
             return ipywidgets.BoundedIntText(
                 value,
                 min=lowest,
@@ -228,8 +242,8 @@ class ModelChoice:
                 options=options, value=value, description=name, style=label, layout={"width": f"{width}px"}
             )
 
-        given = [] if self._given is None else [(f"passed in: {_name_of(self._given)}", GIVEN)]
-        self.source = choose([("of the zoo", ZOO), ("a checkpoint", CHECKPOINT), *given], ZOO, "model", 220)
+        given = [] if self._given is None else [(f"given: {_name_of(self._given)}", GIVEN)]
+        self.source = choose([("model zoo", ZOO), ("checkpoint", CHECKPOINT), *given], ZOO, "model", 220)
         self.path = ipywidgets.Text(
             path, description="path", placeholder="folder, file or hub name", continuous_update=False, style=label,
             layout={"width": "340px"},
@@ -237,17 +251,17 @@ class ModelChoice:
         self.family = choose(tuple(_FAMILIES.items()), config.family, "family", 215)
         self.norm = choose(tuple(_NORMS.items()), config.norm, "norm", 190)
         start = config.initialization or "normal"
-        self.initialization = choose(_plain(zoo.INITIALIZATIONS), start, "start", 125)
+        self.initialization = choose(_plain(zoo.INITIALIZATIONS), start, "init", 125)
         self.init_std = ipywidgets.BoundedFloatText(
             config.init_std, min=1e-4, max=10.0, step=0.01, description="init scale", style=label,
-            layout={"width": "140px"}, tooltip="Standard deviation of the initial weights",
+            layout={"width": "140px"}, tooltip="Standard deviation of the initial parameters",
         )  # fmt: skip
-        self.d_model = whole(config.d_model or 64, "width", 1, 1024, 115)
-        self.n_layers = whole(config.n_layers or 4, "layers", 1, 64, 105)
-        self.seed = whole(config.seed or 0, "seed", 0, 2**31, 100, "Seed of parameters, data and training")
+        self.d_model = integer(config.d_model or 64, "width", 1, 1024, 115)
+        self.n_layers = integer(config.n_layers or 4, "layers", 1, 64, 105)
+        self.seed = integer(config.seed or 0, "seed", 0, 2**31, 100, "Seed of parameters, data and training")
         self.task = choose(_plain(_TASKS), next(iter(_TASKS)), "task", 215)
-        self.length = whole(16, "length", 1, 4096, 112, "Tokens of an example")
-        self.batch_size = whole(16, "batch", 1, 4096, 110, "Examples of a batch")
+        self.length = integer(16, "length", 1, 4096, 112, "Tokens per example")
+        self.batch_size = integer(16, "batch", 1, 4096, 110, "Examples per batch")
         self.of_zoo = [self.family, self.norm, self.initialization, self.init_std, self.d_model, self.n_layers]
         data = [self.task, self.length, self.batch_size]
         self.controls = [self.source, self.path, *self.of_zoo, *data, self.seed]
@@ -256,7 +270,7 @@ class ModelChoice:
 
 
 def title(config: zoo.ArchitectureConfig) -> str:
-    """The title of an architecture of the zoo, such as "No-Norm, rezero"."""
+    """Return the title of an architecture of the zoo, such as "No-Norm, rezero"."""
     norm = next(name for name, value in _NORMS.items() if value == config.norm)
     family = next(name for name, value in _FAMILIES.items() if value == config.family)
     parts = [] if config.family == "transformer" else [family]
@@ -266,7 +280,7 @@ def title(config: zoo.ArchitectureConfig) -> str:
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """Size of a model's vocabulary; None where it is not known."""
+    """Return the vocabulary size of a model; None if unknown."""
     config = getattr(model, "config", None)
     for place in (config, getattr(config, "text_config", None)):
         if isinstance(size := getattr(place, "vocab_size", None), int):
@@ -276,9 +290,9 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 
 def longest_of(model: nn.Module) -> int | None:
-    """Tokens in the longest row that a model reads; None where it does not say."""
+    """Return the maximum number of tokens that a model accepts; None if unknown."""
     config = getattr(model, "config", None)
-    # transformers has a max_length too, which is about generation.
+    # A `max_length` in a configuration of transformers applies to generation.
     names = (
         ("max_length",) if isinstance(config, zoo.ArchitectureConfig) else ("max_position_embeddings", "n_positions")
     )
@@ -287,7 +301,7 @@ def longest_of(model: nn.Module) -> int | None:
 
 
 def _fitted(config: zoo.ArchitectureConfig, task: Any) -> zoo.ArchitectureConfig:
-    """The configuration with the vocabulary, or the images, of a task."""
+    """Return the configuration with the vocabulary or the image size of a task."""
     if config.family == "vit":
         if not hasattr(task, "image_size"):
             return config
@@ -303,12 +317,12 @@ def _name_of(model: nn.Module | Subject) -> str:
 
 
 def _plain(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Options that are what they are called."""
+    """Return options whose values are their labels."""
     return [(name, name) for name in names]
 
 
 def _offer(control: ipywidgets.Dropdown, options: list[tuple[str, Any]]) -> None:
-    """Change what can be chosen; a choice that is still there stays."""
+    """Change the options of a control; the current choice is kept if it is still available."""
     if list(control.options) == options:
         return
     value, offered = control.value, [option for _, option in options]

@@ -1,4 +1,4 @@
-"""The controls that say how it would be trained: rate, warm-up, schedule, steps, clipping, optimizer."""
+"""Controls of the training plan: learning rate, warm-up, schedule, steps, clipping, optimizer."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import ipywidgets
 
 from workbench.training.training_plan import SCHEDULES
 
-#: Name -> optimizer and its options: those of the recorded study, and plain SGD.
+#: Name -> optimizer and its options: those of the recorded study, and SGD without momentum.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "AdamW, β₂ .95, decay .1": ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+    "AdamW, β₂ 0.95, decay 0.1": ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1}),
     "AdamW": ("AdamW", {}),
-    "Muon, decay .1": ("Muon", {"weight_decay": 0.1}),
-    "SGD, momentum .9": ("SGD", {"momentum": 0.9}),
+    "Muon, decay 0.1": ("Muon", {"weight_decay": 0.1}),
+    "SGD, momentum 0.9": ("SGD", {"momentum": 0.9}),
     "SGD": ("SGD", {}),
 }
-#: A slider needs a number where there is no clipping.
+#: Clip norms; the slider needs a number for "none".
 _CLIPPING = (("none", 0.0), *((f"{norm:g}", norm) for norm in (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)))
 
-#: The columns leave room for the longest name of an optimizer.
+#: The columns are wide enough for the longest name of an optimizer.
 CSS = """
 .workbench-plan { align-items: center; overflow: visible; grid-auto-rows: max-content;
   grid-template-columns: repeat(auto-fit, minmax(min(320px, 100%), 1fr)); }
@@ -31,9 +31,9 @@ class PlanControls:
     """Controls for the settings of a planned run.
 
     Attributes:
-        learning_rate, warmup, n_steps, schedule, clip_norm, optimizer: The controls; set their ``value`` from code.
-        controls: All of them, to be watched.
-        box: All of them, in a grid.
+        learning_rate, warmup, n_steps, schedule, clip_norm, optimizer: The controls; their ``value`` can be set.
+        controls: All controls.
+        box: The widget, a grid of all controls.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class PlanControls:
         self.box.add_class("workbench-plan")
 
     def settings(self) -> dict[str, Any]:
-        """The values of the controls, as fields of `workbench.training.training_plan.TrainingPlan`."""
+        """Return the values of the controls as fields of `workbench.training.training_plan.TrainingPlan`."""
         optimizer, options = OPTIMIZERS[self.optimizer.value]
         return {
             "learning_rate": float(self.learning_rate.value),

@@ -1,4 +1,4 @@
-"""The risk of a planned training as one HTML page: sentences, figures, and the curve that answers the mouse."""
+"""The risk of a planned training as one HTML page: text, metrics, and an interactive curve."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _WITHOUT_CURVE = '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"></h
 
 
 def page(title: str, answer: RiskAnswer, cards: list[Card], curve: Any) -> str:
-    """The page; it needs no network and no other file.
+    """Return an HTML page that needs no network and no other file.
 
     Args:
-        title: What is to be trained.
-        answer: Whether it will learn well.
-        cards: Its figures.
-        curve: Figure of the risk over the rates; None: the risk is not known.
+        title: Description of the planned training.
+        answer: The predicted outcome.
+        cards: Its metrics.
+        curve: Figure of the risk over the learning rate; None if the risk is unknown.
     """
     words = f"<h1>{html.escape(title)}</h1>{headline(answer.state, answer.sentence, [answer.more])}{as_html(cards)}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "curve.html"
         text = _WITHOUT_CURVE if curve is None else save(curve, path).read_text(encoding="utf-8")
-    # From the end, as the head holds a library.
+    # The search starts at the end, because the head contains a library.
     before, _, body = text.rpartition("</head>")
     return f"{before}{_STYLE}</head>{body.replace('<body>', f'<body><main>{words}</main>', 1)}"

@@ -1,4 +1,4 @@
-"""The risk of a planned training in sentences and large figures; HTML in JupyterLab's colours."""
+"""The risk of a planned training as sentences and cards with metrics; HTML in JupyterLab's colors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from workbench.rates.find_rate import FoundRates
     from workbench.risk.risk import Risk
 
-#: Probabilities of not learning well from which on a training may fail, and is unlikely to learn well.
+#: Probability of not learning well from which a training may fail, and from which it is likely to fail.
 _MAY_FAIL, _LIKELY_FAILS = 0.4, 0.75
-#: Probability of an explosion from which on the answer says so.
+#: Probability of an explosion from which the result mentions it.
 _MAY_EXPLODE = 0.5
-#: Rates are as safe as the safest one where their probability is no larger than by this.
+#: Rates whose probability exceeds the smallest one by at most this value count as equally safe.
 _AS_SAFE = 0.01
-#: Rates are the same where the logarithm of their ratio is smaller.
+#: Rates count as equal if the logarithm of their ratio is smaller than this.
 _SAME = 0.2
 CSS = """
 .workbench-risk { display: grid; gap: 10px; grid-template-columns: repeat(2, minmax(0, 1fr));
   margin: 6px 2px; font-size: 12px; line-height: 1.4; white-space: normal; color: var(--jp-ui-font-color1, #222); }
 .workbench-risk > div { box-sizing: border-box; padding: 8px 14px; border-radius: 6px;
   border: 1px solid var(--jp-border-color2, #bdbdbd); overflow-wrap: anywhere; }
-/* as high as with all their lines, so that nothing moves when the risk becomes unknown */
+/* the height includes all lines, so that nothing moves when the risk becomes unknown */
 .workbench-risk > div:nth-child(-n + 2) { min-height: 12.6em; }
 .workbench-risk .figure { font-size: 2.2em; line-height: 1.25; font-weight: 600; font-variant-numeric: tabular-nums; }
 .workbench-risk .line, .workbench-risk-key { color: var(--jp-ui-font-color2, #616161); }
@@ -39,7 +39,7 @@ CSS = """
 
 
 class RiskAnswer(NamedTuple):
-    """Whether it will learn well, and what to do."""
+    """The predicted outcome, and recommendations."""
 
     state: CriterionState
     sentence: str
@@ -47,7 +47,7 @@ class RiskAnswer(NamedTuple):
 
 
 class Card(NamedTuple):
-    """One figure with its name and what belongs to it."""
+    """One metric with its name and lines of explanation."""
 
     name: str
     figure: str
@@ -55,12 +55,12 @@ class Card(NamedTuple):
 
 
 def answer(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> RiskAnswer:
-    """Whether a planned training will learn well, why not, and what to do.
+    """Return the predicted outcome of a planned training, with reasons and recommendations.
 
     Args:
         risk: Its risk.
-        curve: The same over the rates, from `workbench.risk.over_rates`.
-        pilot: A pilot of the same plan; None: there is none.
+        curve: The risk over the learning rate, from `workbench.risk.over_rates`.
+        pilot: A pilot of the same plan; None if there is none.
     """
     if risk.reason:
         reason = f"{risk.reason}{'' if pilot else ' Run a pilot to find out.'}"
@@ -72,30 +72,33 @@ def answer(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> RiskAnswe
         state, words = CriterionState.AT_RISK, "May not learn well"
     else:
         state, words = CriterionState.FAILING, "Unlikely to learn well"
-    sentence = f"{words} at a rate of {rounded(risk.learning_rate)}: {percent(failure)} risk of not learning well."
+    rate = rounded(risk.learning_rate)
+    sentence = f"{words} at a learning rate of {rate} (risk: {percent(failure)})."
     more = [_useful(risk, pilot)]
     if state is not CriterionState.HEALTHY:
         more.insert(0, _change(risk, curve, pilot))
     if risk.explosion.value >= _MAY_EXPLODE:
         more.insert(0, f"The risk of an explosion is {percent(risk.explosion.value)}.")
     if pilot is None:
-        more.append("A pilot makes this surer.")
+        more.append("A pilot makes this estimate more certain.")
     return RiskAnswer(state, sentence, " ".join(more))
 
 
 def cards(risk: Risk, case: xr.Dataset, pilot: FoundRates | None) -> list[Card]:
-    """The figures of one planned training; a dash where nothing is known."""
+    """Return the metrics of one planned training, with a dash if unknown."""
     mass = float(summarize(case[["near_unit_mass"]].isel(run=0))["near_unit_mass"].sel(statistic="mean"))
-    score = Card("RKSP's score M", fixed(mass, 2), ["of the fresh weights: the same at every learning rate"])
-    names = "risk of not learning well", "largest useful rate", "risk of an explosion"
+    score = Card(
+        "near-unit mass M", fixed(mass, 2), ["mean over layers at initialization; independent of the learning rate"]
+    )
+    names = "risk of not learning well", "largest useful learning rate", "risk of an explosion"
     limits = "loss above 50 or gradient norm above 500"
     if risk.reason:
         explosion = Card(names[2], percent(risk.explosion.value), [limits])
-        return [*(Card(name, DASH, ["not known of such a training"]) for name in names[:2]), explosion, score]
-    source = "after the pilot" if pilot is not None else "before any training, from the settings and a forward pass"
+        return [*(Card(name, DASH, ["unknown for this training"]) for name in names[:2]), explosion, score]
+    source = "from the pilot" if pilot is not None else "from the settings and a forward pass, before any training"
     failure = [
         f"within {risk.n_steps:,} updates at width {risk.d_model}; {source}",
-        f"rate too small {percent(risk.too_small.value)}, too large {percent(risk.too_large.value)}",
+        f"learning rate too small: {percent(risk.too_small.value)}, too large: {percent(risk.too_large.value)}",
     ]
     ends = [percent(end) for end in (risk.failure.low, risk.failure.high)]
     if ends[0] != ends[1]:
@@ -103,10 +106,10 @@ def cards(risk: Risk, case: xr.Dataset, pilot: FoundRates | None) -> list[Card]:
     edge, slow = risk.useful_edge, risk.slow_edge
     rates = [
         f"80 % interval {rounded(edge.low)} to {rounded(edge.high)}",
-        f"smallest useful rate {rounded(slow.value)} ({rounded(slow.low)} to {rounded(slow.high)})",
+        f"smallest useful learning rate {rounded(slow.value)} ({rounded(slow.low)} to {rounded(slow.high)})",
     ]
     if pilot is not None:
-        rates.append(f"best rate {rounded(pilot.best_rate.value)}")
+        rates.append(f"best learning rate {rounded(pilot.best_rate.value)}")
     return [
         Card(names[0], percent(risk.failure.value), failure),
         Card(names[1], rounded(edge.value), rates),
@@ -116,7 +119,7 @@ def cards(risk: Risk, case: xr.Dataset, pilot: FoundRates | None) -> list[Card]:
 
 
 def as_html(boxes: list[Card]) -> str:
-    """The figures side by side."""
+    """Return HTML of the cards side by side."""
     return f'<div class="workbench-risk">{"".join(map(_box, boxes))}</div>'
 
 
@@ -126,28 +129,30 @@ def _box(card: Card) -> str:
 
 
 def _useful(risk: Risk, pilot: FoundRates | None) -> str:
-    """Which rates learn well."""
+    """Return a sentence on the useful learning rates."""
     if risk.slow_edge.value >= risk.useful_edge.value:
-        return "No rate is predicted to learn well within so few updates."
-    ends = f"Rates from {rounded(risk.slow_edge.value)} up to {rounded(risk.useful_edge.value)}"
-    return f"{ends} {'are predicted to learn well' if pilot is None else 'learn well, by the pilot'}."
+        return "No learning rate is predicted to learn well within this number of updates."
+    ends = f"{rounded(risk.slow_edge.value)} to {rounded(risk.useful_edge.value)}"
+    if pilot is None:
+        return f"Learning rates from {ends} are predicted to learn well."
+    return f"According to the pilot, learning rates from {ends} learn well."
 
 
 def _change(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> str:
-    """What is wrong with the rate, and which one to take."""
+    """Return a sentence on what is wrong with the learning rate, and which one to choose."""
     best, least = _safest(curve)
     if pilot is not None:
         best, least = pilot.best_rate.value, math.nan
     if abs(math.log(best / risk.learning_rate)) < _SAME:
-        return "No other rate has a smaller risk: plan more updates, or change the model."
+        return "No other learning rate has a smaller risk: plan more updates, or change the model."
     is_large = best < risk.learning_rate
     known = "" if math.isnan(least) else f", where the risk is smallest ({percent(least)})"
     change = f"{'lower' if is_large else 'raise'} it to about {rounded(best)}{known}"
-    return f"The rate is probably too {'large' if is_large else 'small'}: {change}."
+    return f"The learning rate is probably too {'large' if is_large else 'small'}: {change}."
 
 
 def _safest(curve: xr.Dataset) -> tuple[float, float]:
-    """The rate in the middle of those with the smallest probability of not learning well, and that probability."""
+    """Return the center of the rates with the smallest probability of not learning well, and that probability."""
     failure, rates = curve["failure"].values, curve["learning_rate"].values
     safest = rates[failure <= failure.min() + _AS_SAFE]
     return math.sqrt(float(safest[0] * safest[-1])), float(failure.min())

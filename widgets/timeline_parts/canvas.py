@@ -1,4 +1,4 @@
-"""The figure of the timeline: the kernel holds the data, the page gets the points that it can show of the view."""
+"""The figure of the timeline: the kernel holds the data and sends the page the points that are visible."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from workbench.widgets.timeline_parts.followed_run import FollowedRun, SignalLine
     from workbench.widgets.timeline_parts.selection import PanelSelection
 
-#: Number of alarms in the list next to the figure.
+#: Maximum number of alarms in the list next to the figure.
 N_LISTED = 60
-#: Beyond the view, on either side, so much of it is sent too: panning shows lines at once.
+#: Fraction of the view that is also sent on either side, so that panning shows lines immediately.
 _MARGIN = 0.25
 
 
 @dataclass
-class Wishes:
+class ViewSettings:
     """The settings of the view; any thread may set a field.
 
     Attributes:
         signals: Signals from top to bottom.
-        shown: Names of the runs that are shown.
-        reduce: ``"min"``, ``"max"`` or ``"mean"``; None: the worst value.
-        view: First and last step; None: all there are, also those to come.
-        width: Pixels that a panel is wide.
-        seen: Signals whose panels are on the screen, and the only ones to send lines of; None: all.
-        selection: Details shown next to the panels; None: nothing.
+        shown: Names of the displayed runs.
+        reduce: ``"min"``, ``"max"`` or ``"mean"``; None for the worst value.
+        view: First and last step; None for all steps, including future ones.
+        width: Width of a panel in pixels.
+        seen: Signals whose panels are on the screen; lines of others are not sent. None for all.
+        selection: Details shown next to the panels; None if there are none.
     """
 
     signals: list[str]
@@ -56,14 +56,14 @@ class Wishes:
 
 @dataclass(frozen=True)
 class CanvasPart:
-    """What is sent of the record.
+    """The part of the record that is sent.
 
     Attributes:
-        runs: Runs, as they are now.
+        runs: Runs.
         signals: Names of signals.
         steps: First and last step.
-        n_points: Points of a line that are enough.
-        seen: Names of panels, the only ones to send lines of; None: all.
+        n_points: Sufficient number of points per line.
+        seen: Names of the panels whose lines are sent; None for all.
     """
 
     runs: Sequence[FollowedRun]
@@ -73,7 +73,7 @@ class CanvasPart:
     seen: frozenset[str] | None = None
 
     def has(self, panel: str) -> bool:
-        """Whether the lines of a panel are sent."""
+        """Return whether the lines of a panel are sent."""
         return self.seen is None or panel in self.seen
 
 
@@ -82,15 +82,14 @@ def _files(*names: str) -> str:
 
 
 class TimelineCanvas(LatestState):
-    """Draws runs on one axis of steps with plain canvases, in the colours of JupyterLab's theme.
+    """Draws runs on a shared step axis with HTML canvases, in the colors of JupyterLab's theme.
 
     Args:
         runs: Runs by name.
-        wishes: What is looked at.
-        healthy: Healthy runs, or a number of steps, or None; as in `workbench.plots.timeline`.
+        settings: Settings of the view.
+        healthy: Healthy runs, a number of steps, or None, as in `workbench.plots.timeline`.
         quantiles: Quantiles of the healthy band.
-        ask: Called with the request of the user on the page, such as ``{"view": [0, 10]}``.
-
+        ask: Called with a request of the user on the page, such as ``{"view": [0, 10]}``.
     """
 
     _esm = live_script("latest_state.js", "plane.js", "traces.js", "hover.js") + _files(
@@ -101,12 +100,12 @@ class TimelineCanvas(LatestState):
     def __init__(
         self,
         runs: dict[str, FollowedRun],
-        wishes: Wishes,
+        settings: ViewSettings,
         healthy: Sequence[FollowedRun] | int | None,
         quantiles: tuple[float, float],
         ask: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.runs, self.wishes = runs, wishes
+        self.runs, self.settings = runs, settings
         self._healthy, self._quantiles, self._ask = healthy, quantiles, ask
         self._axes: dict[Any, bool] = {}
         self._bands: dict[Any, sig.SignalBand] = {}
@@ -116,22 +115,22 @@ class TimelineCanvas(LatestState):
     @property
     def extent(self) -> tuple[float, float]:
         """First and last step of all runs."""
-        stories = [run.story for run in self.runs.values()]
-        first, last = min(s.first_step for s in stories), max(s.last_step for s in stories)
+        all_events = [run.run_events for run in self.runs.values()]
+        first, last = min(s.first_step for s in all_events), max(s.last_step for s in all_events)
         return float(first), float(max(last, first + 1))
 
     def state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Everything that is drawn, as it is now."""
-        wishes = self.wishes
-        token = self._token  # before the view is read: a later view gets a later state
-        shown = [self.runs[name] for name in list(wishes.shown)]
+        """Return all data to draw."""
+        settings = self.settings
+        token = self._token  # before the view is read, so that a later view gets a later state
+        shown = [self.runs[name] for name in list(settings.shown)]
         view = self.view
-        # Beyond the view too, so that panning shows lines at once; lines are thicker than a pixel.
+        # A line is thicker than a pixel, so fewer points than pixels are sufficient.
         margin = _MARGIN * (view[1] - view[0])
-        n = max(50, int(0.75 * wishes.width * (1 + 2 * _MARGIN)))
-        part = CanvasPart(shown, list(wishes.signals), (view[0] - margin, view[1] + margin), n, wishes.seen)
+        n = max(50, int(0.75 * settings.width * (1 + 2 * _MARGIN)))
+        part = CanvasPart(shown, list(settings.signals), (view[0] - margin, view[1] + margin), n, settings.seen)
         content, buffers = self.content(part)
-        content |= {"token": token, "selection": selected(wishes.selection, shown, buffers)}
+        content |= {"token": token, "selection": selected(settings.selection, shown, buffers)}
         return content, buffers.done
 
     @property
@@ -139,22 +138,22 @@ class TimelineCanvas(LatestState):
         """First and last step in view."""
         extent = self.extent
         space = 0.015 * (extent[1] - extent[0])
-        return self.wishes.view or (extent[0] - space, extent[1] + space)
+        return self.settings.view or (extent[0] - space, extent[1] + space)
 
     def content(self, part: CanvasPart) -> tuple[dict[str, Any], Buffers]:
-        """Everything but the selection, of a part of the record."""
+        """Return the state without the selection, for a part of the record."""
         buffers, shown = Buffers(), part.runs
         content = {
             "view": list(self.view),
-            "is_whole": self.wishes.view is None,
+            "is_whole": self.settings.view is None,
             "extent": list(self.extent),
-            "runs": [described(run, run.name in self.wishes.shown, buffers) for run in self.runs.values()],
+            "runs": [described(run, run.name in self.settings.shown, buffers) for run in self.runs.values()],
             "broken": BROKEN,
             "signals": self._offered(),
-            "chosen": list(self.wishes.signals),
-            "reduce": self.wishes.reduce or "worst",
+            "chosen": list(self.settings.signals),
+            "reduce": self.settings.reduce or "worst",
             "panels": [
-                *(self._evidence(run, part, buffers) for run in shown if run.story.evidence is not None),
+                *(self._evidence(run, part, buffers) for run in shown if run.run_events.evidence is not None),
                 *(self._panel(name, part, buffers) for name in part.signals),
             ],
             "alarms": self._listed(shown),
@@ -163,29 +162,29 @@ class TimelineCanvas(LatestState):
         return content, buffers
 
     def _evidence(self, run: FollowedRun, part: CanvasPart, buffers: Buffers) -> dict[str, Any]:
-        """The evidence of a run, as far as it can be seen."""
-        name, story = f"evidence of {run.name}", run.story
-        if story.evidence is None or not part.has(name):
+        """Return the evidence panel of a run."""
+        name, run_events = f"evidence of {run.name}", run.run_events
+        if run_events.evidence is None or not part.has(name):
             return {"name": name, "is_seen": False}
         lines, marks = [], []
-        for line, dash in zip(story.evidence.lines, cycle(DASHES.values())):
+        for line, dash in zip(run_events.evidence.lines, cycle(DASHES.values())):
             step, value = sig.decimate(line.step, line.value, part.n_points, *part.steps)
             lines.append(
                 {"run": run.name, "signal": line.signal, "color": line.color, "dash": dash}
                 | buffers.put(step=step, value=value)
             )
-            for event in story.onsets:
+            for event in run_events.onsets:
                 row = int(np.searchsorted(line.step, event.step, side="right")) - 1
                 if event.source == line.signal and row >= 0:
                     marks.append(marked(run.name, event, "alarm") | {"value": float(line.value[row])})
-        low, high = story.evidence.view
+        low, high = run_events.evidence.view
         of_run = f": {run.name}" if len(self.runs) > 1 else ""
         return {
             "name": name,
             "run": run.name,
             "is_seen": True,
             "title": f"evidence of a change{of_run}",
-            "note": story.evidence.note,
+            "note": run_events.evidence.note,
             "remarks": [],
             "is_log": True,
             "low": low,
@@ -198,10 +197,10 @@ class TimelineCanvas(LatestState):
         }
 
     def _panel(self, name: str, part: CanvasPart, buffers: Buffers) -> dict[str, Any]:
-        """One signal of all runs shown, as far as it can be seen."""
+        """Return the panel of one signal with all displayed runs."""
         if not part.has(name):
             return {"name": name, "is_seen": False}
-        reduce = self.wishes.reduce
+        reduce = self.settings.reduce
         found = [(run, line) for run in part.runs if (line := run.line(name, reduce)) is not None]
         lines, values, remarks = [], [np.zeros(0)], []
         for run, line in found:
@@ -232,7 +231,7 @@ class TimelineCanvas(LatestState):
         }
 
     def _is_log(self, name: str, reduce: str | None, found: Sequence[tuple[FollowedRun, SignalLine]]) -> bool:
-        """The kind of axis goes by all steps of the runs, so that zooming does not change it."""
+        """Return whether the axis is logarithmic, judged by all steps so that zooming does not change it."""
         key = name, reduce, tuple((run.name, line.n_rows) for run, line in found)
         if key not in self._axes:
             if len(self._axes) > 500:
@@ -259,12 +258,12 @@ class TimelineCanvas(LatestState):
         return [(None, self._bands[key])]
 
     def _marks(self, name: str, found: Sequence[tuple[FollowedRun, SignalLine]]) -> list[dict[str, Any]]:
-        """First alarms and divergences on their lines."""
+        """Return the marks of first alarms and divergences on their lines."""
         marks = []
         for run, line in found:
-            story = run.story
-            places = [(event, "alarm") for event in story.onsets if signal_of(event, [name]) == name]
-            places += [(story.diverged, "cross")] if story.diverged is not None else []
+            run_events = run.run_events
+            places = [(event, "alarm") for event in run_events.onsets if signal_of(event, [name]) == name]
+            places += [(run_events.diverged, "cross")] if run_events.diverged is not None else []
             for event, kind in places:
                 row = int(np.searchsorted(line.step, event.step, side="right")) - 1
                 if row >= 0:
@@ -278,31 +277,31 @@ class TimelineCanvas(LatestState):
         return [{"name": name, "part": entry.part, "title": entry.long_name} for name, entry in entries.items()]
 
     def _listed(self, shown: Sequence[FollowedRun]) -> list[dict[str, Any]]:
-        """The first alarms of all runs shown, by step."""
-        found = [marked(run.name, event, "alarm") for run in shown for event in run.story.onsets]
+        """Return the first alarms of all displayed runs, by step."""
+        found = [marked(run.name, event, "alarm") for run in shown for event in run.run_events.onsets]
         return sorted(found, key=lambda mark: mark["step"])[:N_LISTED]
 
     def _band_in_words(self) -> str:
         if self._healthy is None:
             return ""
-        share = percent_range(*self._quantiles)
+        quantiles = percent_range(*self._quantiles)
         if isinstance(self._healthy, int):
-            return f"{share} of a run's own values before step {self._healthy}"
-        return f"{share} of {counted(len(self._healthy), 'healthy run')}"
+            return f"{quantiles} of each run's values before step {self._healthy}"
+        return f"{quantiles} of {counted(len(self._healthy), 'healthy run')}"
 
     def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
         if "ask" in content:
-            self._is_held = True  # one state, when all is done
+            self._is_held = True  # one state is sent after all changes
             try:
                 self._ask(content["ask"])
             finally:
                 self._token, self._is_held = str(content.get("token", "")), False
             self.refresh()
-        if content.get("painted") == 0:  # a page that is new
-            self.wishes.seen = None
+        if content.get("painted") == 0:  # a new page
+            self.settings.seen = None
         super()._receive(_, content, buffers)
 
     def refresh(self) -> None:
-        """As `LatestState.refresh`; while a wish of the page is carried out, once at its end."""
+        """Refresh as in `LatestState`, but only once at the end of a request of the page."""
         if not self._is_held:
             super().refresh()

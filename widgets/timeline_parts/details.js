@@ -1,22 +1,22 @@
-// The details of a chosen step: layers and heads as a map, the modes in the complex plane.
+// The details of a selected step: a map of layers and heads, and the modes in the complex plane.
 const HEAT = ["#fde725", "#a0da39", "#4ac16d", "#1fa187", "#277f8e", "#365c8d", "#46327e", "#440154"]; // viridis, backwards
 
-function heatColor(share) {
-  const place = Math.min(Math.max(share, 0), 1) * (HEAT.length - 1), i = Math.min(Math.floor(place), HEAT.length - 2);
+function heatColor(fraction) {
+  const place = Math.min(Math.max(fraction, 0), 1) * (HEAT.length - 1), i = Math.min(Math.floor(place), HEAT.length - 2);
   const channel = (color, at) => parseInt(color.slice(at, at + 2), 16);
   const mixed = [1, 3, 5].map((at) => Math.round(channel(HEAT[i], at) * (1 - place + i) + channel(HEAT[i + 1], at) * (place - i)));
   return `rgb(${mixed.join()})`;
 }
 
-// Bad values are dark, in any theme: 0 is the best value of all maps, 1 the worst.
+// Bad values are dark in any theme: 0 is the best value of all maps, 1 the worst.
 function badness(selection, value) {
   const { low, high, is_log: isLog, is_low_bad: isLowBad } = selection;
   if (!(high > low)) return 0;
-  const share = isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
-  return isLowBad ? 1 - share : share;
+  const fraction = isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
+  return isLowBad ? 1 - fraction : fraction;
 }
 
-// Places of a map on its canvas; labels of rows have the width that they need, up to a third.
+// Positions of the cells of a map on its canvas; row labels take at most a third of the width.
 function heatPlaces(canvas, theme, selection, detail) {
   const size = sizeOf(theme), width = canvas.clientWidth, n = detail.columns.length, context = canvas.getContext("2d");
   context.font = fontOf(theme);
@@ -36,7 +36,7 @@ function shortened(context, text, width) {
   return text.slice(0, n) + "…";
 }
 
-// A map; the rows of other layers than `focus` are pale, null: of none.
+// Draws a map in which the rows of all layers but `focus` are pale; null for no focus.
 function drawHeat(canvas, theme, selection, detail, focus) {
   const values = detail.heat, n = detail.columns.length, size = sizeOf(theme);
   const { labels, left, top, cell, tall } = heatPlaces(canvas, theme, selection, detail);
@@ -85,14 +85,14 @@ function drawHeat(canvas, theme, selection, detail, focus) {
   }
 }
 
-// The modes; those of other layers than `focus` are grey.
+// Draws the modes in which all layers but `focus` are gray.
 function drawModes(canvas, theme, detail, focus) {
   const isIn = (layer) => focus === null || layer === focus || !detail.mode_layers.includes(focus);
   const colors = detail.depth_colors.map((color, i) => (isIn(detail.mode_layers[i]) ? color : "rgba(122, 122, 122, 0.22)"));
   drawPlane(canvas, theme, { ...detail, depth_colors: colors }, detail.modes, decadesFor(detail.modes.points, []), false);
 }
 
-// The cell of a map below the pointer; null: none.
+// The cell of a map below the pointer; null if there is none.
 function cellAt(event, theme, selection, detail) {
   const { left, top, cell, tall } = heatPlaces(event.target, theme, selection, detail), n = detail.columns.length;
   const column = Math.floor((event.offsetX - left) / cell), row = Math.floor((event.offsetY - top) / tall);
@@ -110,12 +110,12 @@ function worstCell(selection, detail, values) {
   values.forEach((value, k) => {
     if (Number.isFinite(value) && (worst < 0 || (selection.is_low_bad ? value < values[worst] : value > values[worst]))) worst = k;
   });
-  if (worst < 0) return "nothing recorded here";
+  if (worst < 0) return "no values recorded";
   return `${selection.is_low_bad ? "lowest" : "highest"}: ${numberText(values[worst])} at ${cellName(selection, detail, worst)}`;
 }
 
-// The layer that is highlighted in all maps and planes: that of the alarm, or of a cell or mode that was clicked, or one
-// of the list; while the pointer is on a cell, the cell's.
+// The layer that is highlighted in all maps and planes: the layer of the alarm, of a cell or mode that was clicked, or one
+// from the list; while the pointer is on a cell, the layer of the cell.
 function layerChoice(selection, redraw) {
   const own = selection.details.flatMap((detail) => [...(detail.heat ? detail.row_layers : []), ...(detail.modes ? detail.mode_layers : [])]);
   const layers = [...new Set(own)].filter((layer) => layer !== null).sort((a, b) => a - b);
@@ -204,7 +204,7 @@ function detailsOf(box, selection, runs, act) {
   head.append(title, close);
   const parts = [head], named = Object.fromEntries(runs.map((run) => [run.name, run]));
   if (selection.asked !== undefined && selection.asked !== selection.step) {
-    parts.push(made("div", "workbench-timeline-note", `of the steps in this file the nearest to step ${stepText(selection.asked)}`));
+    parts.push(made("div", "workbench-timeline-note", `nearest step in this file to step ${stepText(selection.asked)}`));
   }
   if (selection.event) {
     const { run, source, place, score, message } = selection.event;
@@ -227,10 +227,10 @@ function detailsOf(box, selection, runs, act) {
   }
   const withModes = selection.details.filter((detail) => detail.modes);
   if (withModes.length) {
-    parts.push(made("div", "workbench-timeline-part", "eigenvalues, nearest spectra"));
+    parts.push(made("div", "workbench-timeline-part", "eigenvalues of the nearest recorded spectra"));
     parts.push(column(withModes.map((detail) => planeFigure(named[detail.run], detail, focus, now))));
   }
-  if (!selection.signal && !withModes.length) parts.push(made("div", "workbench-timeline-note", "no layers and no spectra recorded"));
+  if (!selection.signal && !withModes.length) parts.push(made("div", "workbench-timeline-note", "No signals with layers and no spectra recorded"));
   box.replaceChildren(...parts);
   return (present) => {
     theme = present;
@@ -242,6 +242,6 @@ function scaleOf(selection) {
   const box = made("div", "workbench-timeline-keys"), bar = made("i", "workbench-timeline-scale");
   bar.style.background = `linear-gradient(to right, ${HEAT.join()})`;
   const [best, worst] = selection.is_low_bad ? [selection.high, selection.low] : [selection.low, selection.high];
-  box.append(made("span", "", numberText(best)), bar, made("span", "", `${numberText(worst)} ${selection.is_low_bad ? "(low is bad)" : ""}`));
+  box.append(made("span", "", numberText(best)), bar, made("span", "", `${numberText(worst)} ${selection.is_low_bad ? "(low values are bad)" : ""}`));
   return box;
 }

@@ -1,4 +1,4 @@
-"""A run as the timeline shows it: the lines that are looked at, kept up to date while its store grows."""
+"""A run of the timeline, whose displayed lines are updated while its store grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.errors import SchemaError, StoreError
 from workbench.formatting import duration
 from workbench.io.run_access import named_runs, spectra_of
 from workbench.io.store import open_run
-from workbench.plots.timeline_panels import Story
+from workbench.plots.timeline_panels import RunEvents
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
 from workbench.widgets.live.history import LiveModes
@@ -22,23 +22,23 @@ from workbench.widgets.live.history import LiveModes
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Seconds without a new row after which a running run is said to be silent.
+#: Seconds without a new row after which a running run is reported as silent.
 _SILENT_AFTER = 120.0
-#: Failed looks in a row after which a store is said to be unreadable; one may fall between two writes.
+#: Consecutive failures after which a store is reported as unreadable; a single read may fall between two writes.
 _PATIENCE = 3
 
 
 @dataclass(frozen=True)
 class SignalLine:
-    """One signal of a run, as far as it is recorded.
+    """The recorded values of one signal of a run.
 
     Attributes:
-        step: Where the value is finite, shape (row,).
-        value: Finite, float64, shape (row,).
-        title: Title of the signal, and its reduction.
+        step: Steps with a finite value, shape (row,).
+        value: Finite values, float64, shape (row,).
+        title: Title of the signal with its reduction and unit.
         variable: Name of the variable, without its term.
-        remark: Note on what is not drawn; empty if everything is.
-        n_rows: Rows read of the part, finite or not.
+        remark: Note on values that are not drawn; empty if there are none.
+        n_rows: Number of rows read, including those that are not finite.
     """
 
     step: np.ndarray
@@ -51,28 +51,28 @@ class SignalLine:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """A run at one moment; immutable, so that any thread may read it while a new one is made."""
+    """A run at one moment; immutable, so that any thread may read it while a new one is created."""
 
     tree: xr.DataTree
-    story: Story
+    run_events: RunEvents
     entries: dict[str, sig.Entry]
     lines: dict[tuple[str, str], SignalLine] = field(default_factory=dict)
 
 
 class FollowedRun:
-    """Reads a run, and what is new in it.
+    """A run, and the new data in its store.
 
     Args:
         name: Name of the run.
-        run: A run, or the path of a stored one, which is followed; it may not be over.
-        place: Among the looks.
+        run: A run, or the path of a stored run, which may still be training and is followed.
+        place: Index of its style.
 
     Attributes:
-        problem: Why the store is not followed any more; empty if all is well.
+        problem: Why the store is no longer followed; empty if there is no problem.
 
     Raises:
         StoreError: If there is no run at the path.
-        SchemaError: If it is no run.
+        SchemaError: If the value is not a run.
     """
 
     def __init__(self, name: str, run: xr.DataTree | xr.Dataset | str | os.PathLike[str], place: int) -> None:
@@ -85,52 +85,52 @@ class FollowedRun:
         self._now = self._snapshot_of(named_runs({name: tree}, needs_spectra=False)[name])
 
     @property
-    def story(self) -> Story:
-        """The events so far."""
-        return self._now.story
+    def run_events(self) -> RunEvents:
+        """Events so far."""
+        return self._now.run_events
 
     @property
     def tree(self) -> xr.DataTree:
-        """The run as it was read last."""
+        """The run as it was last read."""
         return self._now.tree
 
     @property
     def entries(self) -> dict[str, sig.Entry]:
-        """The signals on offer."""
+        """The available signals."""
         return self._now.entries
 
     @property
     def state(self) -> str:
-        """``running``, ``finished``, ``stopped``, ``diverged``, ``removed`` or ``unreadable``; empty: unknown."""
+        """State: running, finished, stopped, diverged, removed or unreadable; empty if unknown."""
         if self.problem:
             return "removed" if "removed" in self.problem else "unreadable"
-        said = str(self._now.tree.attrs.get("state", ""))
-        return RunState.DIVERGED if self.story.diverged is not None and said != RunState.RUNNING else said
+        recorded = str(self._now.tree.attrs.get("state", ""))
+        return RunState.DIVERGED if self.run_events.diverged is not None and recorded != RunState.RUNNING else recorded
 
     @property
     def state_in_words(self) -> str:
-        """The state, and up to which step there are data."""
+        """The state and the last recorded step, as text."""
         words = self.state
         if words == RunState.RUNNING and self.path is not None and self._stamp is not None:
             silent = time.time() - self._stamp[0] / 1e9
             words += f", silent for {duration(silent)}" if silent > _SILENT_AFTER else ""
-        if self.story.diverged is not None:
-            ending = f"diverged at step {self.story.diverged.step}"
+        if self.run_events.diverged is not None:
+            ending = f"diverged at step {self.run_events.diverged.step}"
             return ending if words in (RunState.DIVERGED, "") else f"{words}, {ending}"
-        reached = f"to step {self.story.last_step}" if self.entries else "nothing recorded yet"
+        reached = f"up to step {self.run_events.last_step}" if self.entries else "nothing recorded yet"
         return f"{words}, {reached}" if words else reached
 
     def poll(self) -> bool:
-        """Look whether the store has something new, and read it; only the rows that are new, and only of lines in use.
+        """Read new rows of the displayed lines from the store, if there are any.
 
         Returns:
-            Whether anything that is shown may have changed.
+            Whether displayed data may have changed.
         """
         if self.path is None:
             return False
         stamp = self._stamp_now()
         if stamp is None:
-            return self._trouble(f"The run '{self.name}' was removed from {self.path}; what was read of it stays.")
+            return self._report(self._removal)
         if stamp == self._stamp and not self.problem:
             return False
         try:
@@ -138,15 +138,15 @@ class FollowedRun:
         except (StoreError, SchemaError, OSError, KeyError, ValueError) as error:
             self._n_failed += 1
             if self._stamp_now() is None:
-                return self._trouble(f"The run '{self.name}' was removed from {self.path}; what was read of it stays.")
+                return self._report(self._removal)
             if self._n_failed < _PATIENCE:
                 return False
-            return self._trouble(f"The run '{self.name}' cannot be read any more: {error}")
+            return self._report(f"The run '{self.name}' can no longer be read: {error}")
         self._now, self._stamp, self.problem, self._n_failed = new, stamp, "", 0
         return True
 
     def line(self, name: str, reduce: str | None) -> SignalLine | None:
-        """One signal; None if the run has none of this name.
+        """Return a signal; None if the run has no signal of this name.
 
         Args:
             name: Name of the signal.
@@ -158,13 +158,13 @@ class FollowedRun:
         reduce = reduce or sig.worst(name)
         if (name, reduce) not in now.lines:
             try:
-                now.lines[name, reduce] = _line(now.tree, name, reduce, None, now.story)
+                now.lines[name, reduce] = _line(now.tree, name, reduce, None, now.run_events)
             except (StoreError, OSError):
                 return SignalLine(np.zeros(0), np.zeros(0), name, name, "not read before the run was removed", 0)
         return now.lines[name, reduce]
 
     def heat(self, name: str, step: int) -> xr.DataArray | None:
-        """A signal at the nearest recorded step with its layers; None if it has none, or cannot be read any more."""
+        """Return a signal with layers at the nearest recorded step; None if it has no layers or cannot be read."""
         now = self._now
         if name not in now.entries or not now.entries[name].places:
             return None
@@ -174,7 +174,7 @@ class FollowedRun:
             return None
 
     def modes(self, step: int) -> tuple[LiveModes, list[int]] | None:
-        """The modes of the nearest recorded spectra and the numbers of their layers; None if there are no spectra."""
+        """Return the modes of the nearest recorded spectra and their layer numbers; None if there are no spectra."""
         tree = self._now.tree
         if "spectra" not in tree.children or "step" not in tree["spectra"].dims or not tree["spectra"].sizes["step"]:
             return None
@@ -189,7 +189,7 @@ class FollowedRun:
 
     @property
     def recorded_steps(self) -> np.ndarray:
-        """Steps with spectra; if there are none, those of signals with layers."""
+        """Steps with recorded spectra; if there are none, steps of signals with layers."""
         tree = self._now.tree
         of_layers = {entry.part for entry in self.entries.values() if entry.places}
         for parts in ({"spectra"}, of_layers):
@@ -200,26 +200,31 @@ class FollowedRun:
         return np.zeros(0, int)
 
     def _snapshot_of(self, tree: xr.DataTree) -> _Snapshot:
-        return _Snapshot(tree, Story.of(self.name, tree, self.place), sig.catalogue(tree))
+        return _Snapshot(tree, RunEvents.of(self.name, tree, self.place), sig.catalogue(tree))
 
     def _advanced(self, tree: xr.DataTree) -> _Snapshot:
-        """The snapshot of a store that has grown, with the lines that the last one had."""
+        """Return the snapshot of a store with new rows, with the lines of the previous snapshot."""
         old, new = self._now, self._snapshot_of(tree)
         is_same = _is_continued(old, new)
         for name, reduce in list(old.lines):
             if name in new.entries:
                 before = old.lines[name, reduce] if is_same else None
-                new.lines[name, reduce] = _line(tree, name, reduce, before, new.story)
+                new.lines[name, reduce] = _line(tree, name, reduce, before, new.run_events)
         return new
 
-    def _trouble(self, sentence: str) -> bool:
+    @property
+    def _removal(self) -> str:
+        return f"The run '{self.name}' was removed from {self.path}; the data read so far stay visible."
+
+    def _report(self, sentence: str) -> bool:
+        """Set the problem, and return whether it has changed."""
         if self.problem == sentence:
             return False
         self.problem = sentence
         return True
 
     def _stamp_now(self) -> tuple[int, int, int] | None:
-        """What changes with each commit; None: nothing is there."""
+        """Return a value that changes with each commit to the store; None if there is no store."""
         if self.path is None:
             return None
         try:
@@ -230,10 +235,12 @@ class FollowedRun:
 
 
 def _is_continued(old: _Snapshot, new: _Snapshot) -> bool:
-    """Whether the rows read before are still those of the store; false if it was replaced, or resumed meanwhile."""
+    """Return whether the store still contains the rows read before; False if it was replaced or resumed."""
     if old.tree.attrs.get("created") != new.tree.attrs.get("created"):
         return False
-    counts = [sum(event.kind in ("resumed", "action") for event in snapshot.story.events) for snapshot in (old, new)]
+    counts = [
+        sum(event.kind in ("resumed", "action") for event in snapshot.run_events.events) for snapshot in (old, new)
+    ]
     if counts[0] != counts[1]:
         return False
     for part in old.tree.children:
@@ -246,8 +253,8 @@ def _is_continued(old: _Snapshot, new: _Snapshot) -> bool:
     return True
 
 
-def _line(tree: xr.DataTree, name: str, reduce: str, before: SignalLine | None, story: Story) -> SignalLine:
-    """A signal as a line; of one that was read before, only the new rows are read."""
+def _line(tree: xr.DataTree, name: str, reduce: str, before: SignalLine | None, run_events: RunEvents) -> SignalLine:
+    """Return a signal as a line, reading only the rows that are new since the previous line."""
     first_row = 0 if before is None else before.n_rows
     found = sig.read(tree, name, reduce=reduce, first_row=first_row)
     step, value = found.finite
@@ -261,7 +268,7 @@ def _line(tree: xr.DataTree, name: str, reduce: str, before: SignalLine | None, 
         step, value = np.concatenate([before.step, step]), np.concatenate([before.value, value])
     if not len(step):
         remarks.append("undefined so far" if n_rows else "not recorded yet")
-    elif story.diverged is not None and len(found.value) and np.isnan(found.value[-1]):
+    elif run_events.diverged is not None and len(found.value) and np.isnan(found.value[-1]):
         remarks.append(f"undefined after step {step[-1]}")
     title = found.long_name + (f" ({found.unit})" if found.unit not in ("1", "") else "")
     return SignalLine(step, value, title, found.variable, "; ".join(remarks), n_rows)

@@ -1,4 +1,4 @@
-// What the timeline shows as text around its panels; each part is rebuilt only when it has changed, as it may be in use.
+// The text around the panels of the timeline; each part is rebuilt only when it has changed, because it may be in use.
 const PARTS_OF = { monitors: "every step", attention: "attention", router: "router", optimizer: "optimizer", activations: "activations", curvature: "curvature", spectra: "spectra" };
 
 const setText = (element, text) => {
@@ -9,7 +9,7 @@ const once = (element, key, make) => {
   const whole = JSON.stringify(key);
   if (element.madeOf === whole) return;
   element.madeOf = whole;
-  // The control that has the focus is made anew: its successor gets it.
+  // The focused control is replaced, and its replacement receives the focus.
   const place = [...element.querySelectorAll("button, input")].indexOf(document.activeElement);
   make();
   if (place >= 0) element.querySelectorAll("button, input")[place]?.focus({ preventScroll: true });
@@ -20,7 +20,7 @@ function buttonOf(text, tip, act) {
   return Object.assign(one, { type: "button", title: tip, onclick: act });
 }
 
-// The first alarm and its likely cause, which stay in sight.
+// The first alarm and its likely cause, which stay visible.
 function showAccounts(box, state) {
   const told = state.runs.filter((run) => run.is_shown && run.account);
   once(box, told.map((run) => [run.name, run.account, run.has_alarm]), () => box.replaceChildren(...told.map((run) => {
@@ -75,14 +75,14 @@ function showKeys(box, state) {
   const runs = state.runs.filter((run) => run.is_shown), onsets = runs.flatMap((run) => run.onsets);
   const shape = (path, fill) => `<svg viewBox="0 0 13 12" aria-hidden="true"><path d="${path}" stroke="currentColor" stroke-width="1.5" fill="${fill}"/></svg>`;
   const words = [
-    [onsets.some((mark) => !mark.is_established), shape("M1 2h11l-5.5 9z", "currentColor") + "first alarm of a mechanism"],
-    [onsets.some((mark) => mark.is_established), shape("M1 2h11l-5.5 9z", "none") + "of loss, gradient norm, spikes"],
+    [onsets.some((mark) => !mark.is_established), shape("M1 2h11l-5.5 9z", "currentColor") + "first alarm of a mechanism signal"],
+    [onsets.some((mark) => mark.is_established), shape("M1 2h11l-5.5 9z", "none") + "first alarm of loss, gradient norm or spikes"],
     [runs.some((run) => run.later.length), shape("M6 1v10", "none") + "later alarm"],
     [runs.some((run) => run.actions.length), shape("M6.5 1l5 5l-5 5l-5 -5z", "currentColor") + "action"],
     [runs.some((run) => run.diverged), shape("M2 2l9 9m0 -9l-9 9", "none") + "divergence"],
     [runs.some((run) => run.faults.length), '<i class="workbench-timeline-shade"></i>fault on'],
-    [runs.some((run) => run.checks.sound.length), '<svg viewBox="0 0 13 12" aria-hidden="true"><path d="M6 4v4" stroke="#7a7a7a" stroke-width="2"/></svg>probe: sound'],
-    [runs.some((run) => run.checks.broken.length), `<svg viewBox="0 0 13 12" aria-hidden="true"><path d="M3 3h7v7h-7z" fill="${state.broken}"/></svg>probe: broken`],
+    [runs.some((run) => run.checks.sound.length), '<svg viewBox="0 0 13 12" aria-hidden="true"><path d="M6 4v4" stroke="#7a7a7a" stroke-width="2"/></svg>probe: no fault'],
+    [runs.some((run) => run.checks.broken.length), `<svg viewBox="0 0 13 12" aria-hidden="true"><path d="M3 3h7v7h-7z" fill="${state.broken}"/></svg>probe: fault`],
   ];
   once(box, [words, state.band], () => {
     box.innerHTML = words.filter(([occurs]) => occurs).map(([, html]) => `<span>${html}</span>`).join("");
@@ -97,7 +97,7 @@ function showKeys(box, state) {
 function showAlarms(box, state, ask) {
   once(box, [state.alarms, state.selection?.event], () => {
     if (!state.alarms.length) {
-      box.replaceChildren(made("div", "workbench-timeline-note", "no alarms recorded; click any step for its layers and spectra"));
+      box.replaceChildren(made("div", "workbench-timeline-note", "No alarms recorded; click any step to see its layers and spectra"));
       return;
     }
     const named = Object.fromEntries(state.runs.map((run) => [run.name, run]));
@@ -114,14 +114,14 @@ function showAlarms(box, state, ask) {
   });
 }
 
-// The values of the lines at a step, above a panel; null: the last ones in view.
+// The values of the lines at a step, above a panel; null for the last ones in view.
 function readPanel(one, state, view, step) {
   const { panel } = one, lines = panel.lines.filter((line) => line.step.length);
   const values = lines.map((line) => {
     const last = Math.max(0, rowAt(line.step, view[1] + 1e-9) - 1);
     const value = line.value[step === null ? last : nearestRow(line.step, step)];
     const run = state.runs.find(({ name }) => name === line.run);
-    // A line of the evidence is named; another has the look of its run.
+    // A line of evidence is labeled; other lines have the style of their run.
     return line.signal ? [`${line.signal} ${evidenceText(value, panel)}`, line.color, line.dash, ""] : [numberText(value), run?.color, run?.dash, line.run];
   });
   once(one.readout, values, () => one.readout.replaceChildren(...values.map(([text, color, dash, name]) => {

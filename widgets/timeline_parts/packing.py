@@ -1,4 +1,4 @@
-"""The state of the timeline in the form in which a page gets it: small JSON, and binary arrays beside it."""
+"""The state of the timeline as it is sent to the page: JSON and binary arrays."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from workbench.studies import signals as sig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from workbench.plots.timeline_panels import Story
+    from workbench.plots.timeline_panels import RunEvents
     from workbench.widgets.timeline_parts.followed_run import FollowedRun
     from workbench.widgets.timeline_parts.selection import PanelSelection
 
-#: As lists of dash lengths, by the names of `model_style`.
+#: Name of a dash style of `model_style` -> dash lengths.
 DASHES = {"solid": [], "dashed": [6, 3], "dotted": [2, 3], "dashdot": [7, 3, 2, 3]}
-#: Number of stretches of broken probe measurements.
+#: Maximum number of stretches of probe measurements that found a fault.
 _N_STRETCHES = 200
 _FLOAT32 = 3e38
 
 
 class Buffers:
-    """Binary arrays that travel beside a state, named by their place."""
+    """Binary arrays that accompany a state, identified by their index."""
 
     def __init__(self) -> None:
         self.done: list[bytes] = []
         self._places: dict[bytes, int] = {}
 
     def put(self, **arrays: np.ndarray) -> dict[str, int]:
-        """Add arrays as float32; by the same names, where they are."""
+        """Add arrays as float32, and return their indices by name."""
         clipped = {name: np.clip(array, -_FLOAT32, _FLOAT32) for name, array in arrays.items()}
         return {name: self.add(array.astype(np.float32).tobytes()) for name, array in clipped.items()}
 
     def add(self, content: bytes) -> int:
-        """Add bytes, or find the same ones; where they are."""
+        """Add bytes, unless the same are present, and return their index."""
         if content not in self._places:
             self._places[content] = len(self.done)
             self.done.append(content)
@@ -48,11 +48,11 @@ class Buffers:
 
 
 def described(run: FollowedRun, is_shown: bool, buffers: Buffers) -> dict[str, Any]:
-    """A run and what happened in it."""
-    look, story = model_style(run.place), run.story
-    onsets = story.onsets
+    """Return a run with its events."""
+    look, run_events = model_style(run.place), run.run_events
+    onsets = run_events.onsets
     first = {id(event) for event in onsets}
-    lead = story.lead
+    lead = run_events.lead
     return {
         "name": run.name,
         "color": look["color"],
@@ -60,29 +60,29 @@ def described(run: FollowedRun, is_shown: bool, buffers: Buffers) -> dict[str, A
         "is_shown": is_shown,
         "state": run.state,
         "words": run.state_in_words,
-        "account": story.account,
+        "account": run_events.account,
         "has_alarm": bool(onsets),
-        "first": story.first_step,
-        "last": story.last_step,
-        "faults": [{"name": span.name, "start": span.start, "stop": span.stop} for span in story.faults],
+        "first": run_events.first_step,
+        "last": run_events.last_step,
+        "faults": [{"name": span.name, "start": span.start, "stop": span.stop} for span in run_events.faults],
         "onsets": [marked(run.name, event, "alarm") for event in onsets],
-        "later": [e.step for e in story.events if e.kind == "alarm" and id(e) not in first][:2000],
-        "actions": [marked(run.name, event, "action") for event in story.events if event.kind == "action"],
+        "later": [e.step for e in run_events.events if e.kind == "alarm" and id(e) not in first][:2000],
+        "actions": [marked(run.name, event, "action") for event in run_events.events if event.kind == "action"],
         "checks": buffers.put(
-            sound=np.unique([check.step for check in story.checks if check.is_sound]),
-            broken=np.unique([event.step for event in story.findings]),
+            sound=np.unique([check.step for check in run_events.checks if check.is_sound]),
+            broken=np.unique([event.step for event in run_events.findings]),
         ),
-        "findings": _stretches(run.name, story)[:_N_STRETCHES],
-        "diverged": None if story.diverged is None else marked(run.name, story.diverged, "cross"),
+        "findings": _stretches(run.name, run_events)[:_N_STRETCHES],
+        "diverged": None if run_events.diverged is None else marked(run.name, run_events.diverged, "cross"),
         "lead": None if lead is None else [lead.first.step, lead.then.step, lead_in_words(lead)],
     }
 
 
-def _stretches(run: str, story: Story) -> list[dict[str, Any]]:
-    """Broken measurements of one probe in a row, by the first of them, and the step of the last."""
+def _stretches(run: str, run_events: RunEvents) -> list[dict[str, Any]]:
+    """Return stretches of consecutive measurements of a probe that found a fault: the first one, and the last step."""
     found: list[dict[str, Any]] = []
     latest: dict[str, dict[str, Any] | None] = {}
-    for check in story.checks:
+    for check in run_events.checks:
         if check.is_sound:
             latest[check.signal] = None
             continue
@@ -92,12 +92,12 @@ def _stretches(run: str, story: Story) -> list[dict[str, Any]]:
             stretch = latest[check.signal] = marked(run, event, "probe")
             found.append(stretch)
         stretch["last"] = check.step
-    data = [event for event in story.findings if event.kind == "alarm"]
+    data = [event for event in run_events.findings if event.kind == "alarm"]
     return found + [marked(run, event, "probe") | {"last": event.step} for event in data]
 
 
 def marked(run: str, event: TimelineEvent, kind: str) -> dict[str, Any]:
-    """An event of a run, with the kind of its mark."""
+    """Return an event of a run with the kind of its mark."""
     return {
         "run": run,
         "kind": kind,
@@ -111,7 +111,7 @@ def marked(run: str, event: TimelineEvent, kind: str) -> dict[str, Any]:
 
 
 def selected(selection: PanelSelection | None, shown: Sequence[FollowedRun], buffers: Buffers) -> dict[str, Any] | None:
-    """The details shown next to the panels."""
+    """Return the details shown next to the panels."""
     if selection is None:
         return None
     names = {run.name for run in shown}

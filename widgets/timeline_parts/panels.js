@@ -1,5 +1,5 @@
-// The panels over the common axis of steps: the events, and one signal each.
-const CROWDED = 3; // from so many runs on, their shades would add up to a colour that means nothing
+// The panels over the shared step axis: the events, and one signal each.
+const CROWDED = 3; // from this number of runs on, overlapping shades could not be distinguished
 
 // Sizes follow the text: `unit` is 1 on a page.
 function insetOf(theme) {
@@ -7,7 +7,7 @@ function insetOf(theme) {
   return { unit, left: 58 * unit, right: 14 * unit, top: 5 * unit, bottom: 5 * unit, row: 44 * unit };
 }
 
-// A canvas as sharp as the screen, cleared; drawing is in CSS pixels.
+// Clears a canvas at the resolution of the screen; drawing is in CSS pixels.
 function cleared(canvas, theme) {
   const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   const wide = Math.round(width * ratio), high = Math.round(height * ratio);
@@ -32,7 +32,7 @@ function roundTicks(low, high, n) {
   return ticks;
 }
 
-// Plain numbers, with as many digits as distinguish neighbours.
+// Decimal numbers with enough digits to distinguish neighbors.
 function tickText(value, ticks) {
   const largest = Math.max(...ticks.map(Math.abs)), gap = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : largest;
   if (largest && (largest >= 1e5 || largest < 1e-3)) return value === 0 ? "0" : value.toExponential(Math.max(0, Math.min(2, Math.round(Math.log10(largest / gap)))));
@@ -47,7 +47,7 @@ function verticalAxis(panel, top, bottom) {
     high *= room;
     const span = Math.log(high / low), y = (value) => bottom - (Math.log(Math.max(value, low * 1e-6) / low) / span) * (bottom - top);
     const texts = (ticks) => ticks.map((tick) => (high < 100 * low ? tickText(tick, ticks) : short(tick)));
-    // Powers of ten, not too many; over less than two of them 1, 2 and 5 times these; else round numbers.
+    // A few powers of ten; for fewer than two, also 2 and 5 times these; otherwise round numbers.
     const powers = Array.from({ length: 80 }, (_, k) => 10 ** (k - 40)), inside = (ticks) => ticks.filter((tick) => tick >= low && tick <= high);
     let ticks = inside(powers);
     if (ticks.length > 4) ticks = ticks.filter((_, k) => (ticks.length - 1 - k) % Math.ceil(ticks.length / 4) === 0);
@@ -62,7 +62,7 @@ function verticalAxis(panel, top, bottom) {
   return { y: (value) => bottom - ((value - low) / (high - low)) * (bottom - top), ticks, texts: ticks.map((tick) => tickText(tick, ticks)) };
 }
 
-// Those of rising places that leave a gap to the one before.
+// The subset of ordered positions that are at least a gap apart.
 function spread(places, gap) {
   const kept = [];
   for (const place of places) if (!kept.length || Math.abs(place.at - kept.at(-1).at) >= gap) kept.push(place);
@@ -87,7 +87,7 @@ function upright(context, at, top, bottom, color, dash) {
   context.setLineDash([]);
 }
 
-// The begin and end of the lead time, through all panels; without one, the first alarm.
+// The start and end of the lead time in all panels; without a lead time, the first alarm.
 function drawLandmarks(context, run, x, top, bottom) {
   if (run.lead) {
     upright(context, x(run.lead[0]), top, bottom, faded(run.color, 0.75), [5, 3]);
@@ -95,7 +95,7 @@ function drawLandmarks(context, run, x, top, bottom) {
   } else if (run.onsets.length) upright(context, x(run.onsets[0].step), top, bottom, faded(run.color, 0.75), [5, 3]);
 }
 
-// First alarms: filled for a mechanism, hollow for loss, gradient norm and spikes.
+// First alarms: filled for mechanism signals, hollow for loss, gradient norm and spikes.
 function drawAlarm(context, theme, mark, color, x, y, isChosen) {
   const { unit } = insetOf(theme), side = (isChosen ? 7.5 : 6) * unit, shape = new Path2D(`M${x - side} ${y - side * 0.8}h${2 * side}l${-side} ${1.7 * side}z`);
   context.lineWidth = 4;
@@ -151,7 +151,7 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
   for (const { at, text } of spread(ticks, 1.2 * size)) context.fillText(text, inset.left - 0.55 * size, at);
   clipToFrame(context, inset, width, height);
   const ofPanel = panel.run === undefined ? runs : runs.filter((run) => run.name === panel.run);
-  // The lane shows faults too, each in the row of its run.
+  // The lane of events also shows faults, each in the row of its run.
   if (ofPanel.filter((run) => run.faults.length).length < CROWDED) for (const run of ofPanel) drawSpans(context, run, x, 0, height, 0.1);
   for (const band of panel.bands) if (band.step.length) drawBand(context, band, named[band.run], x, axis.y, panel.bands.length >= CROWDED);
   for (const run of ofPanel) drawLandmarks(context, run, x, 0, height);
@@ -160,7 +160,7 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
     if (!named[run]) continue;
     const [first, last] = inView(step, view), isDense = last - first > width;
     context.strokeStyle = context.fillStyle = color ?? named[run].color;
-    // Joints and dashes, which cost most, are not visible on a dense line.
+    // Joints and dashes are slow to draw and not visible on a dense line.
     context.lineWidth = isDense ? 1.2 : 1.5;
     context.lineJoin = isDense ? "bevel" : "round";
     context.setLineDash(isDense ? [] : dash ?? named[run].dash);
@@ -189,7 +189,7 @@ function drawPanel(canvas, theme, panel, runs, view, chosen) {
   return places;
 }
 
-// The range of healthy values: filled, or its edges alone.
+// The band of healthy values: filled, or only its edges.
 function drawBand(context, band, run, x, y, isEdge) {
   const color = run?.color ?? "#7a7a7a", n = band.step.length, way = Array.from({ length: n }, (_, i) => i);
   const upper = new Path2D(), lower = new Path2D(), whole = new Path2D();
@@ -209,7 +209,7 @@ function drawBand(context, band, run, x, y, isEdge) {
   return context.setLineDash([]);
 }
 
-// The evidence at which an alarm is raised.
+// The alarm threshold of the evidence.
 function drawLimit(context, theme, y, left, right) {
   context.strokeStyle = theme.ink;
   context.lineWidth = 1;
@@ -224,7 +224,7 @@ function drawLimit(context, theme, y, left, right) {
   writtenOn(context, theme, "alarm", left + 4, y - 4);
 }
 
-// Measurements of probes: small where sound, strong where they found a fault.
+// Measurements of probes: small marks, and large marks where they found a fault.
 function drawChecks(context, theme, run, x, y, view, broken, places) {
   context.fillStyle = theme.checks;
   const { sound } = run.checks, [first, last] = inView(sound, view);
@@ -246,7 +246,7 @@ function drawChosen(context, theme, chosen, x, view, height) {
 const laneHeight = (theme, runs) => insetOf(theme).row * runs.length + insetOf(theme).unit * 20;
 const rowOf = (theme, i) => insetOf(theme).row * i + 27 * insetOf(theme).unit;
 
-// Numbers of steps below the rows, each centred below its line where there is room.
+// Step numbers below the rows, each centered below its line if there is enough space.
 function drawSteps(context, theme, x, view, width, bottom) {
   const inset = insetOf(theme), { unit } = inset, most = Math.max(2, Math.floor(width / (110 * unit)));
   const ticks = roundTicks(view[0], view[1], most).filter((tick) => Number.isInteger(tick) || view[1] - view[0] < 4);
@@ -308,7 +308,7 @@ function drawLane(canvas, theme, runs, view, chosen, broken) {
   return places;
 }
 
-// An arrow from the first mechanism's alarm to the first established signal, with its length.
+// An arrow with its length from the first alarm of a mechanism signal to the first alarm of the loss or gradient norm.
 function drawLead(context, theme, [start, stop, words], x, y, width) {
   const [from, to] = [x(start), x(stop)], way = Math.sign(to - from) || 1, inset = insetOf(theme), { unit } = inset;
   context.strokeStyle = context.fillStyle = theme.ink;
@@ -318,7 +318,7 @@ function drawLead(context, theme, [start, stop, words], x, y, width) {
   if (Math.max(from, to) < inset.left || Math.min(from, to) > width - inset.right) return;
   const half = context.measureText(words).width / 2, middle = (Math.max(from, inset.left) + Math.min(to, width)) / 2;
   const ends = [inset.left + half + 4, width - inset.right - half - 4];
-  if (ends[0] > ends[1]) return; // the label of the lane says it too
+  if (ends[0] > ends[1]) return; // the label of the lane contains the same text
   context.textAlign = "center";
   context.textBaseline = "alphabetic";
   writtenOn(context, theme, words, Math.min(Math.max(middle, ends[0]), ends[1]), y - 4 * unit);

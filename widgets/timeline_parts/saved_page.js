@@ -1,6 +1,6 @@
-// The part of the kernel in a saved page: it answers what the figure asks, from what the file holds.
+// Replaces the kernel in a saved page: it answers the requests of the figure from the data in the file.
 
-// The record of the page: JSON and arrays, as `saved_page.py` packed them.
+// Unpacks the record of the page: JSON and arrays from `saved_page.py`.
 async function unpacked(text) {
   const bytesOf = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytesOf]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -11,16 +11,16 @@ async function unpacked(text) {
   return { content, buffers };
 }
 
-// A model as anywidget has one, with the same answers as the kernel's.
+// A model with the interface of anywidget and the same answers as the kernel.
 function keptModel({ content, buffers }) {
   const hears = new Set(), named = Object.fromEntries(content.panels.map((panel) => [panel.name, panel]));
   const [first, last] = content.extent, space = 0.015 * (last - first), whole = [first - space, last + space];
-  const wish = { signals: content.chosen, shown: content.runs.filter((run) => run.is_shown).map((run) => run.name), view: content.is_whole ? null : content.view, select: content.select };
+  const settings = { signals: content.chosen, shown: content.runs.filter((run) => run.is_shown).map((run) => run.name), view: content.is_whole ? null : content.view, select: content.select };
   let number = 0;
 
-  // One signal of the runs shown, its axis fitted to what is in view.
+  // The panel of a signal with the displayed runs, and its axis fitted to the view.
   const fitted = (panel, view) => {
-    const isShown = ({ run }) => run === null || wish.shown.includes(run);
+    const isShown = ({ run }) => run === null || settings.shown.includes(run);
     const lines = panel.lines.filter(isShown), marks = panel.marks.filter(isShown), bands = panel.bands.filter(isShown);
     if (panel.limit !== undefined) return { ...panel, lines, marks };
     let low = Infinity, high = -Infinity;
@@ -35,7 +35,7 @@ function keptModel({ content, buffers }) {
     return { ...panel, lines, marks, bands, low, high, is_log: panel.is_log && low > 0 };
   };
 
-  // The details that are kept for an alarm, or nearest to a step; of a signal without layers, those of another.
+  // The details of an alarm, or those nearest to a step; for a signal without layers, those of another signal.
   const momentOf = (wanted) => {
     if (!wanted) return null;
     const own = content.moments.find(({ event }) => event && wanted.run === event.run && wanted.step === event.step && wanted.signal === event.source);
@@ -47,12 +47,12 @@ function keptModel({ content, buffers }) {
   };
 
   const answer = (token) => {
-    const view = wish.view ?? whole, isShown = (run) => wish.shown.includes(run), selection = momentOf(wish.select);
+    const view = settings.view ?? whole, isShown = (run) => settings.shown.includes(run), selection = momentOf(settings.select);
     const evidence = content.panels.filter((panel) => panel.limit !== undefined && isShown(panel.run));
     const state = {
-      ...content, token, view, number: ++number, is_whole: wish.view === null, is_saved: true, chosen: wish.signals,
+      ...content, token, view, number: ++number, is_whole: settings.view === null, is_saved: true, chosen: settings.signals,
       runs: content.runs.map((run) => ({ ...run, is_shown: isShown(run.name) })),
-      panels: [...evidence, ...wish.signals.map((name) => named[name])].map((panel) => fitted(panel, view)),
+      panels: [...evidence, ...settings.signals.map((name) => named[name])].map((panel) => fitted(panel, view)),
       alarms: content.alarms.filter((mark) => isShown(mark.run)),
       selection: selection && { ...selection, details: selection.details.filter(({ run }) => isShown(run)) },
     };
@@ -63,7 +63,7 @@ function keptModel({ content, buffers }) {
     on: (_, hear) => hears.add(hear),
     off: (_, hear) => hears.delete(hear),
     send({ ask, token = "", painted }) {
-      if (ask) Object.assign(wish, ask); // its width, and what is on the screen, need no answer of their own
+      if (ask) Object.assign(settings, ask); // the width and the visible panels do not change the answer
       if (ask || painted === 0) answer(token);
     },
   };

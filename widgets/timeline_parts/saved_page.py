@@ -1,4 +1,4 @@
-"""The timeline as one HTML file that stays interactive: the widget's own script, and all that it may ask for."""
+"""The timeline as one interactive HTML file with the script of the widget and all data that it may request."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from workbench.widgets.timeline_parts.selection import PanelSelection
 if TYPE_CHECKING:
     from workbench.widgets.timeline_parts.canvas import TimelineCanvas
 
-#: Buckets of a line, each of which keeps its lowest and highest value: at most some 4,000 points.
+#: Maximum number of buckets of a line, each of which keeps its lowest and highest value.
 _N_BUCKETS = 1400
-#: Bytes of all lines, above which lines have fewer points, and of all details, above which fewer steps have them.
+#: Maximum bytes of all lines, which limits the points per line, and of all details, which limits the steps.
 _MOST_OF_LINES, _MOST_OF_DETAILS = 6_000_000, 4_000_000
-#: Steps with details at most, besides first alarms.
+#: Maximum number of steps with details, in addition to first alarms.
 _N_STEPS = 24
 
 _PAGE = """<!DOCTYPE html>
@@ -43,7 +43,7 @@ _PAGE = """<!DOCTYPE html>
 <h1>{title}</h1>
 <p>{summary}</p>
 <div id="timeline"></div>
-<noscript>This page draws its figure with a script.</noscript>
+<noscript>This page needs JavaScript to draw its figure.</noscript>
 </main>
 <script type="text/plain" id="record">{record}</script>
 <script type="module">
@@ -55,12 +55,12 @@ _PAGE = """<!DOCTYPE html>
 
 
 def saved_page(canvas: TimelineCanvas, mapped: str, *, summary: str, theme: str) -> str:
-    """The page.
+    """Return the page as HTML.
 
     Args:
-        canvas: The figure; runs that are hidden are in the file too.
-        mapped: Signal whose layers are shown where none is asked for; empty: no signal has layers.
-        summary: What is shown, in one sentence.
+        canvas: The figure; the file also contains hidden runs.
+        mapped: Default signal of the heat maps; empty if no signal has layers.
+        summary: Description of the displayed content in one sentence.
         theme: Theme of the widget.
     """
     here = Path(__file__)
@@ -78,7 +78,7 @@ def saved_page(canvas: TimelineCanvas, mapped: str, *, summary: str, theme: str)
 
 
 def record_of(canvas: TimelineCanvas, mapped: str) -> tuple[dict[str, Any], list[bytes]]:
-    """All that the page may ask for: all signals of all runs, and the details of first alarms and of some steps."""
+    """Return all data that the page may request: signals of all runs, and details of first alarms and some steps."""
     runs = list(canvas.runs.values())
     names = list(dict.fromkeys(name for run in runs for name in run.entries))
     n_lines = sum(len(run.entries) for run in runs)
@@ -88,10 +88,10 @@ def record_of(canvas: TimelineCanvas, mapped: str) -> tuple[dict[str, Any], list
     def packed_at(step: int, signal: str, **of_alarm: Any) -> dict[str, Any]:
         return selected(PanelSelection.of(runs, step, signal, **of_alarm), runs, buffers) or {}
 
-    alarms = sorted(((run, event) for run in runs for event in run.story.onsets), key=lambda pair: pair[1].step)
+    alarms = sorted(((run, event) for run in runs for event in run.run_events.onsets), key=lambda pair: pair[1].step)
     has_layers = {name for run in runs for name, entry in run.entries.items() if entry.places}
     alarmed = {(run.name, event.source): signal_of(event, names) or "" for run, event in alarms}
-    shown = [mapped, *canvas.wishes.signals, *alarmed.values()]
+    shown = [mapped, *canvas.settings.signals, *alarmed.values()]
     mappable = list(dict.fromkeys(name for name in shown if name in has_layers)) or [""]
 
     moments = []
@@ -107,7 +107,7 @@ def record_of(canvas: TimelineCanvas, mapped: str) -> tuple[dict[str, Any], list
         taken = sum(map(len, buffers.done)) - before
         room = int(np.clip(_MOST_OF_DETAILS / max(taken, 1), 4, _N_STEPS))
         moments += [packed_at(step, signal) for step in _spread(steps[:-1], room - 1) for signal in mappable]
-    select, chosen = None, canvas.wishes.selection
+    select, chosen = None, canvas.settings.selection
     if chosen is not None:
         signal = chosen.signal if chosen.event is None else chosen.event.source
         select = {"step": chosen.step, "signal": signal, "run": chosen.run or None}
@@ -117,13 +117,13 @@ def record_of(canvas: TimelineCanvas, mapped: str) -> tuple[dict[str, Any], list
 
 
 def packed(content: Mapping[str, Any], buffers: list[bytes]) -> str:
-    """Compressed JSON and arrays as one text; `saved_page.js` takes it apart."""
+    """Return JSON and arrays compressed as one text, which `saved_page.js` unpacks."""
     head = json.dumps({**content, "sizes": list(map(len, buffers))}, allow_nan=False).encode()
-    whole = b"".join([len(head).to_bytes(4, "little"), head, *buffers])
-    return base64.b64encode(zlib.compress(whole, 9)).decode()
+    content_bytes = b"".join([len(head).to_bytes(4, "little"), head, *buffers])
+    return base64.b64encode(zlib.compress(content_bytes, 9)).decode()
 
 
 def _spread(steps: np.ndarray, n: int) -> list[int]:
-    """At most so many of rising steps, evenly spread over them."""
+    """Return at most n evenly spaced elements of increasing steps."""
     kept = np.unique(np.linspace(0, len(steps) - 1, min(n, len(steps))).round().astype(int))
     return [int(step) for step in steps[kept]]

@@ -1,4 +1,4 @@
-"""A step that was chosen on the timeline, with the layers, heads and modes of each run at it."""
+"""A selected step of the timeline, with the layers, heads and modes of each run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Detail:
     """The details of one run at a step.
 
     Attributes:
-        run: Its name.
-        heat: The signal with its layers and heads, shape (row, column); None: there is none.
+        run: Name of the run.
+        heat: The signal by layer and head, shape (row, column); None if there is none.
         rows: Labels of its rows.
-        columns: Labels of its columns; one empty label where there are only rows.
-        row_layers: Layer of each row; None: none, as of an embedding.
+        columns: Labels of its columns; a single empty label if there are only rows.
+        row_layers: Layer of each row; None for rows outside of all layers, such as an embedding.
         step: Step of the heat map.
-        modes: The nearest recorded ones; None: no spectra.
-        mode_layers: Numbers of the layers that the modes count.
+        modes: The nearest recorded modes; None if there are no spectra.
+        mode_layers: Layer numbers of the layers of the modes.
     """
 
     run: str
@@ -44,13 +44,13 @@ class Detail:
 
 @dataclass(frozen=True)
 class PanelSelection:
-    """A step that was chosen, by an alarm or by hand.
+    """A step that was selected, directly or by an alarm.
 
     Attributes:
         step: The step.
-        signal: Signal of the heat maps; empty: no signal has layers.
-        run: Whose alarm it is; empty: none's.
-        event: The alarm; None: a step chosen by hand.
+        signal: Signal of the heat maps; empty if no signal has layers.
+        run: Run of the alarm; empty if there is none.
+        event: The alarm; None if the step was selected directly.
         dims: Names of the heat maps' rows and columns.
         details: Details, one per run.
     """
@@ -72,7 +72,7 @@ class PanelSelection:
         run: str = "",
         event: TimelineEvent | None = None,
     ) -> PanelSelection:
-        """Read the details of each run at its recorded step nearest to this one."""
+        """Read the details of each run at its recorded step nearest to a step."""
         details, dims = [], ("", "")
         for each in runs:
             detail, found = _detail(each, step, signal)
@@ -82,7 +82,7 @@ class PanelSelection:
 
 
 def _detail(run: FollowedRun, step: int, signal: str) -> tuple[Detail, tuple[str, str] | None]:
-    """The details of a run at a step, and the names of its map's rows and columns."""
+    """Return the details of a run at a step, and the names of the rows and columns of its heat map."""
     heat = run.heat(signal, step) if signal else None
     modes, layers = run.modes(step) or (None, [])
     if heat is None:
@@ -103,7 +103,7 @@ def _labels(heat: xr.DataArray, dim: Any) -> list[str]:
 
 
 def _layers(heat: xr.DataArray, dim: Any) -> list[int | None]:
-    """The layer of each row; modules outside of all layers have none, which their records note as -1."""
+    """Return the layer of each row; None for modules outside of all layers, which are recorded as -1."""
     if "layer" not in heat.coords or heat["layer"].dims != (dim,):
         return list(range(heat.sizes[dim])) if dim == "layer" else [None] * heat.sizes[dim]
     return [int(layer) if layer >= 0 else None for layer in heat["layer"].values]

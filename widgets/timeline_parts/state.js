@@ -1,5 +1,5 @@
-// What the kernel sends, unpacked, and the look of the page that it is drawn in.
-const EVIDENCE = "evidence of "; // and the name of the run: the name of its panel
+// Decoding of the kernel's message, and the style of the page.
+const EVIDENCE = "evidence of "; // followed by the name of the run: the name of its evidence panel
 const floats = (view) => new Float32Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 const bytes = (view) => new Uint8Array(view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength));
 
@@ -27,14 +27,14 @@ function filled(content, buffers) {
 const remarksOf = (panel, shown) => panel.remarks.filter(([run]) => shown.includes(run))
   .map(([run, words]) => (shown.length > 1 ? `${run} ${words}` : words));
 
-// Colours, font and size of text, as the page has them.
+// Colors, font and text size of the page.
 function themeNow(element) {
   const style = getComputedStyle(element), read = (name, otherwise) => style.getPropertyValue(name).trim() || otherwise;
   return {
     ink: read("--jp-content-font-color1", "#7a7a7a"),
     ground: read("--jp-layout-color0", "#ffffff"),
     font: style.fontFamily,
-    size: (11 / 13) * parseFloat(style.fontSize), // a little smaller than the text around
+    size: (11 / 13) * parseFloat(style.fontSize), // slightly smaller than the surrounding text
     faint: "rgba(122, 122, 122, 0.28)",
     checks: "rgb(122, 122, 122)",
     band: "rgba(122, 122, 122, 0.24)",
@@ -47,12 +47,12 @@ const numberText = (value) => {
   return size && (size >= 1e5 || size < 1e-3) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 };
 
-// Evidence over that of an alarm, in two digits; beyond the axis it is not known.
+// Evidence relative to that of an alarm, with two digits; values beyond the axis are given as bounds.
 const evidenceText = (value, panel) => (value <= 1.001 * panel.low ? `< ${panel.low}` : value >= panel.farthest ? `> ${panel.farthest}` : String(Number(value.toPrecision(2))));
 
 const stepText = (step) => Math.round(step).toLocaleString("en");
 
-// A piece of a run's line, by which it is known without its colour.
+// A piece of a run's line, whose dashes identify it without its color.
 function swatch(run) {
   const box = made("span", "workbench-timeline-swatch");
   box.innerHTML = `<svg viewBox="0 0 28 8" aria-hidden="true"><path d="M0 4H28" stroke="${run.color}" stroke-width="2.4"
@@ -62,7 +62,7 @@ function swatch(run) {
 
 const isSame = (one, other) => Boolean(one && other && one.run === other.run && one.step === other.step && one.source === other.source);
 
-// The first row of rising steps that is not before a step.
+// The first row of increasing steps that is not before a step.
 function rowAt(steps, step) {
   let low = 0, high = steps.length;
   while (low < high) {
@@ -78,5 +78,5 @@ function nearestRow(steps, step) {
   return row > 0 && step - steps[row - 1] < steps[row] - step ? row - 1 : row;
 }
 
-// The rows in view, and one more on either side.
+// The rows in view, and one more row on either side.
 const inView = (steps, view) => [Math.max(0, rowAt(steps, view[0]) - 1), Math.min(steps.length, rowAt(steps, view[1]) + 2)];

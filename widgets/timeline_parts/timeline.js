@@ -1,4 +1,4 @@
-// The widget: what it is made of, what it asks for, and the pointer and keys over its panels.
+// The widget: its elements, its requests to the kernel, and pointer and keyboard control of its panels.
 const HELP = "Timeline. Arrow keys move, plus and minus zoom, 0 shows all; with Shift, arrow keys move the cursor, and Enter shows its step; n and p go to the next and previous alarm.";
 
 function render({ model, el, signal }) {
@@ -10,7 +10,7 @@ function render({ model, el, signal }) {
   reduce.setAttribute("aria-label", "reduction over layers and heads");
   for (const name of ["worst", "min", "max", "mean"]) reduce.append(made("option", "", name));
   reduceBox.append(reduce);
-  const all = buttonOf("all steps", "Show everything, also what comes (double-click, or the key 0)", () => ask({ view: null }));
+  const all = buttonOf("All steps", "Show all steps, including future ones (double-click, or key 0)", () => ask({ view: null }));
   const hint = made("span", "workbench-timeline-note", "drag to zoom · click, then wheel · shift-drag to move · click a mark for details");
   tools.append(choice, reduceBox, all, hint);
   const stack = made("div", "workbench-timeline-stack"), laneBox = made("div", "workbench-timeline-lane"), lane = made("canvas");
@@ -38,7 +38,7 @@ function render({ model, el, signal }) {
   el.replaceChildren(accountBox, runBox, tools, keys, body, spoken);
 
   let state = null, view = null, panels = [], lanePlaces = [], paintDetails = null, theme = null, isDue = false;
-  // A request is sent at once or, while one is pending, after its answer: the latest of each kind.
+  // A request is sent immediately or, after a recent one, with a delay; of each kind only the latest is sent.
   let waiting = null, token = "", toldAt = 0, timer = null;
   const page = crypto.randomUUID?.() ?? String(Math.random());
   let n = 0;
@@ -50,8 +50,8 @@ function render({ model, el, signal }) {
     model.send({ ask: waiting, token });
     waiting = null;
   };
-  const ask = (wish) => {
-    waiting = { ...waiting, ...wish };
+  const ask = (request) => {
+    waiting = { ...waiting, ...request };
     if (timer === null) timer = setTimeout(tell, Math.max(0, toldAt + 40 - performance.now()));
   };
   const look = (from, to) => {
@@ -73,7 +73,7 @@ function render({ model, el, signal }) {
     const runs = state.runs.filter((run) => run.is_shown), chosen = state.selection && (state.selection.event ?? { step: state.selection.step });
     lane.style.height = `${laneHeight(theme, runs)}px`;
     lanePlaces = drawLane(lane, theme, runs, view, chosen, state.broken);
-    // What stays in sight leaves room for the panels that scroll below it.
+    // The fixed parts must leave space for the panels that scroll below them.
     const told = accountBox.offsetHeight, isTall = told > 0.25 * window.innerHeight;
     accountBox.classList.toggle("workbench-timeline-scrolls", isTall);
     laneBox.classList.toggle("workbench-timeline-scrolls", told + laneBox.offsetHeight > 0.45 * window.innerHeight);
@@ -81,7 +81,7 @@ function render({ model, el, signal }) {
     el.style.setProperty("--workbench-timeline-left", `${insetOf(theme).left}px`);
     for (const one of panels) {
       const { top, bottom } = one.canvas.getBoundingClientRect();
-      one.isOut = bottom < -120 || top > window.innerHeight + 120; // drawn when it comes into sight
+      one.isOut = bottom < -120 || top > window.innerHeight + 120; // drawn once it is visible
       if (!one.isOut && one.panel) one.places = drawPanel(one.canvas, theme, one.panel, runs, view, chosen);
     }
     tellSeen();
@@ -120,7 +120,7 @@ function render({ model, el, signal }) {
       one.box = box;
       return one;
     });
-    const nothing = state.signals.length ? "no signal is chosen" : "no signal has been recorded yet";
+    const nothing = state.signals.length ? "No signal is chosen" : "No signal has been recorded yet";
     panelBox.replaceChildren(...(panels.length ? panels.map((one) => one.box) : [made("div", "workbench-timeline-note", nothing)]));
   };
 
@@ -149,10 +149,10 @@ function render({ model, el, signal }) {
       one.panel = panel;
       setText(one.title, panel.title);
       setText(one.note, panel.note);
-      one.canvas.setAttribute("aria-label", `${panel.title} over the steps; last in view: ${ends.join(", ")}`);
+      one.canvas.setAttribute("aria-label", `${panel.title} over steps; last in view: ${ends.join(", ")}`);
     });
     const runs = state.runs.filter((run) => run.is_shown);
-    lane.setAttribute("aria-label", "What happened: " + runs.map((run) => `${run.name} ${run.words}${run.lead ? ", " + run.lead[2] : ""}`).join("; "));
+    lane.setAttribute("aria-label", "Events: " + runs.map((run) => `${run.name} ${run.words}${run.lead ? ", " + run.lead[2] : ""}`).join("; "));
     showAccounts(accountBox, state);
     showRuns(runBox, state, ask);
     showChoice(summary, groups, state, ask);
@@ -171,8 +171,8 @@ function render({ model, el, signal }) {
   const replay = follow(model, signal, draw);
   reduce.onchange = () => ask({ reduce: reduce.value });
 
-  // The cursor runs through all panels and reads the lines. It stays under the pointer, or at the step that keys brought
-  // it to, when the view changes.
+  // The cursor spans all panels and shows the values of the lines. When the view changes, it stays under the pointer or at
+  // the step chosen by keys.
   let pointerX = null, keyStep = null;
   const stepAt = (clientX) => stepAxis(themed(), view, lane.clientWidth).step(clientX - lane.getBoundingClientRect().left);
   const cursorStep = () => (pointerX === null ? keyStep : stepAt(pointerX));
@@ -224,7 +224,7 @@ function render({ model, el, signal }) {
     [pointerX, keyStep] = [event.clientX, null];
     showCursor();
     const mark = markAt(event), words = { alarm: "alarm of", action: "action", cross: "divergence:", probe: "probe of" };
-    const said = mark && [`step ${stepText(mark.at ?? mark.step)}: ${words[mark.kind]} ${mark.source}`, mark.run, mark.place, mark.score === null ? "" : `score ${numberText(mark.score)}`, mark.at > mark.step ? `as at step ${stepText(mark.step)}:` : "", mark.message].filter(Boolean).join("\n");
+    const said = mark && [`step ${stepText(mark.at ?? mark.step)}: ${words[mark.kind]} ${mark.source}`, mark.run, mark.place, mark.score === null ? "" : `score ${numberText(mark.score)}`, mark.at > mark.step ? `since step ${stepText(mark.step)}:` : "", mark.message].filter(Boolean).join("\n");
     event.target.title = said ?? "";
     stack.style.cursor = mark?.kind === "alarm" ? "pointer" : "";
   });
@@ -256,7 +256,7 @@ function render({ model, el, signal }) {
   });
   stack.addEventListener("dblclick", (event) => isOverPlot(event) && ask({ view: null }));
   stack.addEventListener("wheel", (event) => {
-    // Scrolling the notebook past the panels must stay possible: the wheel zooms after a click, or with Ctrl.
+    // The wheel zooms only after a click or with Ctrl, so that the notebook can be scrolled past the panels.
     if (state === null || !isOverPlot(event) || !(event.ctrlKey || event.metaKey || stack.contains(document.activeElement))) return;
     event.preventDefault();
     event.stopPropagation();
@@ -296,7 +296,7 @@ function render({ model, el, signal }) {
     if (!acts[event.key]) return;
     acts[event.key]();
     event.preventDefault();
-    event.stopPropagation(); // JupyterLab has keys of its own
+    event.stopPropagation(); // JupyterLab would handle these keys too
   });
 
   const again = () => {

@@ -1,1 +1,1 @@
-"""Assessment of an architecture and a plan before compute is committed: measurements, criteria, verdict, decisions."""
+"""Assessment of an architecture and a training plan before training: measurements, criteria, verdict and decisions."""

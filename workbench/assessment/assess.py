@@ -1,4 +1,4 @@
-"""Assess an architecture and a plan before compute is committed: measurements, criteria, verdict and decisions."""
+"""Assess an architecture and a training plan before training: measurements, criteria, verdict and decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from workbench.assessment.compute_cost import flops_per_token, steps_in_budget
 from workbench.assessment.decisions import decide
-from workbench.assessment.failure_modes import judged
+from workbench.assessment.failure_modes import evaluate_criteria
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task, require_loss
 from workbench.assessment.plan_changes import possible_changes, try_changes
@@ -30,7 +30,7 @@ from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
 from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
-from workbench.models.batches import take_rows
+from workbench.models.batches import take_examples
 from workbench.models.losses import token_loss
 from workbench.models.model_sizes import model_sizes
 from workbench.models.profile import profile
@@ -47,20 +47,21 @@ if TYPE_CHECKING:
 
     from workbench.tasks import Task
 
-#: Parts of every assessment, and the percentage of the time that each usually takes.
+#: Parts of every assessment, and the percentage of the total time that each usually takes.
 PARTS = {
     "structure": 5,
     "spectra": 2,
     "useful rates": 65,
-    "the first updates, tried out": 22,
+    "trials of the first updates": 22,
     "number formats and devices": 6,
 }
-#: Parts that follow where something is wrong, in the same units.
+#: Additional parts that run if a problem is found, as percentages of the same total.
 _FURTHER = {"changes to the plan": 40, "a standard initialization": 2}
-#: Updates after which pilot and trials say how far they are.
-_TOLD_EVERY = 20
-#: Token states of the spectra, fresh models of a design whose structure is averaged, and their examples.
-N_SNAPSHOTS, N_SEEDS, N_ROWS = 1024, 2, 8
+#: Updates between two progress messages of pilot and trials.
+_PROGRESS_EVERY = 20
+#: Number of token states for the spectra, number of freshly initialized models over which the structure is averaged,
+#: and number of examples in the batches of these models.
+N_SNAPSHOTS, N_SEEDS, N_EXAMPLES = 1024, 2, 8
 
 
 def assess(
@@ -74,38 +75,42 @@ def assess(
 ) -> xr.DataTree:
     """Assess before training whether an architecture will train under a plan, why, and what to do.
 
-    A model or an opened checkpoint is measured with its own parameters. A design is built with fresh ones: at full
-    size, if it has at most four million, otherwise as a stand-in (64 wide, 256 tokens). Two things are asked. Its
-    *structure*: numbers of fresh models that do not depend on the scale of the residual stream are compared with those
-    of designs that are known to have trained (``data/README.md``); a stand-in has all blocks of the design then, and
-    matrices with the variances of the full width (`workbench.scaling.width_matching`). And the *plan*: a pilot finds
-    the useful rates, and trials at the planned rate show whether it diverges; a stand-in has at most four blocks then,
-    its library's own initialization, and rates larger by the ratio of the widths, Adam's rule, with the rule's error.
-    The subject is left unchanged.
+    A model or an opened checkpoint is measured with its own parameters. A design is built with freshly initialized
+    parameters: at full size if it has at most four million, otherwise as a proxy model of width 64 with a vocabulary of
+    256 tokens. The subject is left unchanged. Two aspects are assessed:
 
-    Nothing is concluded outside of what was measured: a band judges only sizes between those of the designs behind it.
+    - The *structure*: measurements of freshly initialized models that do not depend on the scale of the residual stream
+      are compared with those of designs that are known to have trained (``data/README.md``). Here a proxy model has all
+      blocks of the design, and its matrices have the variances of the full width (`workbench.scaling.width_matching`).
+    - The *plan*: a pilot finds the useful learning rates, and trials at the planned rate show whether it diverges. Here
+      a proxy model has at most four blocks and the initialization of its library. Its rates are larger by the ratio of
+      the widths (the rule for Adam), and the error of that rule widens their intervals.
+
+    Nothing is concluded beyond what was measured: a healthy band is applied only to sizes between those of the designs
+    that it was derived from.
 
     Args:
         subject: A module, an opened checkpoint, or any source that `workbench.design` takes.
-        task: The task it will be trained on; see `workbench.tasks.as_task`. None: the plan's task, which by default is
-            synthetic text that fits the model.
-        plan: Path of a TOML file, its sections as a mapping, or from `workbench.hardware.read_plan`; None: AdamW at
-            1e-3 for 1,000 updates, on one device in float32.
-        loss: Function from logits and targets to a 0-dim tensor, as in `workbench.train`; of a model whose output is no
-            tensor and has no ``logits``, from the whole output and targets. With another one than the default the
-            numbers of predicted classes are not measured.
-        seed: Seed of fresh parameters and of data.
-        progress: Show what is measured and how far it is; or a function that gets each text, whose exceptions end it.
+        task: Task on which the subject will be trained; see `workbench.tasks.as_task`. None uses the plan's task, which
+            by default is synthetic text that fits the model.
+        plan: Path of a TOML file, its sections as a mapping, or a plan from `workbench.hardware.read_plan`. None means
+            AdamW with a peak learning rate of 1e-3 for 1,000 updates, on one device in float32.
+        loss: Function from logits and targets to a 0-dim tensor, as in `workbench.train`. If the output of the model is
+            no tensor and has no ``logits``, the function receives the complete output. With a loss other than the
+            default, the measurements of predicted classes are skipped.
+        seed: Seed of freshly initialized parameters and of data.
+        progress: Whether to show the progress, or a function that receives each progress message; an exception that
+            this function raises ends the assessment.
 
     Returns:
         DataTree of kind "assessment". Root attributes: ``verdict`` ("proceed", "cannot say", "at risk", "refuse"),
         ``exit_status`` (0, 4, 1, 2), ``structure_state`` and ``pilot_state`` ("healthy", "at risk", "failing", "not
-        measured"), ``summary``, the plan as JSON, versions, and sizes: ``width`` and ``depth`` of the
-        subject, ``measured_width`` and ``measured_depth`` of the model that was run, ``is_stand_in`` (0, 1).
-        Nodes: ``structure``, ``pilot``, ``trials`` (where the rate can be carried over), ``hardware``, ``criteria``,
-        ``failure_modes``, ``decisions``; where the residual stream can be read ``flow`` and ``spectra``; where trials
-        diverged ``changes``; where the structure is flagged ``other_start``, the structure with a standard
-        initialization.
+        measured"), ``summary``, the plan as JSON, versions, and sizes: ``width`` and ``depth`` of the subject,
+        ``measured_width`` and ``measured_depth`` of the model that was run, and ``is_stand_in`` (1 if a proxy model was
+        run, else 0). Nodes: ``structure``, ``pilot``, ``trials`` (if the rate can be transferred to the model that was
+        run), ``hardware``, ``criteria``, ``failure_modes`` and ``decisions``; ``flow`` and ``spectra`` if the residual
+        stream can be read; ``changes`` if trials diverged; ``other_start``, the structure with a standard
+        initialization, if the structure is flagged.
 
     Raises:
         OptionError: If the plan has an unknown key or an impossible value, or does not fit the subject; if the model
@@ -116,8 +121,13 @@ def assess(
         >>> import workbench as wb
         >>> options = {"d_model": 8, "n_layers": 2, "n_heads": 1, "vocab_size": 16, "max_length": 8}
         >>> tree = wb.assess(options, plan={"training": {"n_steps": 10, "batch_size": 4}})
-        >>> tree.attrs["verdict"], tree.attrs["exit_status"]  # nothing was measured of models so thin
+        >>> tree.attrs["verdict"], tree.attrs["exit_status"]  # no reference designs are as narrow as this one
         ('cannot say', 4)
+
+    See Also:
+        `workbench.compare_designs`: Assesses several designs under one plan.
+        `workbench.report`: Writes an assessment as a report.
+        `workbench.find_rate`: Finds the useful learning rates of a model at full size.
     """
     require_seed(seed)
     plan = read_plan(plan)
@@ -135,7 +145,7 @@ def assess_measured(
     seed: int,
     bar: Progress,
 ) -> xr.DataTree:
-    """As `assess`, of a model that has been built, with a plan that fits it."""
+    """Assess a model that has been built, with a plan that has been checked against it; see `assess`."""
     import xarray as xr
 
     start = time.monotonic()
@@ -162,7 +172,10 @@ def assess_measured(
 
 
 def _sizes(measured: MeasuredModel, n_blocks: int, plan: AssessmentPlan) -> Sizes:
-    """Sizes of the model that was run and of the subject; number of blocks as seen, where its design is not known."""
+    """Return the sizes of the subject and of the measured model.
+
+    If the depth of the design is unknown, it is the number of observed blocks.
+    """
     width = measured.width or int(model_sizes(measured.model).width or 0)
     run = width, measured.depth or n_blocks
     target = (
@@ -171,14 +184,14 @@ def _sizes(measured: MeasuredModel, n_blocks: int, plan: AssessmentPlan) -> Size
     )
     n_run = sum(weight.numel() for weight in measured.model.parameters())
     experts = model_sizes(measured.design or measured.model).n_experts or 0
-    # A design may be too large because of its vocabulary alone, which is smaller in a stand-in.
+    # A design may be too large because of its vocabulary alone, which is smaller in a proxy model.
     is_stand_in = run != target or n_run < measured.n_weights
     return Sizes(*target, *run, experts, is_stand_in) if is_stand_in else Sizes(*run, *run, experts)
 
 
 @dataclass(frozen=True)
 class _Bench:
-    """The model, task and plan of the measurements."""
+    """Model, task and plan of the measurements."""
 
     measured: MeasuredModel
     task: Task
@@ -202,18 +215,18 @@ class _Bench:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The training plan as keywords."""
+        """The training plan as keyword arguments."""
         return {item.name: getattr(self.training, item.name) for item in fields(TrainingPlan)}
 
     @property
     def width_ratio(self) -> float:
-        """Width of the planned model over that of the one that is run."""
-        wanted = self.plan.target.width or self.measured.target_width
-        return 1.0 if wanted is None or self.measured.width is None else wanted / self.measured.width
+        """Width of the planned model over that of the model that is run."""
+        target = self.plan.target.width or self.measured.target_width
+        return 1.0 if target is None or self.measured.width is None else target / self.measured.width
 
     @property
     def on_trial(self) -> TrainingPlan | None:
-        """The plan as it is tried: at a rate that is larger for a thinner model; None: its rule is not known."""
+        """The plan of the trials, with a larger rate for a narrower model; None if no rule for that rate is known."""
         if self.width_ratio == 1:
             return self.training
         if not is_of_adam(self.training.optimizer):
@@ -221,16 +234,22 @@ class _Bench:
         return replace(self.training, learning_rate=(self.training.learning_rate or DEFAULT_RATE) * self.width_ratio)
 
     def batches(self) -> list[tuple[Any, Any]]:
-        """A few examples of each of the first two batches, with targets."""
-        found = []
+        """Return a few examples of each of the first two batches, with targets."""
+        found, examples = [], slice(0, N_EXAMPLES)
         for (inputs, targets), _ in zip(self.task.stream(0), range(2), strict=False):
             is_tensor = isinstance(inputs, torch.Tensor)
-            rows = slice(0, N_ROWS)
-            found.append((take_rows(inputs, rows), take_rows(targets, rows)) if is_tensor else (inputs, targets))
+            batch = (
+                (take_examples(inputs, examples), take_examples(targets, examples)) if is_tensor else (inputs, targets)
+            )
+            found.append(batch)
         return found
 
     def structure(self, *, standard: bool = False) -> tuple[xr.Dataset, xr.Dataset | None]:
-        """The structure of fresh models, as they begin or with a standard initialization, and the flow of the first."""
+        """Measure freshly initialized models, with their own or a standard initialization.
+
+        Returns:
+            The structure, and the flow of the first model.
+        """
         depth = self.plan.target.depth or self.measured.target_depth
         n_seeds = 1 if standard else N_SEEDS
         models = self.measured.siblings(n_seeds, depth)
@@ -243,12 +262,12 @@ class _Bench:
         )
 
     def other_start(self, bar: Progress) -> xr.Dataset:
-        """The structure with a standard initialization."""
+        """Measure the structure with a standard initialization."""
         _begin_further(bar, "a standard initialization")
         return self.structure(standard=True)[0]
 
     def changes(self, tree: xr.DataTree, bar: Progress) -> xr.Dataset:
-        """Try single changes to the plan."""
+        """Try single changes to the plan in trials."""
         _begin_further(bar, "changes to the plan")
         tried = self.on_trial
         assert tried is not None  # because its trials diverged
@@ -256,14 +275,14 @@ class _Bench:
         changes = possible_changes(tried, best)
         number = itertools.count()
 
-        def say(change: str) -> None:
+        def report(change: str) -> None:
             bar.step(change, next(number) / len(changes))
 
-        return try_changes(self.measured.model, self.task, changes, n_updates=N_UPDATES, loss=self.loss, say=say)
+        return try_changes(self.measured.model, self.task, changes, n_updates=N_UPDATES, loss=self.loss, report=report)
 
 
 def _measured(bench: _Bench, bar: Progress) -> dict[str, xr.Dataset]:
-    """All measurements, by their path in the tree."""
+    """Return all measurements by their path in the tree."""
     measured, model, parts = bench.measured, bench.measured.model, {}
     depth = bench.plan.target.depth or measured.target_depth
     bar.begin("structure", PARTS["structure"])
@@ -271,7 +290,7 @@ def _measured(bench: _Bench, bar: Progress) -> dict[str, xr.Dataset]:
     if flow is not None:
         parts["/flow"] = flow
         bar.begin("spectra", PARTS["spectra"])
-        # Where the flow can be read, other states may be passed on beside the stream, which have no spectra.
+        # The flow of some models can be read although their spectra cannot, because blocks exchange further states.
         with suppress(AnatomyError), warnings.catch_warnings():
             warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
             parts["/spectra"] = profile(
@@ -281,30 +300,32 @@ def _measured(bench: _Bench, bar: Progress) -> dict[str, xr.Dataset]:
     bar.begin("useful rates", PARTS["useful rates"])
     parts["/pilot"] = rate_pilot(
         model, bench.task, bench.training, width_ratio=bench.width_ratio, loss=bench.loss,
-        on_update=_told(bar, BUDGET),
+        on_update=_progress_of(bar, BUDGET),
     )  # fmt: skip
     if bench.on_trial is not None:
-        bar.begin("the first updates, tried out", PARTS["the first updates, tried out"])
-        after_update = _told(bar, N_TRIALS * N_UPDATES)
+        bar.begin("trials of the first updates", PARTS["trials of the first updates"])
+        after_update = _progress_of(bar, N_TRIALS * N_UPDATES)
         parts["/trials"] = try_plan(model, bench.task, bench.on_trial, loss=bench.loss, on_update=after_update)
     bar.begin("number formats and devices", PARTS["number formats and devices"])
-    parts["/hardware"] = assess_hardware(model, bench.task, bench.plan, seed=bench.seed, loss=bench.loss, say=bar.step)
+    parts["/hardware"] = assess_hardware(
+        model, bench.task, bench.plan, seed=bench.seed, loss=bench.loss, on_hazard=bar.step
+    )
     return parts
 
 
-def _told(bar: Progress, n_updates: int) -> Callable[[], None]:
-    """A function to call after each of so many updates, which tells the bar of some of them."""
+def _progress_of(bar: Progress, n_updates: int) -> Callable[[], None]:
+    """Return a function to call after each of ``n_updates`` updates, which reports some of them to the progress bar."""
     number = itertools.count(1)
 
     def after_update() -> None:
-        if not (n := next(number)) % _TOLD_EVERY:
+        if not (n := next(number)) % _PROGRESS_EVERY:
             bar.step(f"{n} of {n_updates} updates", n / n_updates)
 
     return after_update
 
 
 def _begin_further(bar: Progress, part: str) -> None:
-    """Begin a part that was not expected."""
+    """Begin an additional part of the assessment."""
     bar.total = (bar.total or 0) + _FURTHER[part]
     bar.begin(part, _FURTHER[part])
 
@@ -316,21 +337,23 @@ def conclude(
     try_changes: Callable[[xr.DataTree], xr.Dataset] | None = None,
     try_start: Callable[[], xr.Dataset] | None = None,
 ) -> None:
-    """Judge the measurements and decide what to do, in place; earlier conclusions are replaced.
+    """Evaluate the measurements and decide what to do, in place; earlier conclusions are replaced.
+
+    Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and, where they apply, ``changes`` and
+    ``other_start``, and the attributes ``verdict``, ``exit_status``, ``structure_state``, ``pilot_state`` and
+    ``summary``.
 
     Args:
         tree: The measured parts, with the attributes ``subject`` and ``steps_in_budget`` and the sizes.
         plan: The assessed plan.
-        try_changes: Called with the judged tree where a trial diverged; None: ``changes`` are left unchanged.
-        try_start: Called where the structure is flagged: the structure with a standard initialization.
-
-    Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and perhaps ``changes`` and ``other_start``, and the
-    attributes
-    ``verdict``, ``exit_status`` and ``summary``.
+        try_changes: Function that is called with the evaluated tree if a trial diverged; None leaves ``changes``
+            unchanged.
+        try_start: Function that returns the structure with a standard initialization, called if the structure is
+            flagged; None leaves ``other_start`` unchanged.
     """
     import xarray as xr
 
-    criteria, modes = judged(tree)
+    criteria, modes = evaluate_criteria(tree)
     tree["criteria"], tree["failure_modes"] = xr.DataTree(criteria), xr.DataTree(modes)
     if try_changes is not None and "trials" in tree and float(tree["trials"]["share_broken"]) > 0:
         tree["changes"] = xr.DataTree(try_changes(tree))
@@ -345,4 +368,4 @@ def conclude(
     pilot = tree["pilot"].to_dataset() if "pilot" in tree else None
     summary = summary_of(str(tree.attrs["subject"]), verdict, criteria, modes, Sizes.of(tree), pilot)
     rest = {name: value for name, value in tree.attrs.items() if name != "summary"}
-    tree.attrs = {"summary": summary, **rest}  # the answer first, where a cell shows the tree
+    tree.attrs = {"summary": summary, **rest}  # shown first when a notebook cell displays the tree

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
-    """Work of one token, forward and backward, in floating-point operations, by the usual count.
+    """Return the compute cost of one token, forward and backward, in floating-point operations.
 
-    Six for each parameter that a token uses, and 12 x blocks x width x length for the attention scores (PaLM,
-    arXiv:2204.02311, Appendix B). Of experts only those that a token goes to are counted.
+    The usual count: 6 operations for each parameter that a token uses, and 12 x blocks x width x length for the
+    attention scores (PaLM, arXiv:2204.02311, Appendix B). Only those experts are counted to which a token is routed.
     """
     sizes = model_sizes(measured.design or measured.model)
     n_weights = measured.n_weights - _idle_weights(measured)
@@ -26,23 +26,26 @@ def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
 
 
 def _idle_weights(measured: MeasuredModel) -> int:
-    """Number of parameters of the experts that a token does not use, from a thin model's share of expert parameters."""
+    """Return the number of expert parameters that a token does not use.
+
+    The fraction of expert parameters is that of the measured model.
+    """
     sizes = model_sizes(measured.design or measured.model)
     config = getattr(measured.model, "config", None)
     top_k = next((getattr(config, n) for n in ("top_k", "num_experts_per_tok") if getattr(config, n, None)), None)
     if not sizes.n_experts or not top_k:
         return 0
-    own = sum(
+    n_of_experts = sum(
         weight.numel()
         for name, weight in measured.model.named_parameters()
         if "expert" in name and weight.numel() >= sizes.n_experts
     )
-    whole = sum(weight.numel() for weight in measured.model.parameters())
-    return int(measured.n_weights * own / whole * (1 - top_k / sizes.n_experts))
+    n_all = sum(weight.numel() for weight in measured.model.parameters())
+    return int(measured.n_weights * n_of_experts / n_all * (1 - top_k / sizes.n_experts))
 
 
 def steps_in_budget(plan: AssessmentPlan, flops: float) -> float:
-    """Updates within the budget of a plan; NaN if it sets none."""
+    """Return the number of updates within the budget of a plan; NaN if it sets no budget."""
     length = plan.training.sequence_length
     if length is None or (plan.budget.tokens is None and plan.budget.flops is None):
         return math.nan

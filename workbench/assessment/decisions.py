@@ -1,4 +1,4 @@
-"""Decisions after an assessment: start, measure, change a setting, monitor, use KSS, stop rules."""
+"""Decisions after an assessment: start, measure, change a setting, use KSS, monitor, stop."""
 
 from __future__ import annotations
 
@@ -23,26 +23,39 @@ if TYPE_CHECKING:
 
     from workbench.hardware import AssessmentPlan
 
-#: Failure mode -> monitors to record during training, and why. The names are those of the recorder's parts.
+#: Failure mode -> monitors to record during training, by part and name of the recorder, and why.
 _WATCH = {
-    "gradient_flow_collapse": ("optimizer: module_grad_norm, update_ratio", "which block's gradients leave first"),
+    "gradient_flow_collapse": (
+        "optimizer: module_grad_norm, update_ratio",
+        "this shows which block's gradients leave the healthy range first",
+    ),
     "attention_degeneracy": (
         "attention: attention_logit_max, attention_entropy_share, effective_rank of D2",
-        "a head collapses long before the loss moves",
+        "a head collapses long before the loss changes",
     ),
     "routing_oscillation": (
         "router: routing_entropy_share, max_violation, routing_change",
-        "experts die or swap before the loss moves",
+        "dead experts and changes of the routing appear before the loss changes",
     ),
-    "scale_dependent_divergence": ("spectra, curvature: sharpness_rate", "the edge of stability moves with size"),
-    "initialization_out_of_band": ("activations: state_norm, log_z", "the stream should come back to scale"),
-    "precision_headroom": ("optimizer: gradient_rms_over_eps, update_ratio", "updates shrink where formats lose them"),
-    "unsuitable_rate": ("monitors: grad_norm, loss; optimizer: adam_staleness", "spikes of staleness precede the loss"),
+    "scale_dependent_divergence": (
+        "spectra, curvature: sharpness_rate",
+        "the edge of stability depends on the size of the model",
+    ),
+    "initialization_out_of_band": (
+        "activations: state_norm, log_z",
+        "the residual stream should return to a healthy scale",
+    ),
+    "precision_headroom": (
+        "optimizer: gradient_rms_over_eps, update_ratio",
+        "updates shrink where a number format rounds them away",
+    ),
+    "unsuitable_rate": ("monitors: grad_norm, loss; optimizer: adam_staleness", "Adam staleness rises before the loss"),
 }
-#: How to find the rate of a design that is too large for the pilot of an assessment.
-AT_FULL_WIDTH = "wb.find_rate at full width tells it more closely"
-#: Loss above that of the pilot's best rate, after as many updates, at which a run is stopped: of recorded runs of 480
-#: updates this stops a quarter of the bad ones and 2 % of the good ones (``data/judge_stop_rules.py``).
+#: Advice for a design that is too large for the pilot of an assessment, as a clause about its learning rate.
+AT_FULL_WIDTH = "wb.find_rate at full width estimates it more precisely"
+#: Excess of the loss over that of the pilot's best rate, after the same number of updates, at which a run is stopped,
+#: in nat. Of recorded runs of 480 updates, this rule stops a quarter of the bad and 2 % of the good ones
+#: (``data/judge_stop_rules.py``).
 STOP_MARGIN = 0.8
 
 
@@ -52,12 +65,12 @@ class Decision:
 
     Attributes:
         kind: Kind of action.
-        text: The action; one clause.
-        setting: The setting to change, such as ``learning_rate``; empty if none.
+        text: The action, as one clause.
+        setting: The setting to change, such as ``learning_rate``; empty if there is none.
         current, proposed: Its current and its proposed value.
-        criterion: The evidence, by name; empty: all criteria.
-        effect: Its effect where it was tried, one clause; empty: it was not tried.
-        path, variable, selection: Where the effect's number is in the tree; empty: there is none.
+        criterion: Name of the criterion that the action is based on; empty if it is based on all criteria.
+        effect: Measured effect of the action, as one clause; empty if it was not tried.
+        path, variable, selection: Place of the effect's number in the tree; empty if there is no number.
     """
 
     kind: DecisionKind
@@ -76,24 +89,25 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     """Derive the decisions from an assessment.
 
     Args:
-        tree: Tree with ``criteria``, ``failure_modes``, ``pilot``, ``trials`` and, if they were tried, ``changes``; its
-            attributes record whether a stand-in was measured, whose limits are never proposed for the design.
+        tree: Tree with ``criteria``, ``failure_modes``, ``pilot``, ``trials`` and, if they were tried, ``changes``. Its
+            attributes record whether a proxy model was measured, whose best rate is never proposed for the design.
         plan: The assessed plan.
-        affordable: Updates within its budget; NaN: it sets none.
+        affordable: Updates within its budget; NaN if it sets no budget.
 
     Returns:
-        Dataset with dim ``decision``, in the order in which to act: the fields of `Decision`, ``selection`` as JSON.
+        Dataset with dim ``decision``, in the order in which to act: the fields of `Decision`, with ``selection`` as
+        JSON.
     """
     import xarray as xr
 
     modes, criteria = tree["failure_modes"].to_dataset(), tree["criteria"].to_dataset()
     sizes = Sizes.of(tree)
-    stand_in = sizes.stand_in if sizes is not None and sizes.is_stand_in else ""
+    proxy = sizes.proxy if sizes is not None and sizes.is_stand_in else ""
     found = [
         *_start(verdict_of(criteria), modes, affordable < plan.training.n_steps),
-        *_one_rate([*_rate(tree, plan), *_changes(tree, plan, stand_in), *_unknown_rate(tree, plan)]),
+        *_one_rate([*_rate(tree, plan), *_changes(tree, proxy), *_unknown_rate(tree, plan)]),
         *_budget(plan, affordable),
-        *_monitors(modes), *_stop_rules(tree, stand_in),
+        *_monitors(modes), *_stop_rules(tree, proxy),
     ]  # fmt: skip
     found.sort(key=lambda decision: list(DecisionKind).index(decision.kind))
     columns: dict[str, list[Any]] = {
@@ -117,7 +131,7 @@ def _start(verdict: Verdict, modes: xr.Dataset, is_too_long: bool) -> Iterator[D
 
 
 def _rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
-    """The best rate that the pilot found, where the planned one is not among the useful ones."""
+    """Propose the pilot's best rate if the planned rate is not useful."""
     states = tree["criteria"].to_dataset()["state"]
     bad = next((name for name in (RATE, SLOW_RATE) if str(states.sel(criterion=name).values) in BAD_STATES), "")
     if not bad:
@@ -129,36 +143,39 @@ def _rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
     )
     sizes = Sizes.of(tree)
     ratio = 1.0 if sizes is None else sizes.width / sizes.run_width
-    effect = _brought(pilot, rate * ratio, best * ratio)
-    if ratio != 1 and bad == RATE:  # published rates lie above the best one of a thinner model
-        text = f"to below {upper:.2g}, the upper end of the useful edge ({AT_FULL_WIDTH})"
+    effect = _change_of_loss(pilot, rate * ratio, best * ratio)
+    if ratio != 1 and bad == RATE:  # published rates exceed the best rate of a narrower model
+        text = f"to below {upper:.2g}, the upper end of the useful edge's interval ({AT_FULL_WIDTH})"
         proposed, variable = f"{upper:.2g}", "useful_edge_high"
     else:
-        text, proposed = f"to {best:.2g}, the best one that the pilot found", f"{best:.2g} ({low:.2g} to {high:.2g})"
+        text, proposed = f"to {best:.2g}, the best rate of the pilot", f"{best:.2g} ({low:.2g} to {high:.2g})"
         variable = "best_rate"
     yield Decision(
-        DecisionKind.CHANGE, f"{word} the peak rate from {rate:g} {text}", "learning_rate", f"{rate:g}", proposed, bad,
-        effect, path="/pilot", variable=variable,
+        DecisionKind.CHANGE, f"{word} the peak learning rate from {rate:g} {text}", "learning_rate", f"{rate:g}",
+        proposed, bad, effect, path="/pilot", variable=variable,
     )  # fmt: skip
 
 
 def _unknown_rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
-    """How to find a rate where the trials broke and the pilot found none."""
+    """Propose to search for a rate if the trials diverged and the pilot found no useful rate."""
     state = str(tree["criteria"].to_dataset()["state"].sel(criterion=BROKEN_TRIALS).values)
     if state in BAD_STATES and not math.isfinite(float(tree["pilot"].to_dataset().get("best_rate", math.nan))):
         rate = DEFAULT_RATE if plan.training.learning_rate is None else plan.training.learning_rate
-        text = f"then find a peak rate with wb.find_rate: at {rate:g} the trials broke, and no useful rate is known"
+        text = (
+            f"then find a peak learning rate with wb.find_rate, because the trials at {rate:g} diverged and no useful "
+            "rate is known"
+        )
         yield Decision(DecisionKind.CHANGE, text, "learning_rate", f"{rate:g}", criterion=BROKEN_TRIALS)
 
 
 def _one_rate(changes: list[Decision]) -> list[Decision]:
-    """The changes with one proposal of a rate: the first, that of the pilot, where the trials proposed one as well."""
+    """Keep only the first proposal of a learning rate, which is that of the pilot if there is one."""
     rates = [each for each in changes if each.setting == "learning_rate"]
     return [each for each in changes if each not in rates[1:]]
 
 
-def _brought(pilot: xr.Dataset, rate: float, best: float) -> str:
-    """What the best rate brought the pilot beside the planned one, where it tried one near that."""
+def _change_of_loss(pilot: xr.Dataset, rate: float, best: float) -> str:
+    """Describe the pilot's losses at the planned and the best rate; empty if it tried no rate near the planned one."""
     n = int(pilot["loss_at_best"].attrs["n_updates"]) if "loss_at_best" in pilot else 0
     if not n:
         return ""
@@ -168,10 +185,10 @@ def _brought(pilot: xr.Dataset, rate: float, best: float) -> str:
     if not 0.5 < rate / float(losses["rate"][at[0]]) < 2:
         return ""
     before, after = (float(losses[i]) for i in at)
-    return f"the pilot's loss after {n} updates {short(before)} → {short(after)} nat"
+    return f"loss of the pilot after {n} updates: {short(before)} → {short(after)} nat"
 
 
-def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator[Decision]:
+def _changes(tree: xr.DataTree, proxy: str) -> Iterator[Decision]:
     criteria = tree["criteria"].to_dataset()
     bad = {
         str(name): criteria.sel(criterion=name)
@@ -179,10 +196,10 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator
         if state in BAD_STATES
     }
     if "changes" in tree:
-        yield from _tried(tree["changes"].to_dataset(), BROKEN_TRIALS, stand_in)
+        yield from _tried(tree["changes"].to_dataset(), BROKEN_TRIALS, proxy)
     if "hardware" in tree:
         yield from _remedies(tree["hardware"].to_dataset(), bad)
-    yield from _start_again(tree, [row for name, row in bad.items() if name in COLUMNS["structure"]])
+    yield from _standard_start(tree, [row for name, row in bad.items() if name in COLUMNS["structure"]])
     heads = [name for name, row in bad.items() if str(row["failure_mode"].values) == "attention_degeneracy"]
     if heads:
         yield Decision(
@@ -195,8 +212,8 @@ def _changes(tree: xr.DataTree, plan: AssessmentPlan, stand_in: str) -> Iterator
         )
 
 
-def _start_again(tree: xr.DataTree, bad: list[xr.Dataset]) -> Iterator[Decision]:
-    """Another initialization where the structure is flagged, with what it brought where it was tried."""
+def _standard_start(tree: xr.DataTree, bad: list[xr.Dataset]) -> Iterator[Decision]:
+    """Propose a standard initialization if the structure is flagged, with its effect if it was tried."""
     if not bad:
         return
     first = bad[0]
@@ -204,14 +221,14 @@ def _start_again(tree: xr.DataTree, bad: list[xr.Dataset]) -> Iterator[Decision]
     effect, path, variable = "", "", ""
     if "other_start" in tree:
         after = tree["other_start"].to_dataset()
-        told = [
+        effects = [
             f"{row['title'].values} {short(float(row['value']))} → {short(float(after[str(row['criterion'].values)]))}"
             for row in bad
         ]
-        effect = "; ".join(told)
+        effect = "; ".join(effects)
         path, variable = "/other_start", name
     yield Decision(
-        DecisionKind.CHANGE, WORDS, "initialization", "as it is", "standard", name, effect, path, variable,
+        DecisionKind.CHANGE, WORDS, "initialization", "current", "standard", name, effect, path, variable,
     )  # fmt: skip
 
 
@@ -220,29 +237,29 @@ def _budget(plan: AssessmentPlan, affordable: float) -> Iterator[Decision]:
     if affordable < n_steps:
         yield Decision(
             DecisionKind.CHANGE,
-            "end with what the budget pays for, or raise it: the schedule ends after more updates than that",
+            "shorten the schedule to the number of updates that the budget allows, or raise the budget",
             "n_steps", f"{n_steps:,}", f"{affordable:,.0f}",
         )  # fmt: skip
 
 
-def _tried(changes: xr.Dataset, criterion: str, stand_in: str) -> Iterator[Decision]:
-    """The changes with which no trial diverged; if there are none, those that helped most."""
-    of = f" of {stand_in}" if stand_in else ""
+def _tried(changes: xr.Dataset, criterion: str, proxy: str) -> Iterator[Decision]:
+    """Propose the changes with which the fewest trials diverged."""
+    of = f" of {proxy}" if proxy else ""
     n_broken, n_trials = changes["n_broken"].values, changes["n_trials"].values
     best = n_broken.min() if len(n_broken) else 0
     for i in np.flatnonzero(n_broken == best):
         setting = str(changes["setting"].values[i])
         kept = int(n_trials[i] - n_broken[i])
-        effect = f"{kept} of {int(n_trials[i])} trials{of} with it did not break"
+        effect = f"{kept} of {int(n_trials[i])} trials{of} with this change did not diverge"
         current, proposed = str(changes["current"].values[i]), str(changes["proposed"].values[i])
-        if stand_in and setting == "learning_rate":  # the useful rates of a small model are not those of a large one
+        if proxy and setting == "learning_rate":  # the useful rates of a small model are not those of a large one
             proposed = f"below {current}"
-        found = AT_FULL_WIDTH if stand_in else "wb.find_rate tells which rates learn well"
+        remark = AT_FULL_WIDTH if proxy else "wb.find_rate finds the useful rates"
         words = {
-            "learning_rate": f"lower the peak rate {'' if stand_in else 'to '}{proposed} ({found})",
+            "learning_rate": f"lower the peak learning rate {'' if proxy else 'to '}{proposed} ({remark})",
             "clip_norm": f"clip the gradient norm at {proposed}",
-            "warmup": f"warm up longer, over {proposed} updates",
-            "kss": "switch on Koopman Spectral Shaping",
+            "warmup": f"extend the warm-up to {proposed} updates",
+            "kss": "turn on Koopman Spectral Shaping",
         }
         if kept:
             yield Decision(
@@ -263,7 +280,7 @@ def _remedies(hardware: xr.Dataset, bad: dict[str, xr.Dataset]) -> Iterator[Deci
 
 
 def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
-    """Monitors to record: first those of the failure modes at risk, and always gradients and loss."""
+    """Propose monitors to record: those of the failure modes at risk, and always gradient norm and loss."""
     for name, state, worst in zip(
         modes["failure_mode"].values, modes["state"].values, modes["worst_criterion"].values, strict=True
     ):
@@ -272,29 +289,30 @@ def _monitors(modes: xr.Dataset) -> Iterator[Decision]:
             yield Decision(DecisionKind.MONITOR, f"record {what}: {why}", "wb.Recorder", "", what, str(worst))
 
 
-def _stop_rules(tree: xr.DataTree, stand_in: str) -> Iterator[Decision]:
-    """When to stop the run; the losses of a stand-in are not those of the design."""
+def _stop_rules(tree: xr.DataTree, proxy: str) -> Iterator[Decision]:
+    """Propose when to stop the run; losses of a proxy model are not used, because they are not those of the design."""
     trials = tree["trials"].to_dataset() if "trials" in tree else None
     if trials is not None and trials["has_diverged"].values.all():
         first = int(np.nanmin(trials["divergence_step"].values))
-        of = f" of {stand_in}" if stand_in else ""
+        of = f" of {proxy}" if proxy else ""
         yield Decision(
             DecisionKind.STOP_RULE,
-            f"it was started unchanged: all trials{of} broke, the first after {first} updates", "", "", "",
+            f"it was started with the unchanged plan: all trials{of} diverged, the first after {first} updates",
+            "", "", "",
             BROKEN_TRIALS, path="/trials", variable="divergence_step",
             selection={"trial": int(np.nanargmin(trials["divergence_step"].values))},
         )  # fmt: skip
         return
     best = tree["pilot"].to_dataset().get("loss_at_best") if "pilot" in tree else None
-    if not stand_in and best is not None and math.isfinite(best):
+    if not proxy and best is not None and math.isfinite(best):
         n, loss = int(best.attrs["n_updates"]), float(best)
         limit = f"{loss + STOP_MARGIN:.3g} nat"
         yield Decision(
             DecisionKind.STOP_RULE,
-            f"the training loss exceeds {limit} after {n} updates, {STOP_MARGIN} nat more than the pilot's best rate",
-            "loss", "", limit, RATE, path="/pilot", variable="loss_at_best",
+            f"the training loss exceeds {limit} after {n} updates, which is {STOP_MARGIN} nat above the loss of the "
+            "pilot's best rate", "loss", "", limit, RATE, path="/pilot", variable="loss_at_best",
         )  # fmt: skip
     yield Decision(
-        DecisionKind.STOP_RULE, "wb.Alarms sounds, or the loss or the gradient norm is not finite",
+        DecisionKind.STOP_RULE, "wb.Alarms raises an alarm, or the loss or the gradient norm is not finite",
         criterion=BROKEN_TRIALS,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compare several designs under one plan and budget: useful rates, loss, and compute cost."""
+"""Compare several designs under one plan and budget: useful learning rates, loss and compute cost."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor, nn
 
-#: Number of timed updates of each design, taken in turns; the median excludes the slow first ones.
+#: Number of timed updates of each design, taken in turns; the median excludes the influence of slow first updates.
 N_TIMED = 12
-#: Losses that differ by less than this are considered equal; nat.
+#: Losses are rounded to multiples of this when designs are compared, in nat.
 SAME_LOSS = 0.02
-#: Time that this takes a design, over a hundredth of its assessment's.
+#: Time of these updates, as a percentage of the time of an assessment.
 _TIME_OF_STEPS = 3
-#: Names of the comparison's own parts.
-_TAKEN = ("designs",)
+#: Names of the comparison's own parts, which no design may have.
+_RESERVED = ("designs",)
 #: Columns that are variables of the pilot of each design.
 OF_PILOT = [f"{name}{end}" for name in ("useful_edge", "best_rate") for end in ("", "_low", "_high")]
 
@@ -53,47 +53,63 @@ def compare_designs(
     """Assess several designs under one plan, and compare verdicts, useful rates, losses and compute cost.
 
     Args:
-        designs: Name -> a subject as `assess` takes it, at least two.
-        task: As in `assess`; the same for all.
-        plan: As in `assess`, with the budget in ``[budget]``.
-        loss: As in `assess`; the same for all.
-        seed: Seed of fresh parameters and of data.
-        progress: As in `assess`.
+        designs: Name -> subject, as in `workbench.assess`; at least two.
+        task: As in `workbench.assess`; the same for all designs.
+        plan: As in `workbench.assess`, with the budget in ``[budget]``.
+        loss: As in `workbench.assess`; the same for all designs.
+        seed: Seed of freshly initialized parameters and of data.
+        progress: As in `workbench.assess`.
 
     Returns:
-        DataTree of kind "comparison": the assessment of each design under its name, and ``designs``, dim ``design``:
-        ``verdict``, ``structure_state`` and ``pilot_state``, ``useful_edge`` (largest useful rate) and ``best_rate``,
-        each with ``_low`` and ``_high``, ``rate_margin`` (the largest useful rate over the planned one), all NaN where
-        the pilot did not find them; ``loss_at_best`` (nat, held-out loss at the best rate in the last round of the
-        pilot, of the model that was run; NaN: no round ended), ``n_weights``, ``flops_per_token`` (forward and
-        backward), ``relative_step_time`` (of an update of the measured models, over the quickest one),
-        ``steps_in_budget`` (NaN: no budget) and ``is_dominated`` (another design is at least as good in verdict, loss
-        at its best rate and work, and better in one).
+        DataTree of kind "comparison": the assessment of each design under its name, and the node ``designs`` with dim
+        ``design``:
+
+        - ``verdict``, ``structure_state`` and ``pilot_state``;
+        - ``useful_edge`` (largest useful learning rate) and ``best_rate``, each with ``_low`` and ``_high``, and
+          ``rate_margin`` (largest useful rate over the planned rate); NaN where the pilot did not find them;
+        - ``loss_at_best``: held-out loss at the best rate in the last round of the pilot, of the model that was run,
+          in nat; NaN if no round finished;
+        - ``n_weights``: number of parameters;
+        - ``flops_per_token``: compute cost, forward and backward;
+        - ``relative_step_time``: time of an update of the measured model, over that of the fastest one;
+        - ``steps_in_budget``: NaN if the plan sets no budget;
+        - ``is_dominated``: whether another design is at least as good in verdict, loss at its best rate and compute
+          cost, and better in one of them.
 
     Raises:
-        OptionError: If there are fewer than two designs, a name cannot stand in a tree, or the plan does not fit.
+        OptionError: If there are fewer than two designs, a name cannot be used in a tree, or the plan does not fit a
+            design.
 
     Example:
         >>> import workbench as wb
         >>> designs = {"small": "gpt2", "state space": "mamba-130m"}
         >>> tree = wb.compare_designs(designs, plan="plan.toml")  # doctest: +SKIP
-        >>> tree = wb.samples.assessments()  # a recorded one, of four published designs
+        >>> tree = wb.samples.assessments()  # a recorded comparison of four published designs
         >>> tree["designs"]["design"].values.tolist()
         ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'qwen3-8b']
+
+    See Also:
+        `workbench.assess`: Assesses one design.
+        `workbench.report`: Writes a comparison as a report.
     """
     import xarray as xr
 
     start = time.monotonic()
     if len(designs) < 2:
-        raise OptionError(f"A comparison needs at least two designs, this one has {len(designs)}; add another.")
+        raise OptionError.of("designs", designs, "a mapping of at least two designs", remedy="add another design")
     for name in designs:
-        if not name or "/" in name or name in _TAKEN:
-            raise OptionError(f"A design cannot be called '{name}'; choose a name without '/', not 'designs'.")
+        if not name or "/" in name or name in _RESERVED:
+            raise OptionError(
+                f"The name '{name}' cannot be used for a design; choose a name without '/' other than 'designs'.",
+                name="designs",
+                value=name,
+                expected="names without '/' other than '' and 'designs'",
+            )
     require_seed(seed)
     plan = read_plan(plan)
     size = {"width": plan.target.width, "depth": plan.target.depth}
     found = {name: measured_model(subject, seed=seed, **size) for name, subject in designs.items()}
-    for each in found.values():  # all are refused before the first is measured
+    for each in found.values():  # all plans are checked before the first design is measured
         plan.check_against(each.design or each.model)
     trees, total = {}, len(designs) * (sum(PARTS.values()) + _TIME_OF_STEPS)
     with Progress(progress, f"compared {counted(len(designs), 'design')}", total=total, unit="%") as bar:
@@ -132,13 +148,13 @@ _MEANING = {
     "pilot_state": ("pilot", ""),
     "useful_edge": ("largest useful rate", "1"),
     "best_rate": ("best rate", "1"),
-    "rate_margin": ("largest useful rate over the planned one", "1"),
+    "rate_margin": ("largest useful rate over the planned rate", "1"),
     "loss_at_best": ("loss at the best rate of the pilot, of the model that was run", "nat"),
-    "n_weights": ("weights", "1"),
-    "flops_per_token": ("work a token, forward and backward", "FLOP"),
-    "relative_step_time": ("time of an update over the quickest design's, of the models that were run", "1"),
-    "steps_in_budget": ("updates in the budget", "1"),
-    "is_dominated": ("another design is nowhere worse in verdict, loss and work, and better in one", ""),
+    "n_weights": ("parameters", "1"),
+    "flops_per_token": ("compute cost per token, forward and backward", "FLOP"),
+    "relative_step_time": ("time of an update over that of the fastest design, of the models that were run", "1"),
+    "steps_in_budget": ("updates within the budget", "1"),
+    "is_dominated": ("another design is nowhere worse in verdict, loss and compute cost, and better in one", ""),
 }
 
 
@@ -164,15 +180,18 @@ def step_times(
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     seed: int,
 ) -> dict[str, float]:
-    """Seconds of an update of each model on copies, in turns so that a busy machine slows all of them equally."""
+    """Measure the median time of an update of each model, in seconds.
+
+    Copies of the models are updated in turns, so that other load on the machine slows all of them equally.
+    """
     from workbench.tasks import as_task
 
     runs = {}
     for name, model in models.items():
-        own = planned_task(model, plan, seed=seed, loss=loss) if task is None else task
+        batches = planned_task(model, plan, seed=seed, loss=loss) if task is None else task
         runs[name] = train(
             copy.deepcopy(model),
-            as_task(own),
+            as_task(batches),
             n_steps=N_TIMED + 1,
             learning_rate=1e-6,
             stops_at_divergence=False,
@@ -191,9 +210,11 @@ def step_times(
 
 
 def dominated(table: xr.Dataset) -> np.ndarray:
-    """Which designs are dominated: another is as good in verdict, loss at its best rate and work, and better in one.
+    """Return for each design whether it is dominated, bool of shape (design,).
 
-    Losses are rounded to ``SAME_LOSS``; a design without one neither dominates nor is dominated.
+    A design is dominated if another one is at least as good in verdict, loss at its best rate and compute cost, and
+    better in one of them. Losses are rounded to ``SAME_LOSS``; a design without a loss neither dominates nor is
+    dominated.
     """
     scores = np.column_stack(
         [

@@ -1,4 +1,4 @@
-"""Make from the user's subject a model small enough to measure, and the design that it represents."""
+"""Build a model of the user's subject that is small enough to measure, together with the design it represents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from workbench.errors import OptionError, WorkbenchError
-from workbench.models.batches import take_rows
+from workbench.models.batches import take_examples
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import prediction_of, token_loss
 from workbench.models.model_sizes import ModelSizes, model_sizes
@@ -20,7 +20,7 @@ from workbench.models.probing import undisturbed
 from workbench.models.subject import Subject
 from workbench.models.wrapping import unwrap
 from workbench.scaling.designs import Design, design, transformers_config
-from workbench.scaling.transformers_source import built_whole, cause_of
+from workbench.scaling.transformers_source import build_full_size, cause_of
 from workbench.scaling.width_matching import matched_width
 from workbench.tasks import Digits
 
@@ -32,24 +32,25 @@ if TYPE_CHECKING:
     from workbench.hardware import AssessmentPlan
     from workbench.tasks import Task
 
-#: A design is measured at full size up to this number of parameters; larger ones as a thin model.
-MOST_WEIGHTS = 4_000_000
-#: A configuration of stages or of several parts, which cannot be built thin, is measured at full size up to this.
-MOST_OF_STAGES = 100_000_000
-#: Width and vocabulary of a thin model, and the most blocks of the one that trains on trial.
-THIN_WIDTH, THIN_VOCABULARY, THIN_DEPTH = 64, 256, 4
-#: Batches of an assessment: tokens of a sequence and number of examples, as in the recorded runs.
-LENGTH, N_ROWS = 64, 16
-#: Tokens of a sequence for models that scan it token by token, as transformers' state-space layers do without their own
+#: Designs with at most this number of parameters are measured at full size, larger ones as a proxy model.
+MAX_PARAMETERS = 4_000_000
+#: Configurations with several stages or parts cannot be built at a smaller width; they are measured at full size up to
+#: this number of parameters.
+MAX_PARAMETERS_OF_STAGES = 100_000_000
+#: Width and vocabulary of a proxy model, and the maximum number of blocks of a proxy model for pilot and trials.
+PROXY_WIDTH, PROXY_VOCABULARY, PROXY_DEPTH = 64, 256, 4
+#: Length of a sequence and number of examples in the batches of an assessment, as in the recorded runs.
+LENGTH, N_EXAMPLES = 64, 16
+#: Length of a sequence for models that scan it token by token, as state-space layers of transformers do without fused
 #: kernels: the time of a backward pass through such a scan is quadratic in the length.
 LENGTH_OF_SCANS = 16
-#: Images for a model whose configuration does not say their size.
+#: Side and channels of images for a model whose configuration does not state them.
 IMAGE_SIZE, N_CHANNELS = 32, 3
-#: Modules that scan, by their names in transformers; others have an attribute with the size of their state.
+#: Class names in transformers of modules that scan; others have an attribute with the size of their state.
 _SCANS = re.compile(r"Rwkv\w*Attention|RgLru|Rglru|DeltaNet|DeltaAttention|[mx]LSTM")
-#: Smallest number of patches along a side of the images of a stand-in.
+#: Smallest number of patches along a side of the images of a proxy model.
 _FEWEST_PATCHES = 4
-#: Smallest number of images in a batch, which otherwise has as many patches as a batch of sequences has tokens.
+#: Smallest number of images in a batch; otherwise a batch has as many patches as a batch of sequences has tokens.
 _FEWEST_IMAGES = 4
 
 
@@ -59,11 +60,11 @@ class MeasuredModel:
 
     Attributes:
         name: Name of the subject.
-        model: The model that is trained on trial: the subject itself, or a model of the same design.
-        design: The design of the subject; None: it cannot be built at another size.
+        model: The model for pilot and trials: the subject itself, or a model of the same design.
+        design: The design of the subject; None if the subject cannot be built at another size.
         is_own: Whether ``model`` has the subject's own parameters.
-        width, depth: Those of ``model``; None for a model whose design is not known.
-        seed: Seed of the parameters of ``model``, where it was built here.
+        width, depth: Width and depth of ``model``; None if its design is unknown.
+        seed: Seed of the parameters of ``model``, if it was built here.
         n_design_weights: Number of parameters of the design at its own size, with its own images.
     """
 
@@ -83,7 +84,7 @@ class MeasuredModel:
 
     @property
     def target_depth(self) -> int | None:
-        """Blocks of the subject."""
+        """Number of blocks of the subject."""
         return None if self.design is None else self.design.depth
 
     @property
@@ -93,20 +94,21 @@ class MeasuredModel:
 
     @property
     def n_weights(self) -> int:
-        """Number of parameters of the subject; for images with the number of classes of the trials."""
+        """Number of parameters of the subject; for an image model with the number of classes of the trials."""
         if self.is_own or self.design is None or (self.is_target_size and self.design.n_classes):
             return sum(weight.numel() for weight in self.model.parameters())
         return self.n_design_weights or self.design.n_weights()
 
     def fresh(self, seed: int = 0, depth: int | None = None) -> nn.Module:
-        """A model to measure before training, whose gains are those of the target's width.
+        """Return a model at initialization whose signal and gradient gains are those of the target width.
 
-        The subject itself, if it has its own parameters or no known design; ``model``, or another seed of it, if that
-        is as large as the subject; otherwise thin with matched variances, see `workbench.scaling.width_matching`.
+        This is the subject itself if it has its own parameters or its design is unknown; ``model``, possibly with
+        another seed, if it is as large as the subject; otherwise a narrow model with matched variances, see
+        `workbench.scaling.width_matching`.
 
         Args:
             seed: Added to the seed of ``model``.
-            depth: Number of blocks; None: that of ``model``.
+            depth: Number of blocks; None for that of ``model``.
         """
         if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
             return self.model
@@ -115,35 +117,35 @@ class MeasuredModel:
             choices = Digits.n_classes if self.design.n_classes else None
             return self.design.build(self.width, depth or self.depth, self.seed + seed, vocabulary=choices)
         return matched_width(
-            self.design, self.width, depth or self.depth, self.seed + seed, vocabulary=_thin_choices(self.design)
+            self.design, self.width, depth or self.depth, self.seed + seed, vocabulary=_n_proxy_choices(self.design)
         )
 
     def siblings(self, n: int, depth: int | None = None) -> Iterator[nn.Module]:
-        """Fresh models that differ in their seed; only the subject, if it has its own parameters."""
+        """Yield ``n`` models at initialization with different seeds; only the subject if it has its own parameters."""
         for seed in range(n if self.design is not None and not self.is_own else 1):
             yield self.fresh(seed, depth)
 
 
 def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, depth: int | None = None) -> MeasuredModel:
-    """Make the model that an assessment of a subject runs.
+    """Return the model that an assessment of a subject runs.
 
     Args:
         subject: A model or an opened checkpoint, which is measured with its own parameters; or any source that
-            `workbench.design` takes, which is built with fresh ones: at full size if that is small, otherwise thin; or
-            a small configuration of transformers of blocks of several widths, or of several parts.
-        seed: Seed of fresh parameters.
-        width: Target width; None: the subject's own.
-        depth: Target depth; likewise.
+            `workbench.design` takes, which is built with freshly initialized parameters, at full size if that is small,
+            otherwise narrow; or a small configuration of transformers with blocks of several widths or several parts.
+        seed: Seed of freshly initialized parameters.
+        width: Target width; None for the subject's own.
+        depth: Target depth; None for the subject's own.
 
     Raises:
-        OptionError: If nothing can be built from the subject, or not at this size.
+        OptionError: If no model can be built from the subject, or not at this size.
         CheckpointError: If there is no such name or file.
     """
     if isinstance(subject, nn.Module | Subject):
         module = subject.model if isinstance(subject, Subject) else subject
         try:
             own = design(subject)
-        except WorkbenchError:  # a custom module, which cannot be built at other sizes
+        except WorkbenchError:  # a custom module cannot be built at other sizes
             own = None
         name = subject.name if isinstance(subject, Subject) else type(module).__name__
         if own is None:
@@ -154,35 +156,41 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
             own = design(subject)
         except OptionError:
             config = None if width or depth else transformers_config(subject)
-            model = None if config is None else built_whole(config, seed=seed, most_weights=MOST_OF_STAGES)
+            model = (
+                None if config is None else build_full_size(config, seed=seed, max_parameters=MAX_PARAMETERS_OF_STAGES)
+            )
             if config is None or model is None:
                 raise
             return MeasuredModel(config.model_type, model, None, False, None, None, seed)
         found = _at_target(own, width, depth)
     elif width is None or depth is None:
-        raise OptionError("A function has no size of its own; add [target] with width and depth to the plan.")
+        raise OptionError(
+            "The size of a design given as a function is unknown; add [target] with width and depth to the plan.",
+            name="target",
+            expected="width and depth of a design given as a function",
+        )
     else:
         found = design(subject, width=width, depth=depth)
-    if found.n_weights() <= MOST_WEIGHTS:
+    if found.n_weights() <= MAX_PARAMETERS:
         model = found.build(seed=seed, vocabulary=Digits.n_classes if found.n_classes else None)
         return MeasuredModel(found.name, model, found, False, found.width, found.depth, seed)
     n_weights, found = found.n_weights(), with_few_patches(found)
-    thin = found.nearest_width(min(THIN_WIDTH, found.width))
-    blocks = min(THIN_DEPTH, found.depth)
-    model = found.build(thin, blocks, seed, vocabulary=_thin_choices(found))
-    return MeasuredModel(found.name, model, found, False, thin, blocks, seed, n_weights)
+    proxy_width = found.nearest_width(min(PROXY_WIDTH, found.width))
+    blocks = min(PROXY_DEPTH, found.depth)
+    model = found.build(proxy_width, blocks, seed, vocabulary=_n_proxy_choices(found))
+    return MeasuredModel(found.name, model, found, False, proxy_width, blocks, seed, n_weights)
 
 
 def _at_target(found: Design, width: int | None, depth: int | None) -> Design:
-    """The design at the target size of a plan, whose section an error names."""
+    """Return the design at the target size of a plan; an error names the section of the plan."""
     try:
         return found.resized(width, depth)
     except OptionError as error:
-        raise OptionError(f"[target] {error}") from error
+        raise error.within("[target]") from error
 
 
 def with_few_patches(found: Design) -> Design:
-    """A design that reads large images, for smaller ones: the number of patches hardly matters, but takes the time."""
+    """Return an image design for smaller images, because many patches cost time but hardly affect the result."""
     sizes = model_sizes(found)
     if not (found.n_classes and sizes.image_size and sizes.patch_size):
         return found
@@ -195,21 +203,21 @@ def with_few_patches(found: Design) -> Design:
 def planned_task(
     model: nn.Module, plan: AssessmentPlan, *, seed: int, loss: Callable[[Tensor, Tensor], Tensor] = token_loss
 ) -> Task:
-    """The task of a plan in the form of an assessment: short sequences and small batches, for the start of training.
+    """Return the task of a plan with the short sequences and small batches of an assessment.
 
     Args:
-        model: The model that has to read it.
+        model: The model that reads the task.
         plan: Plan with the task; its batch size and length are not used.
-        seed: Added to the plan's.
+        seed: Added to the seed of the plan.
         loss: Function of logits and targets.
 
     Raises:
-        OptionError: If there is no task for what the model reads, or the task does not fit it.
+        OptionError: If no default task provides the inputs of the model, or the task does not fit the model.
     """
     sizes = model_sizes(model)
     n_classes = None
     if getattr(unwrap(model), "main_input_name", None) == "pixel_values":
-        # A vocabulary counts visual tokens, which some image models predict; others read images of any size.
+        # The vocabulary of some image models counts the visual tokens that they predict; others read any image size.
         side, n_channels = sizes.image_size or IMAGE_SIZE, sizes.n_channels or N_CHANNELS
         sizes = replace(sizes, vocabulary=None, image_size=side, n_channels=n_channels)
         n_classes = getattr(getattr(unwrap(model), "config", None), "num_labels", None)
@@ -217,10 +225,10 @@ def planned_task(
     if plan.task.name is None:
         _require_readable(model, sizes)
     longest: int | None = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
-    if "length" in plan.task.options:  # an option of the task itself: its cost is the user's choice
+    if "length" in plan.task.options:  # the user chose the length, and so its cost
         longest = sizes.max_length
 
-    def make(length: int | None) -> Task:
+    def task_of(length: int | None) -> Task:
         task = plan.make_task(
             sizes.vocabulary,
             max_length=length,
@@ -228,40 +236,46 @@ def planned_task(
             n_channels=sizes.n_channels,
             n_classes=n_classes,
             seed=plan.training.seed + seed,
-            n_rows=_n_rows(model, sizes),
+            n_rows=_n_examples(model, sizes),
         )
         try:
             require_loss(model, task, loss)
         except OptionError as error:
-            raise error if plan.task.name is None else OptionError(f"[task] {error}") from error
+            raise error if plan.task.name is None else error.within("[task]") from error
         return task
 
     try:
-        return make(longest)
+        return task_of(longest)
     except OptionError:
         if longest is None or longest != sizes.max_length or longest < 2 or "length" in plan.task.options:
             raise
-        with suppress(OptionError):  # some models count the positions from that of padding on, and read fewer tokens
-            return make(longest // 2)
+        # Some models number the positions from that of the padding token on, so they read fewer tokens.
+        with suppress(OptionError):
+            return task_of(longest // 2)
         raise
 
 
 def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], Tensor] = token_loss) -> None:
-    """Check that a model runs on a task: a forward pass on two examples of the first batch.
+    """Check with two examples of the first batch that a model runs on a task and that its loss can be computed.
 
     Raises:
-        OptionError: If the model does not run on them, or the loss cannot be computed from its output and the targets.
+        OptionError: If the model does not run on the examples, or the loss cannot be computed from its output and the
+            targets.
     """
     name, task_name = type(unwrap(model)).__name__, task.describe().get("task", "the task")
-    inputs, targets = (on_device_of(model, take_rows(part, slice(0, 2))) for part in next(iter(task.stream(0))))
+    inputs, targets = (on_device_of(model, take_examples(part, slice(0, 2))) for part in next(iter(task.stream(0))))
     try:
         with undisturbed(model):
             output = call_model(model, inputs)
     except WorkbenchError:
         raise
-    except Exception as error:  # of any kind, as the model's code is unknown
+    except Exception as error:  # the code of the model is unknown
         raise OptionError(
-            f"{name} does not run on batches of {task_name} ({cause_of(error)}); pass task= with batches that it reads."
+            f"{name} does not run on batches of {task_name} ({cause_of(error)}); pass task= with batches that it "
+            "reads.",
+            name="task",
+            value=task_name,
+            expected=f"batches that {name} reads",
         ) from error
     found = prediction_of(output)
     if loss is not token_loss:
@@ -269,8 +283,11 @@ def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], 
         return
     if not isinstance(found, torch.Tensor):
         raise OptionError(
-            f"{name} returns {_named(found)} without logits, so its loss is not known; pass loss= with a function of "
-            "this output and the targets, or the model with its head."
+            f"{name} returns {_described(found)} without logits, so its loss is unknown; pass loss= with a function of "
+            "this output and the targets, or the model with its head.",
+            name="loss",
+            value=_described(found),
+            expected="a function of the output of the model and the targets",
         )
     n_choices = found.shape[-1] if found.ndim else 0
     are_classes = not targets.is_floating_point()
@@ -278,35 +295,46 @@ def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], 
         below = f" below {int(targets.max()) + 1}" if are_classes else ""
         raise OptionError(
             f"{name} returns logits of shape {tuple(found.shape)} for targets of shape {tuple(targets.shape)}{below} "
-            f"in {task_name}, expected logits for each target; pass task= with what the model predicts, the model with "
-            "another head, or loss= with a function of its output and the targets."
+            f"in {task_name}, expected logits for each target; pass task= with targets that the model predicts, the "
+            "model with another head, or loss= with a function of its output and the targets.",
+            name="task",
+            value=tuple(targets.shape),
+            expected=f"targets for logits of shape {tuple(found.shape)}",
         )
     token_loss(found, targets)
 
 
 def _require_number(loss: Callable[[Tensor, Tensor], Tensor], found: Any, targets: Tensor, what: str) -> None:
-    """Check that a loss is a single number."""
+    """Raise an error if a loss is not a 0-dim tensor."""
     try:
         value = loss(found, targets)
-    except Exception as error:  # of any kind, as any code may compute it
+    except Exception as error:  # the code of the loss is unknown
         raise OptionError(
-            f"loss= fails on the output of {what} ({cause_of(error)}); expected a function of {_named(found)} and "
-            f"targets of shape {tuple(targets.shape)}."
+            f"loss= fails on the output of {what} ({cause_of(error)}); expected a function of {_described(found)} and "
+            f"targets of shape {tuple(targets.shape)}.",
+            name="loss",
+            value=str(error),
+            expected=f"a function of {_described(found)} and targets of shape {tuple(targets.shape)}",
         ) from error
     if not isinstance(value, torch.Tensor) or value.ndim:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"type {type(value).__name__}"
-        raise OptionError(f"loss= returned {got} for {what}, expected a 0-dim tensor; return the mean.")
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise OptionError(
+            f"loss= returned {got} for {what}, expected a 0-dim tensor; return the mean.",
+            name="loss",
+            value=got,
+            expected="a function that returns a 0-dim tensor",
+        )
 
 
-def _named(found: Any) -> str:
-    """What a model returned, in words."""
+def _described(found: Any) -> str:
+    """Describe the output of a model."""
     if isinstance(found, torch.Tensor):
         return f"a tensor of shape {tuple(found.shape)}"
     return f"{'an' if type(found).__name__[0] in 'AEIOUaeiou' else 'a'} {type(found).__name__}"
 
 
 def _require_readable(model: nn.Module, sizes: ModelSizes) -> None:
-    """Refuse a model whose inputs no default task provides."""
+    """Raise an error if no default task provides the inputs of the model."""
     reads = getattr(unwrap(model), "main_input_name", None)
     name = type(unwrap(model)).__name__
     if reads == "pixel_values":
@@ -314,31 +342,37 @@ def _require_readable(model: nn.Module, sizes: ModelSizes) -> None:
         if sizes.image_size is not None and sizes.image_size % side:
             raise OptionError(
                 f"{name} reads images of {sizes.image_size} pixels and {sizes.n_channels} channels, expected a square "
-                f"with a side that is a multiple of {side}; pass task= with batches of images and their classes."
+                f"with a side that is a multiple of {side}; pass task= with batches of images and their classes.",
+                name="task",
+                value=sizes.image_size,
+                expected=f"images with a side that is a multiple of {side}",
             )
-    elif reads not in (None, "input_ids", "inputs"):  # the latter are either; a trial says
+    elif reads not in (None, "input_ids", "inputs"):  # "inputs" may be token ids; the forward pass decides
         raise OptionError(
-            f"{name} reads {reads}, for which there is no task, expected token ids or images; pass task= with batches "
-            "of what it reads."
+            f"{name} reads {reads}, for which there is no default task, expected token ids or images; pass task= with "
+            "batches of these inputs.",
+            name="task",
+            value=reads,
+            expected="token ids or images",
         )
 
 
-def _n_rows(model: nn.Module, sizes: ModelSizes) -> int:
-    """Number of examples with as many token states in total as in the recorded runs."""
+def _n_examples(model: nn.Module, sizes: ModelSizes) -> int:
+    """Return the number of examples that have as many token states in total as a batch of the recorded runs."""
     if getattr(getattr(unwrap(model), "config", None), "is_encoder_decoder", False):
-        return N_ROWS // 2  # encoder and decoder read sequences each
+        return N_EXAMPLES // 2  # encoder and decoder each read sequences
     if sizes.vocabulary is not None or not sizes.image_size or not sizes.patch_size:
-        return N_ROWS
+        return N_EXAMPLES
     n_patches = max(1, sizes.image_size // sizes.patch_size) ** 2
-    return min(N_ROWS, max(_FEWEST_IMAGES, LENGTH * N_ROWS // n_patches))
+    return min(N_EXAMPLES, max(_FEWEST_IMAGES, LENGTH * N_EXAMPLES // n_patches))
 
 
 def _scans(model: nn.Module) -> bool:
     return any(hasattr(part, "ssm_state_size") or _SCANS.search(type(part).__name__) for part in model.modules())
 
 
-def _thin_choices(whole: Design) -> int | None:
-    """Vocabulary of a thin model, or number of classes of images."""
-    if whole.n_classes:
+def _n_proxy_choices(full: Design) -> int | None:
+    """Return the vocabulary of a proxy model, or the number of classes of an image model."""
+    if full.n_classes:
         return Digits.n_classes
-    return None if whole.vocabulary is None else min(THIN_VOCABULARY, whole.vocabulary)
+    return None if full.vocabulary is None else min(PROXY_VOCABULARY, full.vocabulary)

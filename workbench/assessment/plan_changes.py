@@ -1,4 +1,4 @@
-"""Changes to a plan whose trials diverged, and trials of each of them."""
+"""Changes to a plan whose trials diverged, and trials of each change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from workbench.training.training_plan import TrainingPlan
 
-#: Trials of each change; each has as many updates as those of the plan.
+#: Number of trials of each change; a trial has as many updates as a trial of the plan.
 N_TRIALS = 2
 
 
@@ -33,7 +33,7 @@ class Change:
         setting: The changed setting.
         current, proposed: Its current and its proposed value, as text.
         plan: The plan with the change.
-        kss: Whether KSS is on.
+        kss: Whether KSS is turned on.
     """
 
     setting: str
@@ -44,11 +44,11 @@ class Change:
 
 
 def possible_changes(plan: TrainingPlan, best_rate: float) -> list[Change]:
-    """List the single changes to try for a plan whose trials diverged, the one that slows training least first.
+    """Return the single changes to try for a plan whose trials diverged, the one that slows training least first.
 
     Args:
-        plan: The plan, as it was tried.
-        best_rate: Best rate that the pilot found; NaN: none, and a quarter of the plan's is tried.
+        plan: The plan of the trials.
+        best_rate: Best learning rate of the pilot; NaN if it found none; a quarter of the plan's is tried then.
     """
     rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
     lower = min(best_rate, rate / 1.5) if math.isfinite(best_rate) and best_rate > 0 else rate / 4
@@ -70,9 +70,9 @@ def try_changes(
     *,
     n_updates: int,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    say: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
-    """Try each change.
+    """Run trials of each change.
 
     Args:
         model: The model, which is not changed.
@@ -80,18 +80,19 @@ def try_changes(
         changes: Changes from `possible_changes`.
         n_updates: Updates of each trial.
         loss: As in `try_plan`.
-        say: Called with a short text before each change; an exception ends the trials.
+        report: Function that receives a short text before each change; an exception that it raises ends the trials.
 
     Returns:
-        Dataset with dim ``change``: ``setting``, ``current``, ``proposed``, ``n_trials``, ``n_broken``, ``first_loss``,
-        ``last_loss`` (mean over the trials that did not diverge; NaN: all did) and ``largest_grad_norm``.
+        Dataset with dim ``change``: ``setting``, ``current``, ``proposed``, ``n_trials``, ``n_broken`` (number of
+        trials that diverged), ``first_loss``, ``last_loss`` (mean over the trials that did not diverge; NaN if all did)
+        and ``largest_grad_norm``.
     """
     import xarray as xr
 
     rows = []
     for change in changes:
-        if say is not None:
-            say(f"{change.setting} {change.current} → {change.proposed}")
+        if report is not None:
+            report(f"{change.setting} {change.current} → {change.proposed}")
         tried = try_plan(
             model,
             task,
@@ -108,8 +109,8 @@ def try_changes(
 
 
 def _outcome(tried: xr.Dataset) -> tuple[int, int, float, float, float]:
-    broke = tried["has_diverged"].values
-    kept = tried["loss"].values[~broke]
+    has_diverged = tried["has_diverged"].values
+    kept = tried["loss"].values[~has_diverged]
     last = float(kept[:, -min(10, kept.shape[1]) :].mean()) if len(kept) else math.nan
     largest = float(np.nanmax(tried["grad_norm"].values)) if np.isfinite(tried["grad_norm"].values).any() else math.nan
-    return len(broke), int(broke.sum()), float(np.nanmean(tried["loss"].values[:, 0])), last, largest
+    return len(has_diverged), int(has_diverged.sum()), float(np.nanmean(tried["loss"].values[:, 0])), last, largest

@@ -1,4 +1,4 @@
-"""Try the first updates of a plan on copies: whether and when they diverge."""
+"""Trials of the first updates of a plan on copies of a model: whether and when they diverge."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
     from workbench.callbacks.kss import KSS
 
-#: Updates of one trial, and number of trials: half of the recorded diverging runs do so within ten updates, 95 % within
-#: 49.
+#: Updates of one trial, and number of trials. Half of the recorded diverging runs diverge within 10 updates, and 95 %
+#: within 49.
 N_UPDATES, N_TRIALS = 60, 2
-#: Largest loss over the first one, where the scale of losses is not known: that of the default limit on 256 tokens.
+#: Largest loss relative to the first loss if the scale of the loss is unknown; the default limit has about this ratio
+#: to the initial loss of a vocabulary of 256 tokens.
 _LARGEST_RISE = 10.0
 
 
@@ -44,12 +45,13 @@ def try_plan(
     kss: Callable[[], KSS] | None = None,
     on_update: Callable[[], object] = lambda: None,
 ) -> xr.Dataset:
-    """Train copies of a model for the first updates of a plan, at its peak rate.
+    """Train copies of a model for the first updates of a plan, up to its peak learning rate.
 
-    A warm-up longer than half of a trial is shortened to that, and the later updates use the peak rate: a plan of many
-    thousand steps is tried at its peak, not at the first hundredth of its warm-up. Optimizer, clipping, precision
-    and the largest loss are the plan's; the gradient norm has no limit, as it is large in models that train where a
-    token begins at zero. Each trial has separate batches, none of them the first ones of the run.
+    A warm-up longer than half of a trial is shortened to that length, and the remaining updates use the peak rate.
+    Thus a plan of many thousand steps is tried at its peak rate, not at the first hundredth of its warm-up. Optimizer,
+    clipping, precision and the loss limit are those of the plan. The gradient norm has no limit, because it is large in
+    some models that train well, namely those whose token embeddings start at zero. The trials use different batches,
+    none of which are the first ones of the run.
 
     Args:
         model: The model, which is not changed.
@@ -57,18 +59,20 @@ def try_plan(
         plan: Plan with an optimizer given by name or as a function.
         n_updates: Updates of one trial.
         n_trials: Number of trials.
-        loss: Function of logits and targets, as in `workbench.train`. Of another one than the default, whose scale is
-            not known, a value above ten times the first one counts as divergence, if it is above the plan's limit too.
-        kss: Function that makes the KSS of each trial; None: no KSS.
-        on_update: Called after each update.
+        loss: Function of logits and targets, as in `workbench.train`. The scale of a loss other than the default is
+            unknown; it counts as diverged above ten times its first value, if it also exceeds the plan's limit.
+        kss: Function that returns the KSS callback of a trial; None for no KSS.
+        on_update: Function that is called after each update.
 
     Returns:
-        Dataset with dims ``trial`` and ``step``: ``loss`` and ``grad_norm`` (trial, step; NaN after a trial diverged),
-        ``has_diverged``, ``divergence_step`` (NaN: it did not) and ``cause`` (trial); ``share_broken`` of the trials
-        (0-dim); attributes ``n_updates``, ``warmup`` and ``learning_rate``, as tried.
+        Dataset with dims ``trial`` and ``step``: ``loss`` and ``grad_norm`` (trial, step), NaN after a trial diverged;
+        ``has_diverged``, ``divergence_step`` (NaN if it did not diverge) and ``cause`` (trial); ``share_broken``, the
+        fraction of trials that diverged (0-dim). Attributes: ``n_updates``, ``warmup`` and ``learning_rate`` of the
+        trials.
 
     Raises:
-        OptionError: If the optimizer is an existing one, which belongs to the model itself, or a number is below 1.
+        OptionError: If the optimizer is an optimizer object, which belongs to the parameters of the model itself, or
+            ``n_updates`` or ``n_trials`` is below 1.
     """
     import torch
     import xarray as xr
@@ -76,7 +80,11 @@ def try_plan(
     require_whole(1, n_updates=n_updates, n_trials=n_trials)
     if isinstance(plan.optimizer, torch.optim.Optimizer):
         raise OptionError(
-            "A ready optimizer cannot be tried on a copy; name its class, or pass a function that makes it."
+            "An optimizer object cannot be tried on a copy of the model; pass the name of its class, or a function "
+            "that creates it from parameters.",
+            name="optimizer",
+            value=plan.optimizer,
+            expected="the name of an optimizer, or a function that creates it",
         )
     warmup = min(plan.warmup, n_updates // 2)
     tried = replace(plan, n_steps=n_updates, warmup=warmup, schedule="constant")
@@ -85,25 +93,25 @@ def try_plan(
     task = as_task(task)
     if loss is not token_loss:
         settings["loss_limit"] = max(plan.loss_limit, _LARGEST_RISE * abs(_first_loss(model, task, loss)))
-    numbers = np.full((2, n_trials, n_updates), math.nan)
+    metrics = np.full((2, n_trials, n_updates), math.nan)
     steps, causes = np.full(n_trials, math.nan), [""] * n_trials
     for trial in range(n_trials):
         later, trained = LaterBatches(task, first=(trial + 1) * n_updates), copy.deepcopy(model)
         for record in train(trained, later, loss=loss, kss=None if kss is None else kss(), **settings):
-            numbers[:, trial, record.step] = record.loss, record.grad_norm
+            metrics[:, trial, record.step] = record.loss, record.grad_norm
             on_update()
             if record.diverged:
                 steps[trial], causes[trial] = record.step, record.cause
     dims = ("trial", "step")
     return xr.Dataset(
         {
-            "loss": (dims, numbers[0], {"long_name": "loss", "units": "nat"}),
-            "grad_norm": (dims, numbers[1], {"long_name": "gradient norm", "units": "1"}),
+            "loss": (dims, metrics[0], {"long_name": "loss", "units": "nat"}),
+            "grad_norm": (dims, metrics[1], {"long_name": "gradient norm", "units": "1"}),
             "has_diverged": ("trial", np.isfinite(steps)),
             "share_broken": (
                 (),
                 float(np.isfinite(steps).mean()),
-                {"long_name": "share of trials that broke", "units": "1"},
+                {"long_name": "fraction of trials that diverged", "units": "1"},
             ),
             "divergence_step": ("trial", steps, {"long_name": "step of divergence", "units": "step"}),
             "cause": ("trial", np.array(causes)),

@@ -1,4 +1,4 @@
-"""The pilot of an assessment: the useful rates of the planned training, found on the model that was run."""
+"""The pilot of an assessment: the useful learning rates of the planned training, estimated on the measured model."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor, nn
 
-#: Updates of the pilot, and seconds after which it ends with the rounds that are finished.
+#: Maximum number of updates of the pilot, and time limit in seconds, after which only finished rounds are used.
 BUDGET, SECONDS = 400, 30.0
-TOO_SLOW = "No round of the pilot ended within {:.0f} seconds; find the useful rates with wb.find_rate."
-#: Published rates are up to 2.1 times the upper end that a thin model gives them, probably because its batches are
-#: small.
+TOO_SLOW = "No round of the pilot finished within {:.0f} seconds; find the useful rates with wb.find_rate."
+#: Factor by which a planned rate may exceed the upper end of the interval estimated with a narrow model. Published
+#: rates are up to 2.1 times that end, probably because the batches of the pilot are small.
 BEYOND = 3.0
-#: Four published vision models trained at rates 7 to 28 times the largest that this pilot would give them.
-OF_IMAGES = "How rates change with the width was measured on sequences, not on images; run wb.find_rate at full width."
+#: Why there is no estimate for images: four published vision models were trained at rates 7 to 28 times the largest
+#: useful rate that this pilot would estimate.
+OF_IMAGES = (
+    "The dependence of the useful rates on the width was measured for sequences, not for images; run wb.find_rate at "
+    "full width."
+)
 _NAMES = ("slow_edge", "best_rate", "useful_edge")
 
 
 class _TimeIsUpError(KeyboardInterrupt):
-    """Ends a pilot as an interrupt does: with what its finished rounds found."""
+    """Signal that ends a pilot like an interrupt, with the results of its finished rounds."""
 
 
 def rate_pilot(
@@ -48,28 +52,35 @@ def rate_pilot(
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     on_update: Callable[[], object] = lambda: None,
 ) -> xr.Dataset:
-    """Find the useful rates of a plan on a model, and carry them over to the planned width.
+    """Find the useful learning rates of a plan on a model, and transfer them to the planned width.
 
-    A training longer than rates may be extrapolated to is judged as one of that length: as useful rates fall with the
-    number of updates, what is too large for that one is too large for the planned one.
+    Rates can be extrapolated only up to a certain length of training. A longer training is evaluated at that length:
+    useful rates decrease with the number of updates, so a rate that is too large for the shorter training is also too
+    large for the planned one.
 
     Args:
         model: The model, which is not changed.
         task: See `workbench.tasks.as_task`.
         plan: Plan with an optimizer given by name or as a function.
-        width_ratio: Width of the planned model over that of this one.
-        budget: Updates of the pilot.
-        seconds: After this time it ends with the rounds that are finished.
+        width_ratio: Width of the planned model over that of this model.
+        budget: Maximum number of updates of the pilot.
+        seconds: Time limit, after which only the finished rounds are used.
         loss: Function of logits and targets.
-        on_update: Called after each update; its exceptions end the pilot.
+        on_update: Function that is called after each update; an exception that it raises ends the pilot.
 
     Returns:
-        The data of `workbench.find_rate`, with the estimates at the planned width, and, 0-dim, ``planned_rate``;
-        ``rate_over_edge``: the planned rate over the upper end of the useful edge's interval (carried over: over three
-        times that); ``rate_over_slow_edge``: over the lower end of the slow edge's interval, NaN if a shorter training
-        was judged; both NaN where the edges are not known; ``loss_at_best`` (nat): the smallest held-out loss of the
-        longest round, whose updates its attribute ``n_updates`` tells; NaN: no round ended. Attributes: ``n_steps`` (of
-        the training that the rates are for), ``reason`` (why they are not known; empty: they are) and ``sentence``.
+        The data of `workbench.find_rate` with the estimates at the planned width, and these 0-dim variables:
+
+        - ``planned_rate``;
+        - ``rate_over_edge``: planned rate over the upper end of the interval of the useful edge (of three times that
+          end if it was transferred between widths), NaN if the edge is unknown;
+        - ``rate_over_slow_edge``: planned rate over the lower end of the interval of the slow edge, NaN if the edge is
+          unknown or a shorter training was evaluated;
+        - ``loss_at_best``: smallest held-out loss of the longest round, in nat, NaN if no round finished. Its attribute
+          ``n_updates`` is the number of updates of that round.
+
+        Attributes: ``n_steps`` (length of the training that the rates apply to), ``reason`` (why the rates are unknown;
+        empty if they are known) and ``sentence``.
     """
     if width_ratio != 1 and _reads_images(task):
         return _described(None, plan, OF_IMAGES)
@@ -81,13 +92,13 @@ def rate_pilot(
             raise _TimeIsUpError
 
     settings = {item.name: getattr(plan, item.name) for item in fields(TrainingPlan)}
-    settings = {name: settings[name] for name in _TAKEN}
+    settings = {name: settings[name] for name in _SETTINGS}
     try:
         found = find_rate(model, task, n_steps=plan.n_steps, budget=budget, loss=loss, progress=tick, **settings)
     except _TimeIsUpError:
         return _described(None, plan, TOO_SLOW.format(seconds))
     if found.is_interrupted and time.monotonic() <= end:
-        raise KeyboardInterrupt  # by a person, who wants the assessment to end
+        raise KeyboardInterrupt  # the user interrupted the assessment
     edge = found.last_with_edge
     if found.reason and edge is not None and found.has_learned and furthest(edge) < plan.n_steps:
         shorter = replace(plan, n_steps=furthest(edge))
@@ -106,7 +117,8 @@ def _reads_images(task: Any) -> bool:
     return isinstance(inputs, torch.Tensor) and inputs.is_floating_point()
 
 
-_TAKEN = ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm", "precision")
+#: Settings of the plan that the pilot uses.
+_SETTINGS = ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm", "precision")
 
 
 def _described(found: FoundRates | None, plan: TrainingPlan, reason: str) -> xr.Dataset:
@@ -121,8 +133,8 @@ def _described(found: FoundRates | None, plan: TrainingPlan, reason: str) -> xr.
         ("rate_over_edge", "planned rate over the largest useful rate", "useful_edge_high", beyond),
         ("rate_over_slow_edge", "planned rate over the smallest useful rate", "slow_edge_low", 1.0),
     ):
-        is_told = is_known and (name == "rate_over_edge" or n_steps == plan.n_steps)
-        value = rate / (factor * float(data[end])) if is_told else math.nan
+        is_valid = is_known and (name == "rate_over_edge" or n_steps == plan.n_steps)
+        value = rate / (factor * float(data[end])) if is_valid else math.nan
         data[name] = ((), value, {"long_name": long_name, "units": "1", **({"unseen": reason} if reason else {})})
     n_updates, loss = _last_round(data)
     about = {"long_name": "loss at the best rate of the longest round", "units": "nat", "n_updates": n_updates}
@@ -138,7 +150,7 @@ def _described(found: FoundRates | None, plan: TrainingPlan, reason: str) -> xr.
 
 
 def _last_round(pilot: xr.Dataset) -> tuple[int, float]:
-    """Updates of the longest round, and its smallest loss over the rates, mean over seeds; NaN: there is none."""
+    """Return the updates of the longest round and its smallest loss over the rates, mean over seeds; NaN if unknown."""
     if "loss" not in pilot or not np.isfinite(pilot["loss"].values).any():
         return 0, math.nan
     losses = pilot["loss"].sortby("n_updates").dropna("n_updates", how="all").isel(n_updates=-1)

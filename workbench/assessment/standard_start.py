@@ -1,4 +1,4 @@
-"""A standard initialization, as the change that is tried where the structure of a fresh model is unlike sound ones."""
+"""A standard initialization, which is tried if the structure of an initialized model differs from healthy ones."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ import re
 import torch
 from torch import Tensor, nn
 
-#: Modules that write into the residual stream, by the last part of their name.
+#: Last part of the names of modules that write into the residual stream.
 WRITES = re.compile(r"(^|_)(o_proj|down_proj|c_proj|dense_4h_to_h|out_proj|fc2|fc_out|wo|w2|out|down|output)$")
 #: Standard deviation of embeddings.
 EMBEDDING_STD = 0.02
-WORDS = "draw matrices at 1 / sqrt(fan-in), those that write into the stream over sqrt(2 blocks), embeddings at .02"
+#: The change as a clause.
+WORDS = (
+    "initialize matrices with standard deviation 1 / sqrt(fan-in), divided by sqrt(2 x blocks) for those that write "
+    "into the residual stream, and embeddings with 0.02"
+)
 
 
 def with_standard_start(model: nn.Module, n_blocks: int, *, seed: int = 0) -> nn.Module:
-    """A copy of a model with its matrices drawn anew: normal, so that every map keeps the size of its input.
+    """Return a copy of a model whose matrices are redrawn from normal distributions that preserve signal norms.
 
-    Biases, gains of norms, kernels of convolutions and other parameters are left as they are.
+    Biases, gains of normalizations, convolution kernels and other parameters are unchanged.
 
     Args:
         model: The model, which is not changed.
-        n_blocks: Number of its residual blocks.
-        seed: Seed of the draws; the global random state is untouched.
+        n_blocks: Number of residual blocks of the model.
+        seed: Seed of the draws; the global random state is not changed.
     """
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)

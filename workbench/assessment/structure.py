@@ -1,4 +1,4 @@
-"""Measure the structure of a design on fresh models: numbers that do not depend on the scale of the residual stream."""
+"""Structure of a design at initialization: measurements that do not depend on the scale of the residual stream."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
 from workbench.flow.block_chain import chain_sizes
 from workbench.flow.flow_measurement import measure
-from workbench.flow.gains import plain_options
-from workbench.flow.norm_eps import eps_shares
+from workbench.flow.gains import eager_options
+from workbench.flow.norm_eps import eps_fractions
 from workbench.models.calling import on_device_of
 from workbench.models.config_options import config_options
 from workbench.models.losses import token_loss
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from workbench.training.training_plan import TrainingPlan
 
 
-#: Depth below which the growth of the stream is judged as that of a stack this deep.
+#: Smallest depth that is used to normalize the growth of the residual stream.
 SHALLOW = 8
 
 
 def gains(flow: xr.Dataset) -> np.ndarray:
-    """The scale-free gradient gain of every boundary, (boundary,): |g_l| |h_l| / (|g_L| |h_L|).
+    """Return the scale-free gradient gain at every boundary, |g_l| |h_l| / (|g_L| |h_L|), shape (boundary,).
 
-    The gradient of a state scales with one over the state's length, so that the product is near 1 wherever signal and
-    gradient pass unchanged, however the stream grows.
+    The gradient with respect to a state scales with the inverse norm of the state. The product is therefore near 1
+    wherever signal and gradient pass unchanged, independent of the growth of the residual stream.
 
     Args:
         flow: From `workbench.flow.measure`.
@@ -46,10 +46,10 @@ def gains(flow: xr.Dataset) -> np.ndarray:
 
 
 def _gain_by_depth(flow: xr.Dataset) -> float:
-    """The largest departure of the gain from 1, as a factor for each root of the number of blocks.
+    """Return the largest deviation of the gain from 1, as a factor per square root of the number of blocks.
 
-    Independent gains of blocks are a random walk, whose departure grows with that root. The first block, whose input
-    may have tokens of 0, is left out.
+    The logarithms of independent gains form a random walk, whose deviation grows with that root. The first block is
+    excluded because its input may contain token states of 0.
     """
     values = gains(flow)[1:]
     if len(values) < 2 or np.isnan(values).all():
@@ -60,9 +60,10 @@ def _gain_by_depth(flow: xr.Dataset) -> float:
 
 
 def _growth_by_depth(flow: xr.Dataset) -> float:
-    """The largest change of the stream's size after the first block, as a factor for each root of the depth.
+    """Return the largest change of the norm of the stream after the first block, as a factor per square root of depth.
 
-    Fewer blocks count as ``SHALLOW``: the factors of single blocks differ too much to be judged by the root of a few.
+    A depth below ``SHALLOW`` counts as ``SHALLOW``: the factors of single blocks vary too much for the root of a small
+    depth.
     """
     sizes = flow["state_rms"].values.astype(float)[1:]
     if len(sizes) < 2:
@@ -83,32 +84,32 @@ def _over(name: str, worst: Callable[[Any], Any]) -> Callable[[xr.Dataset], floa
 
 def _by_layer(values: xr.DataArray, worst: Callable[..., Any]) -> np.ndarray:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # layers without the part
+        warnings.simplefilter("ignore", RuntimeWarning)  # layers without attention are NaN throughout
         return np.asarray(worst(values.values.astype(float), axis=-1))
 
 
 def _worst(values: np.ndarray, first: int = 0) -> int:
-    """The block of the largest value; -1: none is known."""
+    """Return the block of the largest value; -1 if no value is finite."""
     return int(np.nanargmax(values)) + first if np.isfinite(values).any() else -1
 
 
 def _largest_step(values: np.ndarray) -> int:
-    """The block, after the first, that changes a positive number most as a factor."""
+    """Return the block after the first that changes a positive quantity by the largest factor."""
     return _worst(np.abs(np.diff(np.log(values[1:]))), first=1)
 
 
-#: Number -> its title, its scale ("log" or "share"), and the function of a flow that computes it. Logits below 1 make
-#: no token stand out, and count as 1.
+#: Measurement -> its title, its scale ("log" or "share"), and the function of a flow that computes it. Logits below 1
+#: do not single out any token, and count as 1.
 NUMBERS: dict[str, tuple[str, str, Callable[[xr.Dataset], float]]] = {
-    "gain_by_depth": ("scale-free gradient gain per root of depth", "log", _gain_by_depth),
-    "growth_by_depth": ("growth of the stream per root of depth", "log", _growth_by_depth),
+    "gain_by_depth": ("scale-free gradient gain per square root of depth", "log", _gain_by_depth),
+    "growth_by_depth": ("growth of the residual stream per square root of depth", "log", _growth_by_depth),
     "attention_entropy_share": (
-        "smallest attention entropy share", "share", _over("attention_entropy_share", np.min),
+        "smallest attention entropy fraction", "share", _over("attention_entropy_share", np.min),
     ),
     "attention_logit_max": (
         "largest attention logit, at least 1", "log", _over("attention_logit_max", lambda x: max(1.0, np.max(x))),
     ),
-    "routing_entropy_share": ("smallest routing entropy share", "share", _over("routing_entropy_share", np.min)),
+    "routing_entropy_share": ("smallest routing entropy fraction", "share", _over("routing_entropy_share", np.min)),
 }  # fmt: skip
 #: Number -> the block where it is worst.
 WORST_BLOCK: dict[str, Callable[[xr.Dataset], int]] = {
@@ -118,20 +119,20 @@ WORST_BLOCK: dict[str, Callable[[xr.Dataset], int]] = {
     "attention_logit_max": lambda flow: _worst(_by_layer(flow["attention_logit_max"], np.nanmax)),
     "routing_entropy_share": lambda flow: _worst(-flow["routing_entropy_share"].values.astype(float)),
 }
-#: Numbers of the predictions -> their title and scale.
+#: Measurement of the predictions -> its title and scale.
 OUTPUTS: dict[str, tuple[str, str]] = {
-    "loss_over_guess": ("initial loss over that of a guess", "log"),
-    "function_change": ("change of predictions, first update (nat)", "log"),
+    "loss_over_guess": ("initial loss over that of a uniform guess", "log"),
+    "function_change": ("change of the predictions by the first update (nat)", "log"),
 }
-#: Numbers of the modules -> their title and scale.
+#: Measurement of the modules -> its title and scale.
 MODULES: dict[str, tuple[str, str]] = {
-    "norm_eps_share": ("share of eps in normalizations", "share"),
+    "norm_eps_share": ("eps fraction of normalizations", "share"),
 }
-#: Every number -> its title and scale.
+#: Every measurement -> its title and scale.
 ALL = {name: about[:2] for name, about in NUMBERS.items()} | OUTPUTS | MODULES
-#: Why the numbers of predictions are not known under another loss than the mean cross entropy.
-OF_ANOTHER_LOSS = "It is that of predicted classes, and loss= is another one than the mean cross entropy."
-#: Number -> standard error of its logarithm on a thin model with matched variances, against the real width
+#: Why the measurements of predictions are unknown for a custom loss.
+OF_ANOTHER_LOSS = "It is defined for predicted classes only, and loss= is not the mean cross entropy."
+#: Measurement -> standard error of its logarithm on a narrow model with matched variances, compared with the full width
 #: (``data/make_matched_width.py``).
 WIDTH_ERRORS = {
     "gain_by_depth": 0.024, "growth_by_depth": 0.01, "attention_logit_max": 0.106, "loss_over_guess": 0.135,
@@ -148,54 +149,58 @@ def measure_structure(
     width_ratio: float = 1.0,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
 ) -> tuple[xr.Dataset, xr.Dataset | None]:
-    """Measure the structure of fresh models that differ in seed only.
+    """Measure the structure of freshly initialized models that differ in their seed only.
 
     Args:
-        models: The models, made one by one.
+        models: The models, which may be created one at a time.
         batch: Inputs and targets.
         others: Inputs of other examples, for the change of the predictions.
-        plan: Plan with the optimizer and its peak rate.
+        plan: Plan with the optimizer and its peak learning rate.
         width_ratio: Width of the planned design over that of the models.
         loss: Function of logits and targets.
 
     Returns:
-        The numbers of `structure_numbers`, and the flow of the first model; None: its residual stream cannot be read.
-        Where its blocks are a chain, gain and growth are those between blocks then (`workbench.flow.block_chain`),
-        which the attribute ``between_blocks`` says; the attribute ``unseen`` of numbers that are NaN says why.
+        The dataset of `average_structure`, and the flow of the first model, or None if its residual stream cannot be
+        read. If its blocks form a chain, gain and growth are then those between blocks
+        (`workbench.flow.block_chain`), and the attribute ``between_blocks`` is 1. The attribute ``unseen`` of a
+        measurement that is NaN states the reason.
     """
-    flows, outputs, whole, unseen_flow = [], [], None, ""
+    flows, outputs, first_flow, unseen_flow = [], [], None, ""
     for model in models:
         inputs, targets = (on_device_of(model, part) for part in batch)
         flow, reason = _flow_of(model, inputs, targets, None if loss is token_loss else loss)
         unseen_flow = unseen_flow or reason
         flows += [] if flow is None else [flow]
-        whole = flow if whole is None and not reason else whole
+        first_flow = flow if first_flow is None and not reason else first_flow
         other_inputs = on_device_of(model, others)
-        with config_options(plain_options(model)):
+        with config_options(eager_options(model)):
             try:
                 found = first_update(model, (inputs, targets), other_inputs, plan, loss, width_ratio=width_ratio)
             except WorkbenchError:
                 raise
-            except Exception:  # noqa: BLE001  (of any kind, as of a state that is overwritten: no gradient in eval mode)
+            except Exception:  # noqa: BLE001  (the model's code is unknown; it may overwrite states in place)
                 found = {}
-            shares = eps_shares(model, inputs)
-        shares = shares[np.isfinite(shares)]
-        outputs.append(found | {"norm_eps_share": float(np.median(shares)) if len(shares) else math.nan})
-    numbers = structure_numbers(flows, outputs, log_errors=WIDTH_ERRORS if width_ratio != 1 else {})
+            fractions = eps_fractions(model, inputs)
+        fractions = fractions[np.isfinite(fractions)]
+        outputs.append(found | {"norm_eps_share": float(np.median(fractions)) if len(fractions) else math.nan})
+    structure = average_structure(flows, outputs, log_errors=WIDTH_ERRORS if width_ratio != 1 else {})
     if unseen_flow and flows:
-        numbers.attrs["between_blocks"] = 1
+        structure.attrs["between_blocks"] = 1
     for name in NUMBERS if unseen_flow else ():
-        if math.isnan(float(numbers[name])):
-            numbers[name].attrs["unseen"] = unseen_flow
+        if math.isnan(float(structure[name])):
+            structure[name].attrs["unseen"] = unseen_flow
     for name in OUTPUTS if loss is not token_loss else ():
-        numbers[name].attrs["unseen"] = OF_ANOTHER_LOSS
-    return numbers, whole
+        structure[name].attrs["unseen"] = OF_ANOTHER_LOSS
+    return structure, first_flow
 
 
 def _flow_of(
     model: nn.Module, inputs: Any, targets: Any, loss: Callable[[Tensor, Tensor], Tensor] | None
 ) -> tuple[xr.Dataset | None, str]:
-    """The flow and ""; where the stream cannot be read, what passes between blocks, if anything, and the reason."""
+    """Return the flow and an empty text; if the residual stream cannot be read, the flow between blocks and the reason.
+
+    The flow is None if the states between blocks cannot be read either.
+    """
     import xarray as xr
 
     try:
@@ -206,26 +211,27 @@ def _flow_of(
         sizes, gradients = chain_sizes(model, inputs, targets=targets, loss=loss)
     except (AnatomyError, SnapshotError):
         return None, reason
-    # What enters the first block is not known, and is not used.
+    # The input of the first block is unknown, and is not used.
     values = {"state_rms": sizes, "gradient_norm": gradients}
     flow = xr.Dataset({name: ("boundary", np.concatenate([[math.nan], each])) for name, each in values.items()})
     return flow, reason
 
 
-def structure_numbers(
+def average_structure(
     flows: Iterable[xr.Dataset], outputs: Iterable[dict[str, float]], *, log_errors: Mapping[str, float] = NO_OPTIONS
 ) -> xr.Dataset:
-    """Average each number over fresh models that differ in seed, with its standard error.
+    """Average each measurement over freshly initialized models that differ in seed, with its standard error.
 
     Args:
-        flows: Of each model, from `workbench.flow.measure`.
-        outputs: Of each model, the numbers of ``OUTPUTS`` and ``MODULES``.
-        log_errors: Number -> additional standard error of its logarithm, common to all seeds.
+        flows: Flow of each model, from `workbench.flow.measure`.
+        outputs: Measurements ``OUTPUTS`` and ``MODULES`` of each model.
+        log_errors: Measurement -> additional standard error of its logarithm, common to all seeds.
 
     Returns:
-        Dataset of the numbers of ``ALL``, 0-dim, geometric means of those compared as logarithms;
-        NaN where the model has no such part. ``<name>_error``: standard error over the seeds, of the logarithm where
-        the mean is geometric. Attribute ``n_seeds``; of a number ``block``, where it is worst in the first model.
+        Dataset of the 0-dim measurements ``ALL``; those compared as logarithms are geometric means, and NaN means that
+        the model has no such part. ``<name>_error`` is the standard error over the seeds, of the logarithm if the mean
+        is geometric. Attribute ``n_seeds``; the attribute ``block`` of a measurement is the block where it is worst in
+        the first model.
     """
     import xarray as xr
 
@@ -239,11 +245,11 @@ def structure_numbers(
     for name, (title, scale, found) in values.items():
         mean, error = _mean(np.array(found), scale == "log") if found else (math.nan, 0.0)
         error = math.hypot(error, log_errors.get(name, 0.0))
-        about: dict[str, str | int] = {"long_name": title, "units": "1"}
+        attributes: dict[str, str | int] = {"long_name": title, "units": "1"}
         if flows and name in WORST_BLOCK and not math.isnan(mean):
             with np.errstate(all="ignore"):
-                about["block"] = WORST_BLOCK[name](flows[0])
-        data[name] = ((), mean, about)
+                attributes["block"] = WORST_BLOCK[name](flows[0])
+        data[name] = ((), mean, attributes)
         data[f"{name}_error"] = ((), error, {"long_name": f"standard error of the {title}", "units": "1"})
     return xr.Dataset(data, attrs={"n_seeds": len(outputs)})
 

@@ -1,4 +1,4 @@
-"""Derive the verdict and a summary from the judged criteria and failure modes."""
+"""Verdict and summary of an assessment, from the evaluated criteria and failure modes."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ if TYPE_CHECKING:
 
     from workbench.assessment.failure_modes.size_ranges import Sizes
 
-#: The recommended step if an assessment cannot decide.
+#: The recommended step if an assessment cannot decide, as a clause.
 FIRST_STEP = (
-    "find the useful rates at its full size with wb.find_rate, or train it there at the planned rate for the first few "
-    "hundred updates, with wb.Recorder and wb.Alarms, before the rest is paid for"
+    "find the useful learning rates at full size with wb.find_rate, or train at full size and the planned rate for a "
+    "few hundred updates with wb.Recorder and wb.Alarms before committing the full budget"
 )
-#: The criteria of each column of the verdict: what the design is, and what the pilot says of its plan.
+#: The criteria of each column of the verdict: the structure of the design, and its plan in the pilot.
 COLUMNS = {
     "structure": tuple(criterion.name for criterion in STRUCTURE),
     "pilot": tuple(criterion.name for criterion in PILOT),
 }
-#: The criterion of each column without which nothing is healthy: what passes along depth, and the rate.
+#: The criterion that a column needs to be healthy: the gradient gain along depth, and the learning rate.
 DECIDES = {"structure": "gain_by_depth", "pilot": RATE}
 
 
 def column_state(criteria: xr.Dataset, column: str) -> CriterionState:
-    """The state of a column: the worst of its criteria that are certain enough.
+    """Return the state of a column, which is the worst state of its criteria with sufficient confidence.
 
     Args:
-        criteria: From `failure_modes.judged`.
+        criteria: Criteria from `failure_modes.evaluate_criteria`.
         column: "structure" or "pilot".
 
     Returns:
-        "not measured" if nothing is bad, but the criterion of ``DECIDES`` was not judged, or another was not because of
-        the design's size.
+        "not measured" if no criterion is at risk or failing, but the criterion of ``DECIDES`` was not evaluated, or
+        another criterion was not evaluated because of the size of the design.
     """
     own = criteria.sel(criterion=[name for name in criteria["criterion"].values if name in COLUMNS[column]])
     states = [CriterionState(state) for state in own["state"].values]
     bad = [
-        state if sure >= LEAST_CONFIDENCE else CriterionState.AT_RISK
-        for state, sure in zip(states, own["confidence"].values, strict=True)
-        if state == CriterionState.FAILING or (state == CriterionState.AT_RISK and sure >= LEAST_CONFIDENCE)
+        state if confidence >= LEAST_CONFIDENCE else CriterionState.AT_RISK
+        for state, confidence in zip(states, own["confidence"].values, strict=True)
+        if state == CriterionState.FAILING or (state == CriterionState.AT_RISK and confidence >= LEAST_CONFIDENCE)
     ]
     if bad:
         return max(bad, key=lambda state: state.severity)
@@ -57,14 +57,15 @@ def column_state(criteria: xr.Dataset, column: str) -> CriterionState:
 
 
 def verdict_of(criteria: xr.Dataset) -> Verdict:
-    """The verdict: that of the worst criterion with enough confidence, else whether the measurements suffice.
+    """Return the verdict, which follows from the worst criterion with sufficient confidence.
 
     Args:
-        criteria: From `failure_modes.judged`.
+        criteria: Criteria from `failure_modes.evaluate_criteria`.
 
     Returns:
-        "refuse" if a criterion is failing with a confidence of at least .5, "at risk" if one is at risk with as much,
-        or failing with less. Otherwise "cannot say" if structure or pilot were not measured; else "proceed".
+        "refuse" if a criterion is failing with a confidence of at least 0.5; "at risk" if one is at risk with at least
+        that confidence, or failing with less. Otherwise "cannot say" if structure or pilot were not measured, else
+        "proceed".
     """
     found = [column_state(criteria, column) for column in COLUMNS]
     known = {name for names in COLUMNS.values() for name in names}
@@ -80,25 +81,25 @@ def summary_of(
     name: str, verdict: str, criteria: xr.Dataset, modes: xr.Dataset, sizes: Sizes | None = None,
     pilot: xr.Dataset | None = None,
 ) -> str:  # fmt: skip
-    """Summarize the verdict in a sentence or two.
+    """Summarize the verdict in a few sentences.
 
     Args:
         name: Name of the subject.
         verdict: Verdict from `verdict_of`.
-        criteria: Criteria from `failure_modes.judged`.
-        modes: Failure modes from `failure_modes.judged`.
-        sizes: Sizes of the subject and of the model that was run; None: not known.
-        pilot: The pilot, whose rates are named where the planned one is the fault; None: there is none.
+        criteria: Criteria from `failure_modes.evaluate_criteria`.
+        modes: Failure modes from `failure_modes.evaluate_criteria`.
+        sizes: Sizes of the subject and of the model that was run; None if unknown.
+        pilot: The pilot, whose rates are stated if the planned rate is at fault; None if there is none.
     """
     if verdict == Verdict.PROCEED:
         return (
-            f"{name} may proceed: its structure is like that of designs that trained, and the pilot finds nothing "
-            "against the planned rate."
+            f"{name} may proceed. Its structure is within the range of designs that trained, and the pilot found no "
+            "evidence against the planned learning rate."
         )
     if verdict == Verdict.CANNOT_SAY:
         return (
-            f"Whether {name} will train as planned cannot be said: {_why_open(criteria)}. Nothing that was "
-            f"measured failed; for an answer, {FIRST_STEP}."
+            f"The assessment cannot say whether {name} will train as planned: {_why_open(criteria)}. No measured "
+            f"criterion failed. As a next step, {FIRST_STEP}."
         )
     bad = modes.isel(failure_mode=[i for i, s in enumerate(modes["state"].values) if s in BAD_STATES])
     order = sorted(
@@ -106,43 +107,44 @@ def summary_of(
         key=lambda i: (-CriterionState(str(bad["state"].values[i])).severity, -float(bad["confidence"].values[i])),
     )
     first = bad.isel(failure_mode=order[0])
-    reason = _with_its_number(criteria.sel(criterion=str(first["worst_criterion"].values)), sizes, pilot)
+    reason = _with_value(criteria.sel(criterion=str(first["worst_criterion"].values)), sizes, pilot)
     others = [str(bad["title"].values[i]).lower() for i in order[1:]]
-    more = (
-        f", and {listed(others)} is likely too" if len(others) == 1 else f"; so are {listed(others)}" if others else ""
+    more = f" Other likely failure modes: {listed(others)}." if others else ""
+    words = (
+        "should not be trained as planned" if verdict == Verdict.REFUSE else "is at risk if it is trained as planned"
     )
-    word = "should not start as planned" if verdict == Verdict.REFUSE else "is at risk as planned"
-    return f"{name} {word}: {str(first['title'].values).lower()} ({reason}){more}."
+    return f"{name} {words}. {first['title'].values!s}: {reason}.{more}"
 
 
 def _why_open(criteria: xr.Dataset) -> str:
-    """Why neither a fault nor health was found."""
+    """Return the reason why the assessment found neither a fault nor a healthy state, as a clause."""
     outside = criteria["is_outside"].values
     if outside.any():
         first = criteria.isel(criterion=int(np.flatnonzero(outside)[0]))
-        return f"{first['title'].values} was not judged, for {first['reason'].values}"
+        return f"the {first['title'].values} could not be evaluated, because {first['reason'].values}"
     if column_state(criteria, "structure") is CriterionState.NOT_MEASURED:
         reason = str(criteria.sel(criterion=DECIDES["structure"])["reason"].values)
         if reason == BETWEEN_BLOCKS:
             return reason
-        return f"what passes along its depth was not measured ({clause(reason)})"
-    return f"its useful rates are not known ({criteria.sel(criterion=RATE)['reason'].values})"
+        return f"the gradient gain along its depth was not measured ({clause(reason)})"
+    return f"its useful learning rates are unknown ({criteria.sel(criterion=RATE)['reason'].values})"
 
 
-def _with_its_number(row: xr.Dataset, sizes: Sizes | None, pilot: xr.Dataset | None) -> str:
-    """Why a criterion is not healthy, with the value, the exceeded limit, and the model that was measured."""
+def _with_value(row: xr.Dataset, sizes: Sizes | None, pilot: xr.Dataset | None) -> str:
+    """Return why a criterion is not healthy, with its value, the exceeded limit and the model that was measured."""
     value, low, high = (float(row[name]) for name in ("value", "low", "high"))
-    say = partial(fine_percent, digits=3) if str(row["criterion"].values) == BROKEN_TRIALS else short
-    limit = f", healthy up to {say(high)}" if value > high else f", healthy from {say(low)}" if value < low else ""
+    text_of = partial(fine_percent, digits=3) if str(row["criterion"].values) == BROKEN_TRIALS else short
+    limit = f"; healthy: {text_of(high)} or less" if value > high else ""
+    limit = f"; healthy: {text_of(low)} or more" if value < low else limit
     where = ""
     if sizes is not None and sizes.is_stand_in and str(row["criterion"].values) in COLUMNS["pilot"]:
-        where = f", measured on {sizes.stand_in}"
+        where = f"; measured on {sizes.proxy}"
     ends = {RATE: ("largest", "useful_edge"), SLOW_RATE: ("smallest", "slow_edge")}
     if pilot is not None and (end := ends.get(str(row["criterion"].values))) and end[1] in pilot:
         planned, edge, least, most = (
             rounded(float(pilot[name])) for name in ("planned_rate", end[1], f"{end[1]}_low", f"{end[1]}_high")
         )
-        useful = f"the {end[0]} useful rate is about {edge} ({least} to {most})"
-        return f"{row['reason'].values}: {planned}, where {useful}{where}"
+        useful = f"{end[0]} useful rate: about {edge}, {least} to {most}"
+        return f"{row['reason'].values} (planned: {planned}; {useful}{where})"
     place = f" in block {int(row['layer'])}" if int(row["layer"]) >= 0 else ""
-    return f"{row['reason'].values}: {say(value)}{place}{limit}{where}"
+    return f"{row['reason'].values} ({row['title'].values}: {text_of(value)}{place}{limit}{where})"

@@ -1,4 +1,4 @@
-"""Callbacks that act during training: KSS, faults, penalties, the recorder, alarms and their actions."""
+"""Callbacks that act during training: KSS, faults, penalties, recorder, alarms and actions."""
 
 from workbench.lazy_names import attach_stub
 

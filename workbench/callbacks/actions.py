@@ -1,4 +1,4 @@
-"""Actions that an alarm may trigger in a run: off by default, and each one recorded."""
+"""Actions that alarms may trigger in a run; off by default, and each one is recorded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 #: Kinds of action, in the order in which they are carried out.
 KINDS = ("roll_back", "auxiliary_loss", "kss", "cut_rate", "stop")
-#: Kinds of action for each attributed cause. A rate that is too high and a batch that is too small are the same
-#: ratio; bad data are skipped. Wrong arithmetic, wrong gradients and a loader that repeats itself are bugs, which
-#: smaller steps would hide: the run stops, and the alarm says what to mend. A changed setting that is no known fault
-#: is reported only.
+#: Kinds of action for each attributed cause. A learning rate that is too high and a batch that is too small both raise
+#: the ratio of rate to batch size. Bad data are skipped. Wrong arithmetic, wrong gradients and a data loader that
+#: repeats batches are bugs, which smaller steps would hide: the run stops, and the alarm names what to fix. A changed
+#: setting that matches no known fault is only reported.
 POLICY: Mapping[str, tuple[str, ...]] = {
     "large_rate": ("roll_back", "cut_rate"),
     "small_batch": ("cut_rate",),
@@ -32,7 +32,7 @@ POLICY: Mapping[str, tuple[str, ...]] = {
     "repeated_data": ("stop",),
     "changed_setting": (),
 }
-#: Kinds of action for every other cause.
+#: Kinds of action for all other causes.
 OTHERWISE = ("roll_back", "cut_rate")
 
 
@@ -42,8 +42,8 @@ class Action:
 
     Attributes:
         kind: Kind of action, one of ``KINDS``.
-        step: Updates done before it.
-        message: Description in plain words.
+        step: Number of updates before it.
+        message: Description as a sentence.
     """
 
     kind: str
@@ -53,13 +53,13 @@ class Action:
 
 @dataclass(frozen=True)
 class ActionRequest:
-    """The request of an alarm to the training loop; several kinds at a time, carried out in the order of ``KINDS``.
+    """The actions that an alarm requests from the training loop, carried out in the order of ``KINDS``.
 
     Attributes:
-        kinds: Requested kinds of action, of ``KINDS``.
-        alarm: Alarm that made the request.
-        attribution: Its attribution; None if there is none.
-        onset: Last step before the signal changed; None: not known.
+        kinds: Requested kinds of action, each one of ``KINDS``.
+        alarm: Alarm that requests them.
+        attribution: Attribution of the alarm; None if there is none.
+        onset: Last step before the signal changed.
     """
 
     kinds: tuple[str, ...]
@@ -70,32 +70,42 @@ class ActionRequest:
 
 @dataclass(kw_only=True)
 class Actions:
-    """The actions that alarms may trigger; ``train(..., recorder=, alarms=, actions=Actions())``.
+    """The actions that alarms may trigger: ``wb.train(..., recorder=, alarms=, actions=wb.Actions())``.
+
+    The kinds of action are ``"roll_back"`` (restore the last checkpoint before the onset), ``"auxiliary_loss"``
+    (switch the auxiliary loss on again), ``"kss"`` (switch KSS on or strengthen it), ``"cut_rate"`` (reduce the
+    learning rate) and ``"stop"``. The actions of one request are carried out in this order.
 
     Attributes:
-        policy: Cause -> kinds of action, of ``KINDS``; causes that it does not name get ``otherwise``.
+        policy: Mapping from cause to kinds of action.
         otherwise: Kinds of action for a cause that the policy does not name.
-        cut_rate: Factor on the learning rate of each cut, below 1.
-        lowest_rate: Smallest share of the planned rate that cuts may reach.
-        kss: The run's own KSS, for ``"kss"``, which switches it on, or makes it stronger if it is on.
-        kss_factor: Factor on its strength if it is on.
-        skip: Batches left out after a roll-back, so that the data of the bad stretch are not used again.
-        wait: Steps from the first alarm to the action, so that there is more evidence; an alarm of the loss or
-            the gradients, or one at ten times its threshold, does not wait.
+        cut_rate: Factor by which each cut multiplies the learning rate, below 1.
+        lowest_rate: Smallest fraction of the planned learning rate that cuts may reach.
+        kss: KSS of the run, for the action ``"kss"``; None if there is none.
+        kss_factor: Factor by which the action ``"kss"`` multiplies the strength if KSS is on already.
+        skip: Number of batches to skip after a roll-back, so that the data after the onset are not used again.
+        wait: Steps from the first alarm to the action, in which more evidence is collected. An alarm of the loss or of
+            the gradient norm, or one at ten times its threshold, does not wait.
         rest: Steps after an action in which no alarm is raised, while the run recovers.
-        n_most: Largest number of actions in a run.
-        reacts_to_outcome: Whether alarms of loss and gradient norm trigger actions too.
-        call: Function called with each `ActionRequest` first; the kinds of action that it returns replace the policy's;
-            None keeps those.
+        n_most: Maximum number of actions in a run.
+        reacts_to_outcome: Whether alarms of the loss and of the gradient norm trigger actions too.
+        call: Function called with each `ActionRequest` before it is carried out. The kinds of action that it returns
+            replace those of the policy; if it returns None, the policy applies.
+        done: Actions carried out so far.
 
     Raises:
-        OptionError: If a kind is unknown or a number out of range.
+        OptionError: If a kind of action is unknown or a number is out of range.
 
     Example:
         >>> import workbench as wb
         >>> actions = wb.Actions(policy={"large_rate": ["roll_back", "cut_rate"]}, otherwise=["stop"], cut_rate=0.5)
         >>> sorted(actions.kinds)
         ['cut_rate', 'roll_back', 'stop']
+
+    See Also:
+        `workbench.Alarms`: Raises the alarms.
+        `workbench.Recorder`: Measures what the alarms observe.
+        `workbench.train`: Carries out the actions.
     """
 
     policy: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(POLICY))
@@ -113,43 +123,65 @@ class Actions:
     done: list[Action] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        self.policy = dict(self.policy)
-        for kinds in (*self.policy.values(), self.otherwise):
-            _check_kinds(kinds)
+        self.policy = {cause: _checked_kinds("policy", kinds) for cause, kinds in self.policy.items()}
+        self.otherwise = _checked_kinds("otherwise", self.otherwise)
         for name in ("cut_rate", "lowest_rate"):
             if not 0 < getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}, expected a factor above 0 and below 1.")
+                raise OptionError.of(name, getattr(self, name), "above 0 and below 1")
         if not isinstance(self.kss_factor, Real) or self.kss_factor <= 1:
-            raise OptionError(f"kss_factor is {self.kss_factor}, expected more than 1.")
+            raise OptionError.of("kss_factor", self.kss_factor, "a number above 1")
         for name, least in (("skip", 0), ("wait", 0), ("rest", 0), ("n_most", 1)):
             if getattr(self, name) < least:
-                raise OptionError(f"{name} is {getattr(self, name)}, expected at least {least}.")
+                raise OptionError.of(name, getattr(self, name), f"at least {least}")
         if "kss" in self.kinds and self.kss is None:
-            raise OptionError("The action 'kss' needs to know which KSS; pass kss=, the one that the run has.")
+            raise OptionError(
+                "The action 'kss' acts on the KSS of the run, but kss is None; pass Actions(kss=), the same object as "
+                "in wb.train(kss=).",
+                name="kss",
+                expected="the KSS of the run",
+            )
 
     @property
     def kinds(self) -> set[str]:
-        """Every kind of action that may be requested."""
+        """All kinds of action that the policy may request."""
         return {kind for kinds in (*self.policy.values(), self.otherwise) for kind in kinds}
 
     def answer(self, alarm: Alarm, attribution: Attribution | None, onset: int) -> ActionRequest | None:
-        """The kinds of action for an alarm; None: nothing.
+        """Return the actions that an alarm requests; None if it requests none.
+
+        Args:
+            alarm: The alarm.
+            attribution: Attribution of the alarm; None if there is none.
+            onset: Last step before the signal changed.
 
         Raises:
-            OptionError: If ``call`` returns an unknown kind.
+            OptionError: If ``call`` returns an unknown kind of action.
+
+        Example:
+            >>> import workbench as wb
+            >>> alarm = wb.alarms.Alarm(300, "kurtosis", 1, -1, 2.0, 9.0, is_outcome=False, message="It rose.")
+            >>> wb.Actions().answer(alarm, attribution=None, onset=280).kinds
+            ('roll_back', 'cut_rate')
         """
         if alarm.is_outcome and not self.reacts_to_outcome:
             return None
         cause = "" if attribution is None else attribution.cause
         kinds = tuple(self.policy.get(cause, self.otherwise))
         request = ActionRequest(kinds, alarm, attribution, onset)
-        if self.call is not None and (own := self.call(request)) is not None:
-            _check_kinds(own)
-            request = ActionRequest(tuple(own), alarm, attribution, onset)
+        if self.call is not None and (replaced := self.call(request)) is not None:
+            request = ActionRequest(_checked_kinds("call", replaced), alarm, attribution, onset)
         return request if request.kinds else None
 
 
-def _check_kinds(kinds: Sequence[str]) -> None:
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
+def _checked_kinds(name: str, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return kinds of action, of which a string is one; raise `OptionError` if one is unknown."""
+    checked = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in checked:
         if kind not in KINDS:
-            raise OptionError(f"There is no action '{kind}', expected some of {', '.join(KINDS)}.")
+            raise OptionError(
+                f"{name} names the unknown action {kind!r}; choose from {', '.join(KINDS)}.",
+                name=name,
+                value=kind,
+                expected=KINDS,
+            )
+    return checked

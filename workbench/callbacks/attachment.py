@@ -1,4 +1,4 @@
-"""Code shared by the adapters: callbacks that a trainer attaches and detaches, with their states in its checkpoints."""
+"""Callbacks that a third-party trainer attaches and detaches; shared by the adapters."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """Callbacks that a trainer attaches and detaches again and again, with their states in that trainer's checkpoints.
+    """Callbacks that a trainer attaches and detaches, any number of times, with their states in its checkpoints.
 
     Args:
         callbacks: Callbacks in the order in which they act.
 
     Attributes:
-        at_end: Functions called once when the callbacks are detached; they remove the adapter's own hooks.
+        callbacks: The callbacks as a group.
+        at_end: Functions that are called once when the callbacks are detached; they remove the adapter's own hooks.
+        run: The training that the callbacks act on; None while they are detached.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -50,13 +52,19 @@ class Attachment:
     def begin(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Attach; continue from a checkpoint's state if there is one.
+        """Attach the callbacks to a training.
+
+        Args:
+            model: Model to train.
+            optimizer: Optimizer of its parameters.
+            step: Number of updates so far.
+            state: State from a checkpoint, as returned by `state`; None for a new run.
 
         Raises:
-            OptionError: If a callback cannot act here.
-            StoreError: If the checkpoint was made with other options.
+            OptionError: If a callback cannot act on this training.
+            StoreError: If the checkpoint was written with other options.
         """
-        self.end(is_broken=True)  # a training that an error ended said nothing
+        self.end(is_broken=True)  # a trainer does not notify its callbacks of an error that ended the previous training
         run = TrainingRun(model, optimizer, self._take_event, step=step)
         self.callbacks.setup(run)
         self.run = run
@@ -64,17 +72,17 @@ class Attachment:
             for callback in self.callbacks:
                 self._load(callback, (state or {}).get(callback.name))
             inner = innermost(optimizer)
-            # Around the callbacks' own changes of the rate: set before their hooks, undone after them.
+            # These hooks enclose those of the callbacks: the rate is set before them and restored after them.
             self._handles.append(inner.register_step_pre_hook(torch.compiler.disable(self._cut_rates)))
             self.callbacks.begin(run)
             self._handles.append(inner.register_step_post_hook(torch.compiler.disable(self._restore_rates)))
         except BaseException:
             self._state = {}
-            self._let_go(is_broken=True)
+            self._release(is_broken=True)
             raise
 
     def end(self, *, is_broken: bool = False) -> None:
-        """Detach; the states stay, for a checkpoint at the very end."""
+        """Detach the callbacks; their states remain available for a checkpoint after the last step."""
         if self.run is None:
             return
         try:
@@ -82,13 +90,13 @@ class Attachment:
                 self.end_step({})
             self._state = self.state()
         finally:
-            self._let_go(is_broken=is_broken)
+            self._release(is_broken=is_broken)
 
-    def _let_go(self, *, is_broken: bool) -> None:
+    def _release(self, *, is_broken: bool) -> None:
         run, self.run = self.run, None
         self._open_step = self._begun_step = None
         if run is not None:
-            self._restore_rates(innermost(run.optimizer), (), {})  # where an error ended the update
+            self._restore_rates(innermost(run.optimizer), (), {})  # in case an error interrupted the update
         with ExitStack() as stack:
             if run is not None:
                 stack.callback(self.callbacks.end, run, is_broken=is_broken)
@@ -100,7 +108,10 @@ class Attachment:
         self.at_end.clear()
 
     def begin_step(self, step: int) -> None:
-        """Called before each batch; only the first of a step counts where gradients are accumulated."""
+        """Begin a step; called before each batch.
+
+        Where gradients are accumulated, only the first call of a step has an effect.
+        """
         if self._open_step is not None and step > self._open_step:
             self.end_step({})
         if self.run is not None and step != self._begun_step:
@@ -109,20 +120,20 @@ class Attachment:
                 callback.begin_step(step)
 
     def before_update(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Called when the gradients are computed."""
+        """Pass the metrics to the callbacks; called when the gradients are computed."""
         if self.run is not None:
             for callback in self.callbacks:
                 callback.before_update(step, numbers)
 
     def updated(self, step: int) -> None:
-        """Called after the update of a step; its numbers may still follow."""
+        """Note that the parameters were updated; `end_step` may follow later, with the metrics of the step."""
         self._open_step = step
 
     def end_step(self, numbers: Mapping[str, Any]) -> bool:
-        """Called with the numbers of the last update.
+        """End the step of the last update, with its metrics.
 
         Returns:
-            Whether the run is to stop.
+            Whether training should stop.
         """
         step, self._open_step = self._open_step, None
         if self.run is None or step is None:
@@ -134,28 +145,31 @@ class Attachment:
         return bool(self.run.stop_reason)
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as values for JSON."""
+        """Return the states of the callbacks for a checkpoint, as JSON-compatible values."""
         if self.run is None:
             return self._state
         states = {c.name: {"options": _plain(c.describe()), "state": _as_json(c.state_dict())} for c in self.callbacks}
         return {name: state for name, state in states.items() if any(state.values())}
 
     def to_log(self) -> dict[str, float]:
-        """The numbers for the trainer's own logs."""
+        """Return the metrics for the logs of the trainer."""
         found: dict[str, float] = {}
         for callback in self.callbacks if self.run is not None else ():
             found |= callback.to_log()
         return found
 
     def overrides(self, *names: str) -> bool:
-        """Whether any callback overrides one of these methods."""
+        """Return whether any callback overrides one of these methods."""
         return any(getattr(type(c), name) is not getattr(Callback, name) for c in self.callbacks for name in names)
 
     def change_batch(self, batch: Any) -> Any:
-        """A batch as changed by the callbacks: a mapping with ``labels``, or inputs and targets.
+        """Return a batch as changed by the callbacks.
+
+        Args:
+            batch: Mapping with ``labels``, or inputs and targets.
 
         Raises:
-            OptionError: If it is neither.
+            OptionError: If the batch is neither.
         """
         if not self.overrides("change_batch"):
             return batch
@@ -164,17 +178,24 @@ class Attachment:
         elif isinstance(batch, tuple | list) and len(batch) == 2:
             inputs, targets = batch
         else:
-            raise OptionError(
-                f"A batch is a {type(batch).__name__}, expected inputs and targets or a mapping with 'labels', which "
-                "faults of the data and penalties need."
+            raise OptionError.of(
+                "batch",
+                batch,
+                "a mapping with 'labels', or inputs and targets",
+                remedy="leave out callbacks that change the batch, such as faults of the data and penalties",
             )
         inputs, targets = self.callbacks.change_batch(inputs, targets)
         return {**inputs, "labels": targets} if isinstance(batch, Mapping) else type(batch)((inputs, targets))
 
-    def with_auxiliary(self, loss: Tensor, share: float = 1.0) -> Tensor:
-        """A loss with the terms that callbacks add; ``share`` of them, where gradients of several batches add up."""
+    def with_auxiliary(self, loss: Tensor, fraction: float = 1.0) -> Tensor:
+        """Return a loss plus the terms that callbacks add.
+
+        Args:
+            loss: Loss of the task.
+            fraction: Factor on the terms, below 1 where the gradients of several batches are added.
+        """
         terms = self.callbacks.auxiliary_loss(loss, None)
-        return loss if terms is None else loss + terms * share
+        return loss if terms is None else loss + terms * fraction
 
     def _load(self, callback: Callback, saved: Mapping[str, Any] | None) -> None:
         if not saved:
@@ -182,11 +203,14 @@ class Attachment:
         if (difference := first_difference(saved["options"], _plain(callback.describe()))) is not None:
             name, before, now = difference
             raise StoreError(
-                f"The checkpoint was made with {callback.name} options {name} = {before}, this run says {now}; resume "
-                "with the same options, or start anew."
+                f"The checkpoint was written with the option {name} = {before} of '{callback.name}', but this run has "
+                f"{now}; resume with the same options, or start a new run.",
+                name=f"{callback.name}.{name}",
+                value=now,
+                expected=f"{before}, as in the checkpoint",
             )
         if saved["state"]:
-            callback.load_state_dict(_of_json(saved["state"]))
+            callback.load_state_dict(_from_json(saved["state"]))
 
     def _take_event(self, event: Event) -> None:
         for callback in self.callbacks:
@@ -207,38 +231,39 @@ class Attachment:
 
 
 def first_states(by_name: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """States that callbacks of the first version, one for KSS and one for the recorder, left in a checkpoint.
+    """Return the states in a checkpoint of the first version, which had one callback for KSS and one for the recorder.
 
     Args:
-        by_name: State of each callback, by its name.
+        by_name: State of each callback, by its name in the checkpoint.
     """
     states: dict[str, dict[str, Any]] = {}
     if kss := by_name.get("KSSCallback"):
         states["kss"] = {"options": kss["options"], "state": kss["shaper"]}
     if recorder := by_name.get("RecorderCallback"):
-        nothing_answered = {"rate_factor": 1.0, "n_skipped": 0, "n_answered": 0, "unsound": []}
-        states["guard"] = {"options": {}, "state": {**nothing_answered, "recorder": recorder}}
+        no_actions = {"rate_factor": 1.0, "n_skipped": 0, "n_answered": 0, "unsound": []}
+        states["guard"] = {"options": {}, "state": {**no_actions, "recorder": recorder}}
     return states
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The value as JSON gives it back."""
+    """Return the values after a round trip through JSON."""
     return json.loads(json.dumps(dict(values), default=str))
 
 
 def _as_json(state: dict[str, Any]) -> dict[str, Any]:
-    """A state for a Trainer's checkpoint, which is JSON; a state that JSON would change becomes one text."""
+    """Return a state for a checkpoint in JSON; a state that JSON would change is encoded as one string."""
     try:
         if json.loads(json.dumps(state)) == state:
             return state
-    except (TypeError, ValueError, RuntimeError):  # tensors, or what compares by elements
+    except (TypeError, ValueError, RuntimeError):  # tensors, or values that compare element by element
         pass
     file = io.BytesIO()
     torch.save(state, file)
     return {"torch": base64.b64encode(file.getvalue()).decode()}
 
 
-def _of_json(state: Mapping[str, Any]) -> dict[str, Any]:
+def _from_json(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that `_as_json` encoded."""
     if state.keys() != {"torch"}:
         return dict(state)
     return torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)

@@ -1,4 +1,4 @@
-"""The arguments of `workbench.train` -> the callbacks of one run, in the order in which they act."""
+"""Collection of the callbacks of one run, in the order in which they act."""
 
 from __future__ import annotations
 
@@ -29,48 +29,53 @@ def gather(
     seed: int = 0,
     stack: str | None = None,
 ) -> list[Callback]:
-    """The callbacks of one run.
+    """Return the callbacks of one run, from the arguments of `workbench.train`.
 
-    KSS first, which measures the state before the step; then faults and penalties, which change the loss; then those of
-    the user, in their order; the recorder with its alarms and actions last, as it receives the output of all others.
+    KSS acts first, as it measures the state before the step. Faults and penalties follow, which change the loss, then
+    the user's callbacks, in their order. The recorder with its alarms and actions is last, so that it receives the
+    output of all others.
 
     Args:
-        callbacks: The user's own callbacks, or any of those below; None, here and below: none.
-        kss: Koopman Spectral Shaping, at most one.
-        faults: Faults, at most one of a kind.
-        penalties: Terms of the loss.
-        recorder: Recorder, at most one.
-        alarms: Alarms that receive what the recorder measures.
-        actions: Actions that alarms may trigger.
+        callbacks: User-defined callbacks, or objects of the kinds below. This and the other arguments may be None.
+        kss: Koopman Spectral Shaping.
+        faults: Faults, at most one of each kind.
+        penalties: Penalties, which are terms of the loss.
+        recorder: Recorder.
+        alarms: Alarms on what the recorder measures.
+        actions: Actions that the alarms may trigger.
         seed: Seed of the random draws of faults and penalties.
         stack: Stack of the blocks that penalties act on; see `workbench.read_anatomy`.
 
     Raises:
-        OptionError: If an argument is no callback, or two exclude each other.
+        OptionError: If an argument is not a callback, or two arguments exclude each other.
     """
     if isinstance(callbacks, Callback | KSS | Fault | Penalty | Recorder | Alarms | Actions):
-        raise OptionError(f"callbacks is one {type(callbacks).__name__}, expected a sequence; pass [it].")
+        raise OptionError.of("callbacks", callbacks, "a sequence of callbacks", remedy="pass a list")
     found: dict[type, list[Any]] = {kind: [] for kind in (KSS, Fault, Penalty, Recorder, Alarms, Actions)}
-    own: list[Callback] = []
-    for callback in _listed("callbacks", callbacks):
+    of_user: list[Callback] = []
+    for callback in _as_list("callbacks", callbacks):
         kind = next((kind for kind in found if isinstance(callback, kind)), None)
-        (own if kind is None else found[kind]).append(callback)
+        (of_user if kind is None else found[kind]).append(callback)
     for kind, given in ((KSS, kss), (Recorder, recorder), (Alarms, alarms), (Actions, actions)):
+        name = kind.__name__
         if given is not None and not isinstance(given, kind):
-            name, is_path = kind.__name__, kind is Recorder and isinstance(given, str | os.PathLike)
-            raise OptionError(
-                f"{name.lower()} is {_shown(given)}, expected a wb.{name} or None; pass {name.lower()}=wb.{name}()"
-                f"{', and the path as store=' * is_path}."
-            )
+            is_path = kind is Recorder and isinstance(given, str | os.PathLike)
+            remedy = f"pass {name.lower()}=wb.{name}(){', and the path as store=' * is_path}"
+            raise OptionError.of(name.lower(), given, f"a wb.{name} or None", remedy=remedy)
         found[kind] = [*([] if given is None else [given]), *found[kind]]
-        if len(found[kind]) > 1:
-            raise OptionError(f"There are {len(found[kind])} {kind.__name__}, expected one in a run; drop the others.")
+        if (n_found := len(found[kind])) > 1:
+            raise OptionError(
+                f"A run takes at most one wb.{name}, got {n_found}; remove the others.",
+                name=name.lower(),
+                value=n_found,
+                expected="at most one",
+            )
     kss, recorder, alarms, actions = (next(iter(found[kind]), None) for kind in (KSS, Recorder, Alarms, Actions))
     injection = Injection(
-        faults if isinstance(faults, Fault) else [*_listed("faults", faults), *found[Fault]], seed=seed
+        faults if isinstance(faults, Fault) else [*_as_list("faults", faults), *found[Fault]], seed=seed
     )
     terms = PenaltyTerms(
-        penalties if isinstance(penalties, Penalty) else [*_listed("penalties", penalties), *found[Penalty]],
+        penalties if isinstance(penalties, Penalty) else [*_as_list("penalties", penalties), *found[Penalty]],
         seed=seed,
         stack=stack,
     )
@@ -79,36 +84,36 @@ def gather(
         KSSCallback(kss) if kss is not None else None,
         injection if injection.describe() else None,
         terms if terms.penalties else None,
-        *own,
+        *of_user,
         guard if recorder is not None else None,
     ]
     return checked([callback for callback in gathered if callback is not None])
 
 
-def _listed(name: str, given: Any) -> list[Any]:
-    """What was passed as a sequence of callbacks, faults or penalties; None: nothing.
+def _as_list(name: str, given: Any) -> list[Any]:
+    """Return a sequence of callbacks, faults or penalties as a list, which is empty for None.
 
     Raises:
-        OptionError: If it is no sequence, or holds a class or another sequence.
+        OptionError: If it is not a sequence, or contains a class or another sequence.
     """
     if given is None:
         return []
     if isinstance(given, type) or not isinstance(given, Iterable):
-        raise OptionError(f"{name} is {_shown(given)}, expected a sequence of {name}; pass {name}=[...].")
+        raise OptionError.of(name, given, f"a sequence of {name}", remedy=f"pass {name}=[...]")
     listed = list(given)
     for item in listed:
         if isinstance(item, type):
             raise OptionError(
-                f"{name} holds the class {item.__name__}, expected {name}; pass an instance: {item.__name__}()."
+                f"{name} contains the class {item.__name__} instead of an instance; pass {item.__name__}().",
+                name=name,
+                value=item,
+                expected=f"a sequence of {name}",
             )
         if isinstance(item, list | tuple):
-            raise OptionError(f"{name} holds a {type(item).__name__}, expected {name}; pass them one by one.")
+            raise OptionError(
+                f"{name} contains a {type(item).__name__}; pass its elements one by one.",
+                name=name,
+                value=item,
+                expected=f"a sequence of {name}",
+            )
     return listed
-
-
-def _shown(value: Any) -> str:
-    """A value of a wrong type, as an error shows it: itself if it is short, otherwise its type."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    text = repr(value)
-    return text if len(text) <= 60 and "\n" not in text else f"of type {type(value).__name__}"

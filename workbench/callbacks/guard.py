@@ -1,4 +1,4 @@
-"""The monitoring of a run in training: its recorder, its alarms, and the actions that they trigger."""
+"""Recorder, alarms and actions of a run as one callback."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 class Guard(Callback):
     """Recorder, alarms and actions of one run as a callback.
 
-    In `workbench.train` the recorder writes into the run's own store and receives the loop's numbers of each step; in
-    another trainer it has a store of its own.
+    In `workbench.train` the recorder writes to the store of the run and receives the metrics of each step from the
+    loop. In another trainer it has its own store.
 
     Args:
-        recorder: Recorder of the run.
-        alarms: Alarms on what the recorder measures.
-        actions: Actions that the alarms may trigger.
-        faults: Faults of the run, one of which may have switched off the auxiliary loss.
+        recorder: Recorder of the run; None if there is none.
+        alarms: Alarms on what the recorder measures; None for those of the recorder.
+        actions: Actions that the alarms may trigger; None if there are none.
+        faults: Faults of the run, one of which may have switched off the auxiliary loss; None if there are none.
 
     Raises:
         OptionError: If alarms have no recorder, or actions no alarms.
@@ -52,50 +52,70 @@ class Guard(Callback):
     ) -> None:
         if recorder is not None and recorder.alarms is not None:
             if alarms is not None:
-                raise OptionError("The recorder has alarms already; leave out alarms=, or give the recorder none.")
+                raise OptionError(
+                    "alarms was passed, but the recorder has alarms already; pass one of them.",
+                    name="alarms",
+                    value=alarms,
+                    expected="None if the recorder has alarms",
+                )
             alarms = recorder.alarms
         if alarms is not None and recorder is None:
-            raise OptionError("alarms= listen to a recorder; pass recorder=wb.Recorder() too.")
+            raise OptionError(
+                "alarms observe what a recorder measures, but there is none; pass recorder=wb.Recorder() too.",
+                name="recorder",
+                expected="a recorder if there are alarms",
+            )
         if actions is not None and alarms is None:
-            raise OptionError("actions= need alarms to act on; pass alarms=wb.Alarms() too.")
+            raise OptionError(
+                "actions respond to alarms, but there are none; pass alarms=wb.Alarms() too.",
+                name="alarms",
+                expected="alarms if there are actions",
+            )
         self.recorder, self.alarms = recorder, alarms
         self._actions, self._faults = actions, faults
         self._answered = ResponseState()
         self._response: Response | None = None
         self._attached: AttachedRecorder | None = None
         self._stop_observing: Callable[[], None] | None = None
-        self._fresh: list[Alarm] = []
-        self._n_heard = 0
+        self._new_alarms: list[Alarm] = []
+        self._n_observed = 0
         self._raised: tuple[Alarm, ...] = ()
         self._logged: frozenset[str] = frozenset()
         self._state: dict[str, Any] = {}
         self._early_events: list[Event] = []
 
     def setup(self, run: TrainingRun) -> None:
-        """Refuse incompatible combinations.
+        """Check that the trainer, the recorder and the actions are compatible.
 
         Raises:
-            OptionError: If the recorder has a store of its own in `workbench.train`, or an action needs checkpoints
-                and there are none.
+            OptionError: If the recorder has its own store in `workbench.train`, or an action needs checkpoints and
+                there are none.
         """
         super().setup(run)
-        # Reset: a trainer may train with one callback several times.
-        self._raised, self._fresh, self._logged, self._state, self._early_events = (), [], frozenset(), {}, []
+        # A trainer may train several times with the same callback.
+        self._raised, self._new_alarms, self._logged, self._state, self._early_events = (), [], frozenset(), {}, []
         self._answered, self._response = ResponseState(), None
         if self.alarms is not None and self._actions is not None:
             self._response = Response(self.alarms, self._actions, self._faults, self._answered)
         if run.owns_loop and self.recorder is not None and self.recorder.path is not None:
             raise OptionError(
-                "In train() a recorder writes into the run's own store; make it without a path, and pass store= to "
-                "train()."
+                "In wb.train() a recorder writes to the store of the run; create the recorder without a path, and pass "
+                "store= to wb.train().",
+                name="recorder",
+                value=self.recorder.path,
+                expected="a recorder without a path",
             )
         kinds = set() if self._actions is None else self._actions.kinds
         if "roll_back" in kinds and run.checkpoints is None:
             remedy = "pass checkpoint_every= too" if run.owns_loop else "give Actions a policy without 'roll_back'"
-            raise OptionError(f"Rolling back needs checkpoints of wb.train() to go back to; {remedy}.")
+            raise OptionError(
+                f"The action 'roll_back' needs checkpoints of wb.train(), but there are none; {remedy}.",
+                name="checkpoint_every",
+                expected="a number of steps if the actions include 'roll_back'",
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave."""
+        """Load a state that `state_dict` returned."""
         self._state = dict(state)
         self._answered.load(state)
         self.run.n_skipped = state["n_skipped"]
@@ -106,18 +126,24 @@ class Guard(Callback):
             self.recorder.load_state_dict(state["recorder"])
 
     def begin(self) -> None:
-        """Attach the recorder; in `workbench.train` that waits for the first step, when the store exists."""
+        """Attach the recorder; in `workbench.train` this happens in the first step, when the store exists."""
         run, path = self.run, None if self.recorder is None else self.recorder.path
         if run.owns_loop:
             if run.step and not self._state:
-                raise OptionError("The run was made without a recorder; resume it without one, or start a run anew.")
+                raise OptionError(
+                    "The run to resume has no recorder, but this call has one; resume without a recorder, or start a "
+                    "new run.",
+                    name="recorder",
+                    value=self.recorder,
+                    expected="None, as in the run to resume",
+                )
             return
         self._attach(None, None)
         if run.step and path is not None and self._response is not None:
-            self._learn(path)
+            self._replay_record(path)
 
     def begin_step(self, step: int) -> None:
-        """Keep the recorder's own count of steps: with float16, updates that the loop counts may be skipped."""
+        """Set the step of the recorder, which cannot count: in float16 the loop counts updates that are skipped."""
         run = self.run
         if not run.owns_loop or self.recorder is None:
             return
@@ -126,61 +152,61 @@ class Guard(Callback):
             if probe is None and run.probe is not None:
                 probe = run.probe(self.recorder.n_probe_tokens)
             if run.step and run.output.path is not None:
-                self._learn(run.output.path)
+                self._replay_record(run.output.path)
             self._attach(run.output, probe)
         if self._attached is not None:
             self._attached.step = step
 
     @property
     def rate_factor(self) -> float:
-        """The factor on the learning rate after all cuts."""
+        """Learning rate after all cuts, as a fraction of the planned one."""
         return self._answered.rate_factor
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log the numbers that another trainer has before the update: these are averaged over ranks."""
+        """Log the metrics that another trainer has before the update; they are averaged over ranks."""
         if self._attached is not None and not self.run.owns_loop:
             self._logged = frozenset(numbers)
             self._attached.log(**numbers)
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        """Pass on the numbers of a step.
+        """Pass the metrics of a step to the recorder, and record the alarms that they raise.
 
         Returns:
-            Further numbers of the recorder, such as ``batch_size``.
+            Further metrics from the recorder, such as ``batch_size``.
         """
         if self._attached is None:
             return {}
         if not self.run.owns_loop:
-            # Numbers logged before the update are now means over ranks; the rate is read from the optimizer.
+            # Metrics logged before the update are means over ranks by now; the rate is read from the optimizer.
             given = {n: value for n, value in numbers.items() if n not in {*self._logged, "learning_rate"}}
             if not math.isfinite(float(self._attached.pending.get("loss", 0.0))):
                 given.pop("loss", None)  # a Trainer may replace a loss that is not finite by another number
             self._attached.log(**given)
             return {}
         known = self._attached.finish_step(**numbers)
-        self._raised, self._fresh = tuple(self._fresh), []
+        self._raised, self._new_alarms = tuple(self._new_alarms), []
         for alarm in self._raised:
             self.event(alarm.step, "alarm", **alarm.as_event())
-        found = None if self.alarms is None else self.alarms.new_attribution(self._raised)
+        found = None if self.alarms is None else self.alarms._new_attribution(self._raised)
         if found is not None:
             self.event(step, "attribution", **found.as_event())
         return {name: value for name, value in known.items() if name not in numbers}
 
     def outcome(self) -> tuple[Alarm, ...]:
-        """Alarms raised in this step."""
+        """Return the alarms raised in this step."""
         return self._raised
 
     def after_step(self, step: int) -> None:
         """Carry out the actions that the alarms of the step request."""
-        if not self.run.owns_loop and self.alarms is not None:  # they receive the recorder's observations directly
-            self._raised = tuple(self.alarms.raised[self._n_heard :])
-            self._n_heard += len(self._raised)
+        if not self.run.owns_loop and self.alarms is not None:  # the recorder passes its observations to them directly
+            self._raised = tuple(self.alarms.raised[self._n_observed :])
+            self._n_observed += len(self._raised)
         if self._response is not None:
             for action in self._response.answer(self._raised, self.run, step):
                 self.event(step, "action", source=action.kind, message=action.message)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint; alarms rebuild theirs from the record."""
+        """Return the state for a checkpoint; the state of the alarms is rebuilt from the record instead."""
         if self.is_running:
             self._state = {**self._answered.as_dict(), "n_skipped": self.run.n_skipped}
             if not self.run.owns_loop and self.recorder is not None:
@@ -191,7 +217,7 @@ class Guard(Callback):
         return self._state
 
     def end(self, *, is_broken: bool = False) -> None:
-        """Stop recording: hooks are removed, the state stays for a checkpoint at the very end."""
+        """Stop recording and remove all hooks; the state remains available for a checkpoint after the last step."""
         if self.is_running:
             self.state_dict()
         super().end(is_broken=is_broken)
@@ -203,7 +229,7 @@ class Guard(Callback):
             attached.detach(is_broken=is_broken)
 
     def take_event(self, event: Event) -> None:
-        """Record an event of another callback, in a trainer that does not record events itself."""
+        """Record an event of another callback, in a trainer that does not record events."""
         if self._attached is not None:
             self._attached.output.event(event)
         elif self.is_running:
@@ -227,26 +253,26 @@ class Guard(Callback):
             self._attached.output.event(event)
         if alarms is None:
             return
-        self._n_heard = len(alarms.raised)
+        self._n_observed = len(alarms.raised)
         if host is not None:
 
-            def hear(observation: Observation) -> None:
-                fresh = alarms.observe(observation)
-                self._fresh += fresh
-                if (row := alarms.evidence_row(observation)) is not None:
+            def take_observation(observation: Observation) -> None:
+                raised = alarms.observe(observation)
+                self._new_alarms += raised
+                if (row := alarms._evidence_row(observation)) is not None:
                     host.add(row.part, row.step, row.values, row.coords)
-                if (fresh or alarms.is_in_doubt) and self._attached is not None:
+                if (raised or alarms.is_in_doubt) and self._attached is not None:
                     self._attached.check_now()
 
-            self._stop_observing = self.recorder.observe(hear)
+            self._stop_observing = self.recorder.observe(take_observation)
 
-    def _learn(self, store: Path) -> None:
-        """Bring the alarms to the state at the end of a resumed run's record."""
+    def _replay_record(self, store: Path) -> None:
+        """Set the alarms to their state at the end of the record of a run that is resumed."""
         if self.alarms is not None:
             run, rest = open_run(store), 0 if self._actions is None else self._actions.rest
             self.alarms.reset()
             replay(run, self.alarms, rest=rest)
-            self._n_heard = len(self.alarms.raised)
+            self._n_observed = len(self.alarms.raised)
             if self._response is not None:
                 last = max(action_steps(run), default=0)
                 self._response.recall([alarm for alarm in self.alarms.raised if alarm.step >= last])

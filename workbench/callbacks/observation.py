@@ -1,4 +1,4 @@
-"""The result of one measurement of one part of a run."""
+"""Results of the measurements of a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Observation:
-    """The result of one measurement of one part.
+    """The result of one measurement of one part of a run.
 
     Attributes:
-        step: Update that it belongs to, from 0; measurements are taken right after it (spectra right before it).
-        part: Name of the part: ``"monitors"`` (the numbers of the update itself), or one of the measured parts.
-        values: Values of each variable, without the dimension of the steps; dimensions as in `workbench.schema`.
-        coords: Values along those dimensions: ``layer``, ``head``, ``term``, ``module``, ... and ``layer_name``.
+        step: Update that it belongs to, counted from 0. Measurements are taken right after the update, spectra right
+            before it.
+        part: Name of the part: ``"monitors"`` (the metrics of the update itself), or one of the measured parts.
+        values: Values of each variable, without the dimension ``step``; other dimensions as in `workbench.schema`.
+        coords: Coordinates of these dimensions, such as ``layer``, ``head``, ``term`` and ``module``, and
+            ``layer_name``.
 
     Example:
         >>> import numpy as np
@@ -27,6 +29,11 @@ class Observation:
         ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
         >>> alarms.raised[0].signal, alarms.raised[0].step >= 300
         ('loss', True)
+
+    See Also:
+        `workbench.Alarms`: Raises alarms on observations.
+        `workbench.alarms.observations`: Reads the observations of a recorded run.
+        `workbench.Recorder`: Takes the measurements.
     """
 
     step: int
@@ -36,13 +43,14 @@ class Observation:
 
 
 def changed_setting(step: int, setting: str, factor: float, message: str) -> Observation:
-    """An observation of the part ``"settings"``: one setting has changed without a plan.
+    """Return an observation of the part ``"settings"``: one setting has changed without a plan.
 
     Args:
-        step: Update at which it was noticed.
+        step: Update at which the change was noticed.
         setting: Name of the setting.
-        factor: Its new value over the one before; 1: it is back, NaN: not known.
-        message: Description in plain words.
+        factor: Ratio of the new value to the previous one; 1 if the setting has returned to its earlier value, NaN if
+            unknown.
+        message: Description as a sentence.
     """
     return Observation(
         step, "settings", {"factor": np.array(factor)}, {"setting": np.array(setting), "message": np.array(message)}

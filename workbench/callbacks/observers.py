@@ -1,4 +1,4 @@
-"""Functions that are called when something changes, from any thread."""
+"""Observers: functions that are called when something changes, in any thread."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 
 
 class Observers:
-    """Functions to call, in the order in which they were added; one may remove itself while it is called."""
+    """Functions that are called in the order in which they were added; a function may remove itself while it runs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._functions: list[Callable[..., None]] = []
 
     def add(self, function: Callable[..., None]) -> Callable[[], None]:
-        """Call a function from now on.
+        """Add a function.
 
         Returns:
-            A function that removes it.
+            A function that removes it again.
         """
         with self._lock:
             self._functions.append(function)
 
-        def stop() -> None:
+        def remove() -> None:
             with self._lock:
                 if function in self._functions:
                     self._functions.remove(function)
 
-        return stop
+        return remove
 
     def call(self, *arguments: Any) -> None:
-        """Call all of them, in this thread; exceptions are passed on."""
+        """Call all functions in this thread; their exceptions are raised here."""
         with self._lock:
             functions = list(self._functions)
         for function in functions:

@@ -1,4 +1,4 @@
-"""Train a model with all callbacks: the public function on top of `workbench.training.loop`."""
+"""The public function for training with callbacks, on top of `workbench.training.loop`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks.gathering import gather
 from workbench.errors import OptionError
 from workbench.models.losses import token_loss
-from workbench.models.streaming import refuse_streamed
+from workbench.models.streaming import require_in_memory
 from workbench.tasks import as_task
 from workbench.training.loop import Training
 from workbench.training.recording import Recording
@@ -64,70 +64,75 @@ def train(
     alarms: Alarms | None = None,
     actions: Actions | None = None,
 ) -> Iterator[StepRecord]:
-    """Train a model, one record per step.
+    """Train a model and yield one record per step.
 
-    The run stops when the caller stops iterating; it ends by itself after ``n_steps``, or if it diverges (RKSP's label:
-    loss above 50 or gradient norm above 500; a value that is not finite counts). The update of the diverged step is not
-    applied. Random numbers within the model come from the run's own stream, so the global random states stay
-    unchanged, and runs that alternate in one process give the same results as alone.
+    Training stops when the caller stops iterating. It ends after ``n_steps``, or when the run diverges (RKSP's label:
+    loss above 50, gradient norm above 500, or a value that is not finite). The update of the step that diverged is not
+    applied. Random numbers within the model come from a separate stream of the run. The global random states are
+    therefore unchanged, and runs that alternate in one process yield the same results as when they run alone.
 
     Args:
-        model: Any module that returns logits, or an output with ``logits``; or its subject. It is trained in place,
-            on its device. A method ``auxiliary_loss()`` (zoo), or an ``aux_loss`` in the output (Hugging Face), is
-            added to the loss.
+        model: Module that returns logits, or an output with ``logits``; or its subject. It is trained in place, on its
+            device. The result of its method ``auxiliary_loss()`` (zoo), or ``aux_loss`` in its output (Hugging Face),
+            is added to the loss.
         task: Task from ``wb.tasks``, a DataLoader, a dataset or an iterable of batches; see `workbench.tasks.as_task`.
         n_steps: Number of optimizer steps.
-        learning_rate: Peak rate, reached after the warm-up; None: 1e-3, or that of a ready optimizer.
-        warmup: Number of steps over which the rate rises linearly to its peak.
-        schedule: Schedule after the warm-up: ``"constant"``; ``"cosine"`` or ``"linear"`` down to 0 at ``n_steps``;
-            ``"wsd"``, constant and then linear down to 0 over the last fifth of the steps (Hägele et al.
-            2024, arXiv:2405.18392); or a function from the step, counted from 0, to the share of the peak rate.
-        optimizer: Name of a class in ``torch.optim``, in any spelling of case; a function from the parameters to an
-            optimizer; or a ready optimizer over the model's parameters. ``"Muon"`` updates the matrices of the blocks
-            by Muon and all else by AdamW, see `workbench.training.muon`.
+        learning_rate: Peak learning rate, reached after the warm-up. None uses 1e-3, or the rate of an optimizer
+            object.
+        warmup: Number of steps over which the learning rate rises linearly to its peak.
+        schedule: Schedule after the warm-up: ``"constant"``; ``"cosine"`` or ``"linear"`` decay to 0 at ``n_steps``;
+            ``"wsd"``, constant and then linear decay to 0 over the last fifth of the steps (Hägele et al. 2024,
+            arXiv:2405.18392); or a function from the step, counted from 0, to the fraction of the peak learning rate.
+        optimizer: Name of a class in ``torch.optim``, in upper or lower case; a function from the parameters to an
+            optimizer; or an optimizer over the parameters of the model. ``"Muon"`` updates the matrices of the blocks
+            by Muon and all other parameters by AdamW; see `workbench.training.muon`.
         optimizer_options: Further arguments of a named optimizer, such as ``{"weight_decay": 0.1, "betas": (0.9,
             0.95)}``.
-        clip_norm: Largest norm of all gradients together; larger ones are scaled down. None: no clipping.
+        clip_norm: Maximum norm of all gradients together, to which larger ones are scaled down. None disables
+            clipping.
         precision: ``"float32"``, or ``"bfloat16"`` or ``"float16"`` for automatic mixed precision.
         seed: Seed of all randomness in training itself, such as dropout.
-        loss: Function from logits and targets to a 0-dim tensor; of a model whose output is no tensor and has no
-            ``logits``, from the whole output and targets.
-        loss_limit: A loss above this is a divergence (RKSP's label: 50).
-        grad_norm_limit: A norm of all gradients, before clipping, above this is a divergence (RKSP's label: 500).
-        stops_at_divergence: Whether divergence ends the run; otherwise it continues while everything is finite.
-        store: Path of the run's Zarr store; None: nothing is written.
-        flush_every: Steps in a block; a killed process loses at most the last block, as long as the disk works.
-        spectra_every: Steps between spectra of the residual stream, from step 0 on; also taken at the last step and
-            at divergence; None: never.
+        loss: Function from logits and targets to a 0-dim tensor. If the output of the model is not a tensor and has no
+            ``logits``, the function receives the complete output instead of the logits.
+        loss_limit: Loss above which the run has diverged (RKSP's label: 50).
+        grad_norm_limit: Norm of all gradients, before clipping, above which the run has diverged (RKSP's label: 500).
+        stops_at_divergence: Whether divergence ends the run; otherwise it continues while all values are finite.
+        store: Path of the run's Zarr store; None writes nothing.
+        flush_every: Steps per block of the store. A killed process loses at most the last block, provided that the
+            disk works.
+        spectra_every: Steps between spectra of the residual stream, from step 0 on; None takes none. Spectra are also
+            taken at the last step and at divergence.
         profile_options: Further arguments of `workbench.profile`, such as ``{"n_snapshots": 512}``.
-        probe: Inputs to take spectra on; None: the task's own fixed ones.
-        checkpoint_every: Steps between checkpoints; None: none.
-        checkpoints: Folder of the checkpoints; None: next to the store, ``run.zarr`` -> ``run.checkpoints``.
-        resume: Whether to continue from the last checkpoint; parameters, optimizer, data and random numbers continue as
-            if the run had never stopped.
-        overwrite: Whether to replace the run at ``store``, with its checkpoints.
-        callbacks: Callbacks of the run: each a `workbench.Callback` of your own, or any of the following;
-            None, here and below: none.
-        kss: Koopman Spectral Shaping; its controls may be changed during the run. A resumed run loads the
-            controls of its checkpoint.
-        penalties: Terms added to the loss that depend on the residual stream; see `workbench.baselines`.
-        faults: Faults from `workbench.faults`, at most one of a kind; each may be switched on and off during the run. A
-            resumed run loads the switches of its checkpoint.
-        recorder: Recorder that measures the mechanism during the run; its parts go into the run's own store.
-        alarms: Alarms on what the recorder measures; they are in the events and in each `StepRecord`.
-        actions: Actions that alarms may trigger; None: none. After a roll-back steps count on: the step is the number
-            of updates made, and the event gives the step of the restored parameters.
+        probe: Inputs for the spectra; None uses the fixed probe of the task.
+        checkpoint_every: Steps between checkpoints; None writes none.
+        checkpoints: Folder of the checkpoints; None places it next to the store, ``run.zarr`` -> ``run.checkpoints``.
+        resume: Whether to continue from the last checkpoint. Parameters, optimizer, data and random numbers continue as
+            if the run had never been interrupted.
+        overwrite: Whether to replace the run at ``store`` and its checkpoints.
+        callbacks: Callbacks of the run: subclasses of `workbench.Callback`, or objects of the kinds below. This and
+            the following arguments may be None.
+        kss: Koopman Spectral Shaping. Its controls may be changed during the run. A resumed run loads the controls from
+            its checkpoint.
+        penalties: Penalties on the residual stream, which are added to the loss; see `workbench.baselines`.
+        faults: Faults from `workbench.faults`, at most one of each kind. Each may be switched on and off during the
+            run. A resumed run loads the switches from its checkpoint.
+        recorder: Recorder, which adds its measurements to the store of the run.
+        alarms: Alarms on what the recorder measures. They are recorded as events and in each `StepRecord`.
+        actions: Actions that the alarms may trigger. After a roll-back the step counter continues: a step is the number
+            of updates made, and the event names the step of the restored parameters.
 
     Returns:
-        A generator of `StepRecord`. Closing it writes all pending rows and, if checkpoints are on, one more.
+        A generator of `StepRecord`. Closing it writes all pending rows and, if checkpoints are enabled, one more
+        checkpoint.
 
     Raises:
-        OptionError: If a setting is impossible, before anything is done. When it begins, if a fault cannot act on this
-            model, or when a batch is met that it cannot act on.
-        AnatomyError: When it begins, if spectra or penalties are asked for and the model's blocks cannot be found.
-        StoreError: If the store is taken, or holds a run of another configuration; when it begins, if it or the folder
-            of the checkpoints cannot be written. Later disk errors give a `RecordingWarning`.
-        CheckpointError: If there is nothing to resume from, or it is damaged.
+        OptionError: If a setting is invalid, before anything is done. When training begins, if a fault cannot act on
+            this model; later, if a fault cannot act on a batch.
+        AnatomyError: When training begins, if spectra or penalties are requested and the blocks of the model cannot be
+            found.
+        StoreError: If the store exists, or holds a run of another configuration. When training begins, if the store or
+            the folder of the checkpoints cannot be written. Later disk errors issue a `RecordingWarning`.
+        CheckpointError: If there is no checkpoint to resume from, or it is damaged.
 
     Example:
         >>> import workbench as wb
@@ -141,6 +146,11 @@ def train(
         >>> records = list(wb.train(model, task, n_steps=50, learning_rate=10.0))
         >>> len(records) < 50, records[-1].cause != ""  # it ended early, as it diverged
         (True, True)
+
+    See Also:
+        `workbench.TrainingPlan`: The same settings as an object.
+        `workbench.Callback`: Base class of user-defined callbacks.
+        `workbench.open_run`: Opens the recorded run.
     """
     plan = TrainingPlan(
         n_steps=n_steps,
@@ -177,8 +187,14 @@ def train(
         stack=profile_options.get("stack"),
     )
     if spectra_every and any(_takes_spectra(callback) for callback in gathered):
-        raise OptionError("Both spectra_every= and the recorder would write the run's spectra; ask one of them.")
-    refuse_streamed(module_of(model), "Training")
+        raise OptionError(
+            "spectra_every and the recorder would both write the spectra of the run; set spectra_every=None, or "
+            "Recorder(every={'spectra': None}).",
+            name="spectra_every",
+            value=spectra_every,
+            expected="None if the recorder takes spectra",
+        )
+    require_in_memory(module_of(model), "Training")
     training = Training(
         module_of(model), as_task(task), plan, recording, loss, gathered, resume=resume, overwrite=overwrite
     )

@@ -1,4 +1,4 @@
-"""Why did it fail? From a failed run's record to ranked causes, the evidence, and the experiment that decides."""
+"""Diagnosis of a failed run: ranked causes, their evidence, and the experiments that decide between them."""
 
 from workbench.diagnosis.causes import CAUSES, Cause
 from workbench.diagnosis.checkpoint_evidence import check_fits

@@ -1,4 +1,4 @@
-"""The causes that a diagnosis distinguishes, and the kind of each."""
+"""The causes that a diagnosis distinguishes, and their kinds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Cause:
     Attributes:
         title: Name shown to the user.
         kind: Kind of the cause.
-        meaning: Explanation in one line.
+        meaning: Explanation in one clause.
     """
 
     title: str
@@ -24,28 +24,30 @@ class Cause:
 
 CAUSES: dict[str, Cause] = {
     "learning_rate": Cause(
-        "learning rate too high", CauseKind.HYPERPARAMETER, "the peak rate is above the useful edge"
+        "learning rate too high", CauseKind.HYPERPARAMETER, "the peak learning rate is above the useful edge"
     ),
     "schedule": Cause(
         "schedule",
         CauseKind.HYPERPARAMETER,
-        "the peak rate is right but its schedule is not: no warm-up, a jump, an early end",
+        "the peak learning rate is suitable but its schedule is not: no warm-up, a jump, or an early decay",
     ),
     "batch": Cause(
-        "batch too small", CauseKind.HYPERPARAMETER, "gradients of so few examples are mostly noise at this rate"
+        "batch too small",
+        CauseKind.HYPERPARAMETER,
+        "with so few examples, the gradients are mostly noise at this learning rate",
     ),
     "optimizer_eps": Cause(
-        "optimizer's eps too large", CauseKind.HYPERPARAMETER, "eps, not the gradients' size, rules the updates"
+        "optimizer's eps too large",
+        CauseKind.HYPERPARAMETER,
+        "eps, not the magnitude of the gradients, determines the updates",
     ),
     "architecture": Cause(
-        "architecture", CauseKind.ARCHITECTURE, "a block, or the whole stack, cannot carry the signal as it is built"
+        "architecture", CauseKind.ARCHITECTURE, "a block, or the entire stack, does not propagate the signal"
     ),
     "precision": Cause(
-        "precision fault", CauseKind.PRECISION, "arithmetic with too few bits makes gradients or weights wrong"
+        "precision fault", CauseKind.PRECISION, "arithmetic in low precision corrupts gradients or parameters"
     ),
-    "routing": Cause(
-        "routing", CauseKind.ROUTING, "the router, or the loss that is to balance it, sends tokens astray"
-    ),
-    "data": Cause("burst of bad data", CauseKind.DATA, "batches unlike the others came in between"),
-    "nothing": Cause("nothing wrong", CauseKind.NONE, "the run learns as runs without a fault do"),
+    "routing": Cause("routing", CauseKind.ROUTING, "the router, or its balance loss, assigns tokens badly to experts"),
+    "data": Cause("burst of bad data", CauseKind.DATA, "some batches differ from all others"),
+    "nothing": Cause("nothing wrong", CauseKind.NONE, "the run learns like runs without a fault"),
 }

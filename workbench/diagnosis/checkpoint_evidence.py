@@ -1,4 +1,4 @@
-"""Read evidence from checkpoints: the size of each block's weights, and whether they fit the configuration."""
+"""Evidence from checkpoints: the norm of each block's weights, and whether they fit the configuration."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from workbench.models.subject import Subject
 
 _WEIGHTS = "model.safetensors"
-#: ``blocks.3.mlp.up.weight``: the name of the stack, the number of the block, the rest.
+#: Name of a tensor such as ``blocks.3.mlp.up.weight``: name of the stack, number of the block, name within the block.
 _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.(.+)$")
 
 
 @dataclass(frozen=True)
 class WeightMeasurement:
-    """Sizes of the blocks' weights at one checkpoint.
+    """Norms of the blocks' weights at one checkpoint.
 
     Attributes:
-        norm: Root of the summed squares of each block's matrices, shape (block,).
-        step: Step of the checkpoint; 0 where it is not recorded.
+        norm: Frobenius norm of all matrices of each block, shape (block,).
+        step: Step of the checkpoint; 0 if it is not recorded.
         place: Folder of the checkpoint.
     """
 
@@ -44,13 +44,13 @@ class WeightMeasurement:
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """Find the checkpoints in a folder, by rising step.
+    """Return the checkpoints in a folder by step, in increasing order.
 
-    Those of `workbench.train` (``step-00000500``), of Hugging Face's Trainer (``checkpoint-500``), or one folder with
-    weights.
+    Recognized are those of `workbench.train` (``step-00000500``) and of Hugging Face's Trainer (``checkpoint-500``),
+    and a folder with one weights file.
 
     Raises:
-        CheckpointError: If there is none.
+        CheckpointError: If the folder holds no checkpoint.
     """
     folder = Path(folder)
     found = list_checkpoints(folder)
@@ -62,35 +62,45 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
             found = {_step_of(folder): folder}
     if not found:
         raise CheckpointError(
-            f"{folder} holds no checkpoint; pass a folder of step-*, checkpoint-* or one with {_WEIGHTS}."
+            f"{folder} holds no checkpoint; pass a folder with step-*, checkpoint-* or {_WEIGHTS}.",
+            name="checkpoints",
+            value=folder,
+            expected=f"a folder with step-*, checkpoint-* or {_WEIGHTS}",
         )
     return dict(sorted(found.items()))
 
 
 def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> dict[int, Path]:
-    """Find the checkpoints of a run, by rising step: in a folder, or next to its store; empty if there are none.
+    """Return the checkpoints of a run by step, in increasing order; empty if there are none.
+
+    Args:
+        run: Path of the run, next to which the checkpoints are searched, or a tree.
+        folder: Folder of the checkpoints; None to search next to the run.
 
     Raises:
-        CheckpointError: If a folder was given and holds none.
+        CheckpointError: If a folder was given and holds no checkpoint.
     """
     if folder is not None:
         return find_checkpoints(folder)
     if isinstance(run, str | os.PathLike):
-        beside = Path(run).with_suffix(".checkpoints")
-        if beside.is_dir() and any(beside.glob("step-*")):
-            return find_checkpoints(beside)
+        default = Path(run).with_suffix(".checkpoints")
+        if default.is_dir() and any(default.glob("step-*")):
+            return find_checkpoints(default)
     return {}
 
 
 def measure_weights(
     place: Path, *, step: int = 0, model: Subject | nn.Module | None = None
 ) -> WeightMeasurement | None:
-    """Sizes of the blocks' matrices in a checkpoint; None: its names have no numbered blocks.
+    """Measure the norms of the blocks' matrices in a checkpoint.
 
     Args:
         place: Folder of the checkpoint.
         step: Step of the checkpoint.
-        model: The model it belongs to; None: the one that its own config.json describes.
+        model: The model of the checkpoint; None for the model that its config.json describes.
+
+    Returns:
+        The norms; None if the names of the tensors contain no numbered blocks.
 
     Raises:
         CheckpointError: If the weights do not fit the model or configuration, or cannot be read.
@@ -109,9 +119,7 @@ def measure_weights(
                 if tensor.ndim > 1:
                     squares[match[1]][int(match[2])] += float(tensor.double().square().sum())
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The weights in {place} cannot be read ({error}); write the checkpoint again."
-        ) from error
+        raise _unreadable(place, error) from error
     stack = max(squares.values(), key=len, default={})
     if len(stack) < 2:
         return None
@@ -119,20 +127,26 @@ def measure_weights(
 
 
 def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None:
-    """Refuse a checkpoint whose weights are not those of its model.
+    """Raise an error if the weights of a checkpoint do not fit its model.
 
     Args:
         place: Folder of the checkpoint.
-        model: The model it should fit; None: the one that its config.json describes. With neither, nothing is refused.
+        model: The model of the checkpoint; None for the model that its config.json describes. Without either, any
+            checkpoint is accepted.
 
     Raises:
-        CheckpointError: If a weight does not fit; the message names the first one and both shapes.
+        CheckpointError: If a weight does not fit; the message names the first such weight and both shapes.
     """
     from safetensors import SafetensorError, safe_open
 
     file = place / _WEIGHTS
     if not file.exists():
-        raise CheckpointError(f"{place} has no {_WEIGHTS}; pass the folder of a complete checkpoint.")
+        raise CheckpointError(
+            f"{place} has no {_WEIGHTS}; pass the folder of a complete checkpoint.",
+            name="checkpoints",
+            value=place,
+            expected=f"a folder with {_WEIGHTS}",
+        )
     expected = _shapes_of(model) if model is not None else _shapes_of_config(place)
     if expected is None:
         return
@@ -140,31 +154,41 @@ def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None
         with safe_open(file, framework="pt") as weights:
             found = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"The weights in {place} cannot be read ({error}); write the checkpoint again."
-        ) from error
+        raise _unreadable(place, error) from error
     whose = "the model" if model is not None else "its config.json"
+    remedy = "pass the checkpoint of this model" if model is not None else "pass a checkpoint with its own config.json"
     for name, shape in expected.items():
         if name in found and found[name] != shape:
             raise CheckpointError(
-                f"{name} in {place} has the shape {_words(found[name])}, but {whose} says {_words(shape)}; pass the "
-                f"checkpoint that "
-                "belongs to this configuration."
+                f"{name} in {place} has shape {_words(found[name])}, but {whose} requires {_words(shape)}; {remedy}.",
+                name=name,
+                value=found[name],
+                expected=f"of shape {shape}",
             )
     # Tied weights are stored once, so a few names may be missing; a missing block means another model.
     if extra := [name for name in found if name not in expected]:
         raise CheckpointError(
-            f"{place} holds {extra[0]} of shape {_words(found[extra[0]])}, but {whose} has no such weight; pass the "
-            f"checkpoint that "
-            "belongs to this configuration."
+            f"{place} holds {extra[0]} of shape {_words(found[extra[0]])}, but {whose} has no such weight; {remedy}.",
+            name=extra[0],
+            value=found[extra[0]],
+            expected=f"a weight of {whose}",
         )
     sizes = {shape: name for name, shape in found.items()}
     if missing := [name for name, shape in expected.items() if name not in found and shape not in sizes]:
         raise CheckpointError(
-            f"{place} lacks {missing[0]} of shape {_words(expected[missing[0]])}, which {whose} says it has; pass "
-            f"the checkpoint that "
-            "belongs to this configuration."
+            f"{place} lacks {missing[0]} of shape {_words(expected[missing[0]])}, which {whose} requires; {remedy}.",
+            name=missing[0],
+            expected=f"of shape {expected[missing[0]]}",
         )
+
+
+def _unreadable(place: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"The weights in {place} cannot be read ({error}); write the checkpoint again.",
+        name=_WEIGHTS,
+        value=str(error),
+        expected="a readable safetensors file",
+    )
 
 
 def _shapes_of(model: Subject | nn.Module) -> dict[str, tuple[int, ...]]:
@@ -172,7 +196,7 @@ def _shapes_of(model: Subject | nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_of_config(place: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes that the checkpoint's own configuration requires; None if the workbench cannot build such a model."""
+    """Return the shapes that the checkpoint's configuration requires; None if no such model can be built."""
     import torch
 
     from workbench.zoo import ArchitectureConfig, build

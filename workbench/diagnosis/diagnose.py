@@ -1,4 +1,4 @@
-"""Rank the causes of a failed run, with the evidence for and against each, and propose the experiment that decides."""
+"""Rank the causes of a failed run by the evidence for and against each, and propose deciding experiments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from workbench.models.subject import Subject
 
-#: Symptoms that say which block it is, the most direct first.
+#: Symptoms that indicate the block at fault, the most direct first.
 _OF_A_BLOCK = (
     "block_blows_up",
     "odd_weights",
@@ -40,7 +40,7 @@ _OF_A_BLOCK = (
     "odd_gradients",
     "odd_updates",
 )
-#: Evidence of less than this many nats is not shown.
+#: Evidence of less than this many nats is omitted.
 _LEAST_EVIDENCE = 0.02
 
 
@@ -53,59 +53,66 @@ def diagnose(
     rules: Rules | None = None,
     uses: Collection[str] = tuple(SymptomKind),
 ) -> xr.DataTree:
-    """Rank the causes of a failed run, with the evidence for and against each, and propose deciding experiments.
+    """Rank the causes of a failed run by the evidence for and against each, and propose deciding experiments.
 
-    Everything is read from the run's own record: no healthy run is compared, and faults that a study has injected are
-    not read. The rules were fitted to recorded runs of small models, healthy ones and ones with one or two planted
-    faults. The answer is a set, of one cause or several: of the recorded runs of each cause that its limits were set
-    on, 90 % had it in their set, judged by rules without their family. The probabilities say nothing about causes that
-    were not planted.
+    All evidence is read from the record of the run itself. No healthy run is needed for comparison, and faults that a
+    study has injected are not read. The ranking rules were fitted to recorded runs of small models, both healthy ones
+    and ones with one or two injected faults.
+
+    The answer is a set of one or several causes. It is conformal by class: of the recorded runs of each cause that its
+    limits were set on, 90 % had the cause in their set, under rules fitted without their family. The probabilities say
+    nothing about causes that were not injected in the recorded runs.
 
     Args:
-        run: Path of a store, or of a CSV or TensorBoard log; a tree from `workbench.open_run`, or a thinner record from
+        run: Path of a store, or of a CSV or TensorBoard log; a tree from `workbench.open_run`, or a dataset from
             `workbench.read_log`.
-        model: The run's model, to check that the checkpoints fit it.
-        task: The task it was trained on; only recorded, as `run_experiment` needs it.
-        checkpoints: Folder of the checkpoints; None: next to the store, ``run.zarr`` -> ``run.checkpoints``, if there
-            are any.
-        rules: Rules of the ranking; None: the shipped ones.
-        uses: Kinds of symptoms to read: ``"mechanism"``, ``"log"`` (rate and batch size as every step records them),
-            ``"configuration"``.
+        model: The model of the run, to check that the checkpoints fit it.
+        task: The task of the run; it is only recorded, because `workbench.run_experiment` needs it.
+        checkpoints: Folder of the checkpoints; None for the folder next to the store, ``run.zarr`` ->
+            ``run.checkpoints``, if it exists.
+        rules: Rules of the ranking; None for the shipped ones.
+        uses: Kinds of symptoms to read: ``"mechanism"``, ``"log"`` (learning rate and batch size as recorded at every
+            step), ``"configuration"``.
 
     Returns:
-        A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the likeliest cause), ``failure_kind``,
-        ``failure_step``, ``shows_failure`` (0: the loss neither diverged nor rose), ``view`` (what the record holds:
-        "store", "recorder", "mechanism", "log", "curves" or "other"), ``coverage`` (where it is known for that view),
+        A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the most likely cause), ``failure_kind``,
+        ``failure_step``, ``shows_failure`` (0 if the loss neither diverged nor rose), ``view`` (what the record holds:
+        "store", "recorder", "mechanism", "log", "curves" or "other"), ``coverage`` (if it is known for that view),
         ``summary``, and the children
 
-        - ``causes`` (``cause``, by falling probability; "nothing": no fault): ``title``, ``kind``, ``probability``
-          (adds up to 1), ``is_possible`` (whether it is in the set), ``mechanism_probability`` (from what the run did
-          alone: measured quantities, some of them relative to rate or eps), ``layer`` (the block at fault; -1: none in
-          particular);
-        - ``evidence`` (``evidence``, by cause and falling weight): ``cause``, ``symptom``, ``weight`` (what it adds to
-          the log-odds of the cause; below 0 it speaks against), ``value``, ``units``, ``reference``, ``step``,
-          ``layer``, ``sentence``, and where the number stands in the run (``path``, ``variable``, ``selection``, JSON;
-          empty: configuration, checkpoint or several other symptoms);
-        - ``experiments`` (``experiment``, the most information for its cost first): see
-          `workbench.diagnosis.experiments`.
+        - ``causes`` (dim ``cause``, by decreasing probability; "nothing" means no fault): ``title``, ``kind``,
+          ``probability`` (adds up to 1), ``is_possible`` (whether the cause is in the set), ``mechanism_probability``
+          (from measured quantities alone, some of them relative to learning rate or eps), ``layer`` (the block at
+          fault; -1 for no specific block);
+        - ``evidence`` (dim ``evidence``, by cause and decreasing weight): ``cause``, ``symptom``, ``weight``
+          (contribution to the log-odds of the cause; below 0 it is evidence against the cause), ``value``, ``units``,
+          ``reference``, ``step``, ``layer``, ``sentence``, and the place of the number in the run (``path``,
+          ``variable``, ``selection`` as JSON; empty if it comes from configuration, checkpoint or several symptoms);
+        - ``experiments`` (dim ``experiment``, in order of information per cost): ``cause``, ``title``, ``change``,
+          ``n_steps``, ``from_step``, the expected outcomes, ``cost`` and ``information``.
 
     Raises:
         StoreError: If there is no run at the path.
         SchemaError: If it has no monitors with a loss, or too few steps.
         CheckpointError: If a checkpoint does not fit the model or its own configuration.
-        OptionError: If ``uses`` names something else.
+        OptionError: If ``uses`` names an unknown kind.
 
     Example:
         >>> import workbench as wb
         >>> tree = wb.diagnose(wb.samples.failed_run("hyperparameter"))
         >>> tree["causes"]["cause"].values[0].item(), tree["causes"]["kind"].values[0].item()
         ('schedule', 'hyperparameter')
-        >>> tree["causes"]["is_possible"].values.sum()  # causes in the set
-        np.int64(1)
+        >>> int(tree["causes"]["is_possible"].sum())  # number of causes in the set
+        1
+
+    See Also:
+        `workbench.run_experiment`: Runs one of the proposed experiments.
+        `workbench.report`: Writes a diagnosis as a report.
+        `workbench.samples.failed_run`: Shipped failed runs to diagnose.
     """
     for kind in uses:
         if kind not in list(SymptomKind):
-            raise OptionError(f"'{kind}' is no kind of symptom, expected some of {', '.join(SymptomKind)}.")
+            raise OptionError.of("uses", kind, tuple(each.value for each in SymptomKind))
     places = checkpoints_of(run, checkpoints)
     weights = None
     if places:
@@ -123,7 +130,7 @@ def diagnose(
 
 
 def block_at_fault(symptoms: Mapping[str, Symptom]) -> int:
-    """The block that the symptoms point to; -1: none in particular."""
+    """Return the block that the symptoms point to; -1 for no specific block."""
     votes: dict[int, float] = {}
     for place, name in enumerate(_OF_A_BLOCK):
         symptom = symptoms.get(name)
@@ -158,7 +165,7 @@ def _tree(
     described = task.describe() if hasattr(task, "describe") else {}
     answer = answer_of(what_happened, probability, layers, possible)
     tree.attrs = {
-        "summary": answer["summary"],  # first, where a cell shows the tree
+        "summary": answer["summary"],  # shown first when a notebook cell displays the tree
         "schema_version": SCHEMA_VERSION,
         "kind": "diagnosis",
         "subject": _subject(record),
@@ -180,7 +187,7 @@ def _tree(
 
 
 def _subject(record: Record) -> str:
-    """The run's own name of its model, or a description for a model of the zoo, whose class name would say little."""
+    """Return the name of the model in the run, or a description for a model of the zoo that has only its class name."""
     config = record.setting("model", "config", default={})
     if record.subject != record.setting("model", "name") or "family" not in config:
         return record.subject
@@ -194,28 +201,28 @@ def _subject(record: Record) -> str:
 def answer_of(
     what_happened: str, probability: Mapping[str, float], layers: Mapping[str, int], possible: Collection[str]
 ) -> dict[str, str]:
-    """The attributes of a diagnosis that tell which causes are not excluded.
+    """Return the attributes of a diagnosis that state which causes are not excluded.
 
     Args:
         what_happened: Clause about the run.
-        probability: Probability of each cause, in falling order.
-        layers: Block at fault by cause; -1: none in particular.
+        probability: Probability of each cause, in decreasing order.
+        layers: Block at fault by cause; -1 for no specific block.
         possible: Causes in the set.
     """
-    told = []
+    titles = []
     for cause in possible:
         where = f" in block {layers[cause]}" if layers[cause] >= 0 else ""
-        told.append(f"{CAUSES[cause].title}{where} ({percent(probability[cause])})")
+        titles.append(f"{CAUSES[cause].title}{where} ({percent(probability[cause])})")
     first = next(iter(probability))
     if first == "nothing":
-        answer = f"Most likely nothing is wrong ({percent(probability[first])})"
-        answer += f"; not excluded: {listed(told[1:], 'or')}." if len(told) > 1 else "."
+        answer = f"Most likely nothing is wrong ({percent(probability[first])})."
+        answer += f" Not excluded: {listed(titles[1:])}." if len(titles) > 1 else ""
     else:
-        faults = [words for cause, words in zip(possible, told, strict=True) if cause != "nothing"]
-        one, several = "The cause", "The cause is one of these, or several of them"
-        answer = f"{one if len(faults) == 1 else several}: {listed(faults, 'or')}."
+        faults = [title for cause, title in zip(possible, titles, strict=True) if cause != "nothing"]
+        one, several = "Likely cause", "Possible causes, of which one or several apply"
+        answer = f"{one if len(faults) == 1 else several}: {listed(faults)}."
         if "nothing" in possible:
-            answer += f" That nothing is wrong is not excluded ({percent(probability['nothing'])})."
+            answer += f" It is not excluded that nothing is wrong ({percent(probability['nothing'])})."
     by_kind = {
         kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in CauseKind
     }
@@ -232,20 +239,20 @@ def causes_table(
     possible: Collection[str],
     mechanism: Mapping[str, float],
 ) -> xr.Dataset:
-    """The causes by falling probability, dim ``cause``."""
+    """Return the causes by decreasing probability, dim ``cause``."""
     import xarray as xr
 
     names = list(probability)
     columns: dict[str, tuple[list[Any], str, str, str]] = {
-        "title": ([CAUSES[name].title for name in names], "cause", "", "what may have made it fail"),
+        "title": ([CAUSES[name].title for name in names], "cause", "", "possible cause of the failure"),
         "kind": ([CAUSES[name].kind for name in names], "kind", "", "kind of the cause"),
         "probability": ([probability[name] for name in names], "probability", "1", "among these causes; adds up to 1"),
-        "is_possible": ([name in possible for name in names], "in the set", "", "not excluded, at the stated coverage"),
+        "is_possible": ([name in possible for name in names], "in the set", "", "not excluded at the stated coverage"),
         "mechanism_probability": (
-            [mechanism[name] for name in names], "probability by mechanism", "1", "from what the run did alone: "
-            "measured quantities, some of them relative to rate or eps",
+            [mechanism[name] for name in names], "probability by mechanism", "1",
+            "from measured quantities alone, some of them relative to learning rate or eps",
         ),
-        "layer": ([layers[name] for name in names], "block", "1", "block at fault; -1: none in particular"),
+        "layer": ([layers[name] for name in names], "block", "1", "block at fault; -1 for no specific block"),
     }  # fmt: skip
     return xr.Dataset(
         {name: ("cause", np.array(values), _about(*about)) for name, (values, *about) in columns.items()},
@@ -254,7 +261,7 @@ def causes_table(
 
 
 def _evidence(symptoms: Mapping[str, Symptom], rules: Rules, probability: Mapping[str, float]) -> xr.Dataset:
-    """What each symptom adds to the log-odds of each cause, largest first within a cause."""
+    """Return the contribution of each symptom to the log-odds of each cause, largest first within a cause."""
     import xarray as xr
 
     given = rules.evidence({name: symptom.strength for name, symptom in symptoms.items()})
@@ -273,61 +280,67 @@ def _evidence(symptoms: Mapping[str, Symptom], rules: Rules, probability: Mappin
     seen = [symptom for _, symptom, _ in rows]
     return xr.Dataset(
         {
-            "cause": column([cause for cause, _, _ in rows], "cause", "", "that it speaks for or against"),
+            "cause": column([cause for cause, _, _ in rows], "cause", "", "cause that the evidence is for or against"),
             "symptom": column([symptom.name for symptom in seen], "symptom", "", "name of the symptom"),
             "weight": column(
                 [weight for *_, weight in rows],
                 "weight",
                 "1",
-                "added to the log-odds of the cause; above 0 for it, below against it",
+                "contribution to the log-odds of the cause; above 0 for it, below 0 against it",
             ),
-            "quantity": column([symptom.variable or symptom.name for symptom in seen], "quantity", "", "what was read"),
-            "value": column([float(symptom.value) for symptom in seen], "value", "see units", "what was measured"),
-            "units": column([symptom.units for symptom in seen], "units", "", "of value and reference"),
+            "quantity": column(
+                [symptom.variable or symptom.name for symptom in seen], "quantity", "", "the measured quantity"
+            ),
+            "value": column([float(symptom.value) for symptom in seen], "value", "see units", "the measured value"),
+            "units": column([symptom.units for symptom in seen], "units", "", "units of value and reference"),
             "reference": column(
                 [float(symptom.reference) for symptom in seen],
                 "reference",
                 "see units",
-                "what runs usually have; NaN: nothing in particular",
+                "the usual value; NaN if there is none",
             ),
-            "strength": column(
-                [symptom.strength for symptom in seen], "strength", "1", "0 nothing unusual, 1 striking"
-            ),
+            "strength": column([symptom.strength for symptom in seen], "strength", "1", "0: not unusual, 1: striking"),
             "kind": column([symptom.kind for symptom in seen], "kind", "", "mechanism, log or configuration"),
-            "step": column([int(symptom.step) for symptom in seen], "step", "1", "of the run; -1: none in particular"),
-            "layer": column([int(symptom.layer) for symptom in seen], "block", "1", "-1: none in particular"),
-            "sentence": column([symptom.sentence for symptom in seen], "sentence", "", "for people"),
+            "step": column(
+                [int(symptom.step) for symptom in seen], "step", "1", "step of the run; -1 for no specific step"
+            ),
+            "layer": column([int(symptom.layer) for symptom in seen], "block", "1", "-1 for no specific block"),
+            "sentence": column([symptom.sentence for symptom in seen], "sentence", "", "the symptom in words"),
             "path": column(
                 [symptom.path for symptom in seen],
                 "path",
                 "",
-                "part of the run that holds the number; empty: none does",
+                "part of the run that holds the number; empty if there is none",
             ),
-            "variable": column([symptom.variable for symptom in seen], "variable", "", "in that part"),
+            "variable": column([symptom.variable for symptom in seen], "variable", "", "variable in that part"),
             "selection": column(
-                [json.dumps(symptom.position) for symptom in seen], "selection", "", "JSON: dimension -> value"
+                [json.dumps(symptom.position) for symptom in seen], "selection", "", "JSON of dimension -> value"
             ),
         }
     )
 
 
 def experiments_table(experiments: list[Experiment]) -> xr.Dataset:
-    """The proposed experiments as a dataset, dim ``experiment``, in their order."""
+    """Return the proposed experiments as a dataset in their order, dim ``experiment``."""
     import xarray as xr
 
     columns: dict[str, tuple[list[Any], str, str]] = {
-        "cause": ([e.cause for e in experiments], "", "that it would decide about"),
-        "title": ([e.title for e in experiments], "", "what is changed, in words"),
-        "change": ([json.dumps(dict(e.change)) for e in experiments], "", "JSON: the one change"),
-        "n_steps": ([e.n_steps for e in experiments], "step", "to replay, of each of the two runs"),
-        "from_step": ([e.from_step for e in experiments], "1", "updates made before it; 0: from fresh weights"),
-        "expected_if_right": ([e.if_right for e in experiments], "", "what is seen if it is this cause"),
-        "expected_if_wrong": ([e.if_wrong for e in experiments], "", "what is seen if it is another one"),
-        "cost": ([e.cost for e in experiments], "1", "relative to the steps of the run"),
+        "cause": ([e.cause for e in experiments], "", "cause that the experiment decides about"),
+        "title": ([e.title for e in experiments], "", "the change in words"),
+        "change": ([json.dumps(dict(e.change)) for e in experiments], "", "the change as JSON"),
+        "n_steps": ([e.n_steps for e in experiments], "step", "steps to replay in each of the two replays"),
+        "from_step": (
+            [e.from_step for e in experiments],
+            "1",
+            "updates before the replay; 0: from the initial parameters",
+        ),
+        "expected_if_right": ([e.if_right for e in experiments], "", "expected outcome if it is this cause"),
+        "expected_if_wrong": ([e.if_wrong for e in experiments], "", "expected outcome if it is another cause"),
+        "cost": ([e.cost for e in experiments], "1", "steps of both replays over the steps of the run"),
         "information": (
             [e.information for e in experiments],
             "bit",
-            "what its answer tells, from the cause's probability",
+            "mutual information of the outcome and the cause",
         ),
     }
     variables = {

@@ -1,4 +1,4 @@
-"""Run an experiment: replay a part of the run from a checkpoint, unchanged and with one change, on copies."""
+"""Run an experiment: replay a part of a run from a checkpoint, unchanged and with one change, on copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 from workbench.callbacks.faults import Fault
 from workbench.callbacks.train import train
 from workbench.diagnosis.checkpoint_evidence import check_fits, checkpoints_of
-from workbench.diagnosis.experiment_changes import ACT_ON, Course, ShiftedTask, change_model, shifted
+from workbench.diagnosis.experiment_changes import ACT_ON, ReplaySchedule, ShiftedTask, change_model, shifted
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import running_median
 from workbench.diagnosis.ranking import Rules
@@ -37,14 +37,16 @@ if TYPE_CHECKING:
 
     from workbench.models.subject import Subject
 
-#: Share of the recorded rise that counts as a recurrence of the failure.
-_AGAIN = 0.4
+#: A rise by this fraction of the recorded rise counts as a recurrence of the failure.
+_RECURRENCE = 0.4
+#: Window of the running median of the loss, in steps.
 _WINDOW = 7
-#: A loss has risen if it rises by more than this multiple of its scatter.
+#: A loss has risen if it rises by more than this multiple of its noise.
 _NOISES = 10.0
-#: And by at least this share of itself, as a run that diverges at once has no scatter to compare with.
-_SHARE = 0.5
-#: The first loss of a replay from step 0 may differ from the recorded one by this share.
+#: It must also rise by at least this fraction of its lowest value, because the noise of a run that diverges immediately
+#: is unknown.
+_LEAST_RISE = 0.5
+#: Relative tolerance between the first loss of a replay from step 0 and the recorded one.
 _FIRST_LOSS = 0.2
 
 
@@ -67,45 +69,47 @@ def run_experiment(
     rules: Rules | None = None,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.DataTree:
-    """Replay a part of a failed run twice, unchanged and with one change, and weigh the causes by the outcome.
+    """Replay a part of a failed run twice, unchanged and with one change, and update the causes by the outcome.
 
-    Everything happens on copies: neither the model nor the run or its checkpoints are touched. The same arguments give
+    The replays run on copies; neither the model nor the run or its checkpoints are changed. The same arguments yield
     the same numbers.
 
     Args:
-        tree: From `workbench.diagnose`.
-        experiment: Name of a cause, or place among ``tree["experiments"]``, 0 for the first.
-        model: Model of the run. Where the replay begins at step 0, it needs the parameters that training began with:
-            they are compared with the run's checkpoint of step 0 or, without one, by the loss of the first batch.
-        task: The task of the run: batch n of its stream is the batch of step n.
-        run: The run; None: the store that the diagnosis was made from.
-        checkpoints: Folder of the checkpoints; None: next to the store. An experiment from step 0 needs none.
-        n_steps: Steps to replay; None: as proposed.
-        faults: Faults of the run, if it had any (`workbench.faults`): they act in both replays as they did, except
-            those that act on the setting that the experiment changes.
-        optimizer: Optimizer of the run, as `TrainingPlan` takes it; needed if it was a custom one. Here and below, None
-            means: as recorded.
+        tree: Tree from `workbench.diagnose`.
+        experiment: Name of a cause, or position in ``tree["experiments"]``, 0 for the first.
+        model: Model of the run. If the replay begins at step 0, it must have the initial parameters of the run; they
+            are compared with the run's checkpoint of step 0 or, without one, by the loss of the first batch.
+        task: The task of the run; batch n of its stream is the batch of step n.
+        run: The run; None for the store that the diagnosis was made from.
+        checkpoints: Folder of the checkpoints; None for the folder next to the store. An experiment from step 0 needs
+            no checkpoint.
+        n_steps: Steps to replay; None for the proposed number.
+        faults: Faults that were injected into the run (`workbench.faults`), if any. They act in both replays as they
+            did in the run, except those that act on the setting that the experiment changes.
+        optimizer: Optimizer of the run, as in `workbench.TrainingPlan`; required if it was a custom one. Here and
+            below, None uses the recorded value.
         optimizer_options: Further arguments of the optimizer.
-        learning_rate: Peak rate of the run.
+        learning_rate: Peak learning rate of the run.
         clip_norm: Largest norm of all gradients together.
         precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        seed: Seed of dropout and the like.
-        rules: Rules of the diagnosis; None: the shipped ones.
-        progress: Show how far it is; or a function that gets each text, whose exceptions end it.
+        seed: Seed of dropout and other randomness in the training.
+        rules: Rules of the diagnosis; None for the shipped ones.
+        progress: Whether to show the progress, or a function that receives each progress message; an exception that
+            this function raises ends the experiment.
 
     Returns:
-        The tree with the experiment's row filled in: ``outcome`` (a sentence), ``is_done``, ``supports``, ``value`` and
-        ``twin_value`` (mean loss over the last fifth of the changed and the unchanged replay, in nats; NaN: it
-        diverged). If the failure recurred in the unchanged replay, the probabilities of the causes, their set and
-        order, and the information of the other experiments follow from the outcome by Bayes' rule, with what replays
-        of recorded runs answered; the same experiment done again changes nothing. The set is then that of recorded
-        runs after one replay, without a stated coverage.
+        The tree with the row of the experiment filled in: ``outcome`` (a sentence), ``is_done``, ``supports``,
+        ``value`` and ``twin_value`` (mean loss over the last fifth of the changed and of the unchanged replay, in nat;
+        NaN if it diverged). If the failure recurred in the unchanged replay, the probabilities of the causes, their set
+        and order, and the information of the other experiments are updated by Bayes' rule, with the frequencies of
+        outcomes in replays of recorded runs. Repeating the same experiment changes nothing. The set is then that of
+        recorded runs after one replay, and its coverage is not stated.
 
     Raises:
         OptionError: If there is no such experiment, the rules are not those of the diagnosis, a setting is impossible,
             or a replay from step 0 begins with another loss than the run.
-        CheckpointError: If the checkpoint is missing or does not fit the model, or the model's parameters are not those
-            of step 0 where the replay begins there.
+        CheckpointError: If the checkpoint is missing or does not fit the model, or if the replay begins at step 0 and
+            the model does not have the parameters of that step.
         StoreError: If the run cannot be read.
 
     Example:
@@ -114,26 +118,40 @@ def run_experiment(
         >>> model = wb.open_checkpoint(path.with_suffix(".checkpoints") / "step-00000000").model
         >>> task = wb.tasks.associative_recall(length=5, vocab_size=10, n_pairs=2, seed=31)
         >>> tree = wb.run_experiment(wb.diagnose(path), model=model, task=task, n_steps=5)
-        >>> tree["experiments"]["is_done"].values.any()
-        np.True_
+        >>> int(tree["experiments"]["is_done"].sum())
+        1
+
+    See Also:
+        `workbench.diagnose`: Ranks the causes and proposes the experiments.
+        `workbench.train`: Trains the replays.
     """
     import xarray as xr
 
     table = tree["experiments"].to_dataset()
     at = _place(table, experiment)
     rules = Rules.shipped() if rules is None else rules
-    has_set = "is_possible" in tree["causes"]  # trees of older versions have none, and are not weighed
+    has_set = "is_possible" in tree["causes"]  # trees of older versions have no set, and are not updated
     if has_set and set(tree["causes"].to_dataset()["cause"].values.tolist()) != set(rules.causes):
-        raise OptionError("The diagnosis was made by other rules than these; pass rules= with those of the diagnosis.")
+        raise OptionError(
+            "The diagnosis was made with other rules than these; pass rules= with the rules of the diagnosis.",
+            name="rules",
+            value=rules.causes,
+            expected="the rules of the diagnosis",
+        )
     row = table.isel(experiment=at)
     change = json.loads(str(row["change"].values))
     from_step = int(row["from_step"].values)
     n_steps = int(row["n_steps"].values) if n_steps is None else n_steps
     if n_steps < 1:
-        raise OptionError(f"n_steps is {n_steps}, expected at least 1.")
+        raise OptionError.of("n_steps", n_steps, "at least 1")
     source = tree.attrs.get("run") if run is None else run
     if source is None or (isinstance(source, str) and not source):
-        raise OptionError("The diagnosis was not made from a store; pass run= with what it was made from.")
+        raise OptionError(
+            "The diagnosis was not made from a store; pass run= with the run it was made from.",
+            name="run",
+            value=source,
+            expected="the run of the diagnosis",
+        )
     given = {
         "optimizer": optimizer,
         "optimizer_options": optimizer_options,
@@ -148,15 +166,15 @@ def run_experiment(
     )
     kind, step, title = tree.attrs["failure_kind"], int(tree.attrs["failure_step"]), str(row["title"].values)
     with Progress(progress, "replayed", total=2 * n_steps, unit="step") as bar:
-        bar.say("unchanged")
+        bar.describe("unchanged")
         control = replay.losses({}, bar.update)
         replay.check_begins_as_recorded(control)
-        bar.say("changed")
+        bar.describe("changed")
         answer = replay.answer(FailureKind(kind), step, control, change, title, bar.update)
     was_done = "is_done" in table and bool(table["is_done"].values[at])
     done = tree.copy()
     done["experiments"] = xr.DataTree(_with_answer(table, at, answer))
-    if answer.is_decided and not was_done and has_set:  # the same replay again tells nothing new
+    if answer.is_decided and not was_done and has_set:  # repeating a replay adds no information
         weigh(done, str(row["cause"].values), supports=answer.supports, rules=rules)
     return done
 
@@ -166,10 +184,10 @@ class Answer:
     """The outcome of one replay with a change.
 
     Attributes:
-        outcome: As a sentence.
+        outcome: The outcome as a sentence.
         is_decided: Whether the failure recurred in the unchanged replay.
-        supports: Whether the outcome speaks for the cause.
-        value, control_value: Mean loss over the last fifth of the changed and the unchanged replay; NaN: it diverged.
+        supports: Whether the outcome supports the cause.
+        value, control_value: Mean loss over the last fifth of the changed and the unchanged replay; NaN if it diverged.
     """
 
     outcome: str
@@ -180,17 +198,14 @@ class Answer:
 
 
 def _with_answer(table: xr.Dataset, at: int, answer: Answer) -> xr.Dataset:
-    """The experiments with the outcome of one."""
+    """Return the experiments with the outcome of one of them."""
+    level = "mean loss over the last fifth of the {} replay; NaN if it was not run or diverged"
     about = {
-        "outcome": ("", "", "the outcome; empty: it was not run"),
-        "is_done": (False, "", "whether it was run"),
-        "supports": (False, "", "whether it speaks for the cause"),
-        "value": (math.nan, "nat", "mean loss over the last fifth of the changed replay; NaN: not run, or diverged"),
-        "twin_value": (
-            math.nan,
-            "nat",
-            "mean loss over the last fifth of the unchanged replay; NaN: not run, or diverged",
-        ),
+        "outcome": ("", "", "the outcome; empty if the experiment was not run"),
+        "is_done": (False, "", "whether the experiment was run"),
+        "supports": (False, "", "whether the outcome supports the cause"),
+        "value": (math.nan, "nat", level.format("changed")),
+        "twin_value": (math.nan, "nat", level.format("unchanged")),
     }
     new = dict(zip(about, (answer.outcome, True, answer.supports, answer.value, answer.control_value), strict=True))
     columns = {}
@@ -209,15 +224,15 @@ def _place(table: xr.Dataset, experiment: str | int) -> int:
     causes = [str(cause) for cause in table["cause"].values] if "cause" in table else []
     if isinstance(experiment, str):
         if experiment not in causes:
-            raise OptionError(f"No experiment is about '{experiment}'; there are {', '.join(causes) or 'none'}.")
+            raise OptionError.of("experiment", experiment, tuple(causes) or "left out, as no experiment is proposed")
         return causes.index(experiment)
     if not 0 <= experiment < len(causes):
-        raise OptionError(f"experiment is {experiment}, expected 0 to {len(causes) - 1} or the name of a cause.")
+        raise OptionError.of("experiment", experiment, f"0 to {len(causes) - 1} or the name of a cause")
     return experiment
 
 
 class Replay:
-    """The settings and data that both replays share."""
+    """Settings and data that both replays share."""
 
     def __init__(
         self,
@@ -238,20 +253,23 @@ class Replay:
         if from_step and self.place is None:
             known = ", ".join(map(str, found))
             raise CheckpointError(
-                f"The replay begins at the checkpoint of step {from_step}, "
-                + (f"but there are those of {known} only" if found else "and there is none beside the run")
-                + "; pass checkpoints= with its folder."
+                f"The replay begins at the checkpoint of step {from_step}, but there are "
+                + (f"only checkpoints of steps {known}" if found else "no checkpoints next to the run")
+                + "; pass checkpoints= with the folder of that checkpoint.",
+                name="checkpoints",
+                value=tuple(found),
+                expected=f"a folder with the checkpoint of step {from_step}",
             )
         if from_step in found:
             check_fits(found[from_step], model=model)
         self.has_first = from_step == 0 and 0 in found
         if self.has_first:
             _check_is_first(model, found[0])
-        said = record.setting("training", default={})
+        recorded = record.setting("training", default={})
         settings = {item.name for item in fields(TrainingPlan)}
         self.plan = {
             name: value
-            for name, value in said.items()
+            for name, value in recorded.items()
             if name in settings and name not in ("n_steps", "warmup", "schedule")
         }
         self.plan.pop("stops_at_divergence", None)
@@ -261,7 +279,7 @@ class Replay:
             self.plan["optimizer_options"] = {**options, "betas": tuple(options["betas"])}
 
     def losses(self, change: Mapping[str, Any], on_step: Callable[[], object] = lambda: None) -> np.ndarray:
-        """Loss of each replayed step; NaN from where it diverged."""
+        """Return the loss of each replayed step; NaN from the step at which it diverged."""
         model = copy.deepcopy(self.model)
         setting = str(change.get("setting", ""))
         plan = dict(self.plan)
@@ -279,7 +297,7 @@ class Replay:
             for name in ("clip_norm", "precision", "seed", "loss_limit", "grad_norm_limit")
             if name in plan
         }
-        schedule = Course(self._rates(peak), self.from_step, peak, change)
+        schedule = ReplaySchedule(self._rates(peak), self.from_step, peak, change)
         try:
             records = train(
                 model, task, optimizer=optimizer, schedule=schedule, n_steps=self.n_steps, faults=faults, **keep
@@ -302,45 +320,51 @@ class Replay:
         title: str,
         on_step: Callable[[], object] = lambda: None,
     ) -> Answer:
-        """Replay with a change, beside the losses of the unchanged replay."""
+        """Replay with a change, and compare the losses with those of the unchanged replay."""
         changed = self.losses(change, on_step)
-        has_failed = _judge(kind, self.record, step, control, changed)
+        has_failed = _have_failed(kind, self.record, step, control, changed)
         value, control_value = _level(changed), _level(control)
         outcome, supports = _verdict(kind, title, has_failed, value, control_value, changed, control)
         return Answer(outcome, has_failed[0], supports, value, control_value)
 
     def check_begins_as_recorded(self, control: np.ndarray) -> None:
-        """Refuse other initial parameters than the run's by the loss of the first batch, where no checkpoint exists."""
+        """Raise an error if the first loss differs from that of the run, unless a checkpoint was compared."""
         loss = float(self.record.values("monitors", "loss")[0])
         if self.from_step or self.has_first or self.record.steps[0] != 0 or not np.isfinite([loss, control[0]]).all():
             return
         if abs(control[0] - loss) > _FIRST_LOSS * abs(loss):
             raise OptionError(
-                f"The replay from step 0 begins with a loss of {control[0]:.3g}, the run began with {loss:.3g}; pass "
-                "the model with the parameters that training began with, and the run's own task, precision and faults."
+                f"The replay from step 0 begins with a loss of {control[0]:.3g}, but the run began with {loss:.3g}; "
+                "pass the model with the initial parameters of the run, and the run's own task, precision and faults.",
+                name="model",
+                value=float(control[0]),
+                expected=f"a model whose first loss is about {loss:.3g}",
             )
 
     def _optimizer(self, model: nn.Module, plan: Mapping[str, Any], change: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """The optimizer with the state of the checkpoint, at the peak rate."""
+        """Return the optimizer with the state of the checkpoint, at the peak rate."""
         given = {name: plan[name] for name in ("optimizer", "optimizer_options", "learning_rate") if name in plan}
         optimizer = TrainingPlan(n_steps=1, **given).optimizer_for(model)
         peaks = [float(group["lr"]) for group in optimizer.param_groups]
         if self.place is not None:
             load_weights(model, self.place)
-            if (self.place / "training.pt").exists():  # other checkpoints hold no state of the optimizer
+            if (self.place / "training.pt").exists():  # other checkpoints hold no optimizer state
                 optimizer.load_state_dict(read_checkpoint(self.place).optimizer)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak
             if change.get("setting") == "optimizer_eps":
                 if "eps" not in group:
                     raise OptionError(
-                        f"{type(optimizer).__name__} has no eps to change; run the experiment of another cause."
+                        f"{type(optimizer).__name__} has no eps to change; run the experiment of another cause.",
+                        name="optimizer",
+                        value=type(optimizer).__name__,
+                        expected="an optimizer with eps",
                     )
                 group["eps"] = change["value"]
         return optimizer
 
     def _rates(self, peak: float) -> np.ndarray:
-        """The learning rate of each step of the run, from step 0."""
+        """Return the learning rate of each step of the run, from step 0."""
         rate = self.record.monitor("learning_rate")
         last = int(self.record.steps[-1])
         if rate is None:
@@ -350,36 +374,40 @@ class Replay:
 
 
 def _check_is_first(model: nn.Module, place: Path) -> None:
-    """Refuse a model with other parameters than those of the run's first checkpoint."""
+    """Raise an error if the parameters of the model are not those of the run's first checkpoint."""
     first = copy.deepcopy(model)
     load_weights(first, place)
     for (name, own), right in zip(model.state_dict().items(), first.state_dict().values(), strict=True):
         if not torch.allclose(own, right, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise CheckpointError(
-                f"The replay begins at step 0, but the model's {name} is not that of {place}; pass the model with the "
-                "weights that training began with, such as wb.open_checkpoint() of that folder gives."
+                f"The replay begins at step 0, but the model's {name} differs from that in {place}; pass the model "
+                "with its initial parameters, which wb.open_checkpoint() of that folder returns.",
+                name=name,
+                expected=f"equal to the tensor in {place}",
             )
 
 
-def _judge(kind: FailureKind, record: Record, step: int, control: np.ndarray, changed: np.ndarray) -> tuple[bool, bool]:
-    """Whether the unchanged and the changed replay have failed as the run did."""
+def _have_failed(
+    kind: FailureKind, record: Record, step: int, control: np.ndarray, changed: np.ndarray
+) -> tuple[bool, bool]:
+    """Return whether the unchanged and the changed replay failed as the run did."""
     if kind is FailureKind.STALLED:
         return True, not _is_lower(changed, control)
     loss = record.values("monitors", "loss")
     loss = loss[np.isfinite(loss)]
-    if not len(loss):  # not one finite loss was recorded: any replay that is finite is another outcome
+    if not len(loss):  # no finite loss was recorded, so any finite replay is another outcome
         return not np.isfinite(control).all(), not np.isfinite(changed).all()
-    if kind is FailureKind.DIVERGED:  # a loss diverges within a few steps, which a median would hide
+    if kind is FailureKind.DIVERGED:  # a loss diverges within a few steps, which a running median would hide
         recorded = float(np.max(loss - np.minimum.accumulate(loss)))
-        rise = max(_AGAIN * recorded, _NOISES * _noise(loss), _SHARE * float(np.min(loss)))
+        rise = max(_RECURRENCE * recorded, _NOISES * _noise(loss), _LEAST_RISE * float(np.min(loss)))
         return _has_risen(control, rise), _has_risen(changed, rise)
     smooth = running_median(loss, _WINDOW)
-    rise = _AGAIN * float(np.max(smooth - np.minimum.accumulate(smooth)))
+    rise = _RECURRENCE * float(np.max(smooth - np.minimum.accumulate(smooth)))
     return _has_risen(control, rise, window=_WINDOW), _has_risen(changed, rise, window=_WINDOW)
 
 
 def _has_risen(losses: np.ndarray, rise: float, *, window: int = 1) -> bool:
-    """Whether the loss diverged, or rose by at least ``rise`` above its lowest level so far."""
+    """Return whether the loss diverged, or rose by more than ``rise`` above its lowest level so far."""
     if not np.isfinite(losses).all():
         return True
     smooth = running_median(losses, min(window, len(losses)))
@@ -387,12 +415,12 @@ def _has_risen(losses: np.ndarray, rise: float, *, window: int = 1) -> bool:
 
 
 def _noise(losses: np.ndarray) -> float:
-    """Robust scatter of the loss from step to step."""
+    """Return a robust estimate of the noise of the loss from step to step."""
     return 1.48 * float(np.median(np.abs(np.diff(losses)))) / math.sqrt(2) if len(losses) > 2 else 0.0
 
 
 def _is_lower(changed: np.ndarray, control: np.ndarray) -> bool:
-    """Whether the changed replay ends lower than the unchanged one by more than the noise."""
+    """Return whether the changed replay ends lower than the unchanged one by more than the noise."""
     if not np.isfinite(changed).all():
         return False
     if not np.isfinite(control).all():
@@ -403,7 +431,7 @@ def _is_lower(changed: np.ndarray, control: np.ndarray) -> bool:
 
 
 def _level(losses: np.ndarray) -> float:
-    """Mean loss over the last fifth; NaN if it diverged."""
+    """Return the mean loss over the last fifth; NaN if it diverged."""
     return float(np.mean(losses[-max(1, len(losses) // 5) :]))
 
 
@@ -416,20 +444,17 @@ def _verdict(
     changed: np.ndarray,
     control: np.ndarray,
 ) -> tuple[str, bool]:
-    """The outcome as a sentence, and whether it supports the cause."""
+    """Return the outcome as a sentence, and whether it supports the cause."""
 
-    def how(losses: np.ndarray, level: float) -> str:
+    def ending(losses: np.ndarray, level: float) -> str:
         bad = np.flatnonzero(~np.isfinite(losses))
         return f"diverged after {bad[0]} steps" if len(bad) else f"ended at a loss of {level:.3g}"
 
-    ends = f"with {title} the replay {how(changed, value)}, unchanged it {how(control, control_value)}"
-    again, still = failed
-    if not again:
-        return f"Undecided, as the failure did not recur: {ends}.", False
-    if kind is FailureKind.STALLED:
-        return f"{'For' if not still else 'Against'} this cause: {ends}.", not still
-    return (
-        f"{'For' if not still else 'Against'} this cause, as the failure "
-        f"{'does not recur' if not still else 'recurs'}: {ends}.",
-        not still,
-    )
+    ends = f"with {title}, the replay {ending(changed, value)}; unchanged, it {ending(control, control_value)}"
+    control_failed, changed_failed = failed
+    if not control_failed:
+        return f"Undecided, because the failure did not recur in the unchanged replay: {ends}.", False
+    answer = "This is evidence against the cause" if changed_failed else "This supports the cause"
+    if kind is not FailureKind.STALLED:
+        answer += f", because the failure {'recurs' if changed_failed else 'does not recur'}"
+    return f"{answer}: {ends}.", not changed_failed

@@ -1,4 +1,4 @@
-"""Propose the cheapest deciding experiments: one change for each cause, the step to begin at, the expected outcome."""
+"""Deciding experiments: one change for each cause, the step at which to begin, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.ranking import Rules
 from workbench.schema.statuses import FailureKind
 
-#: Added to the cost of a replay beside its steps, where experiments are put in order.
+#: Fixed cost of a replay, which is added to that of its steps when experiments are ordered.
 FIXED_COST = 0.05
-#: Causes less likely than this are not worth an experiment.
+#: No experiment is proposed for causes with a smaller probability.
 _LEAST_PROBABILITY = 0.01
 #: Steps replayed after the step at which the record shows the failure.
 _MARGIN = 15
-#: Share of a stalled run that is replayed, and the fewest and most steps.
+#: Fraction of a stalled run that is replayed, and the minimum and maximum number of steps.
 _STALLED_SHARE, _FEWEST, _MOST = 0.3, 30, 200
-#: A schedule warms up over this share of the run.
+#: Proposed warm-up, as a fraction of the run.
 _WARM_UP = 0.15
-#: The rate has jumped where it rises by this factor from one step to the next.
+#: The rate jumps if it rises by this factor from one step to the next.
 _JUMP = 1.5
 
 
@@ -34,15 +34,16 @@ class Experiment:
     """A replay of a part of the run with one change, compared with an unchanged replay.
 
     Attributes:
-        cause: The cause that it would decide about.
-        title: Description of the change.
-        change: The same as plain values, for `run_experiment`.
+        cause: The cause that the experiment decides about.
+        title: Description of the change, as a noun phrase.
+        change: The change as plain values, for `workbench.run_experiment`.
         n_steps: Steps to replay.
-        from_step: Step of the checkpoint to begin from; 0: initial parameters.
+        from_step: Step of the checkpoint at which the replay begins; 0 for the initial parameters.
         if_right: Expected outcome if it is this cause.
-        if_wrong: Expected outcome if it is another one.
+        if_wrong: Expected outcome if it is another cause.
         cost: Steps of both replays over the steps of the run.
-        information: Mutual information of the answer and the cause, in bits, by what replays of recorded runs answered.
+        information: Mutual information of the outcome and the cause, in bits, with the frequencies of outcomes in
+            replays of recorded runs.
     """
 
     cause: str
@@ -65,14 +66,14 @@ def propose(
     rules: Rules,
     checkpoints: Mapping[int, Path],
 ) -> list[Experiment]:
-    """Propose deciding experiments, those with the most information for their cost first.
+    """Propose deciding experiments, in order of information per cost.
 
     Args:
         record: Record of the run.
-        failure: Its failure.
+        failure: Failure of the run.
         probability: Probability of each cause.
-        layers: Block at fault by cause; -1: none in particular.
-        rules: What replays of recorded runs answered.
+        layers: Block at fault by cause; -1 for no specific block.
+        rules: Rules with the frequencies of outcomes in replays of recorded runs.
         checkpoints: Checkpoints by step.
     """
     n_all = int(record.steps[-1] - record.steps[0]) + 1
@@ -82,15 +83,15 @@ def propose(
             continue
         title, change, begins_anew = _change(cause, record, failure, layers.get(cause, -1))
         if cause == "optimizer_eps" and _eps(record) <= change["value"]:
-            continue  # it would change nothing
+            continue  # the change would have no effect
         from_step = 0 if begins_anew else max((step for step in checkpoints if step <= failure.step), default=0)
         n_steps = _length(record, failure, from_step, acts_at=int(change.get("at", 0)))
         if failure.is_stalled:
-            if_right = "the loss goes on falling while the unchanged replay's does not, or falls slower"
+            if_right = "the loss of the changed replay decreases faster than that of the unchanged replay"
             if_wrong = "both replays end at about the same loss"
         else:
-            if_right = "the loss stays down while the unchanged replay fails again"
-            if_wrong = "the changed replay fails like the unchanged one"
+            if_right = "the loss of the changed replay remains low, while the unchanged replay fails again"
+            if_wrong = "the changed replay fails like the unchanged replay"
         information = rules.information(probability, cause)
         cost = 2 * n_steps * (change.get("factor", 1) if cause == "batch" else 1) / n_all
         found.append(Experiment(cause, title, change, n_steps, from_step, if_right, if_wrong, cost, information))
@@ -98,7 +99,7 @@ def propose(
 
 
 def _eps(record: Record) -> float:
-    """The eps of the run's optimizer; infinite where none is recorded."""
+    """Return the eps of the run's optimizer; infinite if it is not an Adam optimizer."""
     known = str(record.setting("training", "optimizer", default="")).lower()
     if not known.startswith("adam"):
         return math.inf
@@ -106,7 +107,10 @@ def _eps(record: Record) -> float:
 
 
 def _length(record: Record, failure: Failure, from_step: int, *, acts_at: int) -> int:
-    """Steps to replay: to a little beyond the failure; of a stalled run a share of it, from where the change acts."""
+    """Return the number of steps to replay, which ends shortly after the failure.
+
+    A stalled run has no such step; a fraction of it is replayed, counted from the step at which the change acts.
+    """
     last = int(record.steps[-1])
     if failure.is_stalled:
         n_steps = int(np.clip(_STALLED_SHARE * (last + 1), _FEWEST, _MOST))
@@ -120,7 +124,7 @@ def _length(record: Record, failure: Failure, from_step: int, *, acts_at: int) -
 
 
 def _change(cause: str, record: Record, failure: Failure, layer: int) -> tuple[str, dict[str, Any], bool]:
-    """The change as text and as plain values, and whether it has to act from the initial parameters on."""
+    """Return the change as text and as plain values, and whether it must act from the initial parameters on."""
     if cause == "learning_rate":
         rate = record.monitor("learning_rate")
         is_known = rate is not None and bool(np.isfinite(rate).any())
@@ -129,30 +133,30 @@ def _change(cause: str, record: Record, failure: Failure, layer: int) -> tuple[s
     if cause == "schedule":
         return _schedule_change(record, failure)
     if cause == "batch":
-        return "four batches taken together", {"setting": "batch", "factor": 4}, False
+        return "four batches combined into one", {"setting": "batch", "factor": 4}, False
     if cause == "optimizer_eps":
-        return "the optimizer's eps at 1e-8", {"setting": "optimizer_eps", "value": 1e-8}, False
+        return "the optimizer's eps set to 1e-8", {"setting": "optimizer_eps", "value": 1e-8}, False
     if cause == "architecture":
         which = f"block {layer}" if layer >= 0 else "every block"
         return (
-            f"what {which} adds to the stream held to the size of the stream",
+            f"the update of {which} limited to the norm of the residual stream",
             {"setting": "architecture", "layer": layer, "limit": 1.0}, False,
         )  # fmt: skip
     if cause == "precision":
         return (
-            "attention, sums over processes and weights in float32",
+            "attention, reductions and parameters in float32",
             {"setting": "precision", "value": "float32"},
             False,
         )
     if cause == "routing":
         return (
-            "routers held to small weights, with a balance loss of the usual weight",
+            "small router weights and a balance loss with the usual coefficient",
             {"setting": "routing", "balance": 0.01, "router_rms": 0.05}, False,
         )  # fmt: skip
     first = failure.step - 5
     last = max(_end_of_burst(record, failure), failure.step + 5)
     return (
-        f"batches {max(first, 0)} to {last} left out",
+        f"batches {max(first, 0)} to {last} skipped",
         {"setting": "data", "first": max(first, 0), "last": last},
         False,
     )
@@ -171,14 +175,14 @@ def _schedule_change(record: Record, failure: Failure) -> tuple[str, dict[str, A
             at = near.start + int(np.nanargmax(factors))
             value = float(np.nanmax(rate[max(0, at - 40) : at]))
             return (
-                f"the rate held at {value:.3g} where it jumped",
+                f"the learning rate held at {value:.3g} instead of jumping",
                 {"setting": "schedule", "hold": value, "at": int(record.steps[at])},
                 False,
             )
         if failure.is_stalled and rate[-1] < 0.1 * np.nanmax(rate):
             value = float(np.nanmax(rate)) / 2
             return (
-                f"the rate held at {value:.3g} instead of coming down",
+                f"the learning rate held at {value:.3g} instead of decaying",
                 {"setting": "schedule", "hold": value, "at": 0},
                 False,
             )
@@ -186,7 +190,7 @@ def _schedule_change(record: Record, failure: Failure) -> tuple[str, dict[str, A
 
 
 def _end_of_burst(record: Record, failure: Failure) -> int:
-    """The last batch of the burst: where the loss has recovered half of its rise, or the end of the run."""
+    """Return the last batch of the burst: the step at which 70 % of the rise was recovered, or the end of the run."""
     rises = failure.smooth - np.minimum.accumulate(failure.smooth)
     peak = int(np.argmax(rises))
     back = np.flatnonzero(rises[peak:] < 0.3 * rises[peak])

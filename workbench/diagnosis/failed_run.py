@@ -1,8 +1,8 @@
-"""Read a failed run for the symptoms: plain arrays by name, without the faults that a study injected.
+"""Read a failed run for the symptoms: arrays by name, without the faults that a study injected.
 
-A store, a tree in memory or a thin log becomes a `Record`, with or without checkpoints. Missing data are None, and
-symptoms that need them are left out. Events of kind "fault" and the faults of a configuration are removed here, the
-only place where runs are read, so that no symptom can use them.
+A store, a tree in memory or a minimal log becomes a `Record`, with or without checkpoints. Missing data are None, and
+symptoms that need them are omitted. Events of kind "fault" and the faults of a configuration are removed here, the only
+place where runs are read, so that no symptom can use them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 #: Parts that symptoms read.
 PARTS = ("monitors", "optimizer", "activations", "attention", "router", "curvature", "spectra")
 _LEAST_STEPS = 5
-#: A run whose last step is beyond these has diverged (RKSP's label, as in `workbench.TrainingPlan`).
+#: A run whose last loss or gradient norm exceeds these limits has diverged (RKSP's label, as in
+#: `workbench.TrainingPlan`).
 _LOSS_LIMIT, _NORM_LIMIT = 50.0, 500.0
 
 
@@ -39,11 +40,11 @@ class Record:
 
     Attributes:
         parts: Name of a part -> dataset with a coordinate ``step``; always includes ``monitors``.
-        configuration: Model, task and training as the store records them; empty where it does not.
+        configuration: Recorded configuration of model, task and training; empty if it was not recorded.
         subject: Name of the model, for titles.
-        diverged_at: Step of the recorded divergence; None: none was recorded.
-        weights: Sizes of each block's weights from checkpoints; None: there are none.
-        source: Path of the run, or "".
+        diverged_at: Step of the recorded divergence; None if there is none.
+        weights: Norms of each block's weights from a checkpoint; None if there is no checkpoint.
+        source: Path of the run; empty if it was not read from a path.
     """
 
     parts: Mapping[str, xr.Dataset]
@@ -55,29 +56,29 @@ class Record:
 
     @property
     def steps(self) -> np.ndarray:
-        """Steps of the monitors, int64, rising."""
+        """Steps of the monitors, int64, in increasing order."""
         return self.parts["monitors"]["step"].values.astype(np.int64)
 
     def has(self, part: str, variable: str) -> bool:
-        """Whether a part holds a variable with any finite value."""
+        """Return whether a part holds a variable with any finite value."""
         return (
             part in self.parts and variable in self.parts[part] and bool(np.isfinite(self.values(part, variable)).any())
         )
 
     def values(self, part: str, variable: str) -> np.ndarray:
-        """A variable as float64, first dimension ``step``."""
+        """Return a variable as float64, with first dimension ``step``."""
         return np.asarray(self.parts[part][variable].values, dtype=np.float64)
 
     def monitor(self, name: str) -> np.ndarray | None:
-        """A monitor at each step; None if it was not recorded."""
+        """Return a monitor at each step; None if it was not recorded."""
         return self.values("monitors", name) if self.has("monitors", name) else None
 
     def steps_of(self, part: str) -> np.ndarray:
-        """The steps at which a part was measured."""
+        """Return the steps at which a part was measured."""
         return self.parts[part]["step"].values.astype(np.int64)
 
     def setting(self, *path: str, default: Any = None) -> Any:
-        """A value of the configuration, such as ``setting("training", "warmup")``."""
+        """Return a value of the configuration, such as ``setting("training", "warmup")``."""
         found: Any = self.configuration
         for name in path:
             if not isinstance(found, Mapping) or name not in found:
@@ -90,13 +91,13 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
     """Read a run for the symptoms.
 
     Args:
-        run: Path of a store or netCDF file, or of a log that `read_log` reads; a tree as `workbench.open_run` gives it,
-            or a dataset from `read_log`.
-        weights: Measurement of its checkpoints, see `workbench.diagnosis.checkpoint_evidence`.
+        run: Path of a store or netCDF file, or of a log that `workbench.read_log` reads; a tree from
+            `workbench.open_run`, or a dataset from `workbench.read_log`.
+        weights: Measurement of a checkpoint, from `checkpoint_evidence.measure_weights`.
 
     Raises:
         StoreError: If there is no run at the path.
-        SchemaError: If it has no monitors with a loss, or too few steps to diagnose; if a log lacks steps.
+        SchemaError: If the run has no monitors with a loss or too few steps to diagnose, or a log lacks steps.
     """
     import xarray as xr
 
@@ -108,12 +109,12 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
         run = xr.DataTree.from_dict({"/monitors": run})
         run.attrs["subject"] = run["monitors"].attrs.get("subject", "")
     if not isinstance(run, xr.DataTree):
-        raise StoreError(
-            f"A run is a path, a DataTree or a Dataset from read_log, not a {type(run).__name__}; pass one of them."
-        )
+        raise StoreError.of("run", run, "a path, a DataTree, or a Dataset from wb.read_log()")
     if "monitors" not in run.children or "loss" not in run["monitors"] or "step" not in run["monitors"].coords:
         raise SchemaError(
-            "The run has no monitors with a loss to diagnose; record it with wb.train() or a wb.Recorder."
+            "The run has no monitors with a loss to diagnose; record it with wb.train() or a wb.Recorder.",
+            name="loss",
+            expected="a monitor of the run",
         )
     parts = {
         name: run.children[name].to_dataset(inherit=False).load()
@@ -123,7 +124,10 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
     is_short = "monitors" not in parts or parts["monitors"].sizes["step"] < _LEAST_STEPS
     if is_short and not ("monitors" in parts and _divergence(run) is not None):
         raise SchemaError(
-            f"The run has fewer than {_LEAST_STEPS} recorded steps, too few to diagnose; record more of it."
+            f"The run has fewer than {_LEAST_STEPS} recorded steps, too few to diagnose; record more steps.",
+            name="step",
+            value=parts["monitors"].sizes["step"] if "monitors" in parts else 0,
+            expected=f"at least {_LEAST_STEPS} recorded steps",
         )
     return Record(
         parts=parts,
@@ -136,7 +140,7 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
 
 
 def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
-    """Model, task and training of a store, without the faults that were injected."""
+    """Return the recorded model, task and training without the injected faults."""
     try:
         found = json.loads(attrs.get("configuration", "{}"))
     except ValueError:
@@ -145,7 +149,7 @@ def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _events(run: xr.DataTree) -> list[tuple[int, str]]:
-    """Steps and kinds of the events, without those of faults."""
+    """Return steps and kinds of all events except faults."""
     if "events" not in run.children or "kind" not in run["events"]:
         return []
     events = run.children["events"].to_dataset(inherit=False)
@@ -154,7 +158,10 @@ def _events(run: xr.DataTree) -> list[tuple[int, str]]:
 
 
 def _divergence(run: xr.DataTree) -> int | None:
-    """Step at which it diverged: by its events, where the loss is not finite, or by the label at its last step."""
+    """Return the step of divergence, from the events, the limits at the last step, or the end of the finite losses.
+
+    None if the run did not diverge.
+    """
     found = [step for step, kind in _events(run) if kind == "divergence"]
     if found:
         return min(found)
@@ -164,12 +171,12 @@ def _divergence(run: xr.DataTree) -> int | None:
     if loss[-1] > _LOSS_LIMIT or norm[-1] > _NORM_LIMIT:
         return int(steps[-1])
     bad = np.flatnonzero(~np.isfinite(loss))
-    if not len(bad) or bad[-1] != len(loss) - 1:  # a gap within a log is no divergence
+    if not len(bad) or bad[-1] != len(loss) - 1:  # a gap within a log is not a divergence
         return None
     last_good = np.flatnonzero(np.isfinite(loss))
     return int(steps[last_good[-1] + 1]) if len(last_good) else int(steps[0])
 
 
 def finite_log10(value: float, least: float = 1e-12) -> float:
-    """log10 of a number, which is raised to ``least``; NaN if it is not finite."""
+    """Return log10 of a number clipped below at ``least``; NaN if it is not finite."""
     return math.log10(max(value, least)) if math.isfinite(value) else math.nan

@@ -1,11 +1,11 @@
-"""Rank causes by additive evidence from symptoms, and answer with a set that holds the cause with a stated coverage.
+"""Rank causes by additive evidence from symptoms, and form a set that holds the cause with a stated coverage.
 
-A multinomial logistic regression with a quadratic penalty (Hoerl and Kennard's ridge, on the logit), fitted to recorded
-runs whose fault was planted, healthy ones among them. Each symptom adds ``weight[cause] * (strength - usual)`` to the
-log-odds of a cause; a missing symptom adds nothing, so a log with few variables gives a less certain answer, not
-another one. Sets are conformal by class (Vovk et al. 2005, Algorithmic Learning in a Random World, section 4.5): a
-cause is in the set where its probability is at least what 90 % of the recorded runs of that cause got from rules
-without their family.
+The rules are a multinomial logistic regression with a quadratic penalty (Hoerl and Kennard's ridge, on the logit). They
+were fitted to recorded runs with injected faults and to healthy runs. Each symptom adds
+``weight[cause] * (strength - usual)`` to the log-odds of a cause. A missing symptom adds nothing, so a log with few
+variables yields a less certain answer rather than a different one. Sets are conformal by class (Vovk et al. 2005,
+Algorithmic Learning in a Random World, section 4.5): a cause is in the set if its probability reaches the value that it
+reached in 90 % of the recorded runs of that cause, under rules fitted without their family.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from workbench.diagnosis.symptoms import Symptom
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
-#: Share of runs of each cause whose set holds the cause.
+#: Fraction of runs of each cause whose set contains the cause.
 COVERAGE = 0.9
-#: What a record shows -> the kinds of symptoms, and whether the model was measured beside its curves. Sets are
-#: calibrated for each; the first of which a record has all is its own.
+#: View of a record -> its kinds of symptoms, and whether it holds measurements of the model besides the curves. Sets
+#: are calibrated for each view; the view of a record is the first one for which it has all data.
 VIEWS: dict[str, tuple[tuple[SymptomKind, ...], bool]] = {
     "store": (tuple(SymptomKind), True),
     "recorder": ((SymptomKind.MECHANISM, SymptomKind.LOG), True),
@@ -39,21 +39,21 @@ VIEWS: dict[str, tuple[tuple[SymptomKind, ...], bool]] = {
     "log": ((SymptomKind.MECHANISM, SymptomKind.LOG), False),
     "curves": ((SymptomKind.MECHANISM,), False),
 }
-#: Cause, symptom, and the strengths of it that exclude the cause, from and to.
+#: Cause, symptom, and the range of strengths of the symptom that exclude the cause.
 _EXCLUDED = (
     ("routing", "has_routers", -math.inf, 0.0),
     ("nothing", "diverges", 1.0, math.inf),
     ("nothing", "ends_above_its_best", 1.0, math.inf),
     ("nothing", "experts_die", 1.0, math.inf),
 )
-#: Name of the calibration of sets after one replay, and of views without one.
+#: Name of the calibration of sets after one replay, and of views without a calibration.
 REPLAYED, OTHER = "replayed", "other"
 #: Parts of a record that only a measured model has.
 _OF_MODEL = ("/optimizer", "/activations", "/attention", "/router", "/spectra")
 
 
 def view_of(symptoms: Mapping[str, Symptom]) -> str:
-    """Which of the views a record gives, by the symptoms read from it; without curves none that was calibrated."""
+    """Return the view of a record from its symptoms; a record without curves has no calibrated view."""
     kinds = {symptom.kind for symptom in symptoms.values()}
     if SymptomKind.MECHANISM not in kinds:
         return OTHER
@@ -66,19 +66,19 @@ def view_of(symptoms: Mapping[str, Symptom]) -> str:
 
 @dataclass(frozen=True)
 class Rules:
-    """Weights of symptoms for causes, and what the recorded runs say of sets and replays.
+    """Weights of symptoms for causes, thresholds of the sets, and frequencies of replay outcomes.
 
     Attributes:
-        causes: Names, shape (cause,).
-        symptoms: Names, shape (symptom,).
-        weight: Shape (cause, symptom); adds up to 0 over the causes.
-        usual: Strength at which each symptom is no evidence: its mean over the recorded runs, shape (symptom,).
+        causes: Names of the causes, length n_causes.
+        symptoms: Names of the symptoms, length n_symptoms.
+        weight: Weights, shape (cause, symptom); they add up to 0 over the causes.
+        usual: Strength at which each symptom is no evidence, its mean over the recorded runs, shape (symptom,).
         bias: Log-odds of each cause without symptoms, shape (cause,).
-        least: View -> the smallest probability with which each cause is in a set, shape (cause,); empty: every cause
-            with at least a tenth of the probability of the first.
-        answers: Probability that the replay with the change for one cause supports it if another, or it, is the cause,
-            shape (change, cause); empty: no replays were recorded, and none tells anything.
-        about: Description of the runs they were fitted to.
+        least: View -> smallest probability with which each cause is in a set, shape (cause,). For other views a set
+            contains every cause with at least a tenth of the probability of the first.
+        answers: Probability that the replay with the change for one cause supports that cause, given the actual cause,
+            shape (change, cause). Empty if no replays were recorded, in which case replays carry no information.
+        about: Description of the runs that the rules were fitted to.
     """
 
     causes: tuple[str, ...]
@@ -98,16 +98,16 @@ class Rules:
         penalty: float = 1.0,
         about: str = "",
     ) -> Rules:
-        """Fit rules to runs of known cause; a cause is as likely beforehand as it is frequent among them.
+        """Fit rules to runs of known cause; the prior of a cause is its frequency among them.
 
         Args:
-            examples: Strengths of the symptoms of a run by name, and its cause, or its causes, which share its weight;
-                a run may be given several times, with fewer symptoms each time.
+            examples: Strengths of the symptoms of a run by name, and its cause, or several causes that share its
+                weight. A run may be given several times with different subsets of its symptoms.
             penalty: Coefficient of the squared weights.
             about: Description of the runs.
 
         Raises:
-            OptionError: If there are fewer than two causes among them.
+            OptionError: If the examples have fewer than two causes.
         """
         from sklearn.linear_model import LogisticRegression
 
@@ -116,31 +116,37 @@ class Rules:
         causes = tuple(name for name in CAUSES if name in found)
         if len(causes) < 2:
             raise OptionError(
-                f"The examples show {len(causes)} causes, expected at least 2; add runs of another cause."
+                f"The examples have {len(causes)} causes, expected at least 2; add runs of another cause.",
+                name="examples",
+                value=causes,
+                expected="runs of at least 2 causes",
             )
         symptoms = tuple(sorted({name for strengths, _ in rows for name in strengths}))
         table = np.array([[strengths.get(name, math.nan) for name in symptoms] for strengths, _ in rows])
         usual = np.nanmean(table, axis=0)
-        centred = np.where(np.isnan(table), 0.0, table - usual)
+        centered = np.where(np.isnan(table), 0.0, table - usual)
         place = [(row, causes.index(cause), 1 / len(of)) for row, (_, of) in enumerate(rows) for cause in of]
-        chosen, labels, shares = (np.array(column) for column in zip(*place, strict=True))
+        chosen, labels, example_weights = (np.array(column) for column in zip(*place, strict=True))
         model = LogisticRegression(C=1 / penalty, max_iter=5000)
-        model.fit(centred[chosen], labels, sample_weight=shares)
+        model.fit(centered[chosen], labels, sample_weight=example_weights)
         weight, bias = model.coef_, model.intercept_
         if len(causes) == 2:
             weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
         return cls(causes, symptoms, weight - weight.mean(axis=0), usual, bias - bias.mean(), about=about)
 
     def evidence(self, strengths: Mapping[str, float]) -> np.ndarray:
-        """What each symptom adds to the log-odds of each cause, shape (cause, symptom); 0 for missing symptoms."""
+        """Return the contribution of each symptom to the log-odds of each cause, shape (cause, symptom).
+
+        Missing symptoms contribute 0.
+        """
         row = np.array([strengths.get(name, math.nan) for name in self.symptoms], dtype=np.float64)
         return self.weight * np.where(np.isnan(row), 0.0, row - self.usual)
 
     def probabilities(self, strengths: Mapping[str, float]) -> dict[str, float]:
-        """Probability of each cause, in falling order; adds up to 1.
+        """Return the probability of each cause in decreasing order; the probabilities add up to 1.
 
-        Routing has none where nothing is routed. A run that diverged, at its end has lost half of what it had learned,
-        or sends half of its experts no token, is not without a fault.
+        Routing is excluded if the model has no routers. "nothing" is excluded if the run diverged, if half of the
+        decrease of the loss was undone by the end, or if half of the experts of a block receive no tokens.
         """
         logits = self.evidence(strengths).sum(axis=1) + self.bias
         for cause, symptom, least, most in _EXCLUDED:
@@ -149,11 +155,11 @@ class Rules:
         return self._in_order(np.exp(logits - logits.max()))
 
     def set_of(self, probability: Mapping[str, float], view: str) -> tuple[str, ...]:
-        """The causes that are not excluded, by falling probability: the likeliest at least.
+        """Return the causes that are not excluded, by decreasing probability; always contains the most likely cause.
 
         Args:
-            probability: From `probabilities`.
-            view: From `view_of`.
+            probability: Probabilities from `probabilities`.
+            view: View from `view_of`.
         """
         first = next(iter(probability))
         if view not in self.least:
@@ -162,24 +168,24 @@ class Rules:
         return tuple(cause for cause, p in probability.items() if (p >= least[cause] and p > 0) or cause == first)
 
     def answer(self, change: str, cause: str) -> float:
-        """Probability that the replay with the change for one cause supports it if ``cause`` is at work."""
+        """Return the probability that the replay with the change for one cause supports it if ``cause`` is present."""
         if not self.answers.size:
             return 0.5
         return float(self.answers[self.causes.index(change), self.causes.index(cause)])
 
     def information(self, probability: Mapping[str, float], change: str) -> float:
-        """Mutual information of the cause and the answer of a replay, in bits."""
+        """Return the mutual information of the cause and the outcome of a replay, in bits."""
         supports = math.fsum(p * self.answer(change, cause) for cause, p in probability.items())
         given = math.fsum(p * _entropy(self.answer(change, cause)) for cause, p in probability.items())
         return max(_entropy(supports) - given, 0.0)
 
     def after(self, probability: Mapping[str, float], change: str, *, supports: bool) -> dict[str, float]:
-        """Probability of each cause after a replay, by Bayes' rule, in falling order.
+        """Return the probability of each cause after a replay by Bayes' rule, in decreasing order.
 
         Args:
-            probability: Before it.
-            change: Cause that the change of the replay was for.
-            supports: Whether the replay supported it.
+            probability: Probabilities before the replay.
+            change: Cause that the replay was for.
+            supports: Whether the replay supported that cause.
         """
         found = np.zeros(len(self.causes))
         for cause, p in probability.items():
@@ -208,7 +214,7 @@ class Rules:
 
     @classmethod
     def open(cls, path: Path | str) -> Rules:
-        """Read rules that `save` wrote.
+        """Read rules from a file that `save` wrote.
 
         Raises:
             StoreError: If the file is missing or holds no rules.
@@ -222,34 +228,44 @@ class Rules:
             least = {view: np.array(values, dtype=float) for view, values in content.get("least", {}).items()}
             answers = np.array(content.get("answers") or np.zeros((0, 0)), dtype=float)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path} holds no rules ({error}); pass a file from Rules.save().") from error
+            raise StoreError(
+                f"{path} holds no rules ({error}); pass a file from Rules.save().",
+                name=str(path),
+                value=str(error),
+                expected="a file from Rules.save()",
+            ) from error
         n = len(causes)
-        is_whole = weight.shape == (n, len(symptoms)) and bias.shape == (n,) and answers.shape in ((0, 0), (n, n))
-        if not is_whole or any(values.shape != (n,) for values in least.values()):
-            raise StoreError(f"{path} is damaged: its weights do not fit its causes and symptoms; write it again.")
+        is_complete = weight.shape == (n, len(symptoms)) and bias.shape == (n,) and answers.shape in ((0, 0), (n, n))
+        if not is_complete or any(values.shape != (n,) for values in least.values()):
+            raise StoreError(
+                f"{path} is damaged, because its weights do not fit its causes and symptoms; write it again.",
+                name=str(path),
+                value=weight.shape,
+                expected=f"weights of shape {(n, len(symptoms))} and as many biases and thresholds as causes",
+            )
         return cls(causes, tuple(symptoms), weight, usual, bias, least, answers, str(content.get("about", "")))
 
     @classmethod
     def uniform(cls) -> Rules:
-        """Rules that read no symptom and give every cause the same probability."""
+        """Return rules that read no symptom and assign every cause the same probability."""
         n = len(CAUSES)
         return cls(tuple(CAUSES), (), np.zeros((n, 0)), np.zeros(0), np.zeros(n))
 
     @classmethod
     def shipped(cls) -> Rules:
-        """The rules fitted to the recorded runs; see data/README.md."""
+        """Return the rules fitted to the recorded runs; see data/README.md."""
         return cls.open(_SHIPPED)
 
 
 def smallest_in_sets(scores: Iterable[float]) -> float:
-    """The smallest score with which a cause is in a set, from the scores of runs that have it.
+    """Return the smallest score with which a cause is in a set.
 
     Args:
-        scores: Probability that each run's own cause got from rules that were fitted without its family.
+        scores: Probability of the actual cause of each run of that cause, under rules fitted without its family.
 
     Returns:
-        The score of rank floor((1 - .9)(n + 1)) from below; 0, so that the cause is in every set, where there are
-        too few runs for that.
+        The score of rank floor((1 - 0.9)(n + 1)) from below. If there are too few runs for that rank, 0, so that the
+        cause is in every set.
     """
     ranked = np.sort(np.array(list(scores), dtype=float))
     rank = math.floor((1 - COVERAGE) * (len(ranked) + 1) + 1e-9)

@@ -1,4 +1,4 @@
-"""Weigh the causes of a diagnosis by the answer of a replay."""
+"""Update the causes of a diagnosis by the outcome of a replay."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> None:
-    """Weigh the causes of a diagnosis by the answer of one replay, in place.
+    """Update the causes of a diagnosis by the outcome of one replay, in place.
 
     Args:
         tree: Tree from `workbench.diagnose`.
-        change: Cause that the change of the replay was for.
-        supports: Whether the replay supported it.
-        rules: Rules of the diagnosis, with the answers of recorded replays.
+        change: Cause that the replay was for.
+        supports: Whether the replay supported that cause.
+        rules: Rules of the diagnosis, with the frequencies of outcomes in recorded replays.
     """
     import xarray as xr
 
@@ -37,7 +37,7 @@ def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> No
     tree["causes"] = xr.DataTree(causes)
     experiments = tree["experiments"].to_dataset().copy(deep=True)
     information = np.array([rules.information(after, str(cause)) for cause in experiments["cause"].values])
-    if "is_done" in experiments:  # what was done tells nothing more
+    if "is_done" in experiments:  # repeating an experiment adds no information
         information[experiments["is_done"].values] = 0.0
     experiments["information"].values[:] = information
     worth = information / (experiments["cost"].values + FIXED_COST)
@@ -45,5 +45,5 @@ def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> No
     tree["experiments"] = xr.DataTree(experiments)
     layers = dict(zip(map(str, causes["cause"].values), causes["layer"].values.tolist(), strict=True))
     tree.attrs |= answer_of(str(tree.attrs["what_happened"]), after, layers, possible)
-    tree.attrs.pop("coverage", None)  # it was measured before replays
+    tree.attrs.pop("coverage", None)  # the coverage was measured without replays
     tree.attrs["n_replays"] = int(tree.attrs.get("n_replays", 0)) + 1

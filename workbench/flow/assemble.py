@@ -1,4 +1,4 @@
-"""Assemble the measurements of each block into the columns of a flow, with a reason for each missing value."""
+"""Assembly of the measurements of all blocks into the variables of a flow, with a reason for each missing value."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from workbench.monitors.router_health import expert_load, max_violation, routing
 
 
 def of_stream(run: FlowPass, unseen: list[str]) -> dict[str, np.ndarray]:
-    """The states between blocks and the gains of blocks.
+    """Return the measurements of the states between blocks, and the gains of blocks.
 
     Args:
-        run: Run of the model.
-        unseen: List that gets a sentence for each value that is NaN; also in the functions below.
+        run: Forward and backward pass of the model.
+        unseen: List to which a sentence is added for each value that is NaN; also in the functions below.
     """
     blocks = run.blocks
     into, out = [b.entering for b in blocks], [b.leaving for b in blocks]
@@ -30,9 +30,9 @@ def of_stream(run: FlowPass, unseen: list[str]) -> dict[str, np.ndarray]:
     if run.failure:
         unseen.append(f"The model cannot be differentiated: {run.failure}.")
     elif not np.isfinite(norms).all():
-        unseen.append("The gradient of some states is not finite, or does not reach them.")
+        unseen.append("The gradient with respect to some states is not finite, or does not reach them.")
     elif not norms.any():
-        unseen.append("The gradient of all states is zero.")
+        unseen.append("The gradient with respect to all states is zero.")
     return {
         "state_rms": np.array([state.rms for state in boundaries]),
         "gradient_norm": norms,
@@ -44,7 +44,7 @@ def of_stream(run: FlowPass, unseen: list[str]) -> dict[str, np.ndarray]:
 
 
 def of_sublayers(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str]) -> dict[str, np.ndarray]:
-    """Gains and branches of sub-layers, and their names (``sublayer_name``)."""
+    """Return the gains and branch ratios of sublayers, and their names (``sublayer_name``)."""
     shape = len(blocks), max(1, *(len(block.stream.sublayers) for block in blocks))
     names = np.full(shape, "", dtype=object)
     signal, gradient, branch = (np.full(shape, np.nan) for _ in range(3))
@@ -57,7 +57,7 @@ def of_sublayers(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
         n = len(sublayers)
         names[layer, :n] = short_names([sublayer.name for sublayer in sublayers])
         branch[layer, :n] = _ratio([s.branch_rms for s in sublayers], [s.stream_rms for s in sublayers])
-        # The first begins with the block, so that gains multiply to the block's.
+        # The first sublayer begins with the block, so that the product of the gains is the gain of the block.
         states: list[StreamState] = [block.entering, *(sublayer.before for sublayer in sublayers[1:]), block.leaving]
         signal[layer, :n] = _ratio([s.rms for s in states[1:]], [s.rms for s in states[:-1]])
         norms = [state.gradient_norm for state in states]
@@ -66,10 +66,11 @@ def of_sublayers(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
             signal[layer, n - 1] = gradient[layer, n - 1] = np.nan
             cut_off.append(site.name)
     if silent:
-        unseen.append(f"No addition to a residual stream was seen in {_listed(silent, blocks)}.")
+        unseen.append(f"No addition to a residual stream was observed in {_listed(silent, blocks)}.")
     if cut_off:
         unseen.append(
-            f"What comes after the last addition to the residual stream was not seen in {_listed(cut_off, blocks)}."
+            "The operations after the last addition to the residual stream were not observed in "
+            f"{_listed(cut_off, blocks)}."
         )
     return {
         "sublayer_name": names.astype(str),
@@ -80,7 +81,7 @@ def of_sublayers(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
 
 
 def of_attention(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str]) -> dict[str, np.ndarray]:
-    """One number per head."""
+    """Return the measurements of attention, one number per head; NaN where there are fewer heads."""
     rows: dict[str, list[np.ndarray]] = {
         name: [] for name in ("attention_entropy_share", "attention_logit_std", "attention_logit_max", "sink_share")
     }
@@ -92,14 +93,14 @@ def of_attention(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
             None if health is None else health.entropy_share,
             None if sharpness is None else sharpness.logit_std,
             None if health is None else health.logit_max,
-            None if sharpness is None else sharpness.sink_share,
+            None if sharpness is None else sharpness.sink_fraction,
         )
         for row, value in zip(rows.values(), values, strict=True):
             row.append(np.empty(0) if value is None else value.detach().cpu().numpy().astype(np.float64))
     if hidden:
         unseen.append(
-            f"No attention was seen in {_listed(hidden, blocks)}: there are no scores of the tokens among themselves, "
-            "or they are computed in a kernel of its own."
+            f"No attention was observed in {_listed(hidden, blocks)}: there are no attention scores between tokens, or "
+            "a custom kernel computes them."
         )
     n_heads = max(1, *(len(row) for values in rows.values() for row in values))
     return {
@@ -109,13 +110,13 @@ def of_attention(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
 
 
 def of_routing(blocks: list[BlockRecord], routers: Mapping[int, Router], unseen: list[str]) -> dict[str, np.ndarray]:
-    """One number per block; NaN for those without a router."""
+    """Return the measurements of routing, one number per block; NaN for blocks without a router."""
     entropy, violation, margin = (np.full(len(blocks), np.nan) for _ in range(3))
     for layer, router in routers.items():
         notes = blocks[layer].notes
         logits, choices = notes.logits, notes.choices
         if logits is None:
-            unseen.append(f"The router of {router.site} was not called by way of {router.name}.")
+            unseen.append(f"The router of {router.site} was not computed with {router.name}.")
             continue
         if choices is None and not router.is_corrected:
             choices = logits.topk(router.top_k, dim=-1).indices
@@ -125,7 +126,7 @@ def of_routing(blocks: list[BlockRecord], routers: Mapping[int, Router], unseen:
             logits = logits[counts]
         entropy[layer] = float(routing_entropy_share(logits))
         if choices is None or len(choices) != len(logits):
-            unseen.append(f"The choices of the router of {router.site} cannot be seen, only its logits.")
+            unseen.append(f"The choices of the router of {router.site} cannot be observed, only its logits.")
         elif bool(torch.isfinite(logits).all()):
             violation[layer] = float(max_violation(expert_load(choices, router.n_experts)))
             margin[layer] = float(routing_margin(logits, choices))
@@ -133,7 +134,7 @@ def of_routing(blocks: list[BlockRecord], routers: Mapping[int, Router], unseen:
 
 
 def of_jacobians(jacobians: SequenceJacobians, anatomy: Anatomy, unseen: list[str]) -> dict[str, np.ndarray]:
-    """Singular values."""
+    """Return the singular values of the Jacobians of each block and of all blocks together."""
     names = [*(site.name for site in anatomy.sites), "all blocks together"]
     for name, values in zip(names, [*jacobians.blocks, jacobians.end_to_end], strict=True):
         if values.reason:
@@ -147,7 +148,7 @@ def of_jacobians(jacobians: SequenceJacobians, anatomy: Anatomy, unseen: list[st
 
 
 def no_jacobians(n_layers: int, n_singular: int) -> dict[str, np.ndarray]:
-    """Values in place of singular values that were not requested."""
+    """Return NaN for singular values that were not requested."""
     return {
         "block_singular_value": np.full((n_layers, n_singular), np.nan),
         "block_singular_mean": np.full(n_layers, np.nan),
@@ -161,6 +162,6 @@ def _listed(names: list[str], blocks: list[BlockRecord]) -> str:
 
 
 def _ratio(over: list[float], under: list[float]) -> np.ndarray:
-    """NaN where the ratio is not defined, as its denominator is 0."""
+    """Return ratios; NaN where the denominator is 0."""
     divisor = np.array(under, float)
     return np.divide(np.array(over, float), divisor, out=np.full(len(over), np.nan), where=divisor != 0)

@@ -1,4 +1,4 @@
-"""Attention and routing of the block that is running, beyond what `workbench.monitors.attention_calls` measures."""
+"""Sharpness of attention and routing margins, which `workbench.monitors.attention_calls` does not measure."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes, Logits, Products
 from workbench.monitors.matrices import widened
 
-#: Scores as low as this are due to a mask.
+#: Scores at or below this value are due to a mask.
 _MASKED = -1e4
 
 
 @dataclass(frozen=True)
 class Sharpness:
-    """The deviation of the attention of one layer from uniform attention.
+    """Deviation of the attention of one layer from uniform attention.
 
     Attributes:
-        logit_std: Deviation of a token's logits from their mean over the tokens that it sees, RMS over tokens, (head,).
-        sink_share: Attention on the first token of the sequence, mean over tokens, (head,). Only tokens count that see
-            it and something else; NaN where there are none.
+        logit_std: Standard deviation of a token's logits over the tokens that it attends to, RMS over tokens, (head,).
+        sink_fraction: Attention to the first token of the sequence, mean over the tokens that can attend to it and to
+            at least one other token, (head,); NaN if there are none.
     """
 
     logit_std: Tensor
-    sink_share: Tensor
+    sink_fraction: Tensor
 
 
 def sharpness(logits: Tensor, is_visible: Tensor, rows: Tensor | None = None) -> Sharpness:
-    """Scale of the logits and share of the sink.
+    """Compute the scale of the logits and the attention to the first token.
 
     Args:
         logits: Input of the softmax, shape (batch, head, token, token).
-        is_visible: Boolean mask of visible tokens, broadcast to it.
-        rows: Tokens that count, boolean, shape (batch, token); None: all.
+        is_visible: Boolean mask of visible tokens, broadcastable to ``logits``.
+        rows: Boolean mask of the tokens to include, shape (batch, token); None for all.
     """
     logits, is_visible = widened(logits), is_visible.expand(logits.shape)
     n_seen = is_visible.sum(-1)
@@ -52,15 +52,15 @@ def sharpness(logits: Tensor, is_visible: Tensor, rows: Tensor | None = None) ->
 
 
 def routing_margin(logits: Tensor, choices: Tensor) -> Tensor:
-    """The margin of the choice of experts.
+    """Compute the margin of the choice of experts.
 
     Args:
         logits: Logits of the router, shape (token, expert).
-        choices: Experts chosen, shape (token, k).
+        choices: Chosen experts, shape (token, k).
 
     Returns:
-        Mean over tokens of the softmax probability of the least likely expert chosen less that of the most likely one
-        rejected, 0-dim; negative where a correction changes the choice, NaN where all experts are chosen.
+        Softmax probability of the least probable chosen expert minus that of the most probable other expert, mean over
+        tokens, 0-dim. Negative where a correction changes the choice; NaN if all experts are chosen.
     """
     probability = widened(logits).softmax(-1)
     if choices.shape[-1] >= probability.shape[-1]:
@@ -75,7 +75,7 @@ class FlowCalls(BlockCalls):
     """`BlockCalls` that also measures the sharpness of attention.
 
     Attributes:
-        sharpness: Sharpness of blocks whose attention was seen; keyed by the identity of their notes.
+        sharpness: Sharpness of the blocks whose attention was observed, by the id of their notes.
     """
 
     def __init__(self) -> None:
@@ -83,13 +83,14 @@ class FlowCalls(BlockCalls):
         self.sharpness: dict[int, Sharpness] = {}
 
     def measure(self, block: BlockNotes, call: Products | Logits) -> None:
-        """Fill in attention and sharpness of a block."""
+        """Measure attention and sharpness of a block."""
         super().measure(block, call)
         with torch._C.DisableTorchFunction():
             self.sharpness[id(block)] = _sharpness_of(call)
 
 
 def _sharpness_of(call: Products | Logits) -> Sharpness:
+    """Return the sharpness of an attention call, given by its logits or by queries and keys."""
     if isinstance(call, Logits):
         return sharpness(call.logits, call.logits > _MASKED, call.rows)
     q, mask = call.q, call.mask
@@ -106,7 +107,7 @@ def _sharpness_of(call: Products | Logits) -> Sharpness:
 
 
 def _first_token(is_visible: Tensor, rows: Tensor | None) -> Tensor:
-    """Position of the first token of each sequence that is no padding, shape (batch,)."""
+    """Return the position of the first token of each sequence that is no padding, shape (batch,)."""
     if rows is not None:
         return rows.to(torch.uint8).argmax(-1).to(is_visible.device)
     return torch.zeros(len(is_visible), dtype=torch.int64, device=is_visible.device)

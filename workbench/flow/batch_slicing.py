@@ -1,4 +1,4 @@
-"""Select a number of sequences and tokens of a batch."""
+"""Selection of sequences and tokens of a batch."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.models.batches import count_rows, take_rows
+from workbench.models.batches import count_examples, take_examples
 from workbench.models.layout import BATCH_FIRST, BatchLayout
 
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
-def first_rows(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> tuple[Any, Any]:
-    """The first sequences of a batch and their targets, about ``n_tokens`` tokens: at least one, cut if too long.
+def first_examples(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> tuple[Any, Any]:
+    """Return the first sequences of a batch and their targets, at least one sequence, truncated if it is too long.
 
     Args:
         batch: Batch as `call_model` takes it.
-        targets: A tensor with an entry for each sequence, or None.
-        n_tokens: Largest number of tokens. Only token ids, and tensors shaped like them, can be cut within a sequence.
-        layout: Which axis of the batch counts sequences; if that is not known, it is not cut.
+        targets: Tensor with an entry for each sequence; None if there are no targets.
+        n_tokens: Maximum number of tokens. Only token ids, and tensors shaped like them, can be truncated within a
+            sequence.
+        layout: Layout of the batch; if the axis that counts sequences is unknown, the batch is returned unchanged.
     """
     if layout.inputs is None:
         return batch, targets
     axis = layout.inputs
     length = _length(batch, axis)
-    n_rows = max(1, n_tokens // length)
-    if n_rows < count_rows(batch, axis):
-        batch = take_rows(batch, slice(0, n_rows), axis)
+    n_examples = max(1, n_tokens // length)
+    if n_examples < count_examples(batch, axis):
+        batch = take_examples(batch, slice(0, n_examples), axis)
         if isinstance(targets, Tensor) and targets.ndim:
-            targets = take_rows(targets, slice(0, n_rows), axis if targets.ndim > 1 else 0)
+            targets = take_examples(targets, slice(0, n_examples), axis if targets.ndim > 1 else 0)
     if length > n_tokens and not axis and _has_tokens(batch):
         batch = _shortened(batch, length, lambda x: x[:, :n_tokens])
         if isinstance(targets, Tensor) and targets.ndim == 2 and targets.shape[1] == length:
@@ -40,16 +41,16 @@ def first_rows(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BA
 
 
 def one_sequence(batch: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> Any:
-    """The sequence with the least padding, without it, and cut to its first tokens where it consists of token ids."""
+    """Return the sequence with the least padding, without that padding, truncated if it consists of token ids."""
     if layout.inputs != 0:
-        return batch if layout.inputs is None else take_rows(batch, slice(0, 1), layout.inputs)
+        return batch if layout.inputs is None else take_examples(batch, slice(0, 1), layout.inputs)
     masks = (
         [batch[name] for name in _MASKS if isinstance(batch.get(name), Tensor)] if isinstance(batch, Mapping) else []
     )
     length = _length(batch)
-    masks = [mask for mask in masks if mask.shape == (count_rows(batch), length)]
+    masks = [mask for mask in masks if mask.shape == (count_examples(batch), length)]
     row = int(masks[-1].ne(0).sum(1).argmax()) if masks else 0
-    batch = take_rows(batch, slice(row, row + 1))
+    batch = take_examples(batch, slice(row, row + 1))
     if not _has_tokens(batch):
         return batch
     kept = masks[-1][row].ne(0).nonzero().flatten() if masks else torch.arange(length)
@@ -57,7 +58,7 @@ def one_sequence(batch: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -
 
 
 def _length(batch: Any, axis: int = 0) -> int:
-    """Tokens of a sequence; 1 where rows are no sequences."""
+    """Return the number of tokens of a sequence; 1 if the examples are no sequences."""
     tensor = next(value for value in _values(batch) if isinstance(value, Tensor) and value.ndim)
     if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point()):
         return max(1, tensor.shape[1 - axis])
@@ -65,12 +66,14 @@ def _length(batch: Any, axis: int = 0) -> int:
 
 
 def _has_tokens(batch: Any) -> bool:
-    """Whether every tensor that runs over sequences is token ids, or a mask or position of them."""
+    """Return whether every tensor of a batch consists of token ids, or of their masks or positions."""
     tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim]
     return all(tensor.ndim <= 2 and not tensor.is_floating_point() for tensor in tensors)
 
 
 def _shortened(batch: Any, length: int, shorten: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of shape (sequence, length) of a batch."""
+
     def taken(value: Any) -> Any:
         return shorten(value) if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length else value
 

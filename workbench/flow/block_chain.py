@@ -1,7 +1,7 @@
 """Signal and gradient between the blocks of a model whose residual stream cannot be read.
 
-Where the stream is mixed between blocks, or a block is no sum, there are no branches to compare. What passes from block
-to block can still be measured if each block's output is all that later blocks know of earlier ones.
+If the stream is mixed between blocks, or a block is no sum, there are no branches to compare. The states between blocks
+can still be measured if later blocks depend on earlier ones only through the output of the block in between.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 from workbench.flow.collapse import norm_of, rms
-from workbench.flow.gains import plain_options
+from workbench.flow.gains import eager_options
 from workbench.flow.gradient_targets import Loss, end_of
 from workbench.models.block_calls import Call, record_calls, results
-from workbench.models.calling import run_foreign
+from workbench.models.calling import run_model
 from workbench.models.config_options import config_options
 from workbench.models.probing import undisturbed, watch
 from workbench.models.site import with_item
-from workbench.models.stacks import LEAST_COVERAGE, share_of_repeated
+from workbench.models.stacks import MIN_COVERAGE, fraction_of_repeated
 
-#: Places of the state in the output of a block: the output itself, or the first item of a tuple or list.
+#: Possible places of the state in the output of a block: the output itself, or the first item of a tuple or list.
 _SLOTS = (None, 0)
 
 
 def chain_sizes(
     model: nn.Module, batch: Any, *, targets: Any = None, loss: Loss | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Root mean square of what leaves each block, and norm of the loss's gradient with respect to it.
+    """Compute the root mean square of each block's output, and the norm of the loss's gradient with respect to it.
 
-    The model runs in eval mode with the outputs of all blocks cut out of the graph. The gradient is then carried back
-    block by block, and each block must pass it to the output before it and to no other.
+    The model runs in eval mode with the outputs of all blocks detached from the graph. The gradient is then propagated
+    back block by block, and each block must pass it only to the output of the previous block.
 
     Args:
         model: The model, which is not changed.
@@ -42,8 +42,8 @@ def chain_sizes(
         loss: As for `workbench.flow.measure`.
 
     Returns:
-        Both of shape (block,), float64. Where the loss has no gradient, as with an output head of zeros, the gradient
-        is that of a random direction at the last block.
+        Root mean squares and gradient norms, both of shape (block,), float64. If the loss has no gradient, as with an
+        output head of zeros, the gradient is that of the last block's output along a random direction.
 
     Raises:
         AnatomyError: If no container has blocks that run once each, in order, with outputs of one shape; or if outputs
@@ -67,16 +67,16 @@ def chain_sizes(
         state = output if slot is None else output[slot]
         leaf = state.detach().requires_grad_()
         cuts.append((state, leaf))
-        given = leaf.clone()  # the next block may write into it
+        given = leaf.clone()  # the next block may write to it
         return given if slot is None else with_item(output, slot, given)
 
-    with undisturbed(model), config_options(plain_options(model)), torch.enable_grad():
+    with undisturbed(model), config_options(eager_options(model)), torch.enable_grad():
         with watch((block, cut, False) for block in blocks):
-            output = run_foreign(model, batch)
+            output = run_model(model, batch)
         end, _ = end_of(output, batch, targets, loss, seed=0)
         leaves = [leaf for _, leaf in cuts]
         gradient = _to_last(end, None, leaves)
-        if not gradient.any():  # of a head of zeros
+        if not gradient.any():  # as with a head of zeros
             generator = torch.Generator().manual_seed(0)
             gradient = torch.randn(gradient.shape, generator=generator).to(gradient)
         gradients = [gradient]
@@ -87,22 +87,37 @@ def chain_sizes(
 
 
 def _to_last(end: Tensor, gradient: Tensor | None, leaves: list[Tensor]) -> Tensor:
-    """The gradient with respect to the last of some leaves, where it reaches no other."""
+    """Return the gradient with respect to the last of some leaves, which must be the only one that it reaches."""
     try:
         found = torch.autograd.grad(end, leaves, gradient, allow_unused=True, retain_graph=True)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # such as a state that is overwritten
-        raise AnatomyError(f"No gradient passes between blocks: {str(error).splitlines()[0].rstrip('.')}.") from error
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise AnatomyError(
+            f"No gradient passes between blocks: {reason}.",
+            name="model",
+            value=reason,
+            expected="a model whose blocks pass on gradients",
+        ) from error
     if any(each is not None and bool(each.any()) for each in found[:-1]):
-        raise AnatomyError("The outputs of some blocks bypass later ones, so that no state between them holds all.")
+        raise AnatomyError(
+            "The outputs of some blocks bypass later ones, so that no state between blocks is complete.",
+            name="model",
+            value="blocks that are bypassed",
+            expected="a model whose blocks depend only on the previous block",
+        )
     if found[-1] is None:
-        raise AnatomyError(f"The output of block {len(leaves) - 1} reaches nothing that follows.")
+        raise AnatomyError(
+            f"The output does not depend on that of block {len(leaves) - 1}.",
+            name=f"block {len(leaves) - 1}",
+            expected="a block on which the output depends",
+        )
     return found[-1]
 
 
 def _blocks_of(model: nn.Module, batch: Any) -> list[nn.Module]:
-    """The members of the container with most parameters that run once each, in order, with outputs of one shape."""
+    """Return the blocks of the container with the most parameters that run once each, in order, with equal shapes."""
     calls: dict[nn.Module, list[Call]] = {}
     for call in record_calls(model, batch, everything=True):
         calls.setdefault(call.module, []).append(call)
@@ -119,8 +134,13 @@ def _blocks_of(model: nn.Module, batch: Any) -> list[nn.Module]:
         for each in model.modules()
         if isinstance(each, nn.ModuleList | nn.Sequential)
         and is_chain(members := list(each))
-        and share_of_repeated(model, members) >= LEAST_COVERAGE
+        and fraction_of_repeated(model, members) >= MIN_COVERAGE
     ]
     if not chains:
-        raise AnatomyError("No container holds blocks that run once each, in order, with outputs of one shape.")
-    return max(chains, key=lambda members: (share_of_repeated(model, members), len(members)))
+        raise AnatomyError(
+            "No container of the model has blocks that run once each, in order, with outputs of one shape.",
+            name="model",
+            value=type(model),
+            expected="a model with a sequence of blocks",
+        )
+    return max(chains, key=lambda members: (fraction_of_repeated(model, members), len(members)))

@@ -1,4 +1,4 @@
-"""Follow the residual stream through a block: the branches added to it, and its states before and after."""
+"""Tracking of the residual stream through a block: the branches added to it, and the states before and after."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NORMS = frozenset({"layer_norm", "rms_norm"})
 
 
 class WatchedState:
-    """The size of a state, and of the loss's gradient with respect to it once the backward pass has come through.
+    """Root mean square of a state and, after the backward pass, norm of the loss's gradient with respect to it.
 
     Args:
-        state: Part of a graph; the values that it has now count, also if it is written to later.
-        rows: Boolean mask of the tokens that count; None: all.
+        state: State that is part of a graph; its current values are measured, even if it is written to later.
+        rows: Boolean mask of the tokens to include; None for all.
 
     Attributes:
         rms: Root mean square of the state.
@@ -50,30 +50,30 @@ class WatchedState:
 
 
 class StreamState(Protocol):
-    """The sizes of one state of the stream."""
+    """Magnitudes of one state of the stream and of its gradient."""
 
     @property
     def rms(self) -> float:
-        """The root mean square of the state."""
+        """Root mean square of the state."""
 
     @property
     def gradient_norm(self) -> float:
-        """The norm of the loss's gradient with respect to it; NaN until the backward pass."""
+        """Norm of the loss's gradient with respect to the state; NaN until the backward pass."""
 
 
 @dataclass(frozen=True)
 class _PartialSum:
-    """A state that was never formed: the stream with some of several branches that are added at once.
+    """A state that was never computed: the stream plus some of several branches that are added at once.
 
     The gradient with respect to it is that of the full sum.
     """
 
     rms: float
-    whole: WatchedState
+    full: WatchedState
 
     @property
     def gradient_norm(self) -> float:
-        return self.whole.gradient_norm
+        return self.full.gradient_norm
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class Sublayer:
     """One addition to the residual stream.
 
     Attributes:
-        name: Path, within the block, of the module that computed the branch; empty: none.
-        before: Stream before it, after a normalization that the stream itself passes.
+        name: Path within the block of the module that computed the branch; empty if unknown.
+        before: Stream before the addition, after any normalization of the stream itself.
         branch_rms: Root mean square of the branch.
-        stream_rms: Root mean square of the stream that it is added to, including any scaling.
+        stream_rms: Root mean square of the stream to which the branch is added, including any scaling.
     """
 
     name: str
@@ -95,11 +95,11 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class _Member:
-    """A tensor that is the residual stream, perhaps scaled or normalized.
+    """A tensor that is the residual stream, possibly scaled or normalized.
 
     Attributes:
         tensor: The tensor, kept so that its address is not reused.
-        n_before: Number of sub-layers before it.
+        n_before: Number of sublayers before it.
         state: State of the stream, without the scaling.
     """
 
@@ -110,20 +110,26 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Summand:
+    """A branch and the name of the module that computed it."""
+
     name: str
     tensor: Tensor
 
 
 @dataclass
 class BlockStream:
-    """The measured stream inside one call of a block.
+    """Residual stream inside one call of a block, with its measurements.
 
     Attributes:
         paths: Module -> its path within the block.
-        rows: Mask of the tokens that count; None: all.
+        rows: Boolean mask of the tokens to include; None for all.
+        size: Number of entries of the state.
         sublayers: Additions so far, in order.
         reaches_output: Whether the output of the block is the result of the last addition, possibly scaled or
             normalized.
+        members: Tensors that are the stream, by id.
+        labels: Tensors that are branches with the names of their modules, by id.
+        parts: Tensors that are sums of branches with these branches, by id.
     """
 
     paths: Mapping[nn.Module, str]
@@ -136,23 +142,23 @@ class BlockStream:
     parts: dict[int, tuple[Tensor, list[_Summand]]] = field(default_factory=dict)
 
     def label(self, tensor: Any) -> str:
-        """Name of the module that made a tensor; empty: none is known."""
+        """Return the name of the module that computed a tensor; empty if unknown."""
         return self.labels.get(id(tensor), (None, ""))[1]
 
     def parts_of(self, tensor: Tensor) -> list[_Summand]:
-        """The branches that a tensor is the sum of; mostly itself alone."""
+        """Return the branches whose sum a tensor is; usually only the tensor itself."""
         return self.parts.get(id(tensor), (tensor, [_Summand(self.label(tensor), tensor)]))[1]
 
 
 class BranchReader(TorchFunctionMode):
-    """While active, follows the stream through the block that is running; changes nothing.
+    """Mode that tracks the residual stream through the running block without changing anything.
 
-    A branch is what is added to the stream: to the very tensor that entered, or to what became of it by a scaling
-    (DeepNorm), a normalization (Post-LN) or an earlier addition. Several branches that are added up first (GPT-J) are
-    taken one by one. Additions inside a branch do not count.
+    A branch is a tensor that is added to the stream: to the tensor that entered the block, or to the result of scaling
+    it (DeepNorm), normalizing it (Post-LN) or an earlier addition. Several branches that are first added to each other
+    (GPT-J) are measured separately. Additions inside a branch do not count.
 
     Attributes:
-        block: The block that is running; None between blocks.
+        block: Stream of the running block; None between blocks.
     """
 
     def __init__(self) -> None:
@@ -160,14 +166,14 @@ class BranchReader(TorchFunctionMode):
         self.block: BlockStream | None = None
 
     def begin(self, module: nn.Module, state: Tensor, watched: WatchedState, rows: Tensor | None) -> BlockStream:
-        """A block starts, with the tensor that it actually gets."""
+        """Start tracking a block from the tensor that it actually receives."""
         paths = {part: path for path, part in module.named_modules() if path}
         self.block = BlockStream(paths, rows, state.numel())
         self.block.members[id(state)] = _Member(state, 0, watched)
         return self.block
 
     def end(self, state: Tensor) -> None:
-        """The running block returns this state."""
+        """Finish tracking the running block, which returns a given state."""
         block, self.block = self.block, None
         if block is None:
             return
@@ -175,10 +181,10 @@ class BranchReader(TorchFunctionMode):
         if member is not None:
             del block.sublayers[member.n_before :]
         block.reaches_output = member is not None
-        block.members, block.labels, block.parts = {}, {}, {}  # they hold the graph
+        block.members, block.labels, block.parts = {}, {}, {}  # release the graph
 
     def leave(self, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Hook after every module inside a block: marks what it returns as stream or as its branch."""
+        """Mark the output of a module inside a block as stream or as branch; a forward hook."""
         block = self.block
         if block is None or module not in block.paths:
             return
@@ -187,7 +193,7 @@ class BranchReader(TorchFunctionMode):
         for tensor in tensors:
             if not _is_of_size(tensor, block.size) or id(tensor) in block.members:
                 continue
-            if _is_plain(module):
+            if _only_rescales(module):
                 source = next((t for t in given if id(t) in block.members or id(t) in block.labels), None)
                 if source is not None and source is not tensor:
                     self._derive(block, source, tensor, is_new_state=True)
@@ -220,7 +226,7 @@ class BranchReader(TorchFunctionMode):
     def _note_addition(
         self, block: BlockStream, stream: Tensor, branch: Tensor, factor: float
     ) -> Callable[[Tensor], None]:
-        """Sizes before the sum is formed, which may be in place; returns what is left to do after it."""
+        """Measure stream and branch before their sum, which may be in place; return the function to call after it."""
         member = block.members[id(stream)]
         stream_rms = rms(stream, block.rows)
         parts = block.parts_of(branch)
@@ -233,7 +239,7 @@ class BranchReader(TorchFunctionMode):
             sums.append(rms(total, block.rows))
 
         def finish(result: Tensor) -> None:
-            del block.sublayers[member.n_before :]  # those were inside this branch
+            del block.sublayers[member.n_before :]  # these additions were inside the branch
             after = WatchedState(result, block.rows)
             before: list[StreamState] = [member.state, *(_PartialSum(size, after) for size in sums[1:])]
             block.sublayers += [
@@ -247,10 +253,10 @@ class BranchReader(TorchFunctionMode):
     def _note_sum(
         self, block: BlockStream, stream: None, operands: Sequence[Tensor], factor: float
     ) -> Callable[[Tensor], None]:
-        """Two branches are added up before they reach the stream."""
+        """Record the sum of two branches before they reach the stream; return the function to call after it."""
         del stream
         parts = [part for t in operands for part in block.parts_of(t)]
-        # What is added in place overwrites the first.
+        # Branches are copied, because an addition in place overwrites the first.
         parts = [replace(part, tensor=part.tensor.detach().clone()) for part in parts] if factor == 1 else []
 
         def finish(result: Tensor) -> None:
@@ -262,7 +268,7 @@ class BranchReader(TorchFunctionMode):
 
     @staticmethod
     def _derive(block: BlockStream, source: Tensor, result: Tensor, *, is_new_state: bool) -> None:
-        """Mark the result of an operation without weights as stream or branch, like its source."""
+        """Mark the result of an operation without weights like its source, as stream or branch."""
         if not _is_of_size(result, block.size):
             return
         member = block.members.get(id(source))
@@ -274,7 +280,7 @@ class BranchReader(TorchFunctionMode):
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The shortest leading part of each path that distinguishes it from the others; the full path rather than an index.
+    """Shorten each path to the shortest prefix that distinguishes it from the others and does not end in an index.
 
     Args:
         names: Paths of modules within a block; empty ones become "branch".
@@ -291,7 +297,10 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _addition(block: BlockStream, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Any, float] | None:
-    """Stream, branch and the branch's factor; for a sum of two branches None and both; for any other sum None."""
+    """Return stream, branch and the branch's factor of an addition.
+
+    For a sum of two branches, return None, the two branches and the factor; for any other sum, return None.
+    """
     operands = [*args, *(kwargs[name] for name in ("input", "other") if name in kwargs)][:2]
     if len(operands) < 2 or not all(_is_of_size(t, block.size) for t in operands):
         return None
@@ -301,7 +310,7 @@ def _addition(block: BlockStream, args: tuple, kwargs: Mapping[str, Any]) -> tup
     is_member = [id(t) in block.members for t in operands]
     if is_member == [False, False]:
         return None, operands, factor
-    if all(is_member):  # the stream and its own normalization, say: what is further on was made by the branch
+    if all(is_member):  # for example the stream and its normalization: the later one is the branch
         order = [block.members[id(t)].n_before for t in operands]
         is_member[0] = order[0] <= order[1]
     stream, branch = operands if is_member[0] else operands[::-1]
@@ -309,7 +318,7 @@ def _addition(block: BlockStream, args: tuple, kwargs: Mapping[str, Any]) -> tup
 
 
 def _source(block: BlockStream, name: str, args: tuple, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The stream or branch of which a call gives the same in another scale, precision, shape or norm."""
+    """Return the stream or branch of which a call only changes the scale, precision or shape, or that it normalizes."""
     operands = [*args, *(kwargs[key] for key in ("input", "other") if key in kwargs)]
     known = next((t for t in operands if id(t) in block.members or id(t) in block.labels), None)
     if known is None:
@@ -328,7 +337,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _is_gain(value: Any) -> bool:
-    """Whether a factor is one per feature, as in LayerScale."""
+    """Return whether a factor has one entry per feature, as in LayerScale."""
     return isinstance(value, Tensor) and value.ndim == 1
 
 
@@ -336,7 +345,7 @@ def _is_of_size(value: Any, size: int) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() == size
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module only rescales: a norm, a dropout, a gain per feature, nothing."""
+def _only_rescales(module: nn.Module) -> bool:
+    """Return whether a module only rescales its input: a norm, a dropout, a gain per feature or an identity."""
     is_activation = type(module).__module__ == "torch.nn.modules.activation"
     return not is_activation and all(parameter.ndim < 2 for parameter in module.parameters())

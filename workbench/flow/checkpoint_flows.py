@@ -1,4 +1,4 @@
-"""The flow of a model at every checkpoint of its training."""
+"""Flows of a model at the checkpoints of its training."""
 
 from __future__ import annotations
 
@@ -41,18 +41,33 @@ def along_run(
     seed: int = 0,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
-    """`measure` at the checkpoints next to a run's store, on the same inputs.
+    """Measure the flow at the checkpoints of a run, on the same inputs.
 
-    ``store`` is that of the run, such as ``runs/mine.zarr``; `workbench.train` with ``checkpoint_every`` writes its
-    checkpoints next to it. A copy of ``model`` gets the parameters of each checkpoint of ``steps`` (None: of all); the
-    model is not changed. The inputs must not be an iterator that can be read only once. ``progress`` shows how far it
-    is, or is a function that gets each text. All other arguments are those of `measure`.
+    `workbench.train` with ``checkpoint_every`` writes checkpoints next to the store of its run. The parameters of each
+    checkpoint are loaded into a copy of the model, which itself is not changed.
+
+    Args:
+        store: Store of the run, such as ``runs/mine.zarr``.
+        model: Model that was trained.
+        inputs: As for `measure`, but not an iterator that can be read only once.
+        steps: Steps of the checkpoints; None for all.
+        targets: As for `measure`, like all further arguments but ``progress``.
+        loss: As for `measure`.
+        stack: As for `measure`.
+        batch_first: As for `measure`.
+        jacobian: As for `measure`.
+        n_singular: As for `measure`.
+        n_tokens: As for `measure`.
+        n_jacobian_tokens: As for `measure`.
+        dtype: As for `measure`.
+        seed: As for `measure`.
+        progress: Whether to show progress; or a function that receives each progress text.
 
     Returns:
-        As `measure`, with the dim ``step`` before all others.
+        Dataset as from `measure`, with the additional first dim ``step``.
 
     Raises:
-        CheckpointError: If there is no checkpoint, or not of those steps, or its weights do not fit the model.
+        CheckpointError: If there is no checkpoint, or none of a requested step, or its weights do not fit the model.
 
     Example:
         >>> import workbench as wb
@@ -62,17 +77,31 @@ def along_run(
         >>> flow = wb.flow.along_run("mine.zarr", model, task, jacobian=False)
         >>> flow["step"].values
         array([2, 4])
+
+    See Also:
+        `workbench.flow.measure`: Measures one model.
+        `workbench.train`: Writes checkpoints with ``checkpoint_every=``.
     """
     import xarray as xr
 
     folder = Path(store).with_suffix(".checkpoints")
     found = list_checkpoints(folder)
     if not found:
-        raise CheckpointError(f"There are no checkpoints in {folder}; train with checkpoint_every=, or check the path.")
+        raise CheckpointError(
+            f"There are no checkpoints in {folder}; train with checkpoint_every=, or check the path.",
+            name="store",
+            value=str(store),
+            expected="the store of a run with checkpoints",
+        )
     chosen = sorted(found) if steps is None else sorted(steps)
     if missing := [step for step in chosen if step not in found]:
         known = ", ".join(map(str, found))
-        raise CheckpointError(f"{folder} has no checkpoint of step {missing[0]}; there are: {known}.")
+        raise CheckpointError(
+            f"{folder} has no checkpoint of step {missing[0]}; the steps are {known}.",
+            name="steps",
+            value=missing[0],
+            expected=tuple(found),
+        )
     copied = copy.deepcopy(model.model if isinstance(model, Subject) else model)
     viewed = replace(model, model=copied) if isinstance(model, Subject) else copied
     flows = []
@@ -85,8 +114,8 @@ def along_run(
             )  # fmt: skip
             flows.append(flow)
             bar.update()
-    whole = xr.concat(
+    combined = xr.concat(
         flows, dim=xr.IndexVariable("step", chosen), data_vars="all", coords="minimal", combine_attrs="override"
     )
     unseen = dict.fromkeys(line for flow in flows for line in flow.attrs["unseen"].splitlines())
-    return whole.assign_attrs(unseen="\n".join(unseen), store=str(store))
+    return combined.assign_attrs(unseen="\n".join(unseen), store=str(store))

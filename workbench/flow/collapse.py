@@ -1,4 +1,4 @@
-"""Similarity of the tokens of a sequence, and sizes of states."""
+"""Norms of states, and measures of the similarity of a sequence's tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from workbench.monitors.matrices import effective_rank, widened
 
 
 def rms(x: Tensor, rows: Tensor | None = None) -> float:
-    """Root mean square of all entries, in float64.
+    """Return the root mean square of all entries, computed in float64.
 
     Args:
         x: States, shape (..., feature).
-        rows: Boolean mask of the tokens that count, shape (...); None, or of another shape than the tokens: all.
+        rows: Boolean mask of the tokens to include, shape (...); all are included if it is None or has another shape.
     """
     norm = norm_of(x, rows)
     n = int(rows.sum()) * x.shape[-1] if _fits(rows, x) else x.numel()
@@ -24,7 +24,7 @@ def rms(x: Tensor, rows: Tensor | None = None) -> float:
 
 
 def norm_of(x: Tensor, rows: Tensor | None = None) -> float:
-    """Euclidean norm of all entries, in float64; arguments as in `rms`."""
+    """Return the Euclidean norm of all entries, computed in float64; arguments as for `rms`."""
     x = x.detach()
     if _fits(rows, x):
         x = x[rows.to(x.device)]
@@ -32,14 +32,15 @@ def norm_of(x: Tensor, rows: Tensor | None = None) -> float:
 
 
 def token_cosine(states: Tensor, rows: Tensor | None = None) -> float:
-    """Mean cosine between two different tokens of a sequence; its rise to 1 is the collapse of representations.
+    """Return the mean cosine between two different tokens of a sequence, which tends to 1 in representation collapse.
 
     Args:
-        states: Shape (sequence, ..., feature); of shape (token, feature) they are one sequence.
-        rows: Boolean mask of the tokens that count, shape (sequence, ...); None: all. States that are zero never count.
+        states: Shape (sequence, ..., feature); (token, feature) for a single sequence.
+        rows: Boolean mask of the tokens to include, shape (sequence, ...); None for all. States that are zero are
+            never included.
 
     Returns:
-        Between -1 and 1; NaN where no sequence has two tokens that count.
+        Value between -1 and 1; NaN if no sequence has two included tokens.
     """
     states = widened(states.detach())
     states = states[None] if states.ndim == 2 else states.flatten(1, -2)
@@ -53,23 +54,24 @@ def token_cosine(states: Tensor, rows: Tensor | None = None) -> float:
     return float(pairs.sum() / n_pairs)
 
 
-def effective_rank_share(states: Tensor, rows: Tensor | None = None) -> float:
-    """Effective rank of the token states (Roy and Vetterli 2007) over the largest possible, min(tokens, features).
+def relative_effective_rank(states: Tensor, rows: Tensor | None = None) -> float:
+    """Return the effective rank of token states (Roy and Vetterli 2007) over its maximum, min(tokens, features).
 
-    The states are not centred, so that tokens with the same state count as one direction.
+    The states are not centered, so that tokens with the same state count as one direction.
 
     Args:
         states: Shape (..., feature).
-        rows: Boolean mask of the tokens that count, shape (...); None: all.
+        rows: Boolean mask of the tokens to include, shape (...); None for all.
 
     Returns:
-        Between 0 and 1; NaN where all states are zero or one is not finite.
+        Value between 0 and 1; NaN if all states are zero or one is not finite.
     """
     states = widened(states.detach())
     states = states.flatten(0, -2) if rows is None else states[rows.to(states.device)]
     if not len(states) or not bool(torch.isfinite(states).all()):
         return math.nan
-    # The smaller Gram matrix has the squares: quicker, and what it loses below 1e-8 of the largest hardly counts.
+    # The eigenvalues of the smaller Gram matrix are the squared singular values. This is faster than a singular value
+    # decomposition, and the loss of those below 1e-8 of the largest hardly matters.
     gram = states.T @ states if len(states) >= states.shape[-1] else states @ states.T
     squares = torch.linalg.eigvalsh(gram)
     floor = squares[-1] * len(gram) * torch.finfo(squares.dtype).eps

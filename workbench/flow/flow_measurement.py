@@ -1,4 +1,4 @@
-"""From a model and inputs to its information flow."""
+"""Measurement of the information flow of a model on inputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from workbench.errors import OptionError
 from workbench.flow import assemble
-from workbench.flow.batch_slicing import first_rows, one_sequence
-from workbench.flow.gains import FlowPass, plain_options
+from workbench.flow.batch_slicing import first_examples, one_sequence
+from workbench.flow.gains import FlowPass, eager_options
 from workbench.flow.gradient_targets import Loss
 from workbench.flow.jacobian import EXACT_UP_TO, SequenceJacobians
 from workbench.io.provenance import versions
@@ -52,42 +52,45 @@ def measure(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> xr.Dataset:
-    """How signal and gradient pass through a model: what each block and sub-layer amplifies or attenuates.
+    """Measure how signal and gradient pass through a model: how each block and sublayer amplifies or attenuates them.
 
-    The model runs forward and backward once, in eval mode. Parameters get no gradients, and modes, random states,
-    hooks, parameters and buffers are left as they were.
+    The model runs forward and backward once, in eval mode. Gradients of parameters are not computed, and modes, random
+    states, hooks, parameters and buffers are not changed.
 
-    A sub-layer is one addition to the residual stream. Its gains compare the stream after it (after the normalization
-    too, where the stream itself passes one, as in Post-LN) with the stream before, so that the gains of a block's
-    sub-layers multiply to the block's. With signal gain s and gradient gain g of every block, states grow as s^l and
-    gradients as g^(L-l); both are 1 on average at a critical initialization (Schoenholz et al. 2017, arXiv:1611.01232).
+    A sublayer is one addition to the residual stream. Its gains compare the stream after it with the stream before it;
+    if the stream itself is normalized, as in Post-LN, the normalization belongs to the sublayer. The product of the
+    gains of a block's sublayers is the gain of the block. If every block has signal gain s and gradient gain g, states
+    grow as s^l and gradients as g^(L-l); both are 1 on average at a critical initialization (Schoenholz et al. 2017,
+    arXiv:1611.01232).
 
     Args:
         subject: Subject from `open_checkpoint`, or any module whose blocks `read_anatomy` finds.
-        inputs: Inputs as for `workbench.profile`; of several batches the first is used.
-        targets: Class numbers as `token_loss` takes them, or as ``loss`` takes them, with an entry per example;
-            of several batches those of the first. None: the next tokens where the model gives logits of its tokens,
-            otherwise the gradient is that of the output along a random direction. ``attrs["cotangent"]`` says which.
-        loss: Function from logits and targets to a 0-dim tensor; None: mean cross entropy.
-        stack: Name of the block stack to read, where a model has several; see `read_anatomy`.
-        anatomy: Anatomy of this model, to save reading it again; ``stack`` and ``batch_first`` are ignored then.
-        batch_first: As in `workbench.profile`.
-        jacobian: Whether to compute singular values, which takes longest.
+        inputs: Inputs as for `workbench.profile`; only the first of several batches is used.
+        targets: Class indices as `token_loss` or ``loss`` takes them, with an entry per example; of several batches
+            those of the first are used. If None, the targets are the next tokens, if the model returns logits of its
+            tokens; otherwise the gradient is that of the output along a random direction. ``attrs["cotangent"]`` states
+            which is used.
+        loss: Function from logits and targets to a 0-dim tensor; None for mean cross entropy.
+        stack: Name of the block stack to read, for models with several; see `read_anatomy`.
+        anatomy: Anatomy of this model, which is then not read again; ``stack`` and ``batch_first`` are ignored.
+        batch_first: As for `workbench.profile`.
+        jacobian: Whether to compute singular values, which takes the most time.
         n_singular: Number of largest singular values to compute.
-        n_tokens: Largest number of tokens to measure: the first sequences of the inputs, at least one. Singular values,
-            attention and routing are of the same or fewer.
-        n_jacobian_tokens: Number of tokens of the sequence for the Jacobians: the first ones of the example with the
-            least padding. Inputs other than token ids are not cut.
-        dtype: Precision to compute in, on a copy of the model; None: the model's own.
+        n_tokens: Maximum number of tokens to measure: those of the first sequences of the inputs, at least one
+            sequence. Singular values, attention and routing may use fewer.
+        n_jacobian_tokens: Number of tokens for the Jacobians: the first ones of the sequence with the least padding.
+            Inputs other than token ids are not truncated.
+        dtype: Number format to compute in, with a copy of the model; None for that of the model.
         seed: Seed of the random direction and of the estimates of singular values.
 
     Returns:
-        Dataset of `FLOW`: dims ``boundary`` (states between blocks, from 0, which enters the first), ``layer`` (with
-        ``layer_name``), ``sublayer`` (with ``sublayer_name`` by layer; "" where there is none), ``head`` and
-        ``singular``. NaN: it does not exist or cannot be seen; ``attrs["unseen"]`` gives the reasons, one per line.
+        Dataset of `FLOW`: dims ``boundary`` (states between blocks; 0 is the state that enters the first), ``layer``
+        (with ``layer_name``), ``sublayer`` (with ``sublayer_name`` by layer; "" if there is none), ``head`` and
+        ``singular``. A value is NaN if it does not exist or cannot be observed; ``attrs["unseen"]`` states the reasons,
+        one per line.
 
     Raises:
-        AnatomyError: If the residual stream cannot be read with certainty.
+        AnatomyError: If the residual stream cannot be identified with certainty.
         SnapshotError: If the inputs do not reach every block, or there is no gradient.
         OptionError: If an option is out of its range.
 
@@ -97,23 +100,28 @@ def measure(
         >>> flow = wb.flow.measure(model, wb.tasks.associative_recall(length=16), jacobian=False)
         >>> flow["signal_gain"].dims, flow["sublayer_name"].values[0].tolist()
         (('layer',), ['attention', 'mlp'])
+
+    See Also:
+        `workbench.flow.summarize`: Summarizes a flow in a few numbers.
+        `workbench.flow.along_run`: Measures the checkpoints of a run.
+        `workbench.plots.flow_map`: Draws a flow.
     """
     for name, value in {"n_singular": n_singular, "n_tokens": n_tokens, "n_jacobian_tokens": n_jacobian_tokens}.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise OptionError(f"{name} is {value!r}, expected a whole number of at least 1.")
+            raise OptionError.of(name, value, "an integer of at least 1")
     if dtype is not None and not dtype.is_floating_point:
-        raise OptionError(f"dtype is {dtype}, expected a floating-point type such as torch.float64.")
+        raise OptionError.of("dtype", str(dtype), "a floating-point type such as torch.float64")
     targets = next(iter(targets), None) if isinstance(targets, list | tuple) else targets
     subject = open_checkpoint(subject)
     model = runnable(subject.model)
     probe, batches = Batches.of(inputs, subject, n_tokens=n_tokens).probe_and_all()
     if dtype is not None:
         model, probe = _as_dtype(model, probe, dtype)
-        anatomy, stack, batch_first = _read_again(anatomy, stack, batch_first)
+        anatomy, stack, batch_first = _options_of_copy(anatomy, stack, batch_first)
     if anatomy is None:
         anatomy = read_anatomy(model, probe, stack=stack, batch_first=batch_first)
     layout = anatomy.layout
-    batch, targets = first_rows(batches.first(), targets, n_tokens, layout)
+    batch, targets = first_examples(batches.first(), targets, n_tokens, layout)
     batch = on_device_of(model, batch if dtype is None else _cast(batch, dtype))
     unseen: list[str] = []
     readable = router_weights(model, batch, anatomy=anatomy)
@@ -134,7 +142,7 @@ def measure(
         }
     else:
         values |= assemble.no_jacobians(len(anatomy.sites), n_singular)
-        unseen.append("Singular values were not asked for (jacobian=False).")
+        unseen.append("Singular values were not requested (jacobian=False).")
     attrs |= {
         "subject": subject.name,
         "source": subject.source,
@@ -169,10 +177,10 @@ def _as_dataset(values: dict[str, np.ndarray], layer_names: list[str], attrs: di
     return xr.Dataset(variables, coords, {**provenance, **attrs})
 
 
-def _read_again(
+def _options_of_copy(
     anatomy: Anatomy | None, stack: str | None, batch_first: bool | None
 ) -> tuple[None, str | None, bool | None]:
-    """The stack and layout with which to read the anatomy of a copy, if that of the model is known."""
+    """Return the arguments with which to read the anatomy of a copy: those of the model's anatomy, if it is known."""
     if anatomy is None:
         return None, stack, batch_first
     axis = anatomy.layout.inputs
@@ -180,6 +188,8 @@ def _read_again(
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors of a batch."""
+
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
@@ -189,9 +199,9 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def _as_dtype(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """Copies in another precision."""
+    """Return copies of a model and a batch in another number format."""
     batch = _cast(batch, dtype)
     copied = copy.deepcopy(model).to(dtype)
-    for option in plain_options(copied):  # or experts and attention refuse float64
+    for option in eager_options(copied):  # optimized kernels of experts and attention do not support float64
         setattr(*option)
     return copied, batch

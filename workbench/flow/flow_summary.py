@@ -1,4 +1,4 @@
-"""A flow in a few numbers: totals, the worst of it, and how it changes with depth."""
+"""Summary of a flow in a few numbers: totals, extremes, and trends over depth."""
 
 from __future__ import annotations
 
@@ -14,82 +14,92 @@ from workbench.schema.runs import Variable
 if TYPE_CHECKING:
     import xarray as xr
 
-_NONE = "; NaN: not seen"
+_NONE = "; NaN if not observed"
+_FEW = "NaN with fewer than three blocks"
+_LAYER = "number of the block; -1 if there is none"
 
-#: The numbers of `summarize`, all without dimensions.
+#: Variables of `summarize`, all without dimensions.
 SUMMARY: dict[str, Variable] = {
-    "total_signal_gain": Variable((), "f", "total signal gain", "1", "state RMS leaving the last block over entering"),
+    "total_signal_gain": Variable(
+        (), "f", "total signal gain", "1", "RMS of the states that leave the last block over that at the first input"
+    ),
     "total_gradient_gain": Variable(
-        (), "f", "total gradient gain", "1", "gradient norm entering the first block over leaving the last"
+        (), "f", "total gradient gain", "1", "gradient norm at the first input over that at the last output"
     ),
     "log_signal_gain": Variable((), "f", "log signal gain per block", "1", "mean of the natural logarithms"),
-    "log_signal_gain_error": Variable((), "f", "its standard error", "1", "from the scatter of blocks; NaN: one block"),
-    "log_signal_gain_trend": Variable((), "f", "trend of the log signal gain", "1", "slope against the block's number"),
-    "log_signal_gain_trend_error": Variable((), "f", "its standard error", "1", "NaN: less than three blocks"),
+    "log_signal_gain_error": Variable(
+        (), "f", "standard error of the log signal gain", "1", "over blocks; NaN with one block"
+    ),
+    "log_signal_gain_trend": Variable((), "f", "trend of the log signal gain", "1", "slope over the block number"),
+    "log_signal_gain_trend_error": Variable((), "f", "standard error of the trend of the log signal gain", "1", _FEW),
     "log_gradient_gain": Variable((), "f", "log gradient gain per block", "1", "mean of the natural logarithms"),
-    "log_gradient_gain_error": Variable((), "f", "its standard error", "1", "from the scatter of blocks; NaN: one"),
-    "log_gradient_gain_trend": Variable(
-        (), "f", "trend of the log gradient gain", "1", "slope against the block's number"
+    "log_gradient_gain_error": Variable(
+        (), "f", "standard error of the log gradient gain", "1", "over blocks; NaN with one block"
     ),
-    "log_gradient_gain_trend_error": Variable((), "f", "its standard error", "1", "NaN: less than three blocks"),
-    "largest_signal_gain": Variable((), "f", "largest signal gain", "1", "of a block"),
-    "largest_signal_gain_layer": Variable((), "i", "its block", "1", "number of the block; -1: none"),
-    "smallest_signal_gain": Variable((), "f", "smallest signal gain", "1", "of a block"),
-    "smallest_signal_gain_layer": Variable((), "i", "its block", "1", "number of the block; -1: none"),
-    "largest_gradient_gain": Variable((), "f", "largest gradient gain", "1", "of a block"),
-    "largest_gradient_gain_layer": Variable((), "i", "its block", "1", "number of the block; -1: none"),
-    "smallest_gradient_gain": Variable((), "f", "smallest gradient gain", "1", "of a block"),
-    "smallest_gradient_gain_layer": Variable((), "i", "its block", "1", "number of the block; -1: none"),
+    "log_gradient_gain_trend": Variable((), "f", "trend of the log gradient gain", "1", "slope over the block number"),
+    "log_gradient_gain_trend_error": Variable(
+        (), "f", "standard error of the trend of the log gradient gain", "1", _FEW
+    ),
+    "largest_signal_gain": Variable((), "f", "largest signal gain", "1", "of all blocks"),
+    "largest_signal_gain_layer": Variable((), "i", "block of the largest signal gain", "1", _LAYER),
+    "smallest_signal_gain": Variable((), "f", "smallest signal gain", "1", "of all blocks"),
+    "smallest_signal_gain_layer": Variable((), "i", "block of the smallest signal gain", "1", _LAYER),
+    "largest_gradient_gain": Variable((), "f", "largest gradient gain", "1", "of all blocks"),
+    "largest_gradient_gain_layer": Variable((), "i", "block of the largest gradient gain", "1", _LAYER),
+    "smallest_gradient_gain": Variable((), "f", "smallest gradient gain", "1", "of all blocks"),
+    "smallest_gradient_gain_layer": Variable((), "i", "block of the smallest gradient gain", "1", _LAYER),
     "state_growth": Variable(
-        (),
-        "f",
-        "growth exponent of the states",
-        "1",
-        "p of state RMS ~ l^p over the states leaving block l = 1, 2, ...",
+        (), "f", "growth exponent of the states", "1", "p of state RMS ~ l^p at the outputs of blocks l = 1, 2, ..."
     ),
-    "state_growth_error": Variable((), "f", "its standard error", "1", "NaN: less than three blocks"),
-    "branch_ratio_mean": Variable((), "f", "mean branch ratio", "1", f"over all sub-layers{_NONE}"),
+    "state_growth_error": Variable((), "f", "standard error of the growth exponent of the states", "1", _FEW),
+    "branch_ratio_mean": Variable((), "f", "mean branch ratio", "1", f"over all sublayers{_NONE}"),
     "branch_ratio_growth": Variable(
-        (), "f", "growth exponent of the branch ratio", "1", f"p of branch ratio ~ l^p, its mean over a block{_NONE}"
+        (), "f", "growth exponent of the branch ratio", "1", f"p of branch ratio ~ l^p, mean over each block{_NONE}"
     ),
-    "branch_ratio_growth_error": Variable((), "f", "its standard error", "1", "NaN: less than three blocks"),
-    "token_cosine_end": Variable((), "f", "token cosine at the end", "1", "of the states that leave the last block"),
-    "token_cosine_rise": Variable((), "f", "rise of the token cosine", "1", "from the first block to the last"),
-    "effective_rank_end": Variable((), "f", "effective rank share at the end", "1", "of what leaves the last block"),
-    "effective_rank_smallest": Variable((), "f", "smallest effective rank share", "1", "of all boundaries"),
+    "branch_ratio_growth_error": Variable(
+        (), "f", "standard error of the growth exponent of the branch ratio", "1", _FEW
+    ),
+    "token_cosine_end": Variable((), "f", "final token cosine", "1", "of the states that leave the last block"),
+    "token_cosine_rise": Variable((), "f", "increase of the token cosine", "1", "from the first boundary to the last"),
+    "effective_rank_end": Variable(
+        (), "f", "final relative effective rank", "1", "of the states that leave the last block"
+    ),
+    "effective_rank_smallest": Variable((), "f", "smallest relative effective rank", "1", "of all boundaries"),
     "attention_entropy_share_smallest": Variable(
-        (), "f", "smallest attention entropy share", "1", f"of all heads{_NONE}"
+        (), "f", "smallest normalized attention entropy", "1", f"of all heads{_NONE}"
     ),
     "attention_logit_std_largest": Variable((), "f", "largest attention logit scale", "1", f"of all heads{_NONE}"),
     "attention_logit_largest": Variable((), "f", "largest attention logit", "1", f"of all heads{_NONE}"),
-    "sink_share_largest": Variable((), "f", "largest sink share", "1", f"of all heads{_NONE}"),
-    "routing_entropy_share_smallest": Variable((), "f", "smallest routing entropy share", "1", "NaN: no router seen"),
-    "max_violation_largest": Variable((), "f", "largest MaxVio", "1", "of all routers; NaN: none seen"),
-    "routing_margin_smallest": Variable((), "f", "smallest routing margin", "1", "of all routers; NaN: none seen"),
+    "sink_share_largest": Variable((), "f", "largest attention sink fraction", "1", f"of all heads{_NONE}"),
+    "routing_entropy_share_smallest": Variable(
+        (), "f", "smallest normalized routing entropy", "1", f"of all routers{_NONE}"
+    ),
+    "max_violation_largest": Variable((), "f", "largest MaxVio", "1", f"of all routers{_NONE}"),
+    "routing_margin_smallest": Variable((), "f", "smallest routing margin", "1", f"of all routers{_NONE}"),
     "block_singular_value_largest": Variable(
         (), "f", "largest singular value of a block", "1", f"of all blocks{_NONE}"
     ),
     "block_singular_mean_largest": Variable(
-        (), "f", "largest mean singular value of a block", "1", f"of all blocks{_NONE}"
+        (), "f", "largest RMS singular value of a block", "1", f"of all blocks{_NONE}"
     ),
     "end_to_end_singular_value_largest": Variable((), "f", "largest end-to-end singular value", "1", _NONE[2:]),
-    "end_to_end_singular_mean": Variable((), "f", "mean end-to-end singular value", "1", _NONE[2:]),
+    "end_to_end_singular_mean": Variable((), "f", "RMS end-to-end singular value", "1", _NONE[2:]),
 }
 
 
 def summarize(flow: xr.Dataset) -> xr.Dataset:
-    """Summarize a flow in numbers without dimensions, or one row of them per step.
+    """Summarize a flow in scalar variables, per step if it has steps.
 
     Args:
         flow: Flow from `measure` or `along_run`.
 
     Returns:
-        Dataset of `SUMMARY`, with the flow's provenance; with the dim ``step`` if the flow has one. Gains are averaged
-        as logarithms, so that ``exp(L * log_signal_gain)`` is the gain of L blocks. NaN as in the flow, and where a
-        gain is zero or not finite.
+        Dataset of `SUMMARY` with the attributes of the flow, and with the dim ``step`` if the flow has it. Gains are
+        averaged as logarithms, so that ``exp(L * log_signal_gain)`` is the gain of L blocks. Values are NaN where those
+        of the flow are, and where a gain is zero or not finite.
 
     Raises:
-        SchemaError: If it is no flow.
+        SchemaError: If the dataset is no flow.
 
     Example:
         >>> import workbench as wb
@@ -98,6 +108,10 @@ def summarize(flow: xr.Dataset) -> xr.Dataset:
         >>> summary = wb.flow.summarize(flow)
         >>> "log_signal_gain" in summary, summary["log_signal_gain"].dims
         (True, ())
+
+    See Also:
+        `workbench.flow.measure`: Measures a flow.
+        `workbench.flow.along_run`: Measures a flow at the checkpoints of a run.
     """
     import xarray as xr
 
@@ -111,7 +125,7 @@ def summarize(flow: xr.Dataset) -> xr.Dataset:
 
 
 def check_flow(flow: xr.Dataset) -> None:
-    """Refuse a dataset that is no flow.
+    """Check whether a dataset is a flow.
 
     Raises:
         SchemaError: If a variable is missing or has other dimensions.
@@ -119,19 +133,27 @@ def check_flow(flow: xr.Dataset) -> None:
     import xarray as xr
 
     if not isinstance(flow, xr.Dataset):
-        raise SchemaError(f"The flow is of type {type(flow).__name__}, expected a dataset of wb.flow.measure().")
+        raise SchemaError.of("flow", flow, "a dataset of wb.flow.measure()")
     if missing := [name for name in FLOW if name not in flow]:
-        raise SchemaError(f"The dataset is no flow: it lacks {', '.join(missing)}; make one with wb.flow.measure().")
+        raise SchemaError(
+            f"The dataset is no flow: it lacks {', '.join(missing)}; create one with wb.flow.measure().",
+            name=missing[0],
+            expected="a variable of the flow",
+        )
     for name, rule in FLOW.items():
         dims = tuple(dim for dim in flow[name].dims if dim != "step")
         if dims != rule.dims:
             raise SchemaError(
                 f"Variable '{name}' of the flow has dims {flow[name].dims}, expected {rule.dims} (after step, if any); "
-                "select or transpose it."
+                "select or transpose it.",
+                name=name,
+                value=flow[name].dims,
+                expected=f"a variable with dims {rule.dims}",
             )
 
 
 def _of_gains(flow: xr.Dataset) -> dict[str, float]:
+    """Return totals, averages, trends and extremes of the gains."""
     rms, norm = flow["state_rms"].values, flow["gradient_norm"].values
     with np.errstate(divide="ignore", invalid="ignore"):
         values: dict[str, float] = {"total_signal_gain": rms[-1] / rms[0], "total_gradient_gain": norm[0] / norm[-1]}
@@ -152,6 +174,7 @@ def _of_gains(flow: xr.Dataset) -> dict[str, float]:
 
 
 def _of_growth(flow: xr.Dataset) -> dict[str, float]:
+    """Return growth exponents of states and branch ratios."""
     ratio = flow["branch_ratio"].values
     depth = np.log(np.arange(1, len(ratio) + 1))
     is_seen = np.isfinite(ratio)
@@ -168,6 +191,8 @@ def _of_growth(flow: xr.Dataset) -> dict[str, float]:
 
 
 def _of_extremes(flow: xr.Dataset) -> dict[str, float]:
+    """Return final values and extremes of the other variables."""
+
     def extreme(name: str, pick: Callable[[np.ndarray], float]) -> float:
         values = flow[name].values
         return pick(values[np.isfinite(values)]) if np.isfinite(values).any() else np.nan
@@ -193,12 +218,12 @@ def _of_extremes(flow: xr.Dataset) -> dict[str, float]:
 
 
 def _log(values: np.ndarray) -> np.ndarray:
-    """Natural logarithm; NaN where there is none."""
+    """Return natural logarithms; NaN where they are not defined."""
     return np.log(values, out=np.full(len(values), np.nan), where=np.isfinite(values) & (values > 0))
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Least squares through the points that are known: slope and its standard error."""
+    """Return the slope of a least-squares line through the finite points, and its standard error."""
     is_known = np.isfinite(y)
     x, y = x[is_known] - x[is_known].mean() if is_known.any() else x[:0], y[is_known]
     if len(y) < 2:

@@ -1,4 +1,4 @@
-"""One pass forward and one backward through a model, and the measurements of its blocks."""
+"""One forward and one backward pass through a model, with the measurements of its blocks."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch import Tensor, nn
 from workbench.errors import SnapshotError
 from workbench.flow.attention_sharpness import FlowCalls, Sharpness
 from workbench.flow.branch_reader import BlockStream, BranchReader, WatchedState
-from workbench.flow.collapse import effective_rank_share, token_cosine
+from workbench.flow.collapse import relative_effective_rank, token_cosine
 from workbench.flow.gradient_targets import Loss, end_of
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import run_foreign
+from workbench.models.calling import run_model
 from workbench.models.config_options import Option, config_options, known_options, visible_attention
 from workbench.models.probing import undisturbed, watch
 from workbench.models.router_weights import Router
 from workbench.models.token_selection import TokenSelection
 from workbench.monitors.attention_calls import BlockNotes
 
-#: Options of a Hugging Face config: no keys, values or states are kept for tokens to come, and experts are called one
-#: by one (their fused kernel has no second derivative, nor float64). The suffix: without it, configs inside of this one
-#: are set as well, and would not get their own value back.
+#: Options of a Hugging Face config. Nothing is cached for later tokens, and experts are called separately, because
+#: their fused kernel has no second derivative and does not support float64. Without the suffix "_internal", nested
+#: configs would be set as well, and their own values would not be restored.
 _PLAIN = {"use_cache": False, "_experts_implementation_internal": "eager"}
 
 
 @dataclass
 class BlockRecord:
-    """The measurements of one call of a block.
+    """Measurements of one call of a block.
 
     Attributes:
         entering: State that entered.
         leaving: State that left.
-        cosine: `token_cosine` of the two.
-        rank: `effective_rank_share` of the two.
+        cosine: `token_cosine` of the state that entered and, in the last block, of the state that left.
+        rank: `relative_effective_rank` of the same states.
         stream: Additions inside the block.
         notes: Measurements of attention and routing.
-        sharpness: Sharpness of its attention; None: not seen.
+        sharpness: Sharpness of the attention; None if it was not observed.
     """
 
     entering: WatchedState
@@ -53,9 +53,9 @@ class BlockRecord:
 
 
 class FlowPass:
-    """Runs a model on one batch, forward and back to the state that enters its first block.
+    """Forward pass of a model on one batch, and backward pass to the state that enters its first block.
 
-    The model runs in eval mode; parameters get no gradients, and everything is left as it was.
+    The model runs in eval mode. Gradients of parameters are not computed, and the model is not changed.
 
     Args:
         model: Module to run.
@@ -68,13 +68,13 @@ class FlowPass:
 
     Attributes:
         blocks: Records, one per layer.
-        cotangent: Quantity that is differentiated. Where the loss has none, as with an output head of zeros, it is a
-            random direction at the states that leave the last block.
-        n_tokens: Number of token states that count at each boundary.
+        cotangent: Description of the quantity that is differentiated. If the loss has no gradient, as with an output
+            head of zeros, it is the output of the last block along a random direction.
+        n_tokens: Number of token states that are measured at each boundary.
         failure: Reason why there are no gradients; empty if there are.
 
     Raises:
-        SnapshotError: If a block is not reached, or the output gives no gradient.
+        SnapshotError: If the inputs do not reach a block, or the output has no gradient.
     """
 
     def __init__(
@@ -96,14 +96,19 @@ class FlowPass:
         self._calls, self._branches = FlowCalls(), BranchReader()
         self._start: Tensor | None = None
         self._end: Tensor | None = None
-        with undisturbed(model), config_options(plain_options(model)), torch.enable_grad():
+        with undisturbed(model), config_options(eager_options(model)), torch.enable_grad():
             hooks = BlockHooks(self.sites, self._enter, self._leave)
             parts = watch((part, self._branches.leave, False) for part in hooks.parts)
             with hooks, parts, self._calls, self._branches:
-                output = run_foreign(model, batch)
+                output = run_model(model, batch)
             silent = [site.name for layer, site in enumerate(self.sites) if layer not in self._records]
             if silent:
-                raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
+                raise SnapshotError(
+                    f"No states passed {silent[0]}; pass inputs that reach every block.",
+                    name="inputs",
+                    value=silent[0],
+                    expected="inputs that reach every block",
+                )
             end, self.cotangent = end_of(output, batch, targets, loss, seed=seed)
             try:
                 self._walk_back(end, seed)
@@ -115,7 +120,7 @@ class FlowPass:
     def _walk_back(self, end: Tensor, seed: int) -> None:
         """Run the backward pass through all watched states."""
         first, last = self._start, self._end
-        if first is None or last is None:  # no block ran, which is refused before
+        if first is None or last is None:  # no block ran, which raised an exception before
             return
         torch.autograd.grad(end, first, allow_unused=True, retain_graph=True)
         if self._records[len(self.sites) - 1].leaving.gradient_norm > 0 or not last.requires_grad:
@@ -133,13 +138,13 @@ class FlowPass:
         with torch._C.DisableTorchFunction():
             rows = self._rows_of(state.shape[:-1])
             entering = WatchedState(state, rows)
-            # A tensor of the block's own: it may write into it, and the alias is distinct from the previous state.
+            # The block receives its own copy, which it may write to and which differs from the previous state.
             state = state.clone()
             router = self.routers.get(call.layer)
             weight = self.model.get_parameter(router.name) if router else None
             notes = BlockNotes(state.shape[:-1], rows, True, router, weight, batch_axis=self.layout.states or 0)
             stream = self._branches.begin(call.site.module, state, entering, rows)
-            cosine, rank = self._cosine(state, rows), effective_rank_share(state, rows)
+            cosine, rank = self._cosine(state, rows), relative_effective_rank(state, rows)
         self._begun[call.layer] = entering, stream, notes, cosine, rank
         self._calls.block = notes
         return state
@@ -156,7 +161,7 @@ class FlowPass:
             if call.layer == len(self.sites) - 1:
                 self._end = state
                 record.cosine.append(self._cosine(state, stream.rows))
-                record.rank.append(effective_rank_share(state, stream.rows))
+                record.rank.append(relative_effective_rank(state, stream.rows))
         self._records[call.layer] = record
 
     def _cosine(self, state: Tensor, rows: Tensor | None) -> float:
@@ -164,7 +169,7 @@ class FlowPass:
         return token_cosine(state.movedim(axis, 0), None if rows is None else rows.movedim(axis, 0))
 
     def _rows_of(self, leading: torch.Size) -> Tensor | None:
-        """Which tokens are no padding, boolean, of that shape; None: all."""
+        """Return a boolean mask of the tokens that are no padding, of the given shape; None if all are."""
         chosen = TokenSelection(None, layout=self.layout).choose(leading, self.batch)
         self.n_tokens = len(chosen)
         if len(chosen) == leading.numel():
@@ -174,9 +179,9 @@ class FlowPass:
         return rows.view(leading)
 
 
-def plain_options(model: nn.Module) -> list[Option]:
-    """Context that keeps a Hugging Face model from using optimized kernels.
+def eager_options(model: nn.Module) -> list[Option]:
+    """Return the options that keep a Hugging Face model from using optimized kernels.
 
-    They hide their intermediate values, and most have neither a second derivative nor float64.
+    Such kernels hide their intermediate values, and most support neither second derivatives nor float64.
     """
     return [*known_options(model, _PLAIN), *visible_attention(model)]

@@ -1,4 +1,4 @@
-"""The quantity that is differentiated: a loss on targets, or a random direction at the output."""
+"""Scalar that is differentiated: a loss on targets, or the output along a random direction."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: int) -> tuple[Tensor, str]:
-    """The number whose gradient is taken, and a name for it.
+    """Return the scalar whose gradient is computed, and a description of it.
 
     Args:
         output: Output of the model.
         inputs: Inputs of the model.
-        targets: Targets of the loss; None: the next tokens, if the model gives logits of its tokens.
-        loss: Function from logits and targets to a 0-dim tensor; None: `token_loss`.
-        seed: Seed of the random direction that replaces a loss without targets.
+        targets: Targets of the loss; None for the next tokens, if the model returns logits of its tokens.
+        loss: Function from logits and targets to a 0-dim tensor; None for `token_loss`.
+        seed: Seed of the random direction that is used if there are no targets.
 
     Raises:
-        SnapshotError: If the output holds no tensor with a gradient, or the targets do not fit it.
+        SnapshotError: If the output contains no tensor with a gradient, or the targets do not fit it.
     """
     result = _result_in(output)
     if result is None:
         raise SnapshotError(
-            "The model returned no floating-point tensor that depends on its blocks; pass such a model."
+            "The model returned no floating-point tensor that depends on its blocks; pass a model that does.",
+            name="model",
+            value=type(output),
+            expected="a model that returns a floating-point tensor with a gradient",
         )
     what = "given targets"
     if targets is None and (tokens := _tokens_in(inputs)) is not None and _predicts(result, tokens):
@@ -46,15 +49,23 @@ def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: i
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SnapshotError(
             f"The loss of an output of shape {tuple(result.shape)} on targets of shape {tuple(targets.shape)} failed "
-            f"({first}); pass targets for these inputs, or the loss that they are for."
+            f"({first}); pass targets that fit these inputs, or the loss for them.",
+            name="targets",
+            value=targets,
+            expected=f"targets of the loss for an output of shape {tuple(result.shape)}",
         ) from error
     if value.numel() != 1:
-        raise SnapshotError(f"The loss has shape {tuple(value.shape)}, expected a single number; return its mean.")
+        raise SnapshotError(
+            f"The loss has shape {tuple(value.shape)}, expected a single number; return its mean.",
+            name="loss",
+            value=tuple(value.shape),
+            expected="a function that returns a single number",
+        )
     return value.squeeze(), f"loss on {what}"
 
 
 def _result_in(output: Any) -> Tensor | None:
-    """The logits, or the first tensor that has a gradient."""
+    """Return the logits of an output, or its first tensor that has a gradient; None if there is none."""
     if isinstance(output, Mapping):
         candidates = [output.get("logits"), *output.values()]
     elif isinstance(output, tuple | list):
@@ -66,7 +77,7 @@ def _result_in(output: Any) -> Tensor | None:
 
 
 def _tokens_in(inputs: Any) -> Tensor | None:
-    """Token ids, shape (sequence, token): those of the decoder where there are two kinds."""
+    """Return the token ids of inputs, shape (sequence, token); of an encoder and decoder, those of the decoder."""
     if isinstance(inputs, Mapping):
         inputs = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     elif isinstance(inputs, tuple | list):
@@ -76,11 +87,12 @@ def _tokens_in(inputs: Any) -> Tensor | None:
 
 
 def _predicts(result: Tensor, tokens: Tensor) -> bool:
+    """Return whether an output may be logits of the next token at every position."""
     return result.ndim == 3 and result.shape[:2] == tokens.shape and result.shape[2] > int(tokens.max())
 
 
 def _next_tokens(tokens: Tensor, inputs: Any) -> Tensor:
-    """The tokens shifted by one; -100 after the last, and for padding."""
+    """Return the tokens shifted by one; -100 after the last token and for padding."""
     targets = torch.full_like(tokens, -100, dtype=torch.int64)
     targets[:, :-1] = tokens[:, 1:]
     mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None

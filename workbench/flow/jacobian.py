@@ -13,36 +13,36 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import SnapshotError
-from workbench.flow.gains import plain_options
+from workbench.flow.gains import eager_options
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import run_foreign
+from workbench.models.calling import run_model
 from workbench.models.config_options import config_options
 from workbench.models.probing import undisturbed
 from workbench.models.site import Site
 
-#: Largest number of entries of a state for which every singular value is computed.
+#: Maximum number of entries of a state for which every singular value is computed.
 EXACT_UP_TO = 768
-#: Rows of a Jacobian that are made together, and random vectors for its mean square.
+#: Number of rows of a Jacobian that are computed at once, and number of random vectors for its mean square.
 _ROWS_AT_A_TIME, _N_PROBES = 128, 16
 #: Relative residual of Lanczos at which the square of a singular value counts as converged.
 _TOLERANCE = 1e-4
 _N_RESTARTS = 12
-#: Share of the largest below which a singular value is not taken from the Gram matrix: its square is mostly rounding.
-_LEAST_SHARE = 1e-4
-#: Largest relative difference between two computations of the same product of Jacobians.
+#: Fraction of the largest singular value below which the Gram matrix is not used, because of its rounding.
+_MIN_FRACTION = 1e-4
+#: Maximum relative difference between two computations of the same product of Jacobians.
 _ROUNDING = 1e-3
 
 
 @dataclass(frozen=True)
 class SingularValues:
-    """The singular values of one Jacobian.
+    """Singular values of one Jacobian.
 
     Attributes:
-        largest: Requested number of largest values, descending; NaN where there are fewer or they did not converge.
-        mean: Root of the mean of all squared singular values.
-        is_exact: Whether all were computed; otherwise `largest` comes from Lanczos and `mean` from random vectors.
-        reason: Reason why there are none; empty if there are.
+        largest: Requested number of largest values, decreasing; NaN where there are fewer or they did not converge.
+        mean: Root mean square of all singular values.
+        is_exact: Whether all were computed; otherwise ``largest`` comes from Lanczos and ``mean`` from random vectors.
+        reason: Reason why values are missing; empty if none is.
     """
 
     largest: np.ndarray
@@ -52,31 +52,39 @@ class SingularValues:
 
 
 class Jacobian:
-    """The Jacobian of a function at one point, as a linear map of flattened states.
+    """Jacobian of a function at one point, as a linear map of flattened states.
 
-    Products with it come from reverse mode twice, so that any operation of a block with a second derivative will do.
+    Products J v are computed with reverse mode twice, so every operation of the function needs a second derivative.
 
     Args:
-        function: Function from a state to a state of equally many entries.
-        point: State at which it is differentiated.
+        function: Function from a state to a state with the same number of entries.
+        point: State at which the function is differentiated.
+
+    Raises:
+        SnapshotError: If the function returns another number of entries.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
         self.point = point.detach().requires_grad_()
-        # Nothing is added, but what leaves then depends on the state also where the function does not.
+        # Adding zero makes the value depend on the state even if the function does not.
         self.value = function(self.point) + 0 * self.point.sum()
         self.size = point.numel()
         if self.value.numel() != self.size:
-            raise SnapshotError("What leaves has another shape than the state that enters.")
+            raise SnapshotError(
+                "The state that leaves has another number of entries than the state that enters.",
+                name="function",
+                value=self.value.numel(),
+                expected=f"a function that returns {self.size} entries",
+            )
         self._cotangent = torch.zeros_like(self.value, requires_grad=True)
         self._pulled: Tensor | None = None
 
     def pull(self, v: np.ndarray) -> np.ndarray:
-        """J' v."""
+        """Return J' v."""
         return _flat(self._pulled_back(self._as(v, self.value)))
 
     def push(self, v: np.ndarray) -> np.ndarray:
-        """J v, as the derivative of the linear map u -> J' u."""
+        """Return J v, computed as the derivative of the linear map u -> J' u."""
         if self._pulled is None:
             self._pulled = self._pulled_back(self._cotangent, create_graph=True)
         if not self._pulled.requires_grad:
@@ -87,7 +95,7 @@ class Jacobian:
         return np.zeros(self.size) if product is None else _flat(product)
 
     def dense(self) -> np.ndarray:
-        """The matrix, shape (entry leaving, entry entering), float64."""
+        """Return the matrix, shape (output entry, input entry), float64."""
         rows, is_batched = [], True
         for start in range(0, self.size, _ROWS_AT_A_TIME):
             which = torch.arange(start, min(start + _ROWS_AT_A_TIME, self.size), device=self.value.device)
@@ -114,16 +122,16 @@ class Jacobian:
 def singular_values(
     jacobian: Jacobian, n_largest: int, *, exact_up_to: int = EXACT_UP_TO, seed: int = 0
 ) -> SingularValues:
-    """The largest singular values of a Jacobian, and the root of their mean square.
+    """Compute the largest singular values of a Jacobian, and the root mean square of all.
 
-    Small ones come from the matrix itself. The others come from the Lanczos process on J'J (ARPACK), and the mean from
-    |J v|^2 of random signs v (Hutchinson 1990).
+    For small states the matrix is computed. Otherwise the values come from the Lanczos method on J'J (ARPACK), and the
+    mean square from |J v|^2 for vectors v of random signs (Hutchinson 1990).
 
     Args:
         jacobian: Jacobian as a linear map.
         n_largest: Number of singular values.
-        exact_up_to: Largest number of entries of a state for which the matrix is formed.
-        seed: Seed of the start of Lanczos and of the random signs.
+        exact_up_to: Maximum number of entries of a state for which the matrix is computed.
+        seed: Seed of the initial vector of Lanczos and of the random signs.
     """
     if jacobian.size <= exact_up_to or n_largest >= jacobian.size:
         return of_matrix(jacobian.dense(), n_largest)
@@ -135,24 +143,25 @@ def singular_values(
         return _none_of("the Jacobian is not finite", n_largest)
     found = _lanczos(jacobian, n_largest, random.standard_normal(jacobian.size))
     largest[: len(found)] = found
-    reason = "" if len(found) == n_largest else "Lanczos did not find all singular values asked for"
+    reason = "" if len(found) == n_largest else "Lanczos did not find all requested singular values"
     return SingularValues(largest, mean, reason=reason)
 
 
 def of_matrix(matrix: np.ndarray, n_largest: int) -> SingularValues:
-    """Singular values of a Jacobian that is given as a matrix."""
+    """Compute the singular values of a Jacobian that is given as a matrix."""
     if not np.isfinite(matrix).all():
         return _none_of("the Jacobian is not finite", n_largest)
     largest = np.full(n_largest, np.nan)
     n = min(n_largest, len(matrix))
     found = np.sqrt(np.clip(np.linalg.eigvalsh(matrix @ matrix.T)[::-1], 0, None))[:n]
-    if found[-1] < _LEAST_SHARE * found[0]:
+    if found[-1] < _MIN_FRACTION * found[0]:
         found = np.linalg.svd(matrix, compute_uv=False)[:n]
     largest[:n] = found
     return SingularValues(largest, float(np.linalg.norm(matrix) / np.sqrt(len(matrix))), is_exact=True)
 
 
 def _lanczos(jacobian: Jacobian, n: int, start: np.ndarray) -> np.ndarray:
+    """Return the largest singular values that Lanczos finds, in decreasing order."""
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     n_entries = jacobian.size
@@ -161,7 +170,7 @@ def _lanczos(jacobian: Jacobian, n: int, start: np.ndarray) -> np.ndarray:
     options = {"v0": start, "ncv": basis, "maxiter": _N_RESTARTS, "return_eigenvectors": False}
     try:
         squares = eigsh(squared, n, tol=_TOLERANCE, **options)
-    except ArpackNoConvergence:  # many are close together, so that approximate ones are good
+    except ArpackNoConvergence:  # many values are close together, so approximate ones suffice
         try:
             squares = eigsh(squared, n, tol=100 * _TOLERANCE, **options)
         except ArpackNoConvergence as unfinished:
@@ -172,8 +181,8 @@ def _lanczos(jacobian: Jacobian, n: int, start: np.ndarray) -> np.ndarray:
 class SequenceJacobians:
     """Jacobians of a model's blocks at the states of one sequence.
 
-    The Jacobian of a block maps all states of the sequence that enter to all that leave, so that it includes what
-    attention carries from token to token. A block is called again as the model called it, with all its other arguments.
+    The Jacobian of a block maps all states of the sequence that enter to all that leave, so it includes the effects of
+    attention between tokens. A block is called with the same other arguments as in the model.
 
     Args:
         model: Module to differentiate.
@@ -198,10 +207,10 @@ class SequenceJacobians:
         self.n_entries = 0
 
     def measure(self, n_largest: int) -> None:
-        """Fill in `blocks`, `end_to_end` and `n_entries`."""
+        """Compute ``blocks``, ``end_to_end`` and ``n_entries``."""
         with (
             undisturbed(self.model),
-            config_options(plain_options(self.model)),
+            config_options(eager_options(self.model)),
             sdpa_kernel(SDPBackend.MATH),  # the fused kernels have no second derivative
         ):
             calls = self._recorded_calls()
@@ -213,26 +222,26 @@ class SequenceJacobians:
                     for site, call, state in zip(self.sites, calls, states, strict=True)
                 ]
                 maps.append(_linearized(self._all_blocks, states[0]))
-        # The graphs exist; differentiating them neither calls the model nor is slowed by its hooks.
-        *blocks, whole = maps
+        # The graphs exist now; differentiating them does not call the model or its hooks.
+        *blocks, together = maps
         if self.n_entries > self.exact_up_to:
             self.blocks = [self._values(linear, n_largest) for linear in blocks]
-            self.end_to_end = self._values(whole, n_largest)
+            self.end_to_end = self._values(together, n_largest)
             return
         matrices = [_matrix(linear) for linear in blocks]
         self.blocks = [_values_of(matrix, n_largest) for matrix in matrices]
-        self.end_to_end = _values_of(self._chained(matrices, whole), n_largest)
+        self.end_to_end = _values_of(self._product(matrices, together), n_largest)
 
-    def _chained(self, matrices: Sequence[np.ndarray | str], whole: Jacobian | str) -> np.ndarray | str:
-        """The blocks' Jacobians multiplied, unless the states also pass from block to block by another way."""
+    def _product(self, matrices: Sequence[np.ndarray | str], together: Jacobian | str) -> np.ndarray | str:
+        """Return the product of the Jacobians of all blocks; if states also bypass blocks, the full Jacobian."""
         known = [matrix for matrix in matrices if not isinstance(matrix, str)]
-        if isinstance(whole, str) or len(known) < len(matrices):
-            return _matrix(whole)
+        if isinstance(together, str) or len(known) < len(matrices):
+            return _matrix(together)
         product = reduce(lambda before, matrix: matrix @ before, known)
         v = np.random.default_rng(self.seed).standard_normal(len(product))
-        direct, chained = whole.pull(v), v @ product
-        is_same = np.linalg.norm(direct - chained) <= _ROUNDING * np.linalg.norm(direct)
-        return product if is_same else _matrix(whole)
+        direct, by_chain_rule = together.pull(v), v @ product
+        is_same = np.linalg.norm(direct - by_chain_rule) <= _ROUNDING * np.linalg.norm(direct)
+        return product if is_same else _matrix(together)
 
     def _values(self, linear: Jacobian | str, n_largest: int) -> SingularValues:
         if isinstance(linear, str):
@@ -245,15 +254,15 @@ class SequenceJacobians:
     def _recorded_calls(self) -> list[tuple[tuple, dict[str, Any]]]:
         calls: dict[int, tuple[tuple, dict[str, Any]]] = {}
 
-        def enter(call: BlockCall) -> None:  # copies: the block may write into its arguments
+        def enter(call: BlockCall) -> None:  # a copy, because the block may write to its arguments
             calls[call.layer] = call.site.with_state(call.args, call.kwargs, call.state_in.detach().clone())
 
         with BlockHooks(self.sites, enter):
-            run_foreign(self.model, self.sequence)
+            run_model(self.model, self.sequence)
         return [calls[layer] for layer in range(len(self.sites))]
 
     def _all_blocks(self, state: Tensor) -> Tensor:
-        """From the state that enters the first block to that which leaves the last, in a run of the full model."""
+        """Map the state that enters the first block to the one that leaves the last, by running the full model."""
         left: list[Tensor] = []
 
         def leave(call: BlockCall) -> None:
@@ -261,12 +270,12 @@ class SequenceJacobians:
 
         first, last = self.sites[:1], self.sites[-1:]
         with BlockHooks(first, lambda _: state.clone()), BlockHooks(last, on_leave=leave):
-            run_foreign(self.model, self.sequence)
+            run_model(self.model, self.sequence)
         return left[0]
 
 
 def _linearized(function: Callable[[Tensor], Tensor], point: Tensor) -> Jacobian | str:
-    """The Jacobian, or the reason why it cannot be computed."""
+    """Return the Jacobian, or the reason why it cannot be computed."""
     try:
         return Jacobian(function, point)
     except (RuntimeError, NotImplementedError, SnapshotError) as error:
@@ -274,7 +283,7 @@ def _linearized(function: Callable[[Tensor], Tensor], point: Tensor) -> Jacobian
 
 
 def _matrix(linear: Jacobian | str) -> np.ndarray | str:
-    """The Jacobian as a matrix, or the reason why it cannot be computed."""
+    """Return the Jacobian as a matrix, or the reason why it cannot be computed."""
     if isinstance(linear, str):
         return linear
     try:
@@ -288,6 +297,7 @@ def _values_of(matrix: np.ndarray | str, n_largest: int) -> SingularValues:
 
 
 def _none_of(reason: str, n_largest: int) -> SingularValues:
+    """Return missing singular values and the reason."""
     return SingularValues(np.full(n_largest, np.nan), np.nan, reason=reason)
 
 
@@ -296,6 +306,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _replay(site: Site, args: tuple, kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    """Return the function of the entering state that one call of a block computes."""
+
     def function(state: Tensor) -> Tensor:
         given, named = site.with_state(args, kwargs, state.clone())
         return site.state_out(site.module(*given, **named))

@@ -1,4 +1,4 @@
-"""Share of eps in the sum under the root of each normalization: near 1, nothing is normalized."""
+"""Eps fraction of each normalization: fraction of eps in the sum under its root; near 1 it does not normalize."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.models.calling import run_foreign
+from workbench.models.calling import run_model
 from workbench.models.probing import undisturbed, watch
 from workbench.monitors.matrices import widened
 
-#: Names of the constant below the root.
+#: Attribute names of the constant under the root.
 _NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
-def eps_shares(model: nn.Module, inputs: Any) -> np.ndarray:
-    """Measure eps / (eps + v) of every call of a normalization over features, v being the other term below its root.
+def eps_fractions(model: nn.Module, inputs: Any) -> np.ndarray:
+    """Compute the eps fraction eps / (eps + v) of every call of a normalization over features.
 
-    v is the variance over the features of a token where the normalization subtracts their mean, otherwise their mean
-    square; the median over tokens counts. Near 0 the normalization works; near 1 its output is proportional to its
-    input.
+    v is the other term under the root: the variance over the features of a token if the normalization subtracts their
+    mean, otherwise their mean square. The median over tokens is returned. Near 0 the normalization is effective; near 1
+    its output is proportional to its input.
 
     Args:
         model: The model, which is not changed.
         inputs: Inputs as for `workbench.profile`.
 
     Returns:
-        Shape (call,), in the order of the calls, float64; empty: no module is a normalization over the last axis with
-        an eps that can be read. NaN: the states of a call are not finite.
+        Array of shape (call,) in the order of the calls, float64; NaN where the states of a call are not finite. Empty
+        if no module is a normalization over the last axis with a known eps.
 
     Example:
         >>> import torch
         >>> import workbench as wb
-        >>> from workbench.flow.norm_eps import eps_shares
+        >>> from workbench.flow.norm_eps import eps_fractions
         >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, norm_eps=1e6)
-        >>> eps_shares(model, torch.zeros(1, 8, dtype=torch.int64)).round(2).tolist()
+        >>> eps_fractions(model, torch.zeros(1, 8, dtype=torch.int64)).round(2).tolist()
         [1.0, 1.0, 1.0, 1.0, 1.0]
     """
     seen: list[tuple[nn.Module, Tensor]] = []
@@ -51,11 +51,12 @@ def eps_shares(model: nn.Module, inputs: Any) -> np.ndarray:
     norms = [module for name, module in model.named_modules() if "parametrizations" not in name and _is_norm(module)]
     with undisturbed(model):
         with watch((module, note, False) for module in norms):
-            run_foreign(model, inputs)
-        return np.array([_share(module, state) for module, state in seen])
+            run_model(model, inputs)
+        return np.array([_eps_fraction(module, state) for module, state in seen])
 
 
-def _share(module: nn.Module, state: Tensor) -> float:
+def _eps_fraction(module: nn.Module, state: Tensor) -> float:
+    """Return the median eps fraction over the tokens of a state."""
     eps, wide = _eps_of(module, state.dtype), widened(state)
     axes = tuple(range(-len(module.normalized_shape), 0)) if isinstance(module, nn.LayerNorm | nn.RMSNorm) else (-1,)
     size = wide.var(axes, unbiased=False) if _subtracts_mean(module, state) else wide.square().mean(axes)
@@ -63,18 +64,19 @@ def _share(module: nn.Module, state: Tensor) -> float:
 
 
 def _subtracts_mean(module: nn.Module, state: Tensor) -> bool:
-    """Whether the output stays the same when a constant is added to all features."""
+    """Return whether the output does not change if a constant is added to all features."""
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):
         return isinstance(module, nn.LayerNorm)
     token = state.abs().mean() * torch.linspace(-1, 1, state.shape[-1], dtype=state.dtype, device=state.device)[None]
     try:
         before, after = module(token), module(token + token.abs().mean())
         return bool(torch.allclose(before, after, rtol=1e-2, atol=1e-2 * float(before.abs().max())))
-    except Exception:  # noqa: BLE001  (foreign code, which may need more than a state)
+    except Exception:  # noqa: BLE001  (third-party code, which may need other arguments)
         return False
 
 
 def _eps_of(module: nn.Module, dtype: torch.dtype) -> float:
+    """Return the eps of a normalization; 0 if it is unknown."""
     found = next((getattr(module, name) for name in _NAMES if hasattr(module, name)), 0.0)
     if found is None and isinstance(module, nn.RMSNorm):
         return torch.finfo(dtype).eps
@@ -82,14 +84,14 @@ def _eps_of(module: nn.Module, dtype: torch.dtype) -> float:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a normalization of its own states with an eps, not over batches or groups."""
-    over_others = isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase)
-    is_called_so = "norm" in type(module).__name__.lower()
-    return is_called_so and not over_others and _eps_of(module, torch.float32) > 0
+    """Return whether a module is a normalization with an eps, and not over batches or groups."""
+    is_over_others = isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase)
+    is_by_name = "norm" in type(module).__name__.lower()
+    return is_by_name and not is_over_others and _eps_of(module, torch.float32) > 0
 
 
 def _is_over_features(module: nn.Module, state: Tensor) -> bool:
-    """Whether the features that a module normalizes are the last axis, or the last ones, of a state."""
+    """Return whether a module normalizes over the last axis or axes of a state."""
     if getattr(module, "data_format", "") == "channels_first":
         return False
     shape = getattr(module, "normalized_shape", None)

@@ -1,4 +1,4 @@
-"""Input and output of every emulation: a model, batches split into micro-batches and a plan; and a finding."""
+"""Input and result of emulations: a model, micro-batches and a plan; and a finding."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from workbench.errors import AnatomyError, OptionError
+from workbench.formatting import counted
 from workbench.formatting import fine_percent as percent
 from workbench.hardware.share_gradients import (
     Batch,
@@ -22,14 +23,14 @@ from workbench.hardware.share_gradients import (
     WorkingCopy,
 )
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import count_rows, take_rows
+from workbench.models.batches import count_examples, take_examples
 from workbench.tasks.task import mixed_seed
 
 if TYPE_CHECKING:
     from workbench.hardware.plan_files import AssessmentPlan
     from workbench.training.training_plan import TrainingPlan
 
-#: Number of micro-batches whose gradients are measured.
+#: Maximum number of micro-batches whose gradients are measured.
 MAX_SHARES = 32
 
 
@@ -38,19 +39,19 @@ class Finding:
     """The result of an emulation.
 
     Attributes:
-        effect: The number that is compared with the hazard's limits.
-        meaning: Its meaning for this plan, one sentence.
+        effect: The value that is compared with the limits of the hazard.
+        meaning: What it means for this plan, one sentence.
         how: How it was emulated, one sentence.
-        n_trials: Number of emulations that it is the mean of.
-        relative_error: Norm of the change of the gradient (or update) over its norm; NaN: it does not apply.
-        error_over_noise: The same over the sampling noise of the plan's batch.
-        shrinkage: Share of the gradient (or update) that is missing along itself.
-        shrinkage_error: Its standard error between draws; 0 where nothing is drawn.
-        cosine: Cosine between the gradient with the effect and without.
-        layer_errors: Relative error in each block.
+        n_trials: Number of emulations of which the effect is the mean.
+        relative_error: Norm of the change of the gradient (or update) over its norm; NaN if it does not apply.
+        error_over_noise: Norm of the change over the sampling noise of the plan's batch.
+        shrinkage: Fraction of the gradient (or update) that is missing along its own direction.
+        shrinkage_error: Standard error of the shrinkage between draws; 0 if nothing is drawn.
+        cosine: Cosine between the gradients with and without the effect.
+        layer_errors: Relative error in each block, shape (layer,).
         growth: Number of terms -> relative error of their sum.
         is_extrapolated: Whether the effect is extrapolated beyond the emulated number of terms.
-        remedy_value: Another remedy than the hazard's usual one.
+        remedy_value: Remedy instead of the usual one of the hazard; None uses the usual one.
     """
 
     effect: float
@@ -73,19 +74,19 @@ class Emulation:
 
     Args:
         model: Any module; every emulation works on a separate copy.
-        batches: Inputs and targets, on the model's device.
+        batches: Inputs and targets, on the device of the model.
         plan: The plan.
         loss: Function of logits and targets.
-        seed: Seed of all draws.
+        seed: Seed of all random draws.
 
     Attributes:
-        rows: Sequences in a micro-batch: as in the plan, or fewer where the batches hold too few for all shares.
-        micro_batches: The batches split into such, 32 at most.
+        rows: Examples in a micro-batch: as in the plan, or fewer if there are too few examples.
+        micro_batches: The batches split into micro-batches, at most 32.
         known: Findings that several hazards share.
         measured: Other measurements that several hazards share, by name.
 
     Raises:
-        OptionError: If the batches hold fewer than two sequences.
+        OptionError: If the batches contain fewer than two examples.
     """
 
     def __init__(
@@ -93,16 +94,19 @@ class Emulation:
     ) -> None:
         self.model, self.plan, self.loss, self.seed = model, plan, loss, seed
         self.batches = list(batches)
-        n_rows = sum(count_rows(inputs) for inputs, _ in self.batches)
+        n_rows = sum(count_examples(inputs) for inputs, _ in self.batches)
         if n_rows < 2:
             raise OptionError(
-                f"The batches hold {n_rows} {'sequence' if n_rows == 1 else 'sequences'}, expected at least two to see "
-                "their sampling noise; pass more."
+                f"The batches contain {counted(n_rows, 'example')}, but at least two are needed to measure the "
+                "sampling noise; pass more.",
+                name="batches_or_task",
+                value=n_rows,
+                expected="at least two examples",
             )
-        wanted = min(max(plan.n_shares, 4), MAX_SHARES)
-        smallest = min(count_rows(inputs) for inputs, _ in self.batches)
-        self.rows = max(1, min(plan.rows_per_share, n_rows // wanted, smallest))
-        self.micro_batches = self._cut()[:MAX_SHARES]
+        n_target = min(max(plan.n_shares, 4), MAX_SHARES)
+        smallest = min(count_examples(inputs) for inputs, _ in self.batches)
+        self.rows = max(1, min(plan.rows_per_share, n_rows // n_target, smallest))
+        self.micro_batches = self._split()[:MAX_SHARES]
         self.known: dict[str, Finding] = {}
         self.measured: dict[str, Any] = {}
 
@@ -113,7 +117,7 @@ class Emulation:
 
     @cached_property
     def anatomy(self) -> Anatomy | None:
-        """The residual blocks, whose names are those of any copy; None if they cannot be read."""
+        """Anatomy of the model, valid for every copy; None if the residual blocks cannot be read."""
         try:
             return read_anatomy(self.model, self.micro_batches[0][0])
         except AnatomyError:
@@ -136,17 +140,17 @@ class Emulation:
         return ShareGradients(torch.stack(rows), self.rows, layout)
 
     def layout_of(self, copy: WorkingCopy, *, n_shares: int) -> GradientLayout:
-        """The entries of the gradients that are kept."""
+        """Return which entries of the gradients of a copy are kept."""
         names = self.layer_names
         layers = [next((i for i, n in enumerate(names) if name.startswith(f"{n}.")), -1) for name in copy.names]
-        return GradientLayout.of(copy.weights, layers, len(names), n_shares=n_shares)
+        return GradientLayout.of(copy.parameters, layers, len(names), n_shares=n_shares)
 
     def copy(self) -> WorkingCopy:
-        """A copy to work on."""
+        """Return a working copy of the model."""
         return WorkingCopy(self.model, self.loss)
 
     def generator(self, *key: str | int) -> torch.Generator:
-        """The random generator of one emulation."""
+        """Return the random generator of an emulation, which depends on the seed and the key."""
         return torch.Generator().manual_seed(mixed_seed("hardware", self.seed, *key))
 
     @property
@@ -155,23 +159,23 @@ class Emulation:
         return self.shares.noise(self.plan.batch_size)
 
     def over_noise(self, error_norm: float) -> float:
-        """An error of the gradient over the sampling noise of the plan's batch; infinite where there is no noise."""
+        """Return an error of the gradient over the sampling noise of the plan's batch; infinite without noise."""
         if not error_norm:
             return 0.0
         return error_norm / self.noise if self.noise else math.inf
 
     def worst_layer(self, errors: np.ndarray | None) -> str:
-        """A clause that names the block with the largest relative error; empty if there is none."""
+        """Return a clause that names the block with the largest relative error; empty if there is none."""
         if errors is None or not len(errors) or np.isnan(errors).all():
             return ""
         worst = int(np.nanargmax(errors))
         return f", most in {self.layer_names[worst]} ({percent(errors[worst])})"
 
-    def _cut(self) -> list[Batch]:
-        """Split all batches into micro-batches; examples left over at the end of a batch are dropped."""
+    def _split(self) -> list[Batch]:
+        """Split all batches into micro-batches; the remaining examples of a batch are dropped."""
         found = []
         for inputs, targets in self.batches:
-            for start in range(0, count_rows(inputs) - self.rows + 1, self.rows):
+            for start in range(0, count_examples(inputs) - self.rows + 1, self.rows):
                 which = slice(start, start + self.rows)
-                found.append((take_rows(inputs, which), targets[which]))
+                found.append((take_examples(inputs, which), targets[which]))
         return found

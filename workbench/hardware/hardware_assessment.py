@@ -1,4 +1,4 @@
-"""Measure every hazard of a plan on a model, into one labelled dataset."""
+"""Measurement of the hazards of a plan on a model, as one labeled dataset."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 _NUMBERS = {
     "relative_error": "Norm of the change of the gradient (or update) over its norm",
     "error_over_noise": "Norm of the change of the gradient over the sampling noise of the plan's batch",
-    "shrinkage": "Share of the gradient (or update, or largest rate) that is missing along itself",
-    "cosine": "Cosine between the gradient with and without",
+    "shrinkage": "Fraction of the gradient (or update, or largest rate) that is missing along its own direction",
+    "cosine": "Cosine between the gradients with and without the effect",
 }
 
 
@@ -53,41 +53,43 @@ def assess_hardware(
     seed: int = 0,
     hazards: Collection[str] | None = None,
     loss: Loss = token_loss,
-    say: Callable[[str], None] | None = None,
+    on_hazard: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
     """Measure the numerical hazards of a plan by emulating them on a model.
 
-    Everything is emulated on copies, in one process, with the real gradients of the model; the model and all random
-    states are left unchanged. How the plan's run is represented:
+    All effects are emulated on copies, in one process, with gradients of the model itself; the model and all random
+    states are left unchanged. The run of the plan is represented as follows:
 
-    - The global batch is cut into ``data_parallel * accumulation`` shares. Gradients of up to 32 micro-batches are
-      measured, each of as many sequences as a share has, or fewer where the batches hold too few. If these are not all
-      shares, terms are resampled from them; see `workbench.hardware.share_gradients.ShareGradients.terms`.
-    - Up to 1,024 terms are added up directly; the error of more is extrapolated from those counts, which the result
-      records (``is_extrapolated``, ``how``, ``growth``).
-    - The reference of a sum is the float64 sum of the same terms; of a forward and backward pass, float32.
-    - Sampling noise is that of the plan's global batch, estimated from the spread of the micro-batches.
-    - A model thinner or shallower than the plan's target stands for it: rounding in sums over its width, and the
-      number of buckets, are its own.
+    - The global batch is split into ``data_parallel * accumulation`` shares. Gradients of up to 32 micro-batches are
+      measured, each with the number of examples of a share, or fewer if there are too few examples. If this does not
+      cover all shares, terms are resampled; see `workbench.hardware.share_gradients.ShareGradients.terms`.
+    - Up to 1,024 terms are added directly. The error of more terms is extrapolated from these, which is recorded in
+      ``is_extrapolated``, ``how`` and ``growth``.
+    - The reference of a sum is the float64 sum of the same terms; the reference of a forward and backward pass is
+      float32.
+    - The sampling noise is that of the plan's global batch, estimated from the spread of the micro-batches.
+    - A model that is narrower or shallower than the plan's target is a proxy for it: rounding in sums over the width,
+      and the number of buckets, are those of the proxy.
 
     Args:
-        model: Fresh or trained, small enough to run; computed in float32 on its device.
-        batches_or_task: A task, or anything `workbench.tasks.as_task` takes; None: the plan's own task.
-        plan: A plan, or a source that `read_plan` takes.
-        n_batches: Number of batches to measure; fewer where there are fewer.
-        seed: Seed of all draws.
-        hazards: Names of the hazards to measure; None: all.
+        model: Untrained or trained model, small enough to run; computed in float32 on its device.
+        batches_or_task: A task, or a source as in `workbench.tasks.as_task`; None uses the task of the plan.
+        plan: A plan, or a source as in `read_plan`.
+        n_batches: Maximum number of batches.
+        seed: Seed of all random draws.
+        hazards: Names of the hazards to measure; None measures all.
         loss: Function of logits and targets that returns a 0-dim tensor.
-        say: Called with the title of each hazard that applies, before it is emulated; an exception ends the assessment.
+        on_hazard: Called with the title of each hazard that applies, before it is emulated; may stop the assessment by
+            raising an exception.
 
     Returns:
         Dataset with the dimensions ``hazard``, ``layer`` and ``n_terms``: ``effect``, which is compared with
-        ``healthy_limit`` and ``failing_limit``, and further findings. NaN: not measured, as the hazard does not
-        apply or, as ``state`` records, could not be emulated; or there is no such number.
+        ``healthy_limit`` and ``failing_limit``, and further results. Values are NaN if they are not defined, if the
+        hazard does not apply, or if it could not be emulated (``state`` is then "not measured").
 
     Raises:
-        OptionError: If the plan, a name or a number is impossible, the batches hold fewer than two sequences, or
-            nothing is trainable.
+        OptionError: If the plan, a name or a value is invalid, the batches contain fewer than two examples, or
+            no parameter is trainable.
         SnapshotError: If gradients of the model are not finite.
 
     Example:
@@ -97,14 +99,24 @@ def assess_hardware(
         >>> found = wb.hardware.assess_hardware(model, plan=plan, n_batches=1, hazards=["allreduce_error"])
         >>> found["hazard"].values.tolist(), found["effect"].item() > 0
         (['allreduce_error'], True)
+
+    See Also:
+        `workbench.hardware.HAZARDS`: Lists the hazards.
+        `workbench.hardware.read_plan`: Reads a plan.
+        `workbench.assess`: Includes these hazards.
     """
-    plan, begun = read_plan(plan), time.monotonic()
+    plan, start_time = read_plan(plan), time.monotonic()
     require_whole(1, n_batches=n_batches)
     require_seed(seed)
     chosen = _chosen(hazards)
     module = model.model if isinstance(model, Subject) else model
-    if not any(weight.requires_grad for weight in module.parameters()):
-        raise OptionError("The model has no trainable weights; set requires_grad on some of them.")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise OptionError(
+            "The model has no trainable parameters; set requires_grad on some of them.",
+            name="model",
+            value=module,
+            expected="a model with trainable parameters",
+        )
     if batches_or_task is None:
         sizes = model_sizes(module)
         batches_or_task = plan.make_task(
@@ -114,7 +126,7 @@ def assess_hardware(
             n_channels=sizes.n_channels,
         )
     task = as_task(batches_or_task)
-    # A list of batches is repeated endlessly: examples used twice would underestimate the noise.
+    # A list of batches is repeated endlessly, and repeated examples would lead to an underestimate of the noise.
     n_different = min(n_batches, int(task.describe().get("n_batches", n_batches)))
     device = next(module.parameters()).device
     with RandomStream(seed, device=device).active():
@@ -125,21 +137,21 @@ def assess_hardware(
         emulation = Emulation(module, batches, plan, loss=loss, seed=seed)
         found = []
         for hazard in chosen:
-            if say is not None and hazard.applies(plan):
-                say(hazard.title)
+            if on_hazard is not None and hazard.applies(plan):
+                on_hazard(hazard.title)
             found.append(_measured(hazard, emulation))
     name = model.name if isinstance(model, Subject) else type(module).__name__
     attrs = {
         "subject": name,
         "task": str(task.describe().get("task", "")),
         "plan": json.dumps(plan.as_dict(), sort_keys=True),
-        "n_weights": sum(weight.numel() for weight in module.parameters()),
+        "n_weights": sum(parameter.numel() for parameter in module.parameters()),
         "n_micro_batches": len(emulation.micro_batches),
         "rows_per_micro_batch": emulation.rows,
         "seed": seed,
         "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "duration": time.monotonic() - begun,
+        "duration": time.monotonic() - start_time,
     }
     if any(hazard.applies(plan) for hazard in chosen):
         with suppress(NotMeasured):
@@ -148,21 +160,29 @@ def assess_hardware(
 
 
 def _chosen(names: Collection[str] | None) -> list[Hazard]:
+    """Return the hazards of the given names.
+
+    Raises:
+        OptionError: If a name is unknown.
+    """
     from workbench.hardware.plan_sections import nearest
 
-    known = [hazard.id for hazard in HAZARDS]
+    known = tuple(hazard.id for hazard in HAZARDS)
     for name in names or ():
         if name not in known:
             raise OptionError(
-                f"'{name}' is no hazard; the nearest is '{nearest(str(name), known)}', of {', '.join(known)}."
+                f"There is no hazard '{name}'; the nearest is '{nearest(str(name), known)}', of {', '.join(known)}.",
+                name="hazards",
+                value=name,
+                expected=known,
             )
     return [hazard for hazard in HAZARDS if names is None or hazard.id in names]
 
 
 def _measured(hazard: Hazard, emulation: Emulation) -> Finding:
-    """The finding on a hazard; NaN where it does not apply or cannot be emulated."""
+    """Return the finding for a hazard; its effect is NaN if the hazard does not apply or cannot be emulated."""
     if not hazard.applies(emulation.plan):
-        return Finding(effect=math.nan, meaning="It does not follow from this plan.", how="", n_trials=0)
+        return Finding(effect=math.nan, meaning="It does not apply to this plan.", how="", n_trials=0)
     try:
         finding = hazard.measure(emulation)
     except NotMeasured as error:
@@ -172,6 +192,7 @@ def _measured(hazard: Hazard, emulation: Emulation) -> Finding:
 
 
 def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, layer_names: list[str]) -> xr.Dataset:
+    """Combine the findings into one dataset."""
     import xarray as xr
 
     applies = [hazard.applies(plan) for hazard in hazards]
@@ -180,17 +201,17 @@ def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, 
         for hazard, finding, is_on in zip(hazards, found, applies, strict=True)
     ]
     texts = {
-        "title": ([hazard.title for hazard in hazards], "What it is called"),
-        "setting": ([hazard.setting for hazard in hazards], "Key of the plan that it follows from"),
+        "title": ([hazard.title for hazard in hazards], "Title"),
+        "setting": ([hazard.setting for hazard in hazards], "Key of the plan that causes it"),
         "unit": ([hazard.unit for hazard in hazards], "Unit of effect and limits"),
         "state": (states, "healthy, at risk (above healthy_limit), failing (above failing_limit), not measured"),
-        "meaning": ([finding.meaning for finding in found], "What was found"),
-        "how": ([finding.how for finding in found], "How it was emulated; empty: it was not"),
-        "limits_reason": ([hazard.reason for hazard in hazards], "Why these limits"),
+        "meaning": ([finding.meaning for finding in found], "Result as a sentence"),
+        "how": ([finding.how for finding in found], "How it was emulated; empty if it was not"),
+        "limits_reason": ([hazard.reason for hazard in hazards], "Reason of the limits"),
         "remedy_setting": ([hazard.remedy_setting for hazard in hazards], "Key of the plan to change"),
         "remedy_value": (
             [finding.remedy_value or hazard.remedy_value for hazard, finding in zip(hazards, found, strict=True)],
-            "To what",
+            "Proposed value of that key",
         ),
     }
     numbers = {
@@ -216,7 +237,7 @@ def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, 
                 name: ("hazard", np.array(values, dtype=float), {"long_name": meaning, **one})
                 for name, (values, meaning) in numbers.items()
             },
-            "applies": ("hazard", np.array(applies, dtype=bool), {"long_name": "Whether it follows from the plan"}),
+            "applies": ("hazard", np.array(applies, dtype=bool), {"long_name": "Whether it applies to the plan"}),
             "is_extrapolated": (
                 "hazard",
                 np.array([finding.is_extrapolated for finding in found], dtype=bool),
@@ -225,14 +246,14 @@ def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, 
             "n_trials": (
                 "hazard",
                 np.array([finding.n_trials for finding in found]),
-                {"long_name": "Emulations behind the effect", **one},
+                {"long_name": "Number of emulations", **one},
             ),
-            "worst_layer": ("hazard", worst, {"long_name": "Block with the largest relative error; -1: none", **one}),
-            "layer_error": (("hazard", "layer"), layer_error, {"long_name": "Relative error within a block", **one}),
+            "worst_layer": ("hazard", worst, {"long_name": "Block with the largest relative error; -1 if none", **one}),
+            "layer_error": (("hazard", "layer"), layer_error, {"long_name": "Relative error in a block", **one}),
             "growth": (
                 ("hazard", "n_terms"),
                 growth,
-                {"long_name": "Relative error of a sum of so many terms", **one},
+                {"long_name": "Relative error of a sum of n_terms terms", **one},
             ),
         },
         coords={

@@ -1,4 +1,4 @@
-"""The numerical hazards of a plan: the setting that causes each, its measurement, its limits and their reason."""
+"""The numerical hazards of a plan: the setting that causes each, its measurement, its limits and their reasons."""
 
 from __future__ import annotations
 
@@ -29,24 +29,29 @@ if TYPE_CHECKING:
 
 # The reasons of the limits.
 _NOISE = (
-    "An independent error of r times the sampling noise raises the variance of the gradient by r^2, as if the batch "
-    "were smaller by 1 / (1 + r^2): by a tenth at 1/3, by half at 1."
+    "An independent error of r times the sampling noise increases the variance of the gradient by a factor of 1 + r^2, "
+    "as if the batch were smaller by this factor: by a tenth at r = 1/3, by half at r = 1."
 )
 _SHRINKAGE = (
-    "What is missing along the gradient is missing in every update and does not average out; a hundredth is less than "
-    "rates are tuned to, a tenth is a rate cut that the plan does not know of, and not the same for all weights."
+    "The fraction that is missing along the gradient is missing in every update and does not average out. A hundredth "
+    "is less than the precision to which learning rates are tuned; a tenth is an unplanned reduction of the learning "
+    "rate, which differs between parameters."
 )
 _LOST = (
-    "The share lost acts as a smaller rate: a twentieth is within what rates are tuned to; beyond a half the run "
-    "mostly stands still."
+    "The lost fraction acts like a smaller learning rate: a twentieth is within the precision to which learning rates "
+    "are tuned; beyond a half the run makes little progress."
 )
 _UNDERFLOW = (
-    "Optimizers that divide by the size of each gradient, as Adam does, give small ones equal weight: entries that are "
-    "zero are weights that get no gradient. A hundredth is the tail, a tenth is a part of the model."
+    "Optimizers such as Adam divide each gradient by its magnitude, so that small gradients have the same weight as "
+    "large ones; a parameter whose gradient becomes zero is not trained. A hundredth of the entries is the tail of the "
+    "distribution, a tenth is a part of the model."
 )
-_ROOM = "Gradients and activations grow by tens in training; a factor of 64, six octaves, is kept for that."
-_RANGE = "Of the 40 octaves of float16 six, 0.15 of them, are kept for what changes while a dynamic scale adapts."
-_RATE = "A factor of two below the largest rate that lowers the loss is the usual margin; above it the loss rises."
+_MARGIN = "Gradients and activations may grow by factors of tens in training; a factor of 64, six octaves, is reserved."
+_RANGE = "Six of the 40 octaves of float16, or 0.15 of them, are reserved for changes while a dynamic scale adapts."
+_RATE = (
+    "A factor of two below the largest learning rate that decreases the loss is the usual margin; above that rate the "
+    "loss increases."
+)
 
 
 @dataclass(frozen=True)
@@ -54,23 +59,26 @@ class Hazard:
     """A setting of a plan that may cause numerical errors.
 
     Attributes:
-        id: Its name.
-        title: Title shown to the user.
-        setting: The key of the plan that causes it.
-        applies: Whether a plan has it.
-        measure: Measures its effect.
+        id: Name of the hazard.
+        title: Title in tables and figures.
+        setting: Key of the plan that causes it.
+        applies: Function that returns whether the hazard applies to a plan.
+        measure: Function that measures the effect in an emulation.
         unit: Unit of the effect.
-        healthy_limit: An effect above it is at risk.
-        failing_limit: An effect above it is failing.
+        healthy_limit: Effects above it are at risk.
+        failing_limit: Effects above it are failing.
         reason: Reason of these limits.
-        remedy_setting: The key to change.
-        remedy_value: Its proposed value.
+        remedy_setting: Key of the plan to change.
+        remedy_value: Proposed value of that key.
 
     Example:
         >>> import workbench as wb
         >>> plan = wb.hardware.read_plan({"hardware": {"data_parallel": 8, "gradient_dtype": "bfloat16"}})
         >>> [hazard.id for hazard in wb.hardware.HAZARDS if hazard.applies(plan)][:2]
         ['allreduce_error', 'allreduce_shrinkage']
+
+    See Also:
+        `workbench.hardware.assess_hardware`: Measures the hazards of a plan.
     """
 
     id: str
@@ -86,7 +94,14 @@ class Hazard:
     remedy_value: str
 
     def state_of(self, effect: float) -> CriterionState:
-        """State of an effect relative to the limits; NaN is not measured."""
+        """Return the state of an effect relative to the limits; NaN counts as not measured.
+
+        Example:
+            >>> import workbench as wb
+            >>> hazard = wb.hardware.HAZARDS[0]
+            >>> hazard.healthy_limit < 0.5 < hazard.failing_limit, str(hazard.state_of(0.5))
+            (True, 'at risk')
+        """
         if math.isnan(effect):
             return CriterionState.NOT_MEASURED
         if effect <= self.healthy_limit:
@@ -129,7 +144,7 @@ HAZARDS: tuple[Hazard, ...] = (
         _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32",
     ),
     Hazard(
-        "allreduce_shrinkage", "Gradient shortened in the reduction", "gradient_dtype", _has_ranks, allreduce_shrinkage,
+        "allreduce_shrinkage", "Gradient shortened by the reduction", "gradient_dtype", _has_ranks, allreduce_shrinkage,
         "of the gradient", 0.01, 0.1, _SHRINKAGE, "gradient_dtype", "float32",
     ),
     Hazard(
@@ -145,12 +160,12 @@ HAZARDS: tuple[Hazard, ...] = (
         accumulation_error, _OF_NOISE, 1 / 3, 1.0, _NOISE, "accumulation_dtype", "float32",
     ),
     Hazard(
-        "accumulation_shrinkage", "Gradient shortened in the accumulation", "accumulation_dtype", _accumulates,
+        "accumulation_shrinkage", "Gradient shortened by the accumulation", "accumulation_dtype", _accumulates,
         accumulation_shrinkage, "of the gradient", 0.01, 0.1, _SHRINKAGE, "accumulation_dtype", "float32",
     ),
     Hazard(
-        "lost_updates", "Updates lost in low-precision weights", "master_weights", _loses_updates, lost_updates,
-        "of the wanted movement", 0.05, 0.5, _LOST, "master_weights", "true",
+        "lost_updates", "Updates lost in low-precision parameters", "master_weights", _loses_updates, lost_updates,
+        "of the intended change", 0.05, 0.5, _LOST, "master_weights", "true",
     ),
     Hazard(
         "compute_rounding", "Gradient computed in low precision", "precision", _computes_low, compute_rounding,
@@ -166,18 +181,18 @@ HAZARDS: tuple[Hazard, ...] = (
     ),
     Hazard(
         "gradient_overflow", "Gradients near overflow", "loss_scale", _has_fixed_scale, gradient_overflow,
-        "of the largest number", 1 / 64, 1.0, _ROOM, "loss_scale", "dynamic",
+        "of the largest number", 1 / 64, 1.0, _MARGIN, "loss_scale", "dynamic",
     ),
     Hazard(
         "activation_overflow", "Activations near overflow", "precision", _computes_low, activation_overflow,
-        "of the largest number", 1 / 64, 1.0, _ROOM, "precision", "bfloat16",
+        "of the largest number", 1 / 64, 1.0, _MARGIN, "precision", "bfloat16",
     ),
     Hazard(
         "late_gradients", "Late gradients", "staleness", lambda plan: plan.hardware.delay > 0, late_gradients,
-        "of the largest rate that lowers the loss", 0.5, 1.0, _RATE, "reduction", "synchronous",
+        "of the largest rate that decreases the loss", 0.5, 1.0, _RATE, "reduction", "synchronous",
     ),
     Hazard(
-        "tensor_parallel", "Partial sums of cut matrices", "tensor_parallel",
+        "tensor_parallel", "Partial sums of split matrices", "tensor_parallel",
         lambda plan: plan.hardware.tensor_parallel > 1, tensor_parallel,
         _OF_NOISE, 1 / 3, 1.0, _NOISE, "tensor_parallel", "1",
     ),

@@ -1,4 +1,4 @@
-"""The plan of a run before compute is committed: read from TOML, and checked."""
+"""Plans of runs for an assessment before training: read from TOML, and validated."""
 
 from __future__ import annotations
 
@@ -32,31 +32,35 @@ from workbench.training.training_plan import TrainingPlan
 if TYPE_CHECKING:
     from workbench.tasks import Task
 
-_SMALLEST_BATCH = 32
+_MIN_BATCH = 32
 _DEFAULT_LENGTH = 64
-#: Largest numbers of examples and of tokens in a batch for measurements.
+#: Maximum numbers of examples and of tokens in a batch for measurements.
 MEASURED_ROWS = 32
 MEASURED_TOKENS = 4096
-#: The narrowest vocabulary of `workbench.tasks.synthetic_lm`.
+#: The smallest vocabulary of `workbench.tasks.synthetic_lm`.
 _SYNTHETIC_VOCABULARY = 25
 
 
 @dataclass(frozen=True, kw_only=True)
 class AssessmentPlan:
-    """The plan of a run: training, task, hardware and budget; made by `read_plan`.
+    """The plan of a run: training, task, hardware, target size and budget; created by `read_plan`.
 
     Attributes:
         training: Settings of the run.
         task: The task.
         hardware: Devices and number formats.
         target: The target size.
-        budget: Largest number of tokens or operations.
+        budget: Maximum number of tokens or operations.
 
     Example:
         >>> import workbench as wb
         >>> plan = wb.hardware.AssessmentPlan()
         >>> plan.training.n_steps, plan.batch_size, plan.compute_dtype
         (1000, 32, torch.float32)
+
+    See Also:
+        `workbench.hardware.read_plan`: Reads a plan.
+        `workbench.assess`: Assesses a plan.
     """
 
     training: TrainingSection = field(default_factory=TrainingSection)
@@ -66,50 +70,61 @@ class AssessmentPlan:
     budget: BudgetSection = field(default_factory=BudgetSection)
 
     def __post_init__(self) -> None:
-        # An optimizer that does not accept its options, or full matrices, is refused now, not when the run begins.
+        # Optimizers that reject their options or dense gradients are found before the run begins.
         if self.training.optimizer == "AdamW" and not self.training.optimizer_options:
             return
-        weight = nn.Parameter(torch.zeros(1, 1))
-        weight.grad = torch.zeros(1, 1)
+        parameter = nn.Parameter(torch.zeros(1, 1))
+        parameter.grad = torch.zeros(1, 1)
         try:
-            optimizer = self.training_plan().optimizer_for(nn.ParameterList([weight]))
+            optimizer = self.training_plan().optimizer_for(nn.ParameterList([parameter]))
             optimizer.step(lambda: 0.0)
         except OptionError as error:
-            raise OptionError(f"[training] {error}") from error
+            raise error.within("[training]") from error
         except RuntimeError as error:
-            raise OptionError(f"[training] optimizer is '{self.training.optimizer}', but {error}.") from error
+            raise OptionError(
+                f"[training]: optimizer '{self.training.optimizer}' cannot be used: {error}.",
+                name="optimizer",
+                value=self.training.optimizer,
+                expected="an optimizer for dense gradients",
+            ) from error
 
     @property
     def batch_size(self) -> int:
-        """Sequences in the global batch."""
+        """Examples in the global batch."""
         if self.training.batch_size is not None:
             return self.training.batch_size
-        return -(-_SMALLEST_BATCH // self.n_shares) * self.n_shares
+        return -(-_MIN_BATCH // self.n_shares) * self.n_shares
 
     @property
     def n_shares(self) -> int:
-        """Micro-batches of one update, those of all ranks together."""
+        """Micro-batches of one update, over all ranks."""
         return self.hardware.data_parallel * self.hardware.accumulation
 
     @property
     def rows_per_share(self) -> int:
-        """Sequences in a micro-batch of one rank; at least 1."""
+        """Examples in a micro-batch of one rank; at least 1."""
         return max(1, self.batch_size // self.n_shares)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The format of activations, also in communication.
+        """Format of activations, also in communication.
 
-        It is that of the weights where these are in low precision, else the precision of training.
+        It is that of the parameters if these are in low precision, and the precision of training otherwise.
         """
         name = self.hardware.weight_dtype if self.hardware.weight_dtype != "float32" else self.training.precision
         return DTYPES[name]
 
     def training_plan(self) -> TrainingPlan:
-        """The settings of the run as a `TrainingPlan`.
+        """Return the settings of the run as a `TrainingPlan`.
 
         Raises:
-            OptionError: If they contradict each other or there is no such optimizer.
+            OptionError: If the settings contradict each other or there is no such optimizer.
+
+        Example:
+            >>> import workbench as wb
+            >>> plan = wb.hardware.read_plan({"training": {"n_steps": 50, "optimizer": "SGD"}})
+            >>> plan.training_plan().optimizer
+            'SGD'
         """
         values = {
             item.name: getattr(self.training, item.name)
@@ -131,23 +146,30 @@ class AssessmentPlan:
         seed: int | None = None,
         n_rows: int | None = None,
     ) -> Task:
-        """The task of the plan, sized for a model and small enough to measure on.
+        """Create the task of the plan, with batches that are small enough for measurements.
 
-        A batch of it is a small sample of the plan's global batch, not that batch: at most 32 examples, and no more
-        than 4,096 tokens. Effects that depend on the size of the global batch, its sampling noise and the number of
-        added terms, are scaled or resampled from such samples; see `workbench.hardware.assess_hardware`.
+        A batch is a small sample of the plan's global batch, with at most 32 examples and 4,096 tokens. Effects that
+        depend on the size of the global batch, its sampling noise or the number of added terms are scaled or resampled
+        from such samples; see `workbench.hardware.assess_hardware`.
 
         Args:
-            vocab_size: Vocabulary of the model; None: it reads no tokens.
-            max_length: Longest sequence that the model reads; None: any.
-            image_size: Pixels along a side of the images that the model reads.
-            n_channels: Channels of the images.
-            n_classes: Largest number of classes of the images.
-            seed: Seed of the data; None: that of the plan.
-            n_rows: Examples of a batch, instead of the limit above.
+            vocab_size: Vocabulary of the model; None if it reads no tokens.
+            max_length: Longest sequence that the model reads; None if there is no limit.
+            image_size: Side length of the images that the model reads, in pixels.
+            n_channels: Number of channels of the images.
+            n_classes: Maximum number of classes of the images.
+            seed: Seed of the data; None uses that of the plan.
+            n_rows: Number of examples in a batch, instead of the limit above.
 
         Raises:
             OptionError: If the task does not fit the model.
+
+        Example:
+            >>> import workbench as wb
+            >>> plan = wb.hardware.read_plan({"task": {"name": "random_tokens"}, "training": {"sequence_length": 8}})
+            >>> tokens, _ = next(plan.make_task(16).stream())
+            >>> tokens.shape
+            torch.Size([32, 8])
         """
         from workbench import tasks
 
@@ -157,72 +179,92 @@ class AssessmentPlan:
             if name == "synthetic_lm" and vocab_size is not None and vocab_size < _SYNTHETIC_VOCABULARY:
                 name = "random_tokens"
         length = min(self.training.sequence_length or _DEFAULT_LENGTH, max_length or MEASURED_TOKENS, MEASURED_TOKENS)
-        rows = min(self.batch_size, MEASURED_ROWS, max(1, MEASURED_TOKENS // length)) if n_rows is None else n_rows
-        sized = {"length": length, "batch_size": rows, "vocab_size": vocab_size}
-        sized |= {"image_size": image_size, "n_channels": n_channels, "n_classes": n_classes}
+        n_limit = min(self.batch_size, MEASURED_ROWS, max(1, MEASURED_TOKENS // length))
+        sizes = {"length": length, "batch_size": n_limit if n_rows is None else n_rows, "vocab_size": vocab_size}
+        sizes |= {"image_size": image_size, "n_channels": n_channels, "n_classes": n_classes}
         known = task_options(name)
-        options = {key: value for key, value in sized.items() if key in known and value is not None}
+        options = {key: value for key, value in sizes.items() if key in known and value is not None}
         seed = self.training.seed if seed is None else seed
         try:
             task = getattr(tasks, name)(**{**options, **self.task.options}, seed=seed)
         except WorkbenchError as error:
-            raise OptionError(f"[task] {name}: {error}") from error
-        except (TypeError, ValueError) as error:  # values of another kind than the task's
-            raise OptionError(f"[task] {name} does not take {self.task.options}: {error}.") from error
-        reads = getattr(task, "vocab_size", None)
-        if vocab_size is not None and reads is not None and reads > vocab_size:
-            remedy = f"vocab_size = {vocab_size}" if "vocab_size" in known else "a task with fewer tokens"
             raise OptionError(
-                f"[task] {name} has {reads} tokens, but the model knows only {vocab_size}; the nearest is {remedy}."
+                f"[task]: {name}: {error}", name=error.name, value=error.value, expected=error.expected
+            ) from error
+        except (TypeError, ValueError) as error:  # Values of a wrong type.
+            raise OptionError(
+                f"[task]: {name} does not accept the options {self.task.options}: {error}.",
+                name="options",
+                value=self.task.options,
+                expected=f"options of {name}",
+            ) from error
+        n_tokens = getattr(task, "vocab_size", None)
+        if vocab_size is not None and n_tokens is not None and n_tokens > vocab_size:
+            remedy = f"set vocab_size = {vocab_size}" if "vocab_size" in known else "choose a task with fewer tokens"
+            raise OptionError(
+                f"[task]: {name} has {n_tokens} tokens, but the vocabulary of the model has {vocab_size}; {remedy}.",
+                name="vocabulary",
+                value=n_tokens,
+                expected=f"at most {vocab_size}",
             )
         if max_length is not None and getattr(task, "length", 0) > max_length:
             raise OptionError(
-                f"[task] {name} has sequences of {task.length} tokens, but the model reads at most {max_length}; the "
-                f"nearest is length = {max_length}."
+                f"[task]: {name} has sequences of {task.length} tokens, but the model reads at most {max_length}; set "
+                f"length = {max_length}.",
+                name="length",
+                value=task.length,
+                expected=f"at most {max_length}",
             )
         return task
 
     def check_against(self, source: Any = None) -> None:
-        """Refuse sizes that are impossible in themselves, or for a model.
+        """Check whether the sizes of the plan are possible, by themselves and for a model.
 
         Args:
-            source: A design, which is checked at the target size of the plan; or a model, a subject or a configuration;
-                None: check the plan alone. Sizes that it does not specify are not checked.
+            source: A design, which is checked at the target size of the plan; or a model, a subject or a configuration.
+                None checks only the plan. Sizes that the source does not specify are not checked.
 
         Raises:
-            OptionError: If a size is impossible; the message names the key and the nearest possible value.
+            OptionError: If a size is impossible; the message states the key and the nearest possible value.
+
+        Example:
+            >>> import workbench as wb
+            >>> plan = wb.hardware.read_plan({"hardware": {"tensor_parallel": 5}})
+            >>> try:
+            ...     plan.check_against(wb.design("gpt2"))
+            ... except wb.errors.OptionError as error:
+            ...     error.name, error.value, error.expected
+            ('tensor_parallel', 5, 'a divisor of the 12 attention heads')
         """
         n = self.n_shares
         if self.batch_size % n:
             near = max(n, round(self.batch_size / n) * n)
-            raise OptionError(
-                f"[training] batch_size is {self.batch_size}, which {self._shares()} do not divide; the nearest is "
-                f"{near}."
-            )
+            ranks, micro_batches = self.hardware.data_parallel, self.hardware.accumulation
+            expected = f"a multiple of {n} (data_parallel = {ranks} times accumulation = {micro_batches})"
+            error = OptionError.of("batch_size", self.batch_size, expected, remedy=f"the nearest is {near}")
+            raise error.within("[training]")
         if source is None:
             return
         if callable(resized := getattr(source, "resized", None)):
             source = resized(self.target.width, self.target.depth)
         sizes, hardware, depth = model_sizes(source), self.hardware, self.target.depth
         depth = sizes.depth if depth is None else depth
-        if not sizes.bears_tensor_parallel(hardware.tensor_parallel):
+        if not sizes.supports_tensor_parallel(hardware.tensor_parallel):
             highest = max(size for size in (sizes.n_heads, sizes.width, sizes.inner_width) if size is not None)
-            near = nearest_size(hardware.tensor_parallel, sizes.bears_tensor_parallel, highest=highest)
-            raise OptionError(
-                f"[hardware] tensor_parallel is {hardware.tensor_parallel}, which does not divide "
-                f"{_what_is_cut(sizes, hardware.tensor_parallel)}; the nearest is {near}."
-            )
+            near = nearest_size(hardware.tensor_parallel, sizes.supports_tensor_parallel, highest=highest)
+            expected = f"a divisor of {_undivided(sizes, hardware.tensor_parallel)}"
+            raise OptionError.of(
+                "tensor_parallel", hardware.tensor_parallel, expected, remedy=f"the nearest is {near}"
+            ).within("[hardware]")
         if depth is not None and hardware.pipeline_parallel > depth:
-            raise OptionError(
-                f"[hardware] pipeline_parallel is {hardware.pipeline_parallel}, but the model has {depth} blocks; the "
-                f"nearest is {depth}."
-            )
+            raise OptionError.of(
+                "pipeline_parallel", hardware.pipeline_parallel, f"at most {depth}, the number of blocks"
+            ).within("[hardware]")
         length = self.training.sequence_length
         if length is not None and sizes.max_length is not None and length > sizes.max_length:
-            raise OptionError(
-                f"[training] sequence_length is {length}, but the model reads at most {sizes.max_length} tokens; the "
-                f"nearest is {sizes.max_length}."
-            )
+            raise OptionError.of(
+                "sequence_length", length, f"at most {sizes.max_length}, the longest sequence that the model reads"
+            ).within("[training]")
         if self.task.name is not None:
             self.make_task(
                 sizes.vocabulary,
@@ -232,73 +274,92 @@ class AssessmentPlan:
             )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """The sections as plain values, for TOML or JSON, from which `read_plan` makes an equal plan."""
+        """Return the sections as values for TOML or JSON, from which `read_plan` creates an equal plan.
+
+        Example:
+            >>> import workbench as wb
+            >>> plan = wb.hardware.read_plan({"hardware": {"data_parallel": 8}})
+            >>> wb.hardware.read_plan(plan.as_dict()) == plan
+            True
+        """
         sections = {title: getattr(self, title).as_dict() for title in SECTIONS}
         return {title: keys for title, keys in sections.items() if keys}
 
-    def _shares(self) -> str:
-        hardware = self.hardware
-        return f"data_parallel = {hardware.data_parallel} ranks of accumulation = {hardware.accumulation} micro-batches"
-
 
 def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPlan | None = None) -> AssessmentPlan:
-    """Read a plan from a TOML file or a mapping of sections; every section and key may be left out.
+    """Read a plan from a TOML file or a mapping of sections; all sections and keys are optional.
 
     Args:
-        source: Path of the file, or its sections as mappings, or an existing plan, which is returned; None: the plan
-            of defaults.
+        source: Path of the file, or its sections as mappings, or an existing plan, which is returned unchanged; None
+            returns the default plan.
 
     Raises:
-        OptionError: If the file cannot be read (with the line that is no TOML), or a section, key or value is
-            unknown or impossible; the message names the key and the nearest one.
+        OptionError: If the file cannot be read (with the line that is not valid TOML), or a section, key or value is
+            unknown or invalid; the message states the key and the nearest possible one.
 
     Example:
         >>> import workbench as wb
         >>> plan = wb.hardware.read_plan({"training": {"learning_rate": 3e-4}, "hardware": {"data_parallel": 64}})
         >>> plan.training.learning_rate, plan.batch_size
         (0.0003, 64)
+
+    See Also:
+        `workbench.hardware.AssessmentPlan`: Describes the plan.
+        `workbench.assess`: Assesses a plan.
     """
     if isinstance(source, AssessmentPlan):
         return source
     if source is None or isinstance(source, Mapping):
         return _from_mapping(source or {})
     if not isinstance(source, str | os.PathLike):
-        raise OptionError(
-            f"The plan is a {type(source).__name__}, expected the path of a TOML file, a mapping or a plan."
-        )
+        raise OptionError.of("plan", source, "the path of a TOML file, a mapping or a plan")
     path = Path(source).expanduser()
     if not path.is_file():
-        raise OptionError(f"There is no plan at {path}; pass the path of a TOML file.")
+        raise OptionError(
+            f"There is no plan at {path}; pass the path of a TOML file.",
+            name="plan",
+            value=path,
+            expected="an existing TOML file",
+        )
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise OptionError(f"{path.name} is no valid TOML: {error}; correct it there.") from error
+        raise OptionError(
+            f"{path.name} is not valid TOML: {error}; correct it there.",
+            name="plan",
+            value=path,
+            expected="valid TOML",
+        ) from error
     try:
         return _from_mapping(sections)
     except OptionError as error:
-        raise OptionError(f"{path.name}: {error}") from error
+        raise error.within(path.name) from error
 
 
 def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
+    """Create a plan from its sections."""
     found: dict[str, Any] = {}
     for title, keys in sections.items():
         if title not in SECTIONS:
             if not isinstance(keys, Mapping) and any(title in _keys(other) for other in SECTIONS):
-                raise OptionError(unknown_key(title, ""))
+                raise unknown_key(title, "")
             raise OptionError(
-                f"The plan knows no section '{title}'; the nearest is '{nearest(str(title), SECTIONS)}', of "
-                f"{', '.join(SECTIONS)}."
+                f"The plan has no section '{title}'; the nearest is '{nearest(str(title), SECTIONS)}', of "
+                f"{', '.join(SECTIONS)}.",
+                name=str(title),
+                expected=tuple(SECTIONS),
             )
         found[title] = read_section(title, keys)
     return AssessmentPlan(**found)
 
 
 def _keys(title: str) -> set[str]:
+    """Return the keys of a section; none for the task, whose keys depend on its name."""
     return set() if title == "task" else set(SECTIONS[title].model_fields)
 
 
-def _what_is_cut(sizes: Any, n: int) -> str:
-    """The size that ``n`` devices cannot divide equally."""
+def _undivided(sizes: Any, n: int) -> str:
+    """Return the size that cannot be divided equally over ``n`` devices."""
     if sizes.n_heads is not None and sizes.n_heads % n:
         return f"the {sizes.n_heads} attention heads"
     if sizes.n_kv_heads is not None and sizes.n_kv_heads % n and n % sizes.n_kv_heads:

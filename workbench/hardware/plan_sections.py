@@ -1,4 +1,4 @@
-"""The sections of a plan: the meaning of each key, and its possible values."""
+"""The sections of a plan: their keys, and the validation of the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.errors import OptionError
 from workbench.sweeps.run_settings import TASKS
 from workbench.training.training_plan import PRECISIONS, SCHEDULES
 
-#: The floating-point formats of a plan.
+#: Floating-point formats of a plan.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REDUCTIONS = ("synchronous", "overlapped", "stale")
 ORDERS = ("ring", "tree")
@@ -27,65 +27,86 @@ OPTIMIZERS = tuple(
 )
 
 
-def _plain(value: Any) -> Any:
-    """Convert a number of any library to one of Python's."""
+class _InvalidValueError(ValueError):
+    """A value of a key that is not allowed.
+
+    Args:
+        expected: As in `OptionError`.
+        remedy: As in `OptionError.of`.
+        name: The key; empty if it is the key that is being validated.
+        value: Its value.
+    """
+
+    def __init__(
+        self, expected: str | tuple[str, ...], *, remedy: str = "", name: str = "", value: object = None
+    ) -> None:
+        super().__init__(str(expected))
+        self.expected, self.remedy, self.name, self.value = expected, remedy, name, value
+
+
+def _number(value: Any) -> Any:
+    """Convert a number of any library to an int or a float."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
 
 
 def _one_of(*choices: str, spelling: Callable[[str], str] = str) -> BeforeValidator:
-    """Accept one of several words, and return it in its standard spelling."""
+    """Return a validator that accepts one of several words, and converts it to its standard spelling."""
 
     def check(value: Any) -> str:
-        meant = spelling(value) if isinstance(value, str) else value
-        if meant in choices:
-            return meant
-        near = f"; the nearest is '{nearest(meant, choices)}'" if isinstance(meant, str) else ""
-        raise ValueError(f"expected one of {', '.join(choices)}{near}")
+        word = spelling(value) if isinstance(value, str) else value
+        if word in choices:
+            return word
+        remedy = f"the nearest is '{nearest(word, choices)}'" if isinstance(word, str) else ""
+        raise _InvalidValueError(choices, remedy=remedy)
 
     return BeforeValidator(check)
 
 
 def _dtype(name: str) -> str:
+    """Return the standard name of a number format."""
     return _OTHER_NAMES.get(name, name)
 
 
 def _optimizer(name: str) -> str:
+    """Return the name of an optimizer with its standard capitalization."""
     return next((known for known in OPTIMIZERS if known.lower() == name.lower()), name)
 
 
 def _table(value: Any) -> dict[str, Any]:
+    """Validate a table of options."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError("expected a table of options")
+        raise _InvalidValueError("a table of options")
     return {name: list(item) if isinstance(item, tuple) else item for name, item in value.items()}
 
 
 def _loss_scale(value: Any) -> str | float:
+    """Validate a loss scale."""
     if value == "dynamic":
         return "dynamic"
-    if not isinstance(value := _plain(value), int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValueError("expected 'dynamic' or a number above 0")
+    if not isinstance(value := _number(value), int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise _InvalidValueError("'dynamic' or a positive number")
     return float(value)
 
 
-Count = Annotated[int, BeforeValidator(_plain), Field(ge=1)]
-CountOrZero = Annotated[int, BeforeValidator(_plain), Field(ge=0)]
-Positive = Annotated[float, BeforeValidator(_plain), Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+CountOrZero = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
 DtypeName = Annotated[str, _one_of(*DTYPES, spelling=_dtype)]
 Options = Annotated[Mapping[str, Any], BeforeValidator(_table)]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is spelled most alike."""
+    """Return the known name with the most similar spelling."""
     return difflib.get_close_matches(name, tuple(known), n=1, cutoff=0.0)[0]
 
 
 class PlanSection(BaseModel):
-    """Keys of a plan and their values; None: not given.
+    """A section of a plan: keys with their values, None if not given.
 
     Raises:
-        OptionError: If a value is impossible; the message names the key, and the nearest value where there is one.
+        OptionError: If a value is invalid; the message states the key, and the nearest possible value if there is one.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -94,42 +115,43 @@ class PlanSection(BaseModel):
     def __init__(self, **keys: Any) -> None:
         for name in keys:
             if name not in type(self).model_fields:
-                raise OptionError(unknown_key(name, self.title))
+                raise unknown_key(name, self.title)
         try:
             super().__init__(**keys)
         except ValidationError as error:
-            raise OptionError(f"[{self.title}] {_in_words(error)}.") from None
+            raise _option_error(error).within(f"[{self.title}]") from None
 
     def as_dict(self) -> dict[str, Any]:
-        """The keys that have a value, as plain values for TOML and JSON."""
+        """Return the keys that have a value, with values for TOML and JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in self if value is not None}
 
 
-def _in_words(error: ValidationError) -> str:
-    """Describe the first error: the key, its value, the expected one, and the nearest where there is one."""
+def _option_error(error: ValidationError) -> OptionError:
+    """Convert the first error of a validation."""
     first = error.errors()[0]
     context = first.get("ctx", {})
-    if not first["loc"]:  # of several keys together
-        return str(context["error"])
-    key, value, kind = first["loc"][0], first["input"], first["type"]
-    if kind == "value_error":
-        return f"{key} is {value!r}, {context['error']}"
+    cause = context.get("error")
+    if isinstance(cause, _InvalidValueError) and cause.name:  # Several keys contradict each other.
+        return OptionError.of(cause.name, cause.value, cause.expected, remedy=cause.remedy)
+    key, value, kind = str(first["loc"][0]), first["input"], first["type"]
+    if isinstance(cause, _InvalidValueError):
+        return OptionError.of(key, value, cause.expected, remedy=cause.remedy)
     if kind == "greater_than_equal":
-        return f"{key} is {value}, expected at least {context['ge']}"
+        return OptionError.of(key, value, f"at least {context['ge']}")
     if kind == "int_type" and isinstance(value, float):
-        near = f"; the nearest is {round(value)}" if math.isfinite(value) and round(value) >= 1 else ""
-        return f"{key} is {value}, expected a whole number{near}"
-    wanted = {"int_type": "a whole number", "bool_type": "true or false"}.get(kind, "a number above 0")
-    return f"{key} is {value!r}, expected {wanted}"
+        is_near = math.isfinite(value) and round(value) >= 1
+        return OptionError.of(key, value, "an integer", remedy=f"the nearest is {round(value)}" if is_near else "")
+    expected = {"int_type": "an integer", "bool_type": "true or false"}.get(kind, "a positive number")
+    return OptionError.of(key, value, expected)
 
 
 class TrainingSection(PlanSection):
-    """The fields of `workbench.TrainingPlan` as plain values, and the size of the data.
+    """The fields of `workbench.TrainingPlan` as TOML values, and the size of the data.
 
     Attributes:
-        batch_size: Sequences in the global batch, all ranks and micro-batches together; None: the smallest multiple of
+        batch_size: Examples in the global batch, over all ranks and micro-batches; None uses the smallest multiple of
             ``data_parallel * accumulation`` that is at least 32.
-        sequence_length: Tokens in a sequence; None: 64, or fewer where the model reads fewer.
+        sequence_length: Tokens in a sequence; None uses 64, or the longest sequence of the model if that is shorter.
     """
 
     title: ClassVar[str] = "training"
@@ -150,8 +172,8 @@ class TaskSection(PlanSection):
     """The task.
 
     Attributes:
-        name: One of the workbench's tasks; None: tokens that fit the model, or digits where it reads images.
-        options: Options of the task, as its function takes them; in a plan file they are keys next to the name.
+        name: One of the workbench's tasks; None uses tokens that fit the model, or digits if it reads images.
+        options: Options of the task; in a plan file they are keys next to the name.
     """
 
     title: ClassVar[str] = "task"
@@ -159,30 +181,30 @@ class TaskSection(PlanSection):
     options: Options = Field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The keys as written in a plan file."""
+        """Return the keys as in a plan file."""
         return ({} if self.name is None else {"name": self.name}) | dict(self.options)
 
 
 class HardwareSection(PlanSection):
-    """How the run is distributed over devices, and the number formats of their communication.
+    """The distribution of the run over devices, and the number formats of their communication.
 
     Attributes:
-        data_parallel: Ranks that each hold the complete model and a share of the batch.
-        tensor_parallel: Devices that each hold a part of every matrix; the partial sums of a block are added up
+        data_parallel: Number of ranks, each with the complete model and a share of the batch.
+        tensor_parallel: Number of devices over which every matrix is split; the partial sums of a block are added
             between them.
-        pipeline_parallel: Stages that each hold some of the blocks; states are sent from stage to stage.
-        accumulation: Micro-batches whose gradients each rank adds up before the reduction.
+        pipeline_parallel: Number of stages, each with some of the blocks; states are sent from stage to stage.
+        accumulation: Number of micro-batches whose gradients each rank adds before the reduction.
         gradient_dtype: Format of the gradients that ranks exchange, and of their partial sums.
-        accumulation_dtype: Format of the buffer in which micro-batches are added up.
-        weight_dtype: Format of the weights on the devices.
-        master_weights: Whether the optimizer keeps float32 weights in addition to those in ``weight_dtype``.
+        accumulation_dtype: Format of the buffer in which the gradients of micro-batches are added.
+        weight_dtype: Format of the parameters on the devices.
+        master_weights: Whether the optimizer keeps float32 parameters in addition to those in ``weight_dtype``.
         bucket_mb: Size of the gradients that are reduced together, in MiB.
-        reduction: ``"synchronous"``: after the backward pass. ``"overlapped"``: bucket by bucket during it, and the
-            last bucket may be ``staleness`` updates late. ``"stale"``: every update uses gradients of ``staleness``
-            updates before.
-        staleness: Delay in updates; None: 1 where the reduction is stale, else 0, which means that the update waits.
-        loss_scale: Loss scale of float16: ``"dynamic"``, or the number that the loss is multiplied by.
-        reduction_order: Order of the partial sums of ranks: along a ``"ring"`` or up a ``"tree"``.
+        reduction: ``"synchronous"`` reduces after the backward pass; ``"overlapped"`` reduces bucket by bucket during
+            the backward pass, and the last bucket may be ``staleness`` updates late; with ``"stale"`` every update uses
+            the gradients of ``staleness`` updates before.
+        staleness: Delay in updates; None uses 1 if the reduction is stale, and 0 (the update waits) otherwise.
+        loss_scale: Loss scale of float16: ``"dynamic"``, or the factor by which the loss is multiplied.
+        reduction_order: Order in which the gradients of ranks are added: along a ``"ring"`` or in a ``"tree"``.
     """
 
     title: ClassVar[str] = "hardware"
@@ -201,28 +223,33 @@ class HardwareSection(PlanSection):
     reduction_order: Annotated[str, _one_of(*ORDERS)] = "ring"
 
     @model_validator(mode="after")
-    def _waits_or_is_late(self) -> Self:
+    def _check_staleness(self) -> Self:
         if self.reduction == "synchronous" and self.staleness:
-            raise ValueError(
-                f"staleness is {self.staleness}, but reduction is 'synchronous', which waits for every "
-                "gradient; the nearest is staleness = 0, or reduction = 'stale'"
+            raise _InvalidValueError(
+                "0 with reduction = 'synchronous'",
+                remedy="set staleness = 0 or reduction = 'stale'",
+                name="staleness",
+                value=self.staleness,
             )
         if self.reduction == "stale" and self.staleness == 0:
-            raise ValueError(
-                "staleness is 0, but reduction is 'stale'; the nearest is staleness = 1, or reduction = 'synchronous'"
+            raise _InvalidValueError(
+                "at least 1 with reduction = 'stale'",
+                remedy="set staleness = 1 or reduction = 'synchronous'",
+                name="staleness",
+                value=0,
             )
         return self
 
     @property
     def delay(self) -> int:
-        """Updates by which gradients are late."""
+        """Number of updates by which gradients are late."""
         if self.staleness is not None:
             return self.staleness
         return 1 if self.reduction == "stale" else 0
 
 
 class TargetSection(PlanSection):
-    """The target size; None: the design's own."""
+    """The target size; None uses that of the design."""
 
     title: ClassVar[str] = "target"
     width: Count | None = None
@@ -230,61 +257,77 @@ class TargetSection(PlanSection):
 
 
 class BudgetSection(PlanSection):
-    """The budget: tokens, floating-point operations; None: not limited."""
+    """The budget: tokens and floating-point operations; None if unlimited."""
 
     title: ClassVar[str] = "budget"
     tokens: Positive | None = None
     flops: Positive | None = None
 
 
-#: Title -> its class.
+#: Title of a section -> its class.
 SECTIONS: dict[str, type[PlanSection]] = {
     cls.title: cls for cls in (TrainingSection, TaskSection, HardwareSection, TargetSection, BudgetSection)
 }
 
 
 def read_section(title: str, keys: Any) -> PlanSection:
-    """Make a section from its keys.
+    """Create a section from its keys.
 
     Raises:
-        OptionError: If it is no table, or a key is unknown or has an impossible value.
+        OptionError: If it is not a table, or a key is unknown or has an invalid value.
     """
     cls = SECTIONS[title]
     if not isinstance(keys, Mapping):
-        raise OptionError(f"[{title}] is {keys!r}, expected a section with keys.")
+        raise OptionError.of(title, keys, "a section with keys")
     if cls is TaskSection:
         return _read_task(keys)
     return cls(**{str(name): value for name, value in keys.items()})
 
 
-def unknown_key(name: str, title: str) -> str:
-    """The sentence that refuses a key, with the nearest existing one."""
+def unknown_key(name: str, title: str) -> OptionError:
+    """Create the exception for an unknown key, which states the section of that key or the nearest key.
+
+    Args:
+        name: The key.
+        title: Section in which it was found; empty outside of a section.
+    """
     for other, cls in SECTIONS.items():
         if other != title and name in cls.model_fields and cls is not TaskSection:
-            where = f"[{title}] knows no key '{name}'" if title else f"The key '{name}' stands outside of a section"
-            return f"{where}; it belongs to [{other}]."
-    known = list(SECTIONS[title].model_fields)
-    return f"[{title}] knows no key '{name}'; the nearest is '{nearest(name, known)}', of {', '.join(known)}."
+            problem = f"[{title}] has no key '{name}'" if title else f"The key '{name}' is outside of a section"
+            return OptionError(f"{problem}; it belongs to [{other}].", name=name, expected=f"in section [{other}]")
+    known = tuple(SECTIONS[title].model_fields)
+    return OptionError(
+        f"[{title}] has no key '{name}'; the nearest is '{nearest(name, known)}', of {', '.join(known)}.",
+        name=name,
+        expected=known,
+    )
 
 
 def _read_task(keys: Mapping[str, Any]) -> TaskSection:
-    """The task and its options, which its own function decides."""
+    """Create the section of the task, whose options depend on its name."""
     options = {name: value for name, value in keys.items() if name != "name"}
     section = TaskSection(name=keys.get("name"), options=options)
     if options and section.name is None:
-        raise OptionError(f"[task] has '{next(iter(options))}' but no name; add name = one of {', '.join(TASKS)}.")
+        raise OptionError(
+            f"[task] has '{next(iter(options))}' but no name; add name = one of {', '.join(TASKS)}.",
+            name="name",
+            expected=TASKS,
+        )
     known = task_options(section.name) if section.name else ()
     for name in options:
         if name not in known:
             raise OptionError(
-                f"[task] {section.name} knows no key '{name}'; the nearest is '{nearest(name, known)}', of "
-                f"{', '.join(known)}."
+                f"[task]: {section.name} has no option '{name}'; the nearest is '{nearest(name, known)}', of "
+                f"{', '.join(known)}.",
+                name=name,
+                value=options[name],
+                expected=known,
             )
     return section
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """The options of a task's function, except the seed."""
+    """Return the options of a task, except the seed."""
     import inspect
 
     from workbench import tasks

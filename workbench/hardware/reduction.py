@@ -1,4 +1,4 @@
-"""Emulate sums of gradients over ranks and micro-batches: in low precision, in another order, in buckets."""
+"""Emulation of sums of gradients over ranks and micro-batches: in low precision, in another order, in buckets."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ import torch
 from torch import Tensor
 
 from workbench.callbacks.faults.communication import LowPrecisionReduction, in_buckets, ring_sum
+from workbench.formatting import counted
 from workbench.formatting import fine_percent as percent
 from workbench.hardware.emulation import Emulation, Finding
 from workbench.hardware.plan_sections import DTYPES
 from workbench.hardware.share_gradients import Discrepancy, NotMeasured, Terms
 
-#: Largest number of terms that is emulated; beyond, the error is extrapolated.
+#: Maximum number of terms that are emulated; the error of more terms is extrapolated.
 MAX_TERMS = 1024
-#: Largest number of ranks for which a ring is emulated chunk by chunk.
+#: Maximum number of ranks for which a ring is emulated chunk by chunk.
 _MAX_RING = 32
 _N_ORDERS = 4
 #: Number of draws at the plan's number of terms.
 _N_DRAWS = 4
-#: Function that adds up terms, shape (term, entry), in a format.
+#: Function that adds terms, shape (term, entry), in a format.
 Sum = Callable[[Tensor, str], Tensor]
 
 
 def running_sum(terms: Tensor, dtype: str) -> Tensor:
-    """Add one term after the other, rounded after each, as an accumulation buffer and one chunk of a ring do.
+    """Add terms in sequence with rounding after each, as an accumulation buffer and one chunk of a ring do.
 
     Args:
         terms: Terms, shape (term, entry).
         dtype: Format of the buffer.
 
     Returns:
-        float32, shape (entry,).
+        The sum as float32, shape (entry,).
     """
     kind = DTYPES[dtype]
     total = terms[0].to(kind)
@@ -45,7 +46,7 @@ def running_sum(terms: Tensor, dtype: str) -> Tensor:
 
 
 def tree_sum(terms: Tensor, dtype: str) -> Tensor:
-    """Add up neighbours, then their sums, and so on, rounded each time; see `running_sum`."""
+    """Add neighboring terms, then their sums, and so on, with rounding after each; arguments as in `running_sum`."""
     kind = DTYPES[dtype]
     level = list(terms.to(kind))
     while len(level) > 1:
@@ -55,15 +56,18 @@ def tree_sum(terms: Tensor, dtype: str) -> Tensor:
 
 
 def reduced(terms: Tensor, dtype: str, order: str) -> Tensor:
-    """Add up terms over ranks as an all-reduce does; see `running_sum`.
+    """Add terms over ranks as an all-reduce does.
 
-    Up to 32 ranks a ring is emulated chunk by chunk, each starting at another rank. With more, all entries are added
-    like the first chunk: the first rank of a chunk makes no difference between terms of the same distribution.
+    A ring of up to 32 ranks is emulated chunk by chunk, each starting at another rank. With more ranks, all entries are
+    added like the first chunk, because the first rank does not matter for terms of the same distribution.
 
     Args:
         terms: Terms, shape (rank, entry).
         dtype: Format of the communicated values.
         order: ``"ring"`` or ``"tree"``.
+
+    Returns:
+        The sum as float32, shape (entry,).
     """
     if len(terms) == 1:
         return terms[0].to(DTYPES[dtype]).float()
@@ -88,16 +92,16 @@ def allreduce_error(emulation: Emulation) -> Finding:
 
 
 def allreduce_shrinkage(emulation: Emulation) -> Finding:
-    """Measure the loss along the gradient itself by an all-reduce."""
+    """Measure the fraction of the gradient that an all-reduce loses along its direction."""
     return as_shrinkage(allreduce_error(emulation))
 
 
 def reduction_order(emulation: Emulation) -> Finding:
-    """Measure the difference of two reductions of the same gradients with the ranks in another order."""
+    """Measure the difference between reductions of the same gradients with the ranks in different orders."""
     hardware = emulation.plan.hardware
     n = min(hardware.data_parallel, MAX_TERMS)
     if n < 2:
-        raise NotMeasured("there is one rank, so nothing is added up")
+        raise NotMeasured("there is one rank, so nothing is added")
     generator = emulation.generator("order")
     terms = emulation.shares.terms(n, emulation.plan.rows_per_share * hardware.accumulation, generator)
     exact = terms.exact_sum
@@ -113,9 +117,9 @@ def reduction_order(emulation: Emulation) -> Finding:
     over_noise = emulation.over_noise(math.sqrt(sum(d.error_norm**2 for d in differences) / len(differences)) / n)
     return Finding(
         effect=over_noise,
-        meaning=f"The same gradients of {n} ranks in another order give a sum that differs by {percent(error)} in "
-        f"{hardware.gradient_dtype}, {percent(over_noise)} of the batch's sampling noise: two runs of one seed part "
-        f"from the first update on where the order is not fixed.",
+        meaning=f"In another order, the sum of the same gradients of {n} ranks differs by {percent(error)} in "
+        f"{hardware.gradient_dtype}, {percent(over_noise)} of the batch's sampling noise: if the order is not fixed, "
+        f"two runs with the same seed differ from the first update on.",
         how=f"{_N_ORDERS - 1} random orders of {_origin(terms, emulation)}.",
         n_trials=_N_ORDERS - 1,
         relative_error=error,
@@ -125,18 +129,18 @@ def reduction_order(emulation: Emulation) -> Finding:
 
 
 def bucket_layout(emulation: Emulation) -> Finding:
-    """Measure the difference between a reduction bucket by bucket and one in a single bucket."""
+    """Measure the difference between a reduction in the plan's buckets and one in a single bucket."""
     hardware = emulation.plan.hardware
     n_ranks = min(hardware.data_parallel, _MAX_RING)
     if n_ranks < 2:
-        raise NotMeasured("there is one rank, so nothing is added up")
+        raise NotMeasured("there is one rank, so nothing is added")
     sizes = list(emulation.shares.layout.sizes)
     buckets = plan_buckets(emulation)
     terms = emulation.shares.terms(
         n_ranks, emulation.plan.rows_per_share * hardware.accumulation, emulation.generator("buckets")
     )
     if terms.values.shape[1] != sum(sizes):
-        raise NotMeasured("the model is too large to keep whole gradients of every rank")
+        raise NotMeasured("the model is too large to keep the complete gradients of every rank")
     scale = float(scale_of(terms, hardware.gradient_dtype, hardware.loss_scale))
     parts = (terms.values * scale).split(sizes, dim=1)
     found = [torch.empty(0)] * len(sizes)
@@ -144,17 +148,17 @@ def bucket_layout(emulation: Emulation) -> Finding:
         total = reduced(torch.cat([parts[i] for i in bucket], 1), hardware.gradient_dtype, hardware.reduction_order)
         for i, part in zip(bucket, total.split([sizes[i] for i in bucket]), strict=True):
             found[i] = part
-    whole = reduced(terms.values * scale, hardware.gradient_dtype, hardware.reduction_order)
+    single = reduced(terms.values * scale, hardware.gradient_dtype, hardware.reduction_order)
     exact = terms.exact_sum
-    difference = terms.compare(exact + (torch.cat(found).double() - whole.double()) / scale, exact)
+    difference = terms.compare(exact + (torch.cat(found).double() - single.double()) / scale, exact)
     over_noise = emulation.over_noise(difference.error_norm / n_ranks)
     return Finding(
         effect=over_noise,
         meaning=f"Reducing in {len(buckets)} buckets instead of one changes the sum by "
-        f"{percent(difference.relative_error)}, {percent(over_noise)} of the batch's sampling noise: results depend on "
-        "bucket_mb to that degree.",
+        f"{percent(difference.relative_error)}, {percent(over_noise)} of the batch's sampling noise: this is how much "
+        "results depend on bucket_mb.",
         how=f"{hardware.reduction_order} over {_origin(terms, emulation)}, in buckets of {hardware.bucket_mb:g} MiB, "
-        "two at least.",
+        "at least two.",
         relative_error=difference.relative_error,
         error_over_noise=over_noise,
         layer_errors=difference.layer_errors,
@@ -162,21 +166,21 @@ def bucket_layout(emulation: Emulation) -> Finding:
 
 
 def plan_buckets(emulation: Emulation) -> list[list[int]]:
-    """The weights in the buckets of the plan, from the last weight to the first; at least two buckets.
+    """Return the indices of the parameters in each bucket of the plan, from the last parameter to the first.
 
-    A stand-in of a larger model would fit into one bucket, which would hide the effect of buckets.
+    There are at least two buckets: a proxy of a larger model could fit into one, which would hide their effect.
     """
-    hardware, weights = emulation.plan.hardware, emulation.copy().weights
-    n_bytes = DTYPES[hardware.gradient_dtype].itemsize * sum(weight.numel() for weight in weights)
+    hardware, sizes = emulation.plan.hardware, [parameter.numel() for parameter in emulation.copy().parameters]
+    n_bytes = DTYPES[hardware.gradient_dtype].itemsize * sum(sizes)
     n_buckets = max(2, math.ceil(n_bytes / (hardware.bucket_mb * 2**20)))
-    return in_buckets([weight.numel() for weight in weights], min(n_buckets, len(weights)))
+    return in_buckets(sizes, min(n_buckets, len(sizes)))
 
 
 def scale_of(terms: Terms, dtype: str, loss_scale: str | float) -> float:
-    """The factor of gradients before they are added up: 1 except for float16.
+    """Return the factor of gradients before they are added: 1 except for float16.
 
-    A dynamic scale is the largest power of two at which neither a term nor their sum overflows, as a scaler finds it
-    by halving.
+    A dynamic scale is the largest power of two at which neither a term nor the sum overflows, which a scaler finds by
+    halving.
     """
     if dtype != "float16":
         return 1.0
@@ -187,7 +191,7 @@ def scale_of(terms: Terms, dtype: str, loss_scale: str | float) -> float:
 
 
 def scaled(terms: Terms, dtype: str, loss_scale: str | float) -> Tensor:
-    """Terms as they are communicated, shape (term, entry)."""
+    """Return the terms as they are communicated, shape (term, entry)."""
     scale = scale_of(terms, dtype, loss_scale)
     return terms.values if scale == 1 else terms.values * scale
 
@@ -211,22 +215,22 @@ def extrapolated(counts: Sequence[int], values: Sequence[float], n: int) -> floa
 def error_of_sum(
     emulation: Emulation, *, n_terms: int, rows: int, dtype: str, add: Sum, what: str, n_sums: int = 1
 ) -> Finding:
-    """Measure the error of a sum of ``n_terms`` gradients, each of ``rows`` sequences, at several numbers of terms.
+    """Measure the error of a sum of ``n_terms`` gradients, each of ``rows`` examples, at several numbers of terms.
 
     Args:
         emulation: Emulation with the gradients.
         n_terms: Number of terms in the plan.
-        rows: Sequences of each term.
+        rows: Number of examples of each term.
         dtype: Format of the sum.
         add: Function that computes the sum.
-        what: Beginning of the sentence.
-        n_sums: Number of such sums, one for each rank, whose mean is used: their independent errors average out.
+        what: Beginning of the sentence about the result; also part of the seed of the draws.
+        n_sums: Number of such sums, one for each rank, of which the mean is used; their independent errors average out.
 
     Raises:
         NotMeasured: If there is only one term.
     """
     if n_terms < 2:
-        raise NotMeasured("there is one term, so nothing is added up")
+        raise NotMeasured("there is one term, so nothing is added")
     if what not in emulation.known:
         emulation.known[what] = _error_of_sum(emulation, n_terms, rows, dtype, add, what, n_sums)
     return emulation.known[what]
@@ -243,18 +247,18 @@ def _error_of_sum(
         for trial in range(_N_DRAWS if n == counts[-1] else 1):
             terms = emulation.shares.terms(n, rows, emulation.generator("sum", what, n, trial))
             trials.append(measure_sum(terms, dtype, loss_scale, add))
-            if terms.are_measured:  # nothing is drawn
+            if terms.are_measured:  # The terms do not depend on the draw.
                 break
         found[n], trials, drawn = _mean(trials), [], trials
     last, spread = found[counts[-1]], np.std([d.shrinkage for d in drawn], ddof=1) if len(drawn) > 1 else 0.0
     growth = {n: d.relative_error for n, d in found.items()}
     error, shrinkage = last.relative_error, last.shrinkage
-    along = abs(shrinkage) / error if error else 0.0  # share of the error that all sums have in common
+    along = abs(shrinkage) / error if error else 0.0  # Fraction of the error that is common to all sums.
     over_noise = last.error_norm / counts[-1] * math.sqrt(along**2 + max(0.0, 1 - along**2) / n_sums)
     is_extrapolated = n_terms > MAX_TERMS
     if is_extrapolated:
         error = extrapolated(counts, list(growth.values()), n_terms)
-        # The noise of the plan's batch already counts all examples; the error of the mean follows the relative one.
+        # The noise is that of the plan's full batch, so the error of the mean is proportional to the relative error.
         over_noise *= error / last.relative_error if last.relative_error else 1.0
         lost = [d.shrinkage for d in found.values()]
         shrinkage = min(1.0, extrapolated(counts, lost, n_terms)) if shrinkage > 0 else shrinkage
@@ -263,9 +267,9 @@ def _error_of_sum(
     length = f"{'shortens' if shrinkage >= 0 else 'lengthens'} the gradient by {percent(abs(shrinkage))}"
     return Finding(
         effect=over_noise,
-        meaning=f"{what} makes an error of {percent(error)}, {percent(over_noise)} of the batch's sampling noise, and "
+        meaning=f"{what} causes an error of {percent(error)}, {percent(over_noise)} of the batch's sampling noise, and "
         f"{length}{emulation.worst_layer(last.layer_errors)}.",
-        how=f"Against the float64 sum of {_origin(terms, emulation)}{beyond}.",
+        how=f"Compared with the float64 sum of {_origin(terms, emulation)}{beyond}.",
         relative_error=error,
         error_over_noise=over_noise,
         n_trials=len(drawn),
@@ -279,15 +283,15 @@ def _error_of_sum(
 
 
 def as_shrinkage(finding: Finding) -> Finding:
-    """The same finding, judged by the part along the gradient that is missing or in excess.
+    """Return the finding with the missing or excess part along the gradient as its effect.
 
-    Three standard errors are subtracted first, so that chance among four draws is rarely mistaken for an effect.
+    Three standard errors are subtracted, so that random differences between four draws rarely count as an effect.
     """
     return replace(finding, effect=max(0.0, abs(finding.shrinkage) - 3 * finding.shrinkage_error))
 
 
 def _mean(trials: Sequence[Discrepancy]) -> Discrepancy:
-    """Average sums of the same kind: errors in the mean square, directions in the mean."""
+    """Average discrepancies: the root mean square of errors, the mean of shrinkage and cosine."""
     if len(trials) == 1:
         return trials[0]
     return Discrepancy(
@@ -300,20 +304,20 @@ def _mean(trials: Sequence[Discrepancy]) -> Discrepancy:
 
 
 def _origin(terms: Terms, emulation: Emulation) -> str:
-    """The origin of the terms, for the sentence on how an effect was emulated."""
+    """Describe the origin of the terms, for the sentence about the method."""
     n_measured = len(emulation.micro_batches)
     if terms.are_measured:
-        return f"the gradients of {len(terms.values)} shares of the measured rows"
+        return f"the gradients of {len(terms.values)} shares of the measured examples"
     return (
         f"{len(terms.values)} terms resampled from the gradients of {n_measured} measured micro-batches of "
-        f"{emulation.rows} rows, their noise scaled to the plan's rows"
+        f"{counted(emulation.rows, 'example')}, with their noise scaled to the plan's number of examples"
     )
 
 
 def accumulation_error(emulation: Emulation) -> Finding:
     """Measure the rounding of the accumulation in the plan's format, relative to the sampling noise of the batch.
 
-    Each rank has its own buffer: the part of the error along the gradient is common to all ranks, and the rest is
+    Each rank has its own buffer. The part of the error along the gradient is common to all ranks; the remaining part is
     assumed to average out over them.
     """
     hardware = emulation.plan.hardware
@@ -329,5 +333,5 @@ def accumulation_error(emulation: Emulation) -> Finding:
 
 
 def accumulation_shrinkage(emulation: Emulation) -> Finding:
-    """Measure the loss along the gradient itself by the accumulation, of terms too small to change the sum."""
+    """Measure the fraction of the gradient that accumulation loses along its direction, in terms below the rounding."""
     return as_shrinkage(accumulation_error(emulation))

@@ -1,1 +1,1 @@
-"""Files: stores of runs, the background writer, logs of other tools. No write leaves a partial file."""
+"""Files: stores of runs, the background writer, logs of other tools. Files are written atomically."""

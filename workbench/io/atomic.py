@@ -1,4 +1,4 @@
-"""Write files and folders atomically, and never replace an existing one unless asked to."""
+"""Write files and folders atomically, and replace existing ones only on request."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ from workbench.errors import StoreError
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
-    """Refuse a path that is taken.
+    """Raise if a path exists and must not be overwritten.
 
     Raises:
-        StoreError: If there is something at the path and ``overwrite`` is False.
+        StoreError: If the path exists and ``overwrite`` is False.
     """
     if path.exists() and not overwrite:
-        raise StoreError(f"{path} exists already; pass overwrite=True to replace it, or choose another path.")
+        raise StoreError(
+            f"{path} exists already; pass overwrite=True to replace it, or choose another path.",
+            name="path",
+            value=path,
+            expected="a path that does not exist",
+        )
 
 
 def write_json(content: Any, path: Path | str, *, overwrite: bool = False) -> Path:
-    """Write a file of JSON.
+    """Write a JSON file and return its path.
 
     Raises:
-        StoreError: If there is something at the path and ``overwrite`` is False, or it cannot be written.
+        StoreError: If the path exists and ``overwrite`` is False, or cannot be written.
     """
     path = Path(path)
     check_free(path, overwrite=overwrite)
@@ -40,24 +45,24 @@ def write_json(content: Any, path: Path | str, *, overwrite: bool = False) -> Pa
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to ``path`` to write a file or folder to.
+    """Yield a temporary path next to ``path``, to which a file or folder is written.
 
-    It is moved to ``path`` when the block ends without an error, and removed otherwise; a file already at ``path``
-    stays until then.
+    It is moved to ``path`` if the block ends without an error, and removed otherwise; an existing file at ``path``
+    is kept until then.
 
     Raises:
-        StoreError: If the disk is full, or the place cannot be written.
+        StoreError: If the disk is full, or the path cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         workplace = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise StoreError(f"{path} cannot be written ({error.strerror or error}); check its folder.") from error
+        raise _not_writable(path, error) from error
     is_written = False
     try:
         yield workplace / path.name
         old = workplace / "replaced"
-        if path.is_dir():  # a file is replaced in one step, a folder cannot be
+        if path.is_dir():  # unlike a file, a folder cannot be replaced in one step
             path.rename(old)
         try:
             (workplace / path.name).replace(path)
@@ -69,11 +74,24 @@ def replacing(path: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StoreError(
-                f"The disk is full, so {path} was not written and what was there is unchanged; free some space."
+                f"The disk is full, so {path} was not written and its previous content is unchanged; free some space.",
+                name="path",
+                value=path,
+                expected="on a disk with enough space",
             ) from error
-        raise StoreError(f"{path} cannot be written ({error.strerror or error}); check its folder.") from error
+        raise _not_writable(path, error) from error
     finally:
-        # After an error, threads of the writer may still finish what they began, folders included.
+        # After an error, threads of the writer may still create files and folders.
         for wait in (0.0,) if is_written else (0.0, 0.05, 0.2):
             time.sleep(wait)
             shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _not_writable(path: Path, error: OSError) -> StoreError:
+    """Create the error for a path that cannot be written."""
+    return StoreError(
+        f"{path} cannot be written ({error.strerror or error}); check its folder.",
+        name="path",
+        value=path,
+        expected="a path that can be written",
+    )

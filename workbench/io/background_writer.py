@@ -1,4 +1,4 @@
-"""Append the rows of a run to its store in a separate thread, so that training never waits for the disk."""
+"""Append rows to the store of a run in a separate thread, so that training does not wait for the disk."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from workbench.schema.events import Event
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Approximate memory of a dataset in addition to its numbers.
+#: Approximate memory of a dataset in addition to its values.
 _BYTES_PER_DATASET = 10_000
-#: Prefixes of the names of the threads that write: the writer's own, and those of Zarr.
+#: Prefixes of the names of threads that write: that of the writer, and those of Zarr.
 _THREAD, _THREADS_OF_ZARR = "writer of ", ("zarr_", "asyncio_")
 
-#: Longest wait at the interpreter's exit for a disk that hangs.
+#: Longest wait for a hanging disk at interpreter exit, in seconds.
 _SECONDS_AT_EXIT = 30.0
 
 _open_writers: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
@@ -37,30 +37,30 @@ _exit = {"is_over": False}
 
 
 class RecordingWarning(UserWarning):
-    """A part of a run is not recorded; training goes on."""
+    """Warning that a part of a run is not recorded; training continues."""
 
 
 class BackgroundWriter:
-    """Takes rows from the training thread and appends them to a run in another one.
+    """Writer that takes rows from the training thread and appends them to a run in another thread.
 
-    A write error never stops training: it is reported once, as a `RecordingWarning` of the next call, and the rows wait
-    in memory and are tried again with each block. Where too many wait, the oldest rows of the part with the most bytes
-    are dropped, but never its newest, and an event ``gap`` records which, as soon as writing works again. A store that
-    was removed is not created again.
+    Write errors never stop training. An error is reported once, as a `RecordingWarning` of the next call; the rows wait
+    in memory, and writing them is retried with each block. If too many rows wait, the oldest rows of the largest part
+    are dropped, but never its newest row. An event ``gap`` records the dropped rows once writing succeeds again. A
+    store that was removed is not created again.
 
-    Rows are on disk and visible to readers after `flush`, or once a block was written; a killed process loses the rows
-    since then. Forked children (workers that load data) may hold a copy of the writer, which does nothing there.
+    Rows are on disk and visible to readers after `flush`, or after a block was written; a killed process loses the rows
+    since then. In forked children, such as workers of a data loader, a copy of the writer does nothing.
 
     Args:
-        writer: Writer of the run's store; the caller must not use it any more.
+        writer: Writer of the store of the run; the caller must not use it afterwards.
         rows_per_block: Write as soon as this many rows of a part wait.
-        seconds_per_block: Write waiting rows after this many seconds at the latest.
-        max_bytes: Largest size of the rows that wait in memory, without the block that is being written; half of it
-            also makes a block.
+        seconds_per_block: Write waiting rows after at most this many seconds.
+        max_bytes: Largest size of the rows that wait in memory, excluding the block that is being written; rows of half
+            this size are written as a block.
 
     Raises:
         OptionError: If a bound is not positive.
-        StoreError: If the store holds events of another kind.
+        StoreError: If the events in the store have other variables.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BackgroundWriter:
         bounds = {"rows_per_block": rows_per_block, "seconds_per_block": seconds_per_block, "max_bytes": max_bytes}
         for name, value in bounds.items():
             if not value > 0:
-                raise OptionError(f"{name} is {value}, expected a number above 0.")
+                raise OptionError.of(name, value, "positive")
         self.path = writer.path
         self._writer = writer
         self._rows_per_block = rows_per_block
@@ -90,7 +90,7 @@ class BackgroundWriter:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._tried_at = time.monotonic()
-        self._n_asked = self._n_answered = 0
+        self._n_requested = self._n_answered = 0
         self._trouble: str | None = None
         self._reason = ""
         self._warning: str | None = None
@@ -107,11 +107,11 @@ class BackgroundWriter:
 
     @property
     def trouble(self) -> str | None:
-        """Why the last block could not be written; None if it was written."""
+        """Reason why the last block could not be written; None if it was written."""
         return self._trouble
 
     def variables(self, part: str) -> frozenset[str] | None:
-        """Names of the variables that the store holds of a part; None: it has no rows of it yet."""
+        """Return the names of the variables of a part in the store; None if it has no rows yet."""
         layout = self._layout(part) if self._is_open() else None
         return None if layout is None else frozenset(map(str, layout.variables))
 
@@ -123,7 +123,11 @@ class BackgroundWriter:
                 or coordinates; nothing is written then.
         """
         if part.name in self._parts:
-            raise StoreError(f"Part '{part.name}' exists already; declare each part once, before its first row.")
+            raise StoreError(
+                f"Part '{part.name}' exists already; declare each part once, before its first row.",
+                name=part.name,
+                expected="declared once",
+            )
         if not self._is_open():
             return
         waiting = WaitingRows(part)
@@ -134,43 +138,64 @@ class BackgroundWriter:
             self._parts[part.name] = waiting
 
     def add(self, part: str, step: int, values: Mapping[str, Any]) -> None:
-        """Take a row of a part; the values are copied.
+        """Add a row to a part; the values are copied.
 
         Args:
-            part: Its name; it has to be declared before.
-            step: Updates before the row; higher than that of the part's last row.
-            values: Value of each variable, without the dimension of the steps. Floating-point variables may be left
-                out and are NaN then.
+            part: Name of a declared part.
+            step: Updates before the row; larger than that of the last row of the part.
+            values: Value of each variable, without the dimension of the steps. Missing floating-point variables are
+                NaN.
 
         Raises:
-            StoreError: If the values are not those declared, or the writer is closed. A write error raises nothing.
+            StoreError: If the values do not match the declaration, or the writer is closed. Write errors are not
+                raised.
         """
         if not self._is_open():
             return
         if part not in self._parts:
-            raise StoreError(f"There is no part '{part}'; declare it before its first row.")
+            raise StoreError(
+                f"There is no part '{part}'; declare it before its first row.",
+                name="part",
+                value=part,
+                expected=tuple(self._parts),
+            )
         waiting = self._parts[part]
         if waiting.part is None:
-            raise StoreError(f"Part '{part}' takes datasets; use add_dataset().")
+            raise StoreError(
+                f"Part '{part}' consists of datasets; use add_dataset().",
+                name="part",
+                value=part,
+                expected="a declared part",
+            )
         self._put(waiting, waiting.row(int(step), values), part)
 
     def add_dataset(self, part: str, dataset: xr.Dataset) -> None:
-        """Take a row that is already a dataset, such as spectra; it is copied.
+        """Add a row in the form of a dataset, such as spectra, to a part; the dataset is copied.
 
         Args:
-            part: Its name; it must not be declared.
+            part: Name of the part; it must not be declared.
             dataset: Dataset with a dimension ``step`` of size one; the same variables and sizes every time.
 
         Raises:
-            StoreError: If the dataset has not one step, or does not fit what the part holds.
+            StoreError: If the dataset does not have exactly one step, or differs in layout from the part.
         """
         if not self._is_open():
             return
         if dataset.sizes.get("step") != 1 or "step" not in dataset.coords:
-            raise StoreError(f"A dataset for part '{part}' needs one step; use expand_dims(step=[...]).")
+            raise StoreError(
+                f"A dataset for part '{part}' needs exactly one step; use expand_dims(step=[...]).",
+                name="step",
+                value=dataset.sizes.get("step"),
+                expected="a coordinate of size 1",
+            )
         waiting = self._parts.get(part) or WaitingRows(None, self._layout(part))
         if waiting.part is not None:
-            raise StoreError(f"Part '{part}' was declared, so it takes rows; use add().")
+            raise StoreError(
+                f"Part '{part}' was declared, so it consists of rows; use add().",
+                name="part",
+                value=part,
+                expected="a part that is not declared",
+            )
         copy = dataset.copy(deep=True)
         if waiting.layout is None:
             waiting.layout = copy.isel(step=slice(0))
@@ -180,7 +205,7 @@ class BackgroundWriter:
         self._put(waiting, RecordedRow(int(dataset["step"].item()), copy, copy.nbytes + _BYTES_PER_DATASET), part)
 
     def event(self, event: Event) -> None:
-        """Take an event; a store whose events lack ``layer`` and ``head`` continues without them."""
+        """Add an event; ``layer`` and ``head`` are omitted if the events in the store lack them."""
         if not self._is_open():
             return
         events = self._parts["events"]
@@ -198,10 +223,10 @@ class BackgroundWriter:
         """Wait until all rows added so far are on disk and visible to readers.
 
         Args:
-            timeout: Seconds to wait at most; None: as long as the disk takes.
+            timeout: Longest wait in seconds; None waits without a limit.
 
         Returns:
-            Whether they are. If not, the rows are kept and tried again with the next block.
+            Whether they are. If not, the rows are kept, and writing is retried with the next block.
         """
         if os.getpid() != self._process:
             return False
@@ -211,8 +236,8 @@ class BackgroundWriter:
             if self._is_closed or self._is_gone or (self._thread is None and not self._has_work()):
                 is_written = not self._is_gone and not self._has_work()
             else:
-                self._n_asked += 1
-                is_written = self._wait_for(self._n_asked, deadline)
+                self._n_requested += 1
+                is_written = self._wait_for(self._n_requested, deadline)
         self._pass_on_warning()
         return is_written
 
@@ -220,15 +245,15 @@ class BackgroundWriter:
         """Write the waiting rows and close the writer.
 
         Args:
-            **attrs: Attributes of the run to set with it.
+            **attrs: Attributes of the run to set at the same time.
 
         Returns:
-            Whether all rows are on disk. If not, a warning says how many are lost.
+            Whether all rows are on disk. If not, a warning reports how many are lost.
         """
         return self._close(attrs, timeout=None)
 
     def close_within(self, seconds: float) -> bool:
-        """Close like `close`, but wait at most this many seconds for a disk that hangs."""
+        """Close the writer like `close`, but wait at most this many seconds for the disk."""
         return self._close({}, timeout=seconds)
 
     def _close(self, attrs: Mapping[str, Any], timeout: float | None) -> bool:
@@ -250,31 +275,36 @@ class BackgroundWriter:
         return is_written
 
     def _give_up_rows(self) -> bool:
-        """Drop the waiting rows and set a warning; returns whether there were any."""
+        """Drop the waiting rows and set a warning; return whether there were any."""
         n_lost = sum(len(waiting.take()) for waiting in self._parts.values())
         if n_lost:
             self._warning = f"{n_lost} rows of the run at {self.path} were not written ({self._reason}) and are lost."
         return n_lost > 0
 
     def _may_wait(self) -> bool:
-        """Whether this thread may wait for the writing threads; false where it may be one of them.
+        """Return whether this thread may wait for the writing threads, because it is not one of them.
 
-        The garbage collector runs in any thread, and may close a run there that is no longer referenced.
+        The garbage collector runs in any thread, where it may close a run that is no longer referenced.
         """
         thread = threading.current_thread()
         return thread is self._owner or not thread.name.startswith((_THREAD, *_THREADS_OF_ZARR))
 
-    # The methods below run in the training thread and hold the lock only to move rows.
+    # The methods below run in the training thread, which holds the lock only to move rows.
 
     def _is_open(self) -> bool:
-        """Whether the writer accepts rows; false in a forked child and once the store was removed."""
+        """Return whether the writer accepts rows; False in a forked child and after the store was removed."""
         self._pass_on_warning()
         if self._is_closed:
-            raise StoreError(f"The writer of the run at {self.path} is closed; add rows before close().")
+            raise StoreError(
+                f"The writer of the run at {self.path} is closed; add rows before close().",
+                name="path",
+                value=self.path,
+                expected="a run whose writer is open",
+            )
         return not self._is_gone and os.getpid() == self._process
 
     def _pass_on_warning(self) -> None:
-        """Issue the warning of the writing thread here, as it would not be seen there."""
+        """Issue the warning of the writing thread in this thread, where it is visible."""
         if self._warning is not None:
             warning, self._warning = self._warning, None
             warnings.warn(warning, RecordingWarning, stacklevel=3)
@@ -289,7 +319,10 @@ class BackgroundWriter:
         with self._changed:
             if part != "events" and waiting.last_step is not None and row.step <= waiting.last_step:
                 raise StoreError(
-                    f"Step {row.step} of part '{part}' comes after step {waiting.last_step}; steps have to rise."
+                    f"Step {row.step} of part '{part}' follows step {waiting.last_step}; add rows in increasing order.",
+                    name="step",
+                    value=row.step,
+                    expected=f"greater than {waiting.last_step}",
                 )
             waiting.put(row)
             self._last_step = max(self._last_step, row.step)
@@ -304,14 +337,14 @@ class BackgroundWriter:
         return sum(waiting.n_bytes for waiting in self._parts.values())
 
     def _is_block(self) -> bool:
-        """Whether enough rows wait to be written at once; after a write error their size alone causes no new try."""
+        """Return whether enough rows wait to be written; after a write error, their size does not trigger a retry."""
         is_large = self._trouble is None and 2 * self._n_bytes() >= self._max_bytes
         return is_large or any(waiting.n_new >= self._rows_per_block for waiting in self._parts.values())
 
     def _keep_bound(self) -> None:
-        """Drop the oldest row of the largest part until the rest fits into ``max_bytes``."""
+        """Drop the oldest row of the largest part until the remaining rows fit into ``max_bytes``."""
         while self._n_bytes() > self._max_bytes:
-            # The newest stays: a row that is larger than the bound would never be written.
+            # The newest row is kept, as a row that is larger than the bound would otherwise never be written.
             several = [waiting for waiting in self._parts.values() if len(waiting.rows) > 1]
             if not several:
                 return
@@ -329,7 +362,7 @@ class BackgroundWriter:
         self._start()
         self._changed.notify_all()
         while self._n_answered < request and not self._is_gone:
-            # A thread that was stopped by the interpreter's exit never answers.
+            # A thread that was stopped at interpreter exit never answers.
             if time.monotonic() > deadline or _is_exiting() or self._thread is None or not self._thread.is_alive():
                 return False
             self._changed.wait(0.2)
@@ -349,7 +382,7 @@ class BackgroundWriter:
                 self._changed.notify_all()
 
     def _next_block(self) -> _Block | None:
-        """Wait for the next block; None if there is nothing to write, and the next row starts another thread."""
+        """Wait for the next block; return None if there is nothing to write, so that this thread ends."""
         with self._changed:
             while not self._is_due():
                 seconds = self._tried_at + self._seconds_per_block - time.monotonic()
@@ -359,15 +392,15 @@ class BackgroundWriter:
                 self._changed.wait(seconds)
             else:
                 return self._take()
-            is_left_alone = self._is_closed and self._give_up_rows()
-        if is_left_alone:  # no other thread waits for this one
+            has_lost_rows = self._is_closed and self._give_up_rows()
+        if has_lost_rows:  # no other thread waits for this one
             self._pass_on_warning()
         return None
 
     def _is_due(self) -> bool:
         if self._is_gone:
             return False
-        if self._n_asked > self._n_answered:
+        if self._n_requested > self._n_answered:
             return True
         if not self._has_work():
             return False
@@ -379,7 +412,7 @@ class BackgroundWriter:
         rows = {name: waiting.take() for name, waiting in self._parts.items() if waiting.rows}
         for name in lost:
             self._parts[name].lost = None
-        block = _Block(rows, lost, gaps, self._attrs, self._n_asked)
+        block = _Block(rows, lost, gaps, self._attrs, self._n_requested)
         self._attrs = {}
         self._is_uncommitted = True
         return block
@@ -390,15 +423,15 @@ class BackgroundWriter:
         return {name: value for name, value in values.items() if name in self._parts["events"].declared.dims}
 
     def _write(self, block: _Block) -> None:
-        """Append every part that can be written, and commit; rows that failed stay in the block."""
+        """Append all parts that can be written, and commit; rows that could not be written stay in the block."""
         names = [name for name in block.rows if name != "events"]
         if block.gaps or "events" in block.rows:
-            names.append("events")  # last: an event refers to rows that are already written
+            names.append("events")  # last, as events refer to rows that are already written
         for name in names:
             rows = block.rows.get(name, []) + (block.gaps if name == "events" else [])
             try:
                 self._writer.append(name, self._parts[name].dataset(rows))
-            except Exception as error:  # noqa: BLE001  (reported by a warning; training goes on after any error)
+            except Exception as error:  # noqa: BLE001  (reported by a warning; training continues after any error)
                 block.error = error
             else:
                 block.rows.pop(name, None)
@@ -423,15 +456,15 @@ class BackgroundWriter:
             self._trouble, self._reason = str(block.error), _reason(block.error)
             self._is_gone = self._is_store_gone()
             if self._is_gone:
-                # The error itself names only the file that was found missing first.
-                self._warning = f"{self._writer.gone_message} Training goes on and is not recorded any more."
+                # The error itself names only the first missing file.
+                self._warning = f"{self._writer.gone_message} Training continues without being recorded."
                 for waiting in self._parts.values():
                     waiting.take()
             elif not had_trouble:
                 n_mb = self._max_bytes / 2**20
                 self._warning = (
-                    f"{block.error} Training goes on; up to {n_mb:.3g} MiB of rows wait in memory, and are tried again "
-                    "with each block."
+                    f"{block.error} Training continues; up to {n_mb:.3g} MiB of rows are kept in memory, and writing "
+                    "them is retried with each block."
                 )
         self._keep_bound()
 
@@ -444,7 +477,7 @@ class BackgroundWriter:
 
 @dataclass
 class _Block:
-    """Rows that are written together; those left in ``rows`` and ``lost`` afterwards could not be written."""
+    """Rows that are written together; those that remain in ``rows`` and ``lost`` could not be written."""
 
     rows: dict[str, list[RecordedRow]]
     lost: dict[str, Lost]
@@ -456,7 +489,7 @@ class _Block:
 
 
 def _reason(error: BaseException) -> str:
-    """The operating system's message if the error came from there, else the error's own."""
+    """Return the message of the operating system if it caused the error, else that of the error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -466,12 +499,12 @@ def _reason(error: BaseException) -> str:
 
 
 def _close_at_exit(writer: BackgroundWriter) -> None:
-    """Close a writer at the interpreter's exit, unless it is closed or deleted by then."""
+    """Close a writer at interpreter exit, unless it is closed or deleted before."""
     _open_writers.add(writer)
 
 
 def _is_exiting() -> bool:
-    """Whether the interpreter's exit has stopped the threads, or is about to."""
+    """Return whether interpreter exit has stopped the threads, or is about to."""
     return _exit["is_over"] or sys.is_finalizing()
 
 
@@ -481,11 +514,11 @@ def _close_all() -> None:
     _exit["is_over"] = True
 
 
-# Zarr uses the threads of concurrent.futures, which accept no work any more when `atexit` functions are called. Exit
-# functions are called in reverse order of registration, so one registered here after theirs is called before it. The
-# first block that is written may import dask and with it concurrent.futures.process, which can no longer register its
-# exit function once the interpreter's exit has begun; hence both modules are imported here. Registered with the import:
-# code that stops a training at exit registers later, and so is called before its writers are closed.
+# Zarr uses the threads of concurrent.futures, which accept no work when `atexit` functions are called. Exit functions
+# are called in reverse order of registration, so one that is registered here, after theirs, is called before them. The
+# first block may import dask and with it concurrent.futures.process, which cannot register its exit function after
+# interpreter exit has begun; hence both modules are imported here. Code that stops training at exit registers its
+# function later than this module, so it is called before the writers are closed.
 for _kind in ("thread", "process"):
     importlib.import_module(f"concurrent.futures.{_kind}")
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -1,4 +1,4 @@
-"""How much memory there is, and giving back what is not needed any more."""
+"""Measure free memory, and return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 
 import torch
 
-#: Limits of a container, and what it uses: cgroups of version 2 and 1.
+#: Memory limit and usage of a container: cgroups of version 2 and 1.
 _LIMITS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-#: Size from which it is worth while to give freed blocks back, in bytes.
+#: Smallest size of freed blocks that are returned to the system, in bytes.
 _LARGE = 2**23
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
-    """Bytes that this process can still take on a device, in a container as outside of one.
+    """Return the memory available to this process on a device, in bytes, within the limits of a container.
 
     Args:
-        device: Device; of others than the CPU and CUDA the host's memory counts.
+        device: Device; the memory of the host is returned for devices other than CUDA.
     """
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -31,19 +31,19 @@ def free_memory(device: torch.device | str = "cpu") -> int:
     for limit, usage in _LIMITS:
         try:
             free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
-        except (OSError, ValueError):  # no container, or no limit ("max")
+        except (OSError, ValueError):  # not in a container, or without a limit ("max")
             continue
     return max(free, 0)
 
 
 def give_back(n_bytes: int = _LARGE) -> None:
-    """Give freed memory back to the system, if much of it was freed.
+    """Return freed memory to the system if the freed blocks are large.
 
-    The allocator of Linux keeps blocks of up to 32 MB for the thread that freed them. Of matrices of that size, which
-    several threads take and free in turn, it would hold twice as much as is in use.
+    The allocator of Linux keeps blocks of up to 32 MB for the thread that freed them. If several threads in turn
+    allocate and free matrices of that size, it holds twice the memory in use.
 
     Args:
-        n_bytes: Size of the blocks that were freed; of small ones nothing is given back, which takes milliseconds.
+        n_bytes: Size of the freed blocks. Nothing is done for small ones, as the call takes milliseconds.
     """
     if n_bytes >= _LARGE:
         with suppress(OSError, AttributeError):  # another C library

@@ -1,4 +1,4 @@
-"""Progress of long work in terminals and notebooks, and the number of available cores."""
+"""Progress of long computations in terminals and notebooks, and the number of available cores."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ from typing import Any, Protocol, Self
 
 from workbench.formatting import counted, duration
 
-#: Seconds of work before anything is shown, and between two changes: in a notebook or terminal, in a log file.
+#: Seconds before progress is shown, and between two updates: in a notebook or terminal, in a log file.
 _DELAY, _EVERY, _EVERY_IN_FILE = 1.0, 0.5, 5.0
 _LINE = "font-family:var(--jp-ui-font-family,sans-serif);font-size:var(--jp-ui-font-size1,13px);line-height:1.5"
 
 
 class Progress:
-    """Shows how far some work has come, while the ``with`` block around it runs.
+    """Display of the progress of a computation while its ``with`` block runs.
 
-    In a terminal it is a bar on standard error that leaves no trace. In a notebook it is one display that ends as one
-    line, such as "profiled 30 layers in 12 s"; other threads than the main one show nothing there, as widgets show what
-    they measure. Work that ends, or is stopped, within a second shows nothing. The time goes on by itself, however long
-    a unit takes.
+    In a terminal it is a bar on standard error that disappears at the end. In a notebook it is one display, which ends
+    as a line such as "profiled 30 layers in 12 s". There, only the main thread shows progress, because widgets show
+    that of other threads themselves. Nothing is shown for work that ends within a second. The elapsed time is updated
+    regularly, however long a unit takes.
 
     Args:
-        progress: Whether to show it; or a function that gets each text instead, and may end the work by an exception.
-        done: What happens to the units, such as "profiled".
-        unit: What is counted, such as "layer"; "%": parts of unequal length, see `begin`.
-        total: Number of units, or sum of the shares of all parts; None: not known.
+        progress: Whether to show progress; or a function that receives each text instead, and may raise an exception
+            to end the work.
+        done: Participle for completed units, such as "profiled".
+        unit: Name of a unit, such as "layer"; "%" for parts of unequal length, see `begin`.
+        total: Number of units, or total length of all parts; None if unknown.
 
     Attributes:
-        n: Units that are done.
-        total: As given; may be changed.
-        heading: Put in front of what is said.
+        n: Completed units.
+        total: As above; may be changed.
+        heading: Prefix of the descriptions.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class Progress:
         self.n: float = 0
         self.total, self.heading = total, ""
         self._done, self._unit = done, unit
-        self._tell = progress if callable(progress) else None
+        self._report = progress if callable(progress) else None
         self._screen = _screen() if progress is True else None
-        self._words, self._part, self._part_begun, self._part_share = "", "", 0.0, 0.0
+        self._words, self._part, self._part_begun, self._part_length = "", "", 0.0, 0.0
         self._begun = self._first_begun = time.monotonic()
         self._is_shown, self._is_over = False, threading.Event()
-        run = contextvars.copy_context().run  # in which a kernel keeps the cell that a display belongs to
+        run = contextvars.copy_context().run  # where a kernel keeps the cell to which a display belongs
         self._thread = threading.Thread(target=run, args=(self._keep_showing,), name=f"Progress: {done}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -66,47 +67,52 @@ class Progress:
             self._screen.end(self._summary if kind is None else self._stopped, has_failed=kind is not None)
 
     def update(self) -> None:
-        """One more unit is done."""
+        """Count one more completed unit."""
         self.n += 1
-        if self._tell is not None:
-            self._tell(self._count)
+        if self._report is not None:
+            self._report(self._count)
 
-    def say(self, words: str) -> None:
-        """Say what is being done; before the first unit is done, its duration counts from here."""
+    def describe(self, words: str) -> None:
+        """Describe the current work; until the first unit is completed, this restarts its measured duration."""
         self._words = self.heading + words
         if not self.n:
             self._first_begun = time.monotonic()
-        if self._tell is not None:
-            self._tell(self._words)
+        if self._report is not None:
+            self._report(self._words)
 
-    def begin(self, part: str, share: float) -> None:
-        """Begin a part that takes this share of the total; the one before is over."""
-        self._part_begun += self._part_share
-        self.n, self._part, self._part_share = self._part_begun, part, share
-        self.say(part)
+    def begin(self, part: str, length: float) -> None:
+        """End the current part and begin the next one.
+
+        Args:
+            part: Description of the part.
+            length: Length of the part, in units of the total.
+        """
+        self._part_begun += self._part_length
+        self.n, self._part, self._part_length = self._part_begun, part, length
+        self.describe(part)
 
     def step(self, words: str, fraction: float = 0.0) -> None:
-        """Say what is being done of a part, and which fraction of the part is done."""
-        self.n = self._part_begun + fraction * self._part_share
-        self.say(f"{self._part}: {words}")
+        """Describe the current work within a part, and set the completed fraction of the part."""
+        self.n = self._part_begun + fraction * self._part_length
+        self.describe(f"{self._part}: {words}")
 
     @property
-    def share(self) -> float | None:
-        """Share of the units that are done, at most 1; None: not known."""
+    def fraction(self) -> float | None:
+        """Fraction of completed units, at most 1; None if unknown."""
         return min(1.0, self.n / self.total) if self.total else None
 
     def __str__(self) -> str:
-        now, share = time.monotonic(), self.share
+        now, fraction = time.monotonic(), self.fraction
         times = duration(now - self._begun)
-        if share:
-            times += f", about {duration(max(1, (now - self._first_begun) * (1 - share) / share))} left"
+        if fraction:
+            times += f", about {duration(max(1, (now - self._first_begun) * (1 - fraction) / fraction))} left"
         separator = ": " if self._unit == "%" else " "
         return " · ".join(filter(None, [f"{self._done}{separator}{self._count}", self._words, times]))
 
     @property
     def _count(self) -> str:
         if self._unit == "%":
-            return f"{100 * (self.share or 0):.0f} %"
+            return f"{100 * (self.fraction or 0):.0f} %"
         if self.total is None:
             return counted(int(self.n), self._unit)
         return f"{self.n:,} of {counted(int(self.total), self._unit)}"
@@ -129,7 +135,7 @@ class Progress:
 
 
 class _Screen(Protocol):
-    """Where progress is shown."""
+    """Display on which progress is shown."""
 
     every: float
 
@@ -139,7 +145,7 @@ class _Screen(Protocol):
 
 
 class _Terminal:
-    """A bar on standard error; only that the work was stopped stays there."""
+    """Bar on standard error; only the message that work was stopped remains."""
 
     def __init__(self) -> None:
         self.every = _EVERY if sys.stderr.isatty() else _EVERY_IN_FILE
@@ -150,7 +156,7 @@ class _Terminal:
             from tqdm import tqdm
 
             self._bar = tqdm(total=1, leave=False, dynamic_ncols=True, bar_format="{bar:20} {desc}")
-        self._bar.n = progress.share or 0
+        self._bar.n = progress.fraction or 0
         self._bar.set_description_str(str(progress))
 
     def end(self, words: str, *, has_failed: bool) -> None:
@@ -160,7 +166,7 @@ class _Terminal:
 
 
 class _Notebook:
-    """One display in the output of a cell, whose content is replaced."""
+    """Display in the output of a cell, whose content is replaced."""
 
     every = _EVERY
 
@@ -168,10 +174,10 @@ class _Notebook:
         self._display, self._shown = display, None
 
     def show(self, progress: Progress) -> None:
-        text, share = f"{progress} · interrupt (■) to stop", progress.share
-        value = "" if share is None else f'value="{share:.3f}"'
-        look = "width:160px;vertical-align:middle;accent-color:var(--jp-brand-color1,#1976d2)"
-        bar = f'<progress aria-label="progress" {value} style="{look}"></progress>'
+        text, fraction = f"{progress} · interrupt (■) to stop", progress.fraction
+        value = "" if fraction is None else f'value="{fraction:.3f}"'
+        style = "width:160px;vertical-align:middle;accent-color:var(--jp-brand-color1,#1976d2)"
+        bar = f'<progress aria-label="progress" {value} style="{style}"></progress>'
         self._replace(text, f"{bar} {html.escape(text)}", "var(--jp-ui-font-color1,#222)")
 
     def end(self, words: str, *, has_failed: bool) -> None:
@@ -186,7 +192,7 @@ class _Notebook:
 
 
 def _screen() -> _Screen | None:
-    """Where to show progress here; None: nowhere. IPython is never imported: whoever uses it has done so."""
+    """Return the display for progress; None if there is none. IPython is never imported here."""
     ipython = sys.modules.get("IPython")
     if not hasattr(getattr(ipython, "get_ipython", lambda: None)(), "kernel"):
         return _Terminal()
@@ -195,5 +201,5 @@ def _screen() -> _Screen | None:
 
 
 def n_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

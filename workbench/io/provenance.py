@@ -1,17 +1,17 @@
-"""Which versions of which packages made a file."""
+"""Versions of the packages with which a file was written."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from functools import cache
 
-#: Packages whose version may change a number or a file.
+#: Packages whose version may affect results or files.
 _PROVENANCE = ("stability-workbench", "torch", "numpy", "xarray", "transformers")
 
 
 @cache
 def versions() -> str:
-    """Versions of the packages that numbers and files depend on, as one line."""
+    """Return the versions of the packages on which results and files depend, in one line."""
     found = []
     for name in _PROVENANCE:
         try:

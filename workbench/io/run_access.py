@@ -1,4 +1,4 @@
-"""Read access to runs: by name, at a step."""
+"""Read runs by name and at a step."""
 
 from __future__ import annotations
 
@@ -18,76 +18,94 @@ if TYPE_CHECKING:
 def named_runs(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset], *, needs_spectra: bool = True
 ) -> dict[str, xr.DataTree]:
-    """Runs by name; one alone is named after its subject.
+    """Return runs by name; a single run is named after its subject.
 
     Args:
         runs: One run, or several by name.
-        needs_spectra: Refuse runs without spectra.
+        needs_spectra: Raise if a run has no spectra.
 
     Raises:
-        SchemaError: If there is no run, or one is not a run.
+        SchemaError: If there are no runs, or one of them is not a run.
     """
     import xarray as xr
 
     if isinstance(runs, xr.DataTree | xr.Dataset):
-        alone = _as_run(runs, "The run", needs_spectra=needs_spectra)
-        return {str(spectra_of(alone).attrs["subject"]) if "spectra" in alone.children else "run": alone}
+        single = _as_run(runs, "The run", needs_spectra=needs_spectra)
+        return {str(spectra_of(single).attrs["subject"]) if "spectra" in single.children else "run": single}
     if not isinstance(runs, Mapping) or not runs:
-        kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
-        raise SchemaError(f"The runs are {kind}, expected a non-empty dict of name: run.")
+        raise SchemaError.of("runs", runs, "a run, or a non-empty dict of names and runs")
     found = {}
     for name, run in runs.items():
         if not isinstance(run, xr.DataTree | xr.Dataset):
-            raise SchemaError(f"'{name}' is of type {type(run).__name__}, expected a run or a dataset of wb.profile().")
+            raise SchemaError(
+                f"'{name}' is of type {type(run).__name__}, expected a run or a dataset of wb.profile().",
+                name=str(name),
+                value=run,
+                expected="a run or a dataset of wb.profile()",
+            )
         found[str(name)] = _as_run(run, f"'{name}'", needs_spectra=needs_spectra)
     return found
 
 
 def spectra_of(run: xr.DataTree) -> xr.Dataset:
-    """The spectra of a run, its dimension ``step`` (if any) in rising order."""
+    """Return the spectra of a run, sorted along ``step`` if they have this dimension."""
     spectra = run["spectra"].to_dataset()
     return spectra.sortby("step") if "step" in spectra.dims else spectra
 
 
 def at_step(spectra: xr.Dataset, at: int | str, *, name: str) -> xr.Dataset:
-    """The spectra at one step.
+    """Return the spectra at one step.
 
     Args:
         spectra: With or without the dimension ``step``.
-        at: ``"first"``, ``"last"``, or a number: the latest recorded step up to it.
+        at: ``"first"``, ``"last"``, or a number, which selects the latest recorded step up to it.
         name: Name of the run, for error messages.
 
     Returns:
-        The spectra without the dimension; the scalar coordinate ``step`` says which step it is, if the data do.
+        The spectra without the dimension. The scalar coordinate ``step`` holds the step if it is known.
 
     Raises:
-        SchemaError: If the spectra run over anything else, such as ``run``.
+        SchemaError: If the spectra have another such dimension, such as ``run``.
         OptionError: If there is no such step.
     """
     others = [dim for dim in spectra["eigenvalue"].dims if dim in CONCAT_DIMS and dim != "step"]
     if others:
         raise SchemaError(
-            f"'{name}' runs over {', '.join(others)}; select one, for example spectra.isel({others[0]}=0)."
+            f"'{name}' has the dimension {', '.join(map(str, others))}; select one entry, for example "
+            f"spectra.isel({others[0]}=0).",
+            name=name,
+            value=tuple(map(str, others)),
+            expected="spectra without other dimensions than layer, mode and step",
         )
     if at in ("first", "last"):
         return spectra.isel(step=0 if at == "first" else -1) if "step" in spectra.dims else spectra
     if isinstance(at, str | bool) or not isinstance(at, int | np.integer):
-        raise OptionError(f"The step is {at!r}, expected 'first', 'last' or a whole number.")
+        raise OptionError.of("step", at, "'first', 'last' or an integer")
     steps = recorded_steps(spectra)
     if not len(steps):
-        raise OptionError(f"'{name}' names no steps, so step {at} is not to be found; use 'first' or 'last'.")
+        raise OptionError(
+            f"'{name}' has no steps, so step {at} cannot be found; use 'first' or 'last'.",
+            name="step",
+            value=at,
+            expected=("first", "last"),
+        )
     if at < steps[0]:
-        raise OptionError(f"'{name}' has no spectra at or before step {at}; its first are at step {steps[0]}.")
+        raise OptionError(
+            f"'{name}' has no spectra at or before step {at}; its first are at step {steps[0]}.",
+            name="step",
+            value=at,
+            expected=f"at least {steps[0]}",
+        )
     return spectra.isel(step=np.searchsorted(steps, at, side="right") - 1) if "step" in spectra.dims else spectra
 
 
 def recorded_steps(spectra: xr.Dataset) -> np.ndarray:
-    """The steps that spectra were recorded at, in the order of the data; empty if the data name none."""
+    """Return the steps at which spectra were recorded, in the order of the data; empty if unknown."""
     return np.atleast_1d(spectra["step"].values) if "step" in spectra.coords else np.zeros(0, int)
 
 
 def divergence_step(run: xr.DataTree) -> int | None:
-    """The first step that an event calls a divergence; None if there is none."""
+    """Return the step of the first event of kind ``divergence``; None if there is none."""
     if "events" not in run.children:
         return None
     events = run["events"].to_dataset()
@@ -96,7 +114,7 @@ def divergence_step(run: xr.DataTree) -> int | None:
 
 
 def last_step(run: xr.DataTree) -> int | None:
-    """The last step that anything was recorded at; None if the run names no steps."""
+    """Return the last step of spectra, monitors and events; None if the run has no steps."""
     parts = [run[part].to_dataset() for part in ("spectra", "monitors", "events") if part in run.children]
     return max(
         (int(part["step"].max()) for part in parts if "step" in part.variables and part["step"].size), default=None
@@ -107,10 +125,13 @@ def _as_run(data: xr.DataTree | xr.Dataset, name: str, *, needs_spectra: bool) -
     try:
         run = as_run(data)
     except SchemaError as error:
-        raise SchemaError(f"{name} is no run: {error}") from error
+        raise error.within(f"{name} is not a run") from error
     if needs_spectra and "spectra" not in run.children:
         parts = ", ".join(run.children) or "nothing"
         raise SchemaError(
-            f"{name} has no spectra, it holds {parts}; record some while training, or wb.profile() the model."
+            f"{name} has no spectra, only {parts}; record spectra during training, or wb.profile() the model.",
+            name="spectra",
+            value=tuple(run.children),
+            expected="a part of the run",
         )
     return run

@@ -1,4 +1,4 @@
-"""Pass the output of a run to its store: rows of parts, datasets, events. No error here ever stops a training."""
+"""Pass the output of a run (rows, datasets, events) to its store. Errors here never stop training."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from workbench.schema.runs import MONITORS, PARTS
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Longest wait for a full block, in seconds, as a disk may hang; and the longest wait while it hangs.
+#: Longest wait for a full block, in seconds: normally, and while the disk hangs.
 _PATIENCE, _IMPATIENCE = 10.0, 0.05
-#: Coordinates whose name is not that of their dimension.
+#: Dimension of each coordinate whose name differs from it.
 _ALONG = {"layer_name": "layer", "module_name": "module"}
 
 
 class RunOutput:
-    """Passes all output of a run to its store, if it has one.
+    """Output of a run, written to its store if it has one.
 
-    A part begins with its first row, which decides the variables of all its rows. A write error or an invalid row
-    gives a `RecordingWarning` and an event, and training goes on.
+    The first row of a part determines the variables of all its rows. A write error or an invalid row causes a
+    `RecordingWarning` and an event, and training continues.
 
     Args:
-        writer: Writer of the run's store; None: nothing is written.
-        wait_every: Wait for the disk after this many steps, so that a killed process loses no more; None: never wait.
+        writer: Writer of the store; None writes nothing.
+        wait_every: Wait for the disk after this many steps, so that a killed process loses no more than that; None
+            never waits.
     """
 
     def __init__(self, writer: BackgroundWriter | None, *, wait_every: int | None = None) -> None:
@@ -56,7 +57,7 @@ class RunOutput:
 
         Args:
             part: Such as ``"monitors"``.
-            step: Step of the row; steps have to rise.
+            step: Step of the row; steps must increase.
             values: Value of each variable, without the dimension of the steps.
             coords: Values along the other dimensions, and ``layer_name`` or ``module_name``.
         """
@@ -64,7 +65,7 @@ class RunOutput:
             return
         try:
             if part not in self._names:
-                # A run of an earlier version goes on with the variables that it began with.
+                # A resumed run of an earlier version keeps the variables with which it began.
                 stored = self.writer.variables(part)
                 first = {name: value for name, value in values.items() if stored is None or name in stored}
                 self.writer.declare(_declared(part, first, coords or {}))
@@ -76,7 +77,7 @@ class RunOutput:
             self._give_up(part, step, error)
 
     def end_step(self) -> None:
-        """Finish a step; waits for the disk where a block is full, but only briefly for a disk that hangs."""
+        """End a step; wait for the disk if a block is full, but only briefly while the disk hangs."""
         if self.writer is None or self._wait_every is None:
             return
         self._n_rows += 1
@@ -86,7 +87,7 @@ class RunOutput:
             self._n_rows = 0
 
     def add_dataset(self, part: str, dataset: xr.Dataset) -> None:
-        """Write a row that is a dataset with a dimension ``step`` of one."""
+        """Write a row in the form of a dataset with a dimension ``step`` of size one."""
         if self.writer is None or part in self._lost:
             return
         try:
@@ -114,7 +115,7 @@ class RunOutput:
         self._n_rows = 0
 
     def close(self, **attrs: Any) -> None:
-        """Write the waiting rows, set attributes of the run, and end the thread."""
+        """Write the waiting rows, set attributes of the run, and close the writer."""
         if self.writer is not None:
             self.writer.close(**attrs)
 
@@ -122,26 +123,26 @@ class RunOutput:
         for name in values.keys() - kept.keys() - self._late:
             self._late.add(name)
             message = (
-                f"'{name}' was first logged at step {step}, when the table had begun without it; log it "
-                "from the first step on, as NaN where there is none."
+                f"'{name}' was first logged at step {step} and is not recorded, as the first row did not have it; log "
+                "it from the first step on, as NaN where it is unknown."
             )
             self.event(Event(step, "not recorded", source=name, message=message))
-            say(message)
+            issue_warning(message)
 
     def _give_up(self, part: str, step: int, error: StoreError) -> None:
         message = f"Part '{part}' is not written from step {step} on: {error}"
         self._lost.add(part)
         self.event(Event(step, "not recorded", source=part, message=message))
-        say(f"{message} Training goes on.")
+        issue_warning(f"{message} Training continues.")
 
 
-def say(sentence: str) -> None:
-    """Warn the user without stopping the training."""
+def issue_warning(sentence: str) -> None:
+    """Issue a `RecordingWarning`."""
     warnings.warn(sentence, RecordingWarning, stacklevel=3)
 
 
 def _declared(part: str, values: Mapping[str, Any], coords: Mapping[str, np.ndarray]) -> Part:
-    """The part that its first row declares."""
+    """Return the declaration of a part, derived from its first row."""
     rules = MONITORS if part == "monitors" else PARTS[part]
     attrs = {name: rules[name].attrs for name in values if name in rules}
     dims = {name: rules[name].dims[1:] if name in rules else () for name in values}

@@ -1,4 +1,4 @@
-"""Parts of a run that grow row by row: the declaration of their rows, and the rows that wait to be written."""
+"""Parts of a run that grow row by row: declarations of their rows, and rows that wait to be written."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import StoreError
-from workbench.schema.runs import EVENTS
+from workbench.schema.runs import EVENT_PLACES, EVENTS
 
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Memory that Python needs for a row or an array in addition to its numbers, and for a number in a list.
+#: Memory of a row or an array in addition to its values, and of a number in a list.
 _BYTES_PER_OBJECT, _BYTES_PER_NUMBER = 120, 32
-#: Types without a value for "not measured".
+#: Types that have no NaN.
 _NEEDED = (bool, int, str)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Names, dimensions and types of the variables in every row of a part.
+    """Names, dimensions and types of the variables in the rows of a part.
 
     Attributes:
         name: Name of the part, such as ``attention``.
         dims: Dimensions of each variable, without the one that grows, such as ``{"loss": (), "kurtosis": ("layer",)}``.
-        coords: Values along dimensions, ``{"term": ["D2", "D3"]}``, or, with a name of its own, a dimension and the
-            values along it: ``{"layer_name": ("layer", ["blocks.0", "blocks.1"])}``.
+        coords: Values of a dimension coordinate, ``{"term": ["D2", "D3"]}``, or the dimension and values of another
+            coordinate, ``{"layer_name": ("layer", ["blocks.0", "blocks.1"])}``.
         attrs: Attributes of each variable: ``long_name``, ``units``, ``meaning``.
         dtypes: Types of the variables that are not ``float64``, such as ``{"dead_experts": "int64"}``.
-        dim: Dimension that the part grows along. If it is ``step``, its steps are the coordinate.
+        dim: Dimension along which the part grows. If it is ``step``, the steps are its coordinate.
     """
 
     name: str
@@ -47,16 +47,16 @@ class Part:
     def of_scalars(
         cls, name: str, values: Mapping[str, Any], attrs: Mapping[str, Mapping[str, Any]] | None = None
     ) -> Part:
-        """A part of scalars, each of the type that it has in this first row: truth value, integer or float."""
+        """Create a part of scalars whose types (boolean, integer or float) are those of the first row."""
         kinds = {"b": "bool", "i": "int64", "u": "int64"}
         dtypes = {key: kinds[kind] for key, value in values.items() if (kind := np.asarray(value).dtype.kind) in kinds}
         return cls(name, dict.fromkeys(values, ()), attrs=attrs or {}, dtypes=dtypes)
 
     def dataset(self, steps: Sequence[int], columns: Mapping[str, np.ndarray]) -> xr.Dataset:
-        """Rows as a dataset.
+        """Return rows as a dataset.
 
         Args:
-            steps: One for each row.
+            steps: Step of each row.
             columns: Values of each variable, shape (row, ...).
         """
         import xarray as xr
@@ -74,7 +74,7 @@ class Part:
         return xr.Dataset(step | variables, coords)
 
     def dtype(self, name: str) -> np.dtype:
-        """The type of a variable."""
+        """Return the type of a variable."""
         return np.dtype(self.dtypes.get(name, "float64"))
 
 
@@ -85,45 +85,47 @@ def _has_dim(values: Any) -> bool:
 
 
 def events_part(present: Sequence[str] | None = None) -> Part:
-    """The part of events: step, kind, source, score, layer and head, and a message.
+    """Return the declaration of the part ``events``.
 
     Args:
-        present: Variables of the events that a store already holds, which may lack ``layer`` and ``head``.
+        present: Variables of the events in an existing store, which may lack ``layer`` and ``head``; None for a new
+            store.
     """
     dtypes = {"kind": "str", "source": "str", "message": "str", "layer": "int64", "head": "int64"}
     names = ["kind", "source", "score", "message", "layer", "head"]
     places = ("layer", "head") if present is None else present
     names = [name for name in names if name in places or name not in ("layer", "head")]
-    attrs = {name: rule.attrs for name, rule in EVENTS.items()}
-    own = {
-        "layer": {"long_name": "layer", "units": "1", "meaning": "layer that the event is about; -1: none"},
-        "head": {"long_name": "head", "units": "1", "meaning": "attention head that the event is about; -1: none"},
-    }
-    return Part("events", dict.fromkeys(names, ()), attrs=own | attrs, dtypes=dtypes, dim="event")
+    attrs = {name: rule.attrs for name, rule in (EVENTS | EVENT_PLACES).items()}
+    return Part("events", dict.fromkeys(names, ()), attrs=attrs, dtypes=dtypes, dim="event")
 
 
 def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, where: Any) -> None:
-    """Refuse rows that do not fit the rows that a part already holds.
+    """Raise if new rows of a part differ in layout from its existing rows.
 
     Args:
-        rows: The new rows; a dimension whose size is not known yet has size 0.
+        rows: The new rows; a dimension of unknown size has size 0.
         layout: See `RunWriter.layout`.
         part: Name of the part.
-        dim: Dimension that it grows along.
+        dim: Dimension along which it grows.
         where: Path of the run.
 
     Raises:
         StoreError: If names, dimensions, sizes, kinds or coordinates differ.
     """
-    advice = "record the same as before, or into another run"
+    advice = "record the same variables as before, or write to another run"
     begin = f"Part '{part}' of the run at {where}"
-    if set(map(str, rows.variables)) != set(map(str, layout.variables)):
-        written, given = set(map(str, layout.variables)), set(map(str, rows.variables))
+    written, given = set(map(str, layout.variables)), set(map(str, rows.variables))
+    if written != given:
         words = [
             f"has {', '.join(sorted(written - given))}, which the rows lack" if written - given else "",
-            f"lacks their {', '.join(sorted(given - written))}" if given - written else "",
+            f"lacks {', '.join(sorted(given - written))}, which the rows have" if given - written else "",
         ]
-        raise StoreError(f"{begin} {' and '.join(filter(None, words))}; {advice}.")
+        raise StoreError(
+            f"{begin} {' and '.join(filter(None, words))}; {advice}.",
+            name=part,
+            value=tuple(sorted(given)),
+            expected=f"rows with the variables {', '.join(sorted(written))}",
+        )
     for name, new in rows.variables.items():
         old = layout[name].variable
         if dim in old.dims:
@@ -131,12 +133,25 @@ def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, wher
         sizes = [(d, old.sizes.get(d), n) for d, n in new.sizes.items() if d != dim and n]
         if old.dims != new.dims or any(had != has for _, had, has in sizes):
             raise StoreError(
-                f"{begin} has '{name}' with {dict(old.sizes)}, the rows have it with {dict(new.sizes)}; {advice}."
+                f"{begin} has '{name}' with {dict(old.sizes)}, the rows have it with {dict(new.sizes)}; {advice}.",
+                name=str(name),
+                value=dict(new.sizes),
+                expected=f"of sizes {dict(old.sizes)}",
             )
         if _kind(old) != _kind(new):
-            raise StoreError(f"{begin} has '{name}' as {old.dtype}, the rows have it as {new.dtype}; {advice}.")
+            raise StoreError(
+                f"{begin} has '{name}' as {old.dtype}, the rows have it as {new.dtype}; {advice}.",
+                name=str(name),
+                value=str(new.dtype),
+                expected=f"of type {old.dtype}",
+            )
         if dim not in old.dims and not _are_same(old.values, new.values):
-            raise StoreError(f"{begin} has other values of '{name}' than the rows; {advice}.")
+            raise StoreError(
+                f"{begin} has other values of '{name}' than the rows; {advice}.",
+                name=str(name),
+                value=new.values.tolist(),
+                expected="equal to the values in the store",
+            )
 
 
 def _are_same(old: np.ndarray, new: np.ndarray) -> bool:
@@ -151,7 +166,7 @@ def _kind(variable: xr.Variable) -> str:
 
 @dataclass
 class Lost:
-    """Rows that had to be dropped."""
+    """Range and number of dropped rows, and the reason."""
 
     first: int
     last: int
@@ -159,21 +174,21 @@ class Lost:
     why: str
 
     def and_also(self, other: Lost | None) -> Lost:
-        """Both together."""
+        """Return the union of both."""
         if other is None:
             return self
         first, last = min(self.first, other.first), max(self.last, other.last)
         return Lost(first, last, self.n_rows + other.n_rows, self.why)
 
     def message(self, part: str) -> str:
-        """A sentence that names the part and the steps of the dropped rows."""
+        """Return a sentence with the part and the steps of the dropped rows."""
         n_rows = "1 row" if self.n_rows == 1 else f"{self.n_rows} rows"
         return f"Part '{part}' lacks {n_rows} of steps {self.first} to {self.last}: {self.why}."
 
 
 @dataclass
 class RecordedRow:
-    """One row: its step, its values, and their approximate size in bytes."""
+    """Step and values of a row, and their approximate size in bytes."""
 
     step: int
     values: Any
@@ -181,11 +196,11 @@ class RecordedRow:
 
 
 class WaitingRows:
-    """Rows of one part, in order, until they are on disk.
+    """Rows of one part, in order, that are not yet on disk.
 
     Args:
-        part: Declaration of the rows; None: each row is a dataset.
-        layout: Layout of the datasets, if the store already holds some.
+        part: Declaration of the rows; None if each row is a dataset.
+        layout: Layout of the datasets; None if the store has none yet.
     """
 
     def __init__(self, part: Part | None, layout: xr.Dataset | None = None) -> None:
@@ -218,7 +233,7 @@ class WaitingRows:
         return taken
 
     def put_back(self, rows: list[RecordedRow]) -> None:
-        """Put rows that could not be written before those added since."""
+        """Insert rows that could not be written before those added since."""
         self.rows.extendleft(reversed(rows))
         self.n_bytes += sum(row.n_bytes for row in rows)
 
@@ -236,11 +251,15 @@ class WaitingRows:
             StoreError: If the rows are datasets, which are not declared.
         """
         if self.part is None:
-            raise StoreError("Rows that are datasets have no declared variables; add datasets to them.")
+            raise StoreError(
+                "Rows that are datasets have no declared variables; use add_dataset().",
+                name="part",
+                expected="a declared part",
+            )
         return self.part
 
     def empty(self) -> xr.Dataset:
-        """A dataset without rows, in the form written to disk; dimensions of unknown size have size 0."""
+        """Return a dataset without rows, in the form written to disk; dimensions of unknown size have size 0."""
         columns = {
             name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.declared.dtype(name))
             for name, dims in self.declared.dims.items()
@@ -251,12 +270,15 @@ class WaitingRows:
         """Check the values and return a row with copies of them.
 
         Raises:
-            StoreError: If there are other variables than declared, or of other shapes or kinds.
+            StoreError: If the variables, their shapes or kinds differ from the declaration.
         """
         name = self.declared.name
-        if not values.keys() <= self.declared.dims.keys():
-            unknown = ", ".join(sorted(values.keys() - self.declared.dims.keys()))
-            raise StoreError(f"Part '{name}' has no variable {unknown}; name each one in its Part.")
+        if unknown := sorted(values.keys() - self.declared.dims.keys()):
+            raise StoreError(
+                f"Part '{name}' has no variable {', '.join(unknown)}; declare it in its Part.",
+                name=unknown[0],
+                expected=f"one of the declared variables, {', '.join(self.declared.dims)}",
+            )
         copies, n_bytes = [], _BYTES_PER_OBJECT
         for variable, kind in self._scalars:
             try:
@@ -265,7 +287,10 @@ class WaitingRows:
                 given = repr(values[variable]) if variable in values else "missing"
                 raise StoreError(
                     f"'{variable}' of part '{name}' is {given} at step {step}, expected one {kind.__name__}; "
-                    "only floating-point variables may be left out."
+                    "only floating-point variables may be omitted.",
+                    name=variable,
+                    value=values.get(variable),
+                    expected=f"one {kind.__name__}",
                 ) from error
             copies.append(value)
             n_bytes += _BYTES_PER_NUMBER + (len(value) if kind is str else 0)
@@ -280,25 +305,37 @@ class WaitingRows:
         begin = f"'{variable}' of part '{self.declared.name}'"
         if variable not in values:
             if dtype.kind not in "fc" or not all(dim in self._sizes for dim in dims):
-                raise StoreError(f"{begin} is missing at step {step}; give it, with NaN where nothing can be said.")
+                raise StoreError(
+                    f"{begin} is missing at step {step}; pass it, with NaN where it is unknown.",
+                    name=variable,
+                    expected="present in the row",
+                )
             return np.full([self._sizes[dim] for dim in dims], np.nan, dtype)
         try:
             array = np.array(values[variable], dtype=dtype)
         except (TypeError, ValueError) as error:
-            raise StoreError(f"{begin} is no array of {dtype} at step {step} ({error}); convert it first.") from error
+            raise StoreError(
+                f"{begin} cannot be converted to an array of {dtype} at step {step} ({error}); convert it first.",
+                name=variable,
+                value=values[variable],
+                expected=f"an array of {dtype}",
+            ) from error
         expected = tuple(self._sizes.get(dim) for dim in dims)
         if array.ndim != len(dims) or any(size not in (None, n) for size, n in zip(expected, array.shape, strict=True)):
             words = " x ".join(
                 f"{dim} ({'any' if size is None else size})" for dim, size in zip(dims, expected, strict=True)
             )
             raise StoreError(
-                f"{begin} has shape {array.shape} at step {step}, expected {words}; give the same ones always."
+                f"{begin} has shape {array.shape} at step {step}, expected {words}; pass the same shape at every step.",
+                name=variable,
+                value=array.shape,
+                expected=f"of shape {words}",
             )
         self._sizes |= zip(dims, array.shape, strict=True)
         return array
 
     def dataset(self, rows: list[RecordedRow]) -> xr.Dataset:
-        """Rows as a dataset, in the form written to disk."""
+        """Return rows as a dataset, in the form written to disk."""
         import xarray as xr
 
         if self.part is None:

@@ -1,9 +1,9 @@
-"""Append rows to the store of a run while it trains; any process may read the store meanwhile.
+"""Append rows to the store of a run during training, while any process may read it.
 
 Zarr keeps the length of each array in a separate file, so an interrupted append would leave arrays of different
-lengths, which cannot be opened. Here readers use one file alone, the consolidated metadata in the root: rows are
-written first, and that file is replaced last, in one step. The store is crash-consistent: after a kill at any moment
-it opens with every row of the last commit.
+lengths, which cannot be opened. Here readers use only one file, the consolidated metadata in the root. Rows are written
+first, and that file is replaced last, in one step. The store is crash-consistent: if the process is killed at any time,
+the store opens with all rows of the last commit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     import xarray as xr
     import zarr
 
-#: Approximate size of a chunk; it is written again with each append until it is full.
+#: Approximate size of a chunk, which is rewritten with each append until it is full.
 _BYTES_PER_CHUNK = 1 << 17
 
 
 class RunWriter:
-    """Appends parts of a run to a Zarr store.
+    """Writer that appends rows to the parts of a run in a Zarr store.
 
     Appended rows become visible to readers with the next `commit`.
 
     Args:
         path: Path of the store.
         attrs: Attributes of the run: text and numbers.
-        overwrite: Replace what is at ``path``.
+        overwrite: Replace an existing file or folder at ``path``.
 
     Raises:
-        StoreError: If the path is taken, or cannot be written.
+        StoreError: If the path exists and ``overwrite`` is False, or cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], attrs: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -63,8 +63,8 @@ class RunWriter:
         """Continue a store, keeping the rows that were committed for steps before ``before_step``.
 
         Args:
-            path: Path of a store made by this class.
-            before_step: Rows from this step on are dropped, because they are about to be computed again.
+            path: Path of a store written by this class.
+            before_step: Rows from this step on are dropped, because they will be recomputed.
 
         Raises:
             StoreError: If there is no such store, or it is damaged.
@@ -83,9 +83,9 @@ class RunWriter:
             part: _Extent(str(steps.dims[0]), int(np.count_nonzero(steps.values < before_step)))
             for part, steps in ((part, node.to_dataset()["step"]) for part, node in committed.children.items())
         }
-        # The metadata first: once readers see the shorter arrays, the rows beyond may be deleted.
+        # The metadata are written first: once readers see the shorter arrays, the other rows may be deleted.
         writer.commit()
-        # Remove what a killed process had begun but not committed: parts, and rows after the committed ones.
+        # Remove the parts and rows that a killed process wrote but did not commit.
         for folder in writer.path.iterdir():
             if folder.is_dir() and folder.name not in writer._parts:
                 shutil.rmtree(folder)
@@ -98,13 +98,13 @@ class RunWriter:
         """Add rows to a part of the run, along the dimension of its variable ``step``.
 
         Args:
-            part: Name, such as ``monitors``; the part is created by its first rows.
-            rows: The same variables every time; variables without the dimension of steps are written the first time
-                only.
+            part: Name, such as ``monitors``; the first rows create the part.
+            rows: The same variables every time; variables without the dimension of steps are written only the first
+                time.
 
         Raises:
-            StoreError: If the disk is full, or the store cannot be written; the same rows may then be appended again,
-                with others after them, and are stored once.
+            StoreError: If the disk is full, or the store cannot be written. The same rows may then be appended again,
+                followed by others, and are stored once.
         """
         from workbench.io.store import with_text
 
@@ -116,7 +116,7 @@ class RunWriter:
                 if (self.path / part).exists():  # left by a failed attempt
                     shutil.rmtree(self.path / part)
                 encoding = {name: {"chunks": _chunks(variable)} for name, variable in rows.variables.items()}
-                # The dimension of rows comes first in every array, so that arrays grow by complete rows.
+                # The dimension of rows is the first one of each array, so that arrays grow by complete rows.
                 rows = rows.transpose(dim, ...)
                 rows.to_zarr(self.path, group=part, mode="a", consolidated=False, zarr_format=3, encoding=encoding)
                 self._parts[part] = _Extent(dim, rows.sizes[dim])
@@ -129,13 +129,13 @@ class RunWriter:
             self._parts[part] = _Extent(dim, stop)
 
     def commit(self, **attrs: Any) -> None:
-        """Make everything appended so far visible to readers, in one step.
+        """Make all rows appended so far visible to readers, in one step.
 
         Args:
             **attrs: Attributes of the run to set at the same time.
 
         Raises:
-            StoreError: If the disk is full, or the store cannot be written; readers then still see the last commit.
+            StoreError: If the disk is full, or the store cannot be written; readers then see the previous commit.
         """
         self._attrs |= attrs
         with _naming_the_error(self.path):
@@ -143,14 +143,14 @@ class RunWriter:
             self._write_root(self.path)
 
     def is_there(self) -> bool:
-        """Whether the store still exists at its path and was not replaced by another one."""
+        """Return whether the store still exists at its path and was not replaced by another one."""
         try:
             return (self.path / "zarr.json").exists() and self.path.stat().st_ino == self._folder
         except FileNotFoundError:
             return False
 
     def layout(self, part: str) -> xr.Dataset | None:
-        """A part without its rows: every variable, those that grow with length zero; None if there is no such part."""
+        """Return all variables of a part without its rows; None if there is no such part."""
         import xarray as xr
         import zarr
 
@@ -159,7 +159,7 @@ class RunWriter:
         variables = {}
         for array in zarr.open_group(self.path / part, mode="r", use_consolidated=False).array_values():
             dims = _dims(array)
-            stored: Any = array.attrs.get("dtype", array.dtype)  # xarray writes truth values as integers
+            stored: Any = array.attrs.get("dtype", array.dtype)  # xarray writes booleans as integers
             dtype = np.dtype(stored)
             is_growing = dims[:1] == (self._parts[part].dim,)
             values = np.empty((0, *array.shape[1:]), dtype) if is_growing else array[...]
@@ -168,16 +168,16 @@ class RunWriter:
 
     @property
     def gone_message(self) -> str:
-        """The message for a store that no longer exists."""
-        return f"The run at {self.path} is gone: removed, moved or replaced while it was being written."
+        """Message for a store that no longer exists."""
+        return f"The run at {self.path} was removed, moved or replaced while it was being written."
 
     def _check_is_there(self) -> None:
         # Otherwise Zarr would create the folders again, without their rows.
         if not self.is_there():
-            raise StoreError(self.gone_message)
+            raise StoreError(self.gone_message, name="path", value=self.path, expected="an existing run")
 
     def _growing(self, part: str) -> list[zarr.Array]:
-        """The arrays of a part that grow: those over the dimension of its steps."""
+        """Return the arrays of a part that have the dimension of its steps, and so grow."""
         import zarr
 
         if part not in self._arrays:
@@ -187,7 +187,7 @@ class RunWriter:
         return self._arrays[part]
 
     def _write_root(self, folder: Path) -> None:
-        """Replace the root's metadata: its attributes, and the metadata of every array with its committed length."""
+        """Replace the metadata of the root: its attributes, and the metadata of all arrays with committed lengths."""
         members = {}
         for part, extent in self._parts.items():
             for file in sorted([folder / part / "zarr.json", *(folder / part).glob("*/zarr.json")]):
@@ -207,14 +207,14 @@ class RunWriter:
 
 @dataclass(frozen=True)
 class _Extent:
-    """The extent of a part: the dimension it grows along, and the number of its committed rows."""
+    """Dimension along which a part grows, and the number of its rows."""
 
     dim: str
     n_rows: int
 
 
 def _chunks(variable: xr.Variable) -> tuple[int, ...]:
-    """Shape of a chunk: as many complete rows as fit into it."""
+    """Return the shape of a chunk, which holds complete rows."""
     row = variable.shape[1:]
     n_bytes = max(1, int(np.prod(row)) * variable.dtype.itemsize)
     return (max(1, _BYTES_PER_CHUNK // n_bytes), *(max(1, size) for size in row)) if variable.ndim else ()
@@ -222,15 +222,18 @@ def _chunks(variable: xr.Variable) -> tuple[int, ...]:
 
 @contextmanager
 def _naming_the_error(path: Path) -> Iterator[None]:
-    """Raise a failed write as a `StoreError` that names the run."""
+    """Convert an error of the operating system to a `StoreError` that names the run."""
     try:
         yield
     except OSError as error:
         raise StoreError(
-            f"The run at {path} cannot be written ({error.strerror or error}); what was committed before is safe."
+            f"The run at {path} cannot be written ({error.strerror or error}); rows committed earlier are safe.",
+            name="path",
+            value=path,
+            expected="a run that can be written",
         ) from error
 
 
 def _dims(array: zarr.Array) -> tuple[str | None, ...]:
-    """Names of an array's dimensions; empty where it has none, as in Zarr's format 2."""
+    """Return the dimension names of an array; empty if it has none, as in Zarr's format 2."""
     return getattr(array.metadata, "dimension_names", None) or ()

@@ -1,4 +1,4 @@
-"""A run on disk: a tree of datasets in one Zarr store, exported to netCDF on request. Writing is atomic."""
+"""Save and open runs: trees of datasets in a Zarr store, or exported to netCDF. Writing is atomic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from workbench.schema.weights import validate_weights
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Parts of a run that follow the schema; others are stored as they are.
+#: Parts of a run that follow the schema; others are stored unchanged.
 _VALIDATORS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
     "spectra": validate_spectra,
     "monitors": validate_monitors,
@@ -40,14 +40,14 @@ _VALIDATORS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
 
 
 def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.DataTree:
-    """Make a run from a tree, a dataset or a mapping of parts.
+    """Create a run from a tree, a dataset or a mapping of parts.
 
     Args:
-        data: A run; a dataset of spectra or of weight spectra alone; or parts by name, such as
+        data: A run; a dataset of spectra or of weight spectra; or parts by name, such as
             ``{"spectra": ..., "monitors": ...}``.
 
     Returns:
-        A tree with one child for each part; the parts' data are shared, not copied.
+        A tree with one child for each part; the data are shared, not copied.
 
     Raises:
         SchemaError: If a part does not follow the schema, or an attribute cannot be stored.
@@ -61,12 +61,12 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
     elif isinstance(data, Mapping) and all(isinstance(part, xr.Dataset) for part in data.values()):
         run = xr.DataTree.from_dict({f"/{str(name).strip('/')}": part for name, part in data.items()})
     else:
-        raise SchemaError(f"A run is a DataTree, a Dataset or a mapping of datasets, not a {type(data).__name__}.")
+        raise SchemaError.of("run", data, "a DataTree, a Dataset or a mapping of datasets")
     for node in run.subtree:
         check_version(node)
         _check_attrs(node)
     for name, validate in _VALIDATORS.items():
-        # A diagnosis has evidence too, by cause.
+        # A diagnosis has a part "evidence" too, along the dimension cause.
         if name in run.children and not (name == "evidence" and "cause" in run.children[name]):
             validate(run.children[name].to_dataset())
     run.attrs.setdefault("schema_version", SCHEMA_VERSION)
@@ -76,21 +76,23 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
 def save(
     run: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset], path: str | os.PathLike[str], *, overwrite: bool = False
 ) -> Path:
-    """Write a run into a Zarr store.
+    """Save a run to a Zarr store.
 
     Writing is crash-consistent: the store is written next to its path and moved there at the end.
 
     Args:
-        run: See `as_run`.
+        run: A run; a dataset of spectra or of weight spectra; or parts by name, such as
+            ``{"spectra": ..., "monitors": ...}``.
         path: Path of the store, by convention ending in ``.zarr``.
-        overwrite: Replace an existing store, which stays until the new one is complete.
+        overwrite: Replace an existing store, which is kept until the new one is complete.
 
     Returns:
         The path.
 
     Raises:
         SchemaError: If the run does not follow the schema; no file is touched then.
-        StoreError: If the path is taken, or the disk is full; an existing store is then unchanged.
+        StoreError: If the path exists and ``overwrite`` is False, or the disk is full; an existing store is then
+            unchanged.
 
     Example:
         >>> import numpy as np
@@ -99,12 +101,16 @@ def save(
         >>> spectra = wb.koopman.whitened_dmd(states, 0.9 * states)
         >>> wb.save(spectra, "mine.zarr").name
         'mine.zarr'
+
+    See Also:
+        `workbench.open_run`: Opens the run.
+        `workbench.export_netcdf`: Writes a netCDF file.
     """
     run = as_run(run)
     path = Path(path)
     check_free(path, overwrite=overwrite)
     with replacing(path) as partial:
-        # Strings of one fixed length have no Zarr 3 specification; those of variable length do.
+        # Zarr 3 specifies strings of variable length, but not those of fixed length.
         with_text(run, of_variable_length=True).to_zarr(partial, zarr_format=3, consolidated=False, mode="w-")
     return path
 
@@ -112,10 +118,10 @@ def save(
 def export_netcdf(
     run: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset], path: str | os.PathLike[str], *, overwrite: bool = False
 ) -> Path:
-    """Write a run into one netCDF-4 file, a group for each part; complex numbers as netCDF4 compound types.
+    """Write a run to a netCDF-4 file with a group for each part; complex numbers become compound types.
 
     Args:
-        run: See `as_run`.
+        run: As in `save`.
         path: Path of the file, by convention ending in ``.nc``.
         overwrite: Replace an existing file.
 
@@ -124,13 +130,17 @@ def export_netcdf(
 
     Raises:
         SchemaError: If the run does not follow the schema; no file is touched then.
-        StoreError: If the path is taken, or the disk is full.
+        StoreError: If the path exists and ``overwrite`` is False, or the disk is full.
 
     Example:
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("architecture"))
         >>> wb.export_netcdf(run, "copy.nc").name
         'copy.nc'
+
+    See Also:
+        `workbench.save`: Saves a run to a Zarr store.
+        `workbench.open_run`: Opens either form.
     """
     run = as_run(run)
     path = Path(path)
@@ -141,9 +151,9 @@ def export_netcdf(
 
 
 def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
-    """Open a run written by `save`, `train` or `export_netcdf`; values of a Zarr store are read when needed.
+    """Open a run written by `save`, `train` or `export_netcdf`; values of a Zarr store are loaded lazily.
 
-    Reading values raises a `StoreError` once the store was removed or replaced; ``run.load()`` reads all of them now.
+    Loading raises a `StoreError` if the store was removed or replaced since; ``run.load()`` loads all values at once.
 
     Args:
         path: Path of a Zarr store or a netCDF file.
@@ -152,8 +162,8 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
         The run.
 
     Raises:
-        StoreError: If there is no run, it is damaged, or it is a log of another tool, which `read_log` reads.
-        SchemaError: If it follows the schema of a newer version.
+        StoreError: If there is no run at the path, it is damaged, or it is a log, which `read_log` reads.
+        SchemaError: If the run follows the schema of a newer version.
 
     Example:
         >>> import workbench as wb
@@ -162,30 +172,52 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
         ['activations', 'attention', 'events', 'monitors', 'spectra']
         >>> run["events"]["kind"].values.tolist()
         ['divergence']
+
+    See Also:
+        `workbench.save`: Saves a run.
+        `workbench.read_log`: Reads the log of another tool.
+        `workbench.diagnose`: Finds the causes of a failed run.
     """
     import xarray as xr
 
     path = Path(path)
     if not path.exists():
-        raise StoreError(f"There is no run at {path}; check the path.")
+        raise StoreError(
+            f"There is no run at {path}; check the path.", name="path", value=path, expected="an existing run"
+        )
     if is_log(path):
-        raise StoreError(f"{path} is a log of another tool, not a run; read it with wb.read_log().")
+        raise StoreError(
+            f"{path} is a log of another tool, not a run; read it with wb.read_log().",
+            name="path",
+            value=path,
+            expected="a run",
+        )
     try:
         if path.is_dir():
-            # A store that is being written is consistent only through its consolidated metadata.
+            # While a store is being written, only its consolidated metadata are consistent.
             from workbench.io.watched_store import WatchedStore
 
             store: Any = WatchedStore(path)  # xarray accepts Zarr's stores, which its annotation does not list
             run = xr.open_datatree(store, engine="zarr", consolidated=_is_consolidated(path))
         else:
-            # Closed at once: HDF5 crashes where a forgotten file is closed in one thread while another opens one.
+            # Closed immediately, because HDF5 crashes if one thread closes a file while another opens one.
             with xr.open_datatree(path, engine="netcdf4", auto_complex=True) as file:
                 run = file.load()
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StoreError(f"{path} is no run or is damaged ({first}); write it again with wb.save().") from error
+        raise StoreError(
+            f"{path} is not a run or is damaged ({first}); write it again with wb.save().",
+            name="path",
+            value=path,
+            expected="an undamaged run",
+        ) from error
     if "schema_version" not in run.attrs:
-        raise StoreError(f"{path} was not written by the workbench; open it with xarray itself.")
+        raise StoreError(
+            f"{path} was not written by the workbench; open it with xarray.",
+            name="path",
+            value=path,
+            expected="a run written by the workbench",
+        )
     for node in run.subtree:
         check_version(node)
     return with_text(run, of_variable_length=False)
@@ -200,7 +232,10 @@ def _check_attrs(node: xr.DataTree) -> None:
         items = value if isinstance(value, list | tuple | np.ndarray) else [value]
         if not all(isinstance(item, str | numbers.Real) and not isinstance(item, bool | np.bool_) for item in items):
             raise SchemaError(
-                f"Attribute '{name}' is {value!r}, which netCDF cannot hold; use numbers or text (JSON if nested)."
+                f"Attribute '{name}' is {value!r}, which netCDF cannot store; use numbers or text (JSON if nested).",
+                name=str(name),
+                value=value,
+                expected="a number or text, or a list of them",
             )
 
 
@@ -213,7 +248,7 @@ def with_text(data: xr.DataTree, *, of_variable_length: bool) -> xr.DataTree: ..
 
 
 def with_text(data: xr.DataTree | xr.Dataset, *, of_variable_length: bool) -> xr.DataTree | xr.Dataset:
-    """The same data with text as variable-length strings, as Zarr stores it, or as NumPy's fixed-length strings."""
+    """Convert text to variable-length strings, as Zarr stores it, or to NumPy's fixed-length strings."""
     import xarray as xr
 
     dtype = np.dtypes.StringDType() if of_variable_length else np.str_

@@ -1,4 +1,4 @@
-"""Read the training logs of other tools: CSV files, and TensorBoard folders or files."""
+"""Read training logs of other tools: CSV files, and TensorBoard folders or files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-#: Name of a monitor -> its names in logs, in lower case; the first that is found is used.
+#: Name of a monitor -> its names in logs, in lower case; the first one found is used.
 NAMES: dict[str, tuple[str, ...]] = {
     "loss": ("loss", "train/loss", "train_loss", "training_loss", "loss/train", "train/loss_step", "train_loss_step"),
     "grad_norm": (
@@ -43,47 +43,53 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 #: Contents of a CSV cell that count as empty.
 _EMPTY = ["", *(form for word in ("none", "null", "na") for form in (word, word.upper(), word.capitalize()))]
-#: Part of the names of TensorBoard's files of events.
+#: Part of the names of TensorBoard's event files.
 _EVENT_FILE = "tfevents"
 _STEPS = ("step", "global_step", "train/global_step", "_step", "iteration", "iter", "update", "num_updates")
 
 
 def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Dataset:
-    """Read the numbers of each step from a log, as monitors that `workbench.diagnose` accepts.
+    """Read the metrics of each step from a log, as monitors that `workbench.diagnose` accepts.
 
     Args:
-        path: Path of a CSV file with one row for each step, in any order of columns, or of a folder or file of
+        path: Path of a CSV file with one row for each step and columns in any order, or of a folder or file of
             TensorBoard events. Columns and tags are found by their usual names (``loss``, ``train/loss``, ``lr``, ...,
-            also those of Hugging Face's Trainer).
-        allow_gaps: Accept a log in which steps are missing. A log that was thinned evenly, such as to every tenth
-            step, is accepted in any case.
+            including those of Hugging Face's Trainer).
+        allow_gaps: Accept a log in which steps are missing. A log with evenly spaced steps, such as every tenth
+            step, is always accepted.
 
     Returns:
-        Dataset of ``MONITORS`` variables with dim ``step``, as many as the log has; a number that a row lacks is NaN.
+        Dataset with dim ``step`` of those ``MONITORS`` variables that the log has; NaN where a row lacks a value.
 
     Raises:
-        StoreError: If there is nothing at the path, or it cannot be read.
-        SchemaError: If it has no steps or no loss, a step comes twice or falls, or steps are missing.
-        MissingPackageError: If a TensorBoard log is given and the package is not installed.
+        StoreError: If the path does not exist, or cannot be read.
+        SchemaError: If the log has no steps or no loss, a step is repeated or decreases, or steps are missing.
+        MissingPackageError: If the path is a TensorBoard log and the package is not installed.
 
     Example:
-        >>> import workbench as wb
         >>> import csv
+        >>> import workbench as wb
         >>> with open("log.csv", "w", newline="") as file:
         ...     csv.writer(file).writerows([("step", "train/loss", "lr"), (0, 3.5, 0.001), (1, 3.1, 0.001)])
         >>> wb.read_log("log.csv")["loss"].values
         array([3.5, 3.1])
+
+    See Also:
+        `workbench.diagnose`: Finds the causes of a failed run.
+        `workbench.open_run`: Opens a run of the workbench.
     """
     path = Path(path)
     if not path.exists():
-        raise StoreError(f"There is no log at {path}; check the path.")
+        raise StoreError(
+            f"There is no log at {path}; check the path.", name="path", value=path, expected="an existing log"
+        )
     steps, columns = _read_events(path) if path.is_dir() or _EVENT_FILE in path.name else _read_csv(path)
     _check_steps(path, steps, allow_gaps=allow_gaps)
     return _dataset(path, steps, columns)
 
 
 def is_log(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of a log for `read_log` rather than of a run: a CSV file, or events of TensorBoard."""
+    """Return whether a path is a log for `read_log` (a CSV file or TensorBoard events) rather than a run."""
     path = Path(path)
     if path.is_dir():
         return not (path / "zarr.json").exists() and any(path.glob(f"*{_EVENT_FILE}*"))
@@ -109,35 +115,64 @@ def _read_csv(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
             keep_default_na=False, na_values=_EMPTY, usecols=lambda _: True,
         )  # fmt: skip
     except (OSError, UnicodeDecodeError, pd.errors.ParserError) as error:
-        raise StoreError(f"{path} cannot be read as a CSV file ({error}); export the log again.") from error
+        raise StoreError(
+            f"{path} cannot be read as a CSV file ({error}); export the log again.",
+            name="path",
+            value=path,
+            expected="a CSV file",
+        ) from error
     except pd.errors.EmptyDataError:
         table = pd.DataFrame()
     table.index += 2  # lines of the file
     table = table.apply(lambda column: column.str.strip()).replace("", None).dropna(how="all")
     if table.empty:
-        raise SchemaError(f"{path} has no rows under its header; export a log with one row a step.")
+        raise SchemaError(
+            f"{path} has no rows below its header; export a log with one row per step.",
+            name="path",
+            value=path,
+            expected="a log with one row per step",
+        )
     header = {str(name).strip().lower(): str(name) for name in reversed(table.columns)}
     known = ", ".join(str(name).strip().lower() for name in table.columns)
     step = next((header[name] for name in _STEPS if name in header), None)
     if step is None:
-        raise SchemaError(f"{path} has no column of steps among {known}; name it 'step'.")
+        raise _missing_column(path, "step", known)
     chosen = {name: next((header[a] for a in names if a in header), None) for name, names in NAMES.items()}
     if chosen["loss"] is None:
-        raise SchemaError(f"{path} has no column of the loss among {known}; name it 'loss'.")
-    # Rows without a loss are those of evaluations and of the end, as Hugging Face's Trainer writes them.
+        raise _missing_column(path, "loss", known)
+    # Hugging Face's Trainer writes rows without a loss for evaluations and at the end.
     table = table[table[chosen["loss"]].notna()]
     if table.empty:
-        raise SchemaError(f"{path} has no row with a loss; export a log with one row a step.")
+        raise SchemaError(
+            f"{path} has no row with a loss; export a log with the loss of each step.",
+            name="loss",
+            expected="present in each row of a step",
+        )
     steps = _numbers(path, table[step])
     if (is_whole := steps % 1 == 0).all():
         columns = {name: _numbers(path, table[column]) for name, column in chosen.items() if column is not None}
         return steps.astype(np.int64), columns
     line = table.index[np.argmin(is_whole)]
-    raise SchemaError(f"Line {line} of {path} has no whole number for its step; write the step of each row.")
+    raise SchemaError(
+        f"The step in line {line} of {path} is not an integer; write the step of each row.",
+        name=step.strip(),
+        value=table[step].loc[line],
+        expected="an integer",
+    )
+
+
+def _missing_column(path: Path, name: str, known: str) -> SchemaError:
+    """Create the error for a log without a required column."""
+    return SchemaError(
+        f"{path} has no column '{name}' among {known}; name it '{name}'.",
+        name=name,
+        value=known,
+        expected="a column of the log",
+    )
 
 
 def _numbers(path: Path, column: pd.Series[str]) -> np.ndarray:
-    """A column as numbers; NaN where a cell is empty or missing."""
+    """Convert a column to numbers; NaN where a cell is empty or missing."""
     try:
         return column.to_numpy(dtype=np.float64, na_value=np.nan)
     except ValueError:
@@ -146,7 +181,10 @@ def _numbers(path: Path, column: pd.Series[str]) -> np.ndarray:
         line: Any = (pd.to_numeric(column, errors="coerce").isna() & column.notna()).idxmax()
         raise SchemaError(
             f"Line {line} of {path} has {column.loc[line]!r} for {str(column.name).strip()}, expected a number; "
-            "correct the line or leave it empty."
+            "correct the line or leave it empty.",
+            name=str(column.name).strip(),
+            value=column.loc[line],
+            expected="a number",
         ) from None
 
 
@@ -156,19 +194,28 @@ def _read_events(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     except ImportError as error:
         raise MissingPackageError(
             "Reading a TensorBoard log needs the package tensorboard; install it (pip install tensorboard), or "
-            "export a CSV."
+            "export the log as CSV.",
+            name="tensorboard",
+            expected="installed",
         ) from error
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
     tags = {tag.lower(): tag for tag in events.Tags()["scalars"]}
     if not tags:
         raise StoreError(
-            f"{path} has no scalars of TensorBoard; pass the folder that holds the files events.out.tfevents.*."
+            f"{path} has no scalars of TensorBoard; pass the folder that holds the files events.out.tfevents.*.",
+            name="path",
+            value=path,
+            expected="a TensorBoard log with scalars",
         )
-    chosen = {name: next((tags[a] for a in known if a in tags), None) for name, known in NAMES.items()}
+    chosen = {name: next((tags[a] for a in names if a in tags), None) for name, names in NAMES.items()}
     if chosen["loss"] is None:
+        known = ", ".join(sorted(tags))
         raise SchemaError(
-            f"{path} has no scalar of the loss among {', '.join(sorted(tags))}; log it as 'loss' or 'train/loss'."
+            f"{path} has no scalar 'loss' among {known}; log it as 'loss' or 'train/loss'.",
+            name="loss",
+            value=known,
+            expected="a scalar of the log",
         )
     scalars = {
         name: [(event.step, event.value) for event in events.Scalars(tag)]
@@ -184,23 +231,28 @@ def _read_events(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def _check_steps(path: Path, steps: np.ndarray, *, allow_gaps: bool) -> None:
-    """Refuse steps that do not rise, or not evenly."""
-    apart = np.diff(steps)
-    if len(bad := np.flatnonzero(apart <= 0)):
+    """Raise if the steps do not increase, or are not evenly spaced."""
+    intervals = np.diff(steps)
+    if len(bad := np.flatnonzero(intervals <= 0)):
         at = int(bad[0])
-        how = "comes twice" if apart[at] == 0 else f"is followed by {steps[at + 1]}"
+        how = "is repeated" if intervals[at] == 0 else f"is followed by {steps[at + 1]}"
         raise SchemaError(
-            f"Step {steps[at]} of {path} {how}, expected steps that rise; keep the rows of one run, each once."
+            f"Step {steps[at]} of {path} {how}, expected increasing steps; keep the rows of one run, each once.",
+            name="step",
+            value=int(steps[at + 1]),
+            expected=f"greater than {steps[at]}",
         )
-    if allow_gaps or not len(apart):
+    if allow_gaps or not len(intervals):
         return
-    usual = int(np.median(apart))
-    # Many logs begin at step 0 or 1 and then keep every tenth; that first interval may be shorter.
-    holes = np.flatnonzero(apart > usual)
-    if len(holes):
-        at = int(holes[0])
+    usual = int(np.median(intervals))
+    # The first interval may be shorter: many logs begin at step 0 or 1 and then keep every tenth step.
+    gaps = np.flatnonzero(intervals > usual)
+    if len(gaps):
+        at = int(gaps[0])
         raise SchemaError(
             f"{path} lacks steps between {steps[at]} and {steps[at + 1]}, expected one every {usual}; export the "
-            f"whole log, or pass "
-            "allow_gaps=True to go on without them."
+            "complete log, or pass allow_gaps=True to continue without them.",
+            name="step",
+            value=int(steps[at + 1]),
+            expected=f"at most {usual} after step {steps[at]}",
         )

@@ -1,4 +1,4 @@
-"""Read a Zarr store that may be removed or replaced while a run from it is open."""
+"""Read a Zarr store that may be removed or replaced while its run is open."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class WatchedStore(LocalStore):
-    """A read-only folder store that raises an error once it was removed or replaced.
+    """Read-only folder store that raises an error after it was removed or replaced.
 
-    Zarr reads a missing chunk as one full of the fill value, so a run that was removed while it was open would
-    read as zeros, and one that was replaced as a mixture of both.
+    Zarr reads a missing chunk as the fill value, so a run that was removed while it was open would be read as zeros,
+    and one that was replaced as a mixture of both.
 
     Args:
         root: Path of the store.
@@ -31,17 +31,20 @@ class WatchedStore(LocalStore):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """The bytes at a key, as `zarr.storage.LocalStore` gives them; None if none were written there.
+        """Return the bytes at a key, as `zarr.storage.LocalStore` does; None if there are none.
 
         Raises:
-            StoreError: If the store no longer exists, or another one is in its place.
+            StoreError: If the store no longer exists, or was replaced by another one.
         """
         found = await super().get(key, prototype, byte_range)
-        # Checked after reading: bytes that were read before the store was removed are right.
+        # Checked after reading, because bytes that were read before the store was removed are valid.
         if not self._is_there() or (found is None and self._is_array_gone(key)):
             raise StoreError(
-                f"The run at {self.root} was removed or replaced after it had been opened; open it again if there is "
-                "one, and load() a run whose store is about to go."
+                f"The run at {self.root} was removed or replaced after it had been opened; open it again, or load() a "
+                "run before its store is removed.",
+                name="path",
+                value=self.root,
+                expected="the store that was opened",
             )
         return found
 
@@ -52,6 +55,6 @@ class WatchedStore(LocalStore):
             return False
 
     def _is_array_gone(self, key: str) -> bool:
-        """Whether a chunk is missing because its entire array is; a chunk full of the fill value is never written."""
+        """Return whether the array of a missing chunk is missing too; chunks of fill values are never written."""
         *array, last = key.rstrip("/0123456789").split("/")
         return last == "c" and not self.root.joinpath(*array, "zarr.json").exists()

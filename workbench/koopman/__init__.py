@@ -1,4 +1,17 @@
-"""The mathematical core: moments -> whitened operator -> modes -> measures (RKSP, arXiv:2602.22988)."""
+"""Koopman spectra from snapshots: moments, whitened operator, modes and measures (RKSP, arXiv:2602.22988).
+
+Example:
+    >>> import numpy as np
+    >>> import workbench as wb
+    >>> X = np.random.default_rng(0).normal(size=(64, 4))
+    >>> spectra = wb.koopman.whitened_dmd(X, X @ np.diag([0.5, 0.9, 1.0, 1.2]))
+    >>> round(spectra["spectral_radius"].item(), 3)
+    1.2
+
+See Also:
+    `workbench.koopman.whitened_dmd`: Spectrum of one layer from its snapshots.
+    `workbench.profile`: Spectra of all layers of a model.
+"""
 
 from workbench.koopman.dmd import WhitenedOperator, whitened_operator
 from workbench.koopman.kreiss import kreiss_constant

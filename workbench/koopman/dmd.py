@@ -1,4 +1,4 @@
-"""From moments to the whitened operator (RKSP, arXiv:2602.22988)."""
+"""The whitened operator, computed from snapshot moments (RKSP, arXiv:2602.22988)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DmdOptions:
-    """The choices behind one operator.
+    """Options of the dynamic mode decomposition (DMD) that computes an operator.
 
     Attributes:
-        ridge: eps of S = C_xx + eps I. The paper's 1e-5 is absolute; as the residual stream's scale runs over five
-            orders of magnitude, ours is relative by default. At full rank the eigenvalues and residuals do not depend
-            on it; the eigenvector condition, the nonlinearity ratio and the Kreiss constant do.
+        ridge: eps of S = C_xx + eps I. The paper's 1e-5 is absolute; because the scale of the residual stream varies
+            over five orders of magnitude, it is relative here by default. At full rank the eigenvalues and residuals
+            do not depend on it; the eigenvector condition, the nonlinearity ratio and the Kreiss constant do.
         ridge_kind: ``"relative"`` to the mean variance trace(C_xx) / d, or ``"absolute"`` as published.
         rank: Number of leading principal components, found by a randomized range finder; None uses all.
-        rank_tolerance: Directions with less than this fraction of the largest variance do not count (numerical rank).
-        seed: Seed of the random sketch; used only with ``rank``.
+        rank_tolerance: Directions with less than this fraction of the largest variance are dropped (numerical rank).
+        seed: Seed of the randomized range finder; used only with ``rank``.
 
     Example:
         >>> import numpy as np
@@ -38,6 +38,10 @@ class DmdOptions:
         >>> states = np.random.default_rng(0).normal(size=(64, 6))
         >>> wb.koopman.whitened_dmd(states, 0.9 * states, options=wb.DmdOptions(rank=2)).sizes["mode"]
         2
+
+    See Also:
+        `workbench.koopman.whitened_operator`: Computes an operator with these options.
+        `workbench.profile`: Computes the spectra of a model with these options.
     """
 
     ridge: float = 1e-5
@@ -48,29 +52,29 @@ class DmdOptions:
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.ridge) and self.ridge >= 0):
-            raise OptionError(f"ridge is {self.ridge}, expected a finite number of at least 0.")
+            raise OptionError.of("ridge", self.ridge, "a finite number of at least 0")
         if self.ridge_kind not in ("relative", "absolute"):
-            raise OptionError(f"ridge_kind is '{self.ridge_kind}', expected 'relative' or 'absolute'.")
+            raise OptionError.of("ridge_kind", self.ridge_kind, ("relative", "absolute"))
         if self.rank is not None and self.rank < 1:
-            raise OptionError(f"rank is {self.rank}, expected None or at least 1.")
+            raise OptionError.of("rank", self.rank, "None or at least 1")
         if not 0 < self.rank_tolerance < 1:
-            raise OptionError(f"rank_tolerance is {self.rank_tolerance}, expected a number between 0 and 1.")
+            raise OptionError.of("rank_tolerance", self.rank_tolerance, "between 0 and 1")
 
 
 @dataclass(frozen=True)
 class WhitenedOperator:
-    """A = Yw pinv(Xw) in the m principal directions of the states, with what the measures need beside it.
+    """The operator A = Yw pinv(Xw) in the m principal directions of the states, with the moments of its measures.
 
-    Whitened coordinates are PCA ones: a rotation of the paper's ZCA coordinates, which changes no eigenvalue,
-    residual, condition or norm.
+    The whitened coordinates are those of PCA. They are a rotation of the paper's ZCA coordinates, which changes no
+    eigenvalue, residual, condition number or norm.
 
     Attributes:
         matrix: A, shape (m, m).
         gram: Diagonal of Xw Xw' / (N-1), shape (m,); 1 where the ridge is negligible.
         update_gram: Dw Dw' / (N-1) with Dw = Yw - Xw, shape (m, m).
-        unexplained: Share of |Yw - Xw|_F^2 that no linear map of Xw explains, in [0, 1]; over all d directions, as the
-            paper's formula has it, unless the caller asked for a rank.
-        covariance_condition: Largest over smallest eigenvalue of C_xx used.
+        unexplained: Fraction of |Yw - Xw|_F^2 that no linear map of Xw explains, in [0, 1]; over all d directions, as
+            in the paper's formula, unless a rank was requested.
+        covariance_condition: Ratio of the largest to the smallest eigenvalue of C_xx in use.
         n_snapshots: N.
 
     Example:
@@ -80,6 +84,10 @@ class WhitenedOperator:
         >>> operator = wb.koopman.whitened_operator(wb.koopman.SnapshotMoments(4).update(x, 0.5 * x))
         >>> operator.rank, operator.n_snapshots, tuple(operator.matrix.shape)
         (4, 64, (4, 4))
+
+    See Also:
+        `workbench.koopman.whitened_operator`: Computes it.
+        `workbench.koopman.eigenmodes`: Computes its eigenvalues and eigenvectors.
     """
 
     matrix: Tensor
@@ -91,34 +99,34 @@ class WhitenedOperator:
 
     @property
     def rank(self) -> int:
-        """m, the number of modes."""
+        """Number of modes, m."""
         return len(self.gram)
 
     @property
     def update_norm(self) -> float:
-        """|Yw - Xw|_F / sqrt(N m), unit 1: the update's size relative to the state's own spread."""
+        """Size of the update relative to the spread of the states, |Yw - Xw|_F / sqrt(N m), unit 1."""
         energy = float(self.update_gram.diagonal().sum()) * (self.n_snapshots - 1)
         return float(np.sqrt(max(energy, 0.0) / (self.n_snapshots * self.rank)))
 
     @property
     def energy_gain(self) -> float:
-        """E|Yw|^2 / E|Xw|^2, unit 1."""
+        """Growth of the whitened energy, E|Yw|^2 / E|Xw|^2, unit 1."""
         before = self.gram.sum()
         cross = ((self.matrix.diagonal() - 1) * self.gram).sum()
         return float((before + 2 * cross + self.update_gram.diagonal().sum()) / before)
 
 
 def whitened_operator(moments: SnapshotMoments | SnapshotSketch, options: DmdOptions | None = None) -> WhitenedOperator:
-    """The operator that maps whitened states to whitened next states (RKSP: A = Yw pinv(Xw)).
+    """Compute the operator that maps whitened states entering a layer to those leaving it (RKSP: A = Yw pinv(Xw)).
 
-    Everything follows from the moments and is differentiable in them; a `SnapshotSketch` carries no gradient.
+    The result is differentiable in the moments; a `SnapshotSketch` carries no gradient.
 
     Args:
         moments: Moments of at least three snapshots, or their sketch.
         options: Options, see `DmdOptions`.
 
     Returns:
-        The operator on the span of the states, on the moments' device.
+        The operator on the span of the states, on the device of the moments.
 
     Raises:
         SnapshotError: If there are fewer than three snapshots, or the states do not vary.
@@ -130,6 +138,10 @@ def whitened_operator(moments: SnapshotMoments | SnapshotSketch, options: DmdOpt
         >>> operator = wb.koopman.whitened_operator(wb.koopman.SnapshotMoments(4).update(x, 0.5 * x))
         >>> torch.allclose(operator.matrix, 0.5 * torch.eye(4, dtype=torch.float64), atol=1e-4)
         True
+
+    See Also:
+        `workbench.koopman.SnapshotMoments`: Collects the moments.
+        `workbench.koopman.eigenmodes`: Computes the modes of the operator.
     """
     options = options or DmdOptions()
     trace = _total_variance(moments)
@@ -141,7 +153,7 @@ def whitened_operator(moments: SnapshotMoments | SnapshotSketch, options: DmdOpt
     whiten = (variance + ridge).rsqrt()
     n_null = basis.shape[1] - len(whiten) if options.rank is None and ridge > 0 else 0
     used = basis[:, n_null:]
-    # Rows over every direction kept in `basis`, columns over the directions where the states vary.
+    # Rows: all directions kept in `basis`. Columns: the directions in which the states vary.
     rows = torch.cat([torch.full((n_null,), ridge, dtype=whiten.dtype, device=whiten.device).rsqrt(), whiten])
     gram = variance * whiten.square()
     cross = (basis.T @ moments.c_dx @ used) * rows[:, None] * whiten
@@ -157,7 +169,7 @@ def whitened_operator(moments: SnapshotMoments | SnapshotSketch, options: DmdOpt
 
 
 def _operator_of_sketch(sketch: SnapshotSketch, options: DmdOptions, trace: float) -> WhitenedOperator:
-    """`whitened_operator` of a sketch: its moments are diagonal in the directions already."""
+    """Compute `whitened_operator` of a sketch, whose moments of the states are diagonal already."""
     found = sketch.principal_moments(options.rank, options.rank_tolerance)
     ridge = _ridge(options, trace, sketch.n_features)
     whiten = (found.variance + ridge).rsqrt()
@@ -170,34 +182,35 @@ def _operator_of_sketch(sketch: SnapshotSketch, options: DmdOptions, trace: floa
     if options.rank is None and ridge > 0 and found.n_outside:
         unexplained = unexplained + (found.update_outside - found.explained_outside).clamp(min=0) / ridge
         energy = energy + found.update_outside / ridge
-    share = unexplained / energy.clamp(min=torch.finfo(torch.float64).tiny)
+    fraction = unexplained / energy.clamp(min=torch.finfo(torch.float64).tiny)
     matrix = change + torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     condition = float(found.variance[-1] / found.variance[0])
-    return WhitenedOperator(matrix, gram, update_gram, share, condition, sketch.n_snapshots)
+    return WhitenedOperator(matrix, gram, update_gram, fraction, condition, sketch.n_snapshots)
 
 
 def _ridge(options: DmdOptions, trace: Any, n_features: int) -> Any:
-    """The ridge: a number, or a tensor where the trace is one."""
+    """Return the ridge: a tensor if the trace is one, else a number."""
     return options.ridge * (trace / n_features if options.ridge_kind == "relative" else 1.0)
 
 
 def koopman_matrix(
     moments: SnapshotMoments, options: DmdOptions | None = None, *, has_basis_gradient: bool = False
 ) -> Tensor:
-    """The whitened operator alone, for gradients: the matrix of `whitened_operator`, without what the measures need.
+    """Compute only the matrix of `whitened_operator`, for gradients.
 
-    Eigenvalues do not depend on how the directions are scaled or turned among themselves, so the whitening carries no
-    gradient; the directions' span does where a rank leaves some out. Its derivative is the first-order perturbation of
-    an invariant subspace, which divides by the gaps between kept and left-out variances alone; that of single
-    directions, as ``torch.linalg.eigh`` has it, divides by every gap and is infinite for equal variances.
+    The eigenvalues do not change when the directions are scaled or rotated within their span, so the whitening carries
+    no gradient. The span itself carries one where a rank omits some directions. Its derivative is the first-order
+    perturbation of an invariant subspace, which divides only by the gaps between the variances kept and those omitted.
+    The derivative of single directions, as in ``torch.linalg.eigh``, divides by every gap and is infinite for equal
+    variances.
 
     Args:
         moments: Moments of at least three snapshots; the result is differentiable in them.
         options: Options, see `DmdOptions`.
-        has_basis_gradient: Let the span of the leading directions follow the states; else it counts as constant.
+        has_basis_gradient: Differentiate the span of the leading directions too; else it is treated as constant.
 
     Returns:
-        A, shape (m, m), on the moments' device.
+        A, shape (m, m), on the device of the moments.
 
     Raises:
         SnapshotError: If there are fewer than three snapshots, the states do not vary, or squares overflow.
@@ -221,15 +234,15 @@ def koopman_matrix(
 def koopman_matrices(
     moments: Sequence[SnapshotMoments], options: DmdOptions, also: Sequence[Tensor] = ()
 ) -> tuple[list[Tensor | None], list[float]]:
-    """`koopman_matrix` of several layers on the host, to the bit, with one transfer for all layers of a device.
+    """Compute `koopman_matrix` of several layers, with one transfer to the host for all layers of a device.
 
-    All of a layer is computed before it is known whether it has a spectrum and all directions asked for vary; a layer
-    in which they do not is computed again.
+    The results are bitwise identical to those of `koopman_matrix`. Each layer is computed before it is known whether it
+    has a spectrum and whether all requested directions vary; if not, the layer is recomputed.
 
     Args:
         moments: Moments of each layer; the results are differentiable in them.
         options: Options, see `DmdOptions`.
-        also: Further tensors of one number, read with the rest.
+        also: Further tensors of one number each, which the same transfer reads.
 
     Returns:
         The operator of each layer on the host, None where `koopman_matrix` raises; and the numbers of ``also``.
@@ -251,16 +264,16 @@ def koopman_matrices(
 
 
 def _begun_matrix(moments: SnapshotMoments, options: DmdOptions) -> tuple[Tensor, Tensor]:
-    """What the host must read of a layer, and its operator if that shows nothing unusual.
+    """Compute the operator of a layer without a transfer, and the facts that show whether it is valid.
 
     Returns:
-        Traces of C_xx and C_dd, squared mean of the states, whether all directions asked for vary, and whether the
+        Traces of C_xx and C_dd, squared mean of the states, whether all requested directions vary, and whether the
         system was singular, as one tensor; and A.
     """
     c_xx, constant = moments.c_xx, moments.c_xx.detach()
     trace, updates = constant.diagonal().sum(), moments.c_dd.detach().diagonal().sum()
     squared = moments.mean_x.detach().square().sum()
-    # On what is not finite LAPACK may hang or take the process down.
+    # LAPACK may hang or crash the process on values that are not finite.
     is_sound = torch.isfinite(trace) & torch.isfinite(updates)
     eye = torch.eye(len(constant), dtype=constant.dtype, device=constant.device)
     facts = [trace, updates, squared]
@@ -268,7 +281,7 @@ def _begun_matrix(moments: SnapshotMoments, options: DmdOptions) -> tuple[Tensor
         basis, variance = _directions(torch.where(is_sound, constant, eye), options)
         has_all = (variance > options.rank_tolerance * variance[-1]).all()
         if options.rank is not None:
-            # Chosen by index as `_principal_directions` does, so that they lie in memory alike and round alike.
+            # Indexed as in `_principal_directions`, so that memory layout and rounding are the same.
             every = torch.arange(len(variance), device=basis.device)
             basis, variance = basis[:, every][:, -options.rank :], variance[-options.rank :]
         whiten = basis * (variance + _ridge(options, trace, moments.n_features)).rsqrt()
@@ -281,7 +294,7 @@ def _begun_matrix(moments: SnapshotMoments, options: DmdOptions) -> tuple[Tensor
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors on the host, with their gradient, by one transfer for each device."""
+    """Move tensors to the host with their gradient, by one transfer for each device."""
     found = list(tensors)
     for device in dict.fromkeys(tensor.device for tensor in tensors):
         here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
@@ -293,9 +306,10 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _Moved(torch.autograd.Function):
-    """The values of a tensor that were read with others: its gradient flows back to it alone.
+    """Values of a tensor that were transferred together with others; the gradient flows back to that tensor alone.
 
-    Through a concatenation, those of one layer that is not finite would spoil all.
+    If the gradient passed through the concatenation, one layer that is not finite would make the gradients of all
+    layers NaN.
     """
 
     @staticmethod
@@ -309,11 +323,13 @@ class _Moved(torch.autograd.Function):
 
 
 def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
-    """Trace of C_xx, once it is clear that there is a spectrum."""
+    """Return the trace of C_xx; raise if the moments have no spectrum."""
     if moments.n_snapshots < 3:
         raise SnapshotError(
-            f"{moments.name[:1].upper()}{moments.name[1:]} has {moments.n_snapshots} snapshots, "
-            "expected at least 3; pass more tokens."
+            f"A spectrum needs at least 3 snapshots, but {moments.name} has {moments.n_snapshots}; pass more tokens.",
+            name="n_snapshots",
+            value=moments.n_snapshots,
+            expected="at least 3",
         )
     if isinstance(moments, SnapshotSketch):
         states, updates, squared_mean = moments.total_variance()
@@ -325,28 +341,33 @@ def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
 
 
 def _check_variance(moments: SnapshotMoments | SnapshotSketch, trace: float, updates: float, squared: float) -> None:
-    """Refuse moments without a spectrum, by the traces of C_xx and C_dd and the squared mean of the states."""
-    # A covariance is finite where its diagonal is. Beyond that LAPACK may hang or take the process down.
+    """Raise if moments have no spectrum, given the traces of C_xx and C_dd and the squared mean of the states."""
+    # A covariance is finite where its diagonal is. LAPACK may hang or crash the process on other values.
     if not (np.isfinite(trace) and np.isfinite(updates)):
         if not bool(moments.is_finite):
             raise not_finite(moments.name)
         raise SnapshotError(
-            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
+            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down.",
+            name=moments.name,
+            expected="small enough for their squares to be finite",
         )
     # States that are all the same still vary by the rounding of the dtype they came in.
     noise = moments.resolution**2 * squared
     if not trace > noise:
         raise SnapshotError(
-            f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."
+            f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ.",
+            name=moments.name,
+            value=trace,
+            expected="states that differ",
         )
 
 
 def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor, float]:
-    """Principal directions of the states by rising variance.
+    """Compute the principal directions of the states in order of increasing variance.
 
     Returns:
-        basis (feature, k): every direction, those without variance first, or the leading ones if a rank is asked;
-        variance (m,) of its last m columns; the covariance's condition over these.
+        basis (feature, k): all directions, those without variance first, or the leading ones if a rank is requested;
+        variance (m,) of its last m columns; the condition number of the covariance in these.
     """
     basis, variance = _directions(c_xx, options)
     is_used = variance > options.rank_tolerance * variance[-1]
@@ -358,7 +379,7 @@ def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Te
 
 
 def _directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor]:
-    """Principal directions and their rising variance: all, or the leading ones if a rank is asked."""
+    """Compute all or the ``rank`` leading principal directions, and their variances in increasing order."""
     if options.rank is None or options.rank >= len(c_xx):
         variance, basis = torch.linalg.eigh(c_xx)
     else:
@@ -367,7 +388,7 @@ def _directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor]:
 
 
 def _leading_directions(c_xx: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Randomized range finder with power iterations (Halko, Martinsson & Tropp 2011, Algorithm 4.4)."""
+    """Find the leading directions with power iterations (Halko, Martinsson & Tropp 2011, Algorithm 4.4)."""
     generator = torch.Generator().manual_seed(seed)
     width = min(rank + 10, len(c_xx))
     sketch = torch.randn(len(c_xx), width, dtype=c_xx.dtype, generator=generator).to(c_xx.device)

@@ -1,4 +1,4 @@
-"""The Kreiss constant: how much an operator may amplify before its eigenvalues decide."""
+"""The Kreiss constant, a measure of the transient growth of an operator."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
 
     from workbench.koopman.modes import OperatorModes
 
-#: Distances |z| - 1 of the first scan.
+#: Distances |z| - 1 of the initial scan.
 _DISTANCES = (0.003, 0.02, 0.1, 0.4, 1.5)
 _AROUND = [(i, j) for i in (-1, 0, 1) for j in (-1, 0, 1) if (i, j) != (0, 0)]
 _N_PEAKS = 6
 _N_CLIMBS = 10
-#: Eigenvector conditions up to which products with V and its inverse stand for solving with zI - A.
+#: Largest eigenvector condition at which products with V and its inverse replace solving with zI - A.
 _TRUSTED_CONDITION = 1e7
 
 
 def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -> float:
-    """Lower bound of K(A) = sup over |z| > 1 of (|z| - 1) |(zI - A)^-1|_2 (RKSP).
+    """Compute a lower bound of K(A) = sup over |z| > 1 of (|z| - 1) |(zI - A)^-1|_2 (RKSP).
 
-    The bound is sound: the value at any z and any vector w is at most K(A), as |(zI - A)^-1| >= |w| / |(zI - A) w|,
-    and the largest such value found is returned. The search scans angles towards the outer eigenvalues and equally
-    spaced ones, then climbs from the best points. On small matrices it stays within 1 % of a dense grid search
-    (tests/koopman/test_kreiss.py); it may miss more where many peaks are close.
+    At any z and for any vector w, |(zI - A)^-1| >= |w| / |(zI - A) w|, so each value evaluated is at most K(A); the
+    largest one is returned. The search scans the angles of the outer eigenvalues and equally spaced angles, then climbs
+    from the best points. On small matrices the result is within 1 % of a dense grid search
+    (tests/koopman/test_kreiss.py); where many peaks are close, the error may be larger.
 
     Args:
         operator: A, real, shape (mode, mode).
-        tolerance: |z| is searched from 1 + tolerance on; an eigenvalue further out than 1 + tolerance makes K
-            infinite.
+        tolerance: The search covers |z| >= 1 + tolerance; K is infinite if an eigenvalue has a modulus above
+            1 + tolerance.
 
     Returns:
         At least 1; inf if the spectral radius exceeds 1 + tolerance.
@@ -52,10 +52,14 @@ def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -
         True
         >>> wb.koopman.kreiss_constant(np.diag([0.5, 1.1]))
         inf
+
+    See Also:
+        `workbench.koopman.eigenmodes`: Computes the eigenvalues and their condition.
+        `workbench.koopman.layer_spectrum`: Computes all measures of a layer.
     """
     A = torch.as_tensor(operator, dtype=torch.float64)
     if A.ndim != 2 or A.shape[0] != A.shape[1] or not bool(torch.isfinite(A).all()):
-        raise SnapshotError(f"The operator has shape {tuple(A.shape)}, expected a square matrix of finite numbers.")
+        raise SnapshotError.of("operator", A, "a square matrix of finite numbers")
     eigenvalue, right = torch.linalg.eig(A)
     condition = float(torch.linalg.cond(right))
     left = torch.linalg.inv(right) if condition < _TRUSTED_CONDITION else None
@@ -63,14 +67,14 @@ def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -
 
 
 def kreiss_from_modes(operator: Tensor, modes: OperatorModes, *, tolerance: float = 1e-6) -> float:
-    """`kreiss_constant` of an operator whose modes are already there."""
+    """Compute `kreiss_constant` of an operator whose modes are known."""
     A = operator.detach().to(modes.right.device)
     return _search(A, torch.from_numpy(modes.eigenvalue).to(A.device), modes.right, modes.left, tolerance)
 
 
 def _search(A: Tensor, eigenvalue: Tensor, right: Tensor, left: Tensor | None, tolerance: float) -> float:
     if not tolerance > 0:
-        raise OptionError(f"tolerance is {tolerance}, expected a positive number.")
+        raise OptionError.of("tolerance", tolerance, "positive")
     modulus = eigenvalue.abs().cpu().numpy()
     if modulus.max() > 1 + tolerance:
         return float("inf")
@@ -101,20 +105,20 @@ def _search(A: Tensor, eigenvalue: Tensor, right: Tensor, left: Tensor | None, t
 
 
 def _peaks(value: np.ndarray) -> np.ndarray:
-    """Flat indices of the local maxima of a grid (distance, angle), highest first."""
+    """Return the flat indices of the local maxima of a grid (distance, angle), highest first."""
     padded = np.pad(value, 1, constant_values=-np.inf)
-    neighbours = [padded[1 + i : padded.shape[0] - 1 + i, 1 + j : padded.shape[1] - 1 + j] for i, j in _AROUND]
-    index = np.flatnonzero(value >= np.max(neighbours, axis=0))
+    neighbors = [padded[1 + i : padded.shape[0] - 1 + i, 1 + j : padded.shape[1] - 1 + j] for i, j in _AROUND]
+    index = np.flatnonzero(value >= np.max(neighbors, axis=0))
     return index[np.argsort(-value.ravel()[index])]
 
 
 def _point(position: np.ndarray) -> np.ndarray:
-    """Points z of (log(|z| - 1), angle), shape (point, 2)."""
+    """Return the points z at positions (log(|z| - 1), angle), shape (point, 2)."""
     return (1 + np.exp(position[:, 0])) * np.exp(1j * position[:, 1])
 
 
 def _angles(eigenvalue: np.ndarray, n_spaced: int = 25, n_outer: int = 12) -> np.ndarray:
-    """Angles in [0, pi] to scan; a real operator's resolvent is symmetric about the real axis."""
+    """Return the angles in [0, pi] to scan; the resolvent of a real operator is symmetric about the real axis."""
     outer = eigenvalue[np.argsort(-np.abs(eigenvalue))]
     outer = outer[outer.imag >= 0][:n_outer]
     return np.unique(np.round(np.concatenate([np.angle(outer), np.linspace(0, np.pi, n_spaced)]), 6))
@@ -123,8 +127,8 @@ def _angles(eigenvalue: np.ndarray, n_spaced: int = 25, n_outer: int = 12) -> np
 class _Resolvent:
     """Power iteration on (zI - A)^-1 for many z at once.
 
-    The iteration itself runs in single precision where V allows it: whatever vector w it ends with gives a sound
-    bound, because the bound is evaluated with A itself in double precision.
+    The iteration runs in single precision where V is well-conditioned. Its final vector w gives a valid bound in any
+    case, because the bound is evaluated with A in double precision.
     """
 
     def __init__(self, A: Tensor, eigenvalue: Tensor, right: Tensor, left: Tensor | None) -> None:
@@ -137,7 +141,7 @@ class _Resolvent:
         self.first = torch.randn(len(A), 1, dtype=A.dtype, generator=generator).to(A.device)
 
     def lower_bound(self, z: np.ndarray, n_iterations: int, start: Tensor | None = None) -> tuple[np.ndarray, Tensor]:
-        """(|z| - 1) |w| / |(zI - A) w| and the w that power iteration reaches, shapes (point,) and (mode, point)."""
+        """Compute (|z| - 1) |w| / |(zI - A) w|, shape (point,), and w by power iteration, shape (mode, point)."""
         points = torch.from_numpy(z).to(self.A.device)
         inverse = (1 / (points - self.eigenvalue)).to(self.right.dtype)
         w = (self.first.expand(-1, len(z)) if start is None else start).to(self.right.dtype)

@@ -19,15 +19,15 @@ STATISTICS = ("mean", "max", "min", "std")
 
 @dataclass(frozen=True)
 class Thresholds:
-    """The bounds between kinds of modes (RKSP Eq. 12 and the related masses; all of unit 1).
+    """Thresholds that separate the kinds of modes (RKSP Eq. 12 and the related masses; all of unit 1).
 
     Attributes:
-        near_unit_lower: Smallest modulus called near-unit, inclusive.
-        near_unit_upper: Largest modulus called near-unit, inclusive; beyond it modes are expansive.
+        near_unit_lower: Smallest modulus of a near-unit mode, inclusive.
+        near_unit_upper: Largest modulus of a near-unit mode, inclusive; modes above it are expansive.
         contractive_upper: Modes of a smaller modulus are contractive, exclusive.
         reliable_residual: Largest residual of a reliable mode, inclusive.
-        informative_update: Smallest update norm at which a spectrum says anything, exclusive. Ours, not the
-            paper's: an identity initialization has every eigenvalue at 1 and no risk.
+        informative_update: A spectrum is informative if its update norm exceeds this value. Not in the paper: with an
+            identity initialization all eigenvalues are 1, which implies no risk.
 
     Example:
         >>> import workbench as wb
@@ -35,6 +35,10 @@ class Thresholds:
         >>> masses = wb.koopman.mass_fractions([0.5, 0.93, 1.0, 1.2], thresholds)
         >>> float(masses["near_unit_mass"])
         0.25
+
+    See Also:
+        `workbench.remeasure`: Applies other thresholds to existing spectra.
+        `workbench.koopman.mass_fractions`: Computes the fractions.
     """
 
     near_unit_lower: float = 0.90
@@ -47,48 +51,68 @@ class Thresholds:
         for field in fields(self):
             value = getattr(self, field.name)
             if not np.isfinite(value) or value < 0:
-                raise OptionError(f"Threshold {field.name} is {value}, expected a finite number of at least 0.")
+                raise OptionError.of(field.name, value, "a finite number of at least 0")
         if not self.near_unit_lower < self.near_unit_upper:
-            raise OptionError(
-                f"near_unit_lower ({self.near_unit_lower:g}) must lie below near_unit_upper "
-                f"({self.near_unit_upper:g}); move one of them."
+            raise OptionError.of(
+                "near_unit_lower", self.near_unit_lower, f"less than near_unit_upper ({self.near_unit_upper:g})"
             )
         if self.contractive_upper > self.near_unit_lower:
-            raise OptionError(
-                f"contractive_upper ({self.contractive_upper:g}) must not exceed near_unit_lower "
-                f"({self.near_unit_lower:g}), or a mode would be of both kinds; move one of them."
+            raise OptionError.of(
+                "contractive_upper",
+                self.contractive_upper,
+                f"at most near_unit_lower ({self.near_unit_lower:g}), so that no mode is of both kinds",
             )
 
     @classmethod
     def of(cls, spectra: xr.Dataset) -> Thresholds:
-        """The thresholds that a spectra dataset was made with."""
+        """Return the thresholds with which a spectra dataset was computed.
+
+        Args:
+            spectra: A spectra dataset.
+
+        Example:
+            >>> import workbench as wb
+            >>> run = wb.open_run(wb.samples.failed_run("architecture"))
+            >>> thresholds = wb.Thresholds.of(run["spectra"].to_dataset())
+            >>> thresholds.near_unit_lower, thresholds.near_unit_upper
+            (0.9, 1.05)
+        """
         return cls(**{field.name: float(spectra.attrs[field.name]) for field in fields(cls)})
 
     def as_attrs(self) -> dict[str, float]:
-        """The thresholds as attributes of a dataset."""
+        """Return the thresholds as attributes of a dataset.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.Thresholds().as_attrs()["reliable_residual"]
+            0.1
+        """
         return {field.name: float(getattr(self, field.name)) for field in fields(self)}
 
 
 def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) -> dict[str, np.ndarray]:
-    """Fractions of near-unit, expansive, contractive and intermediate modes (RKSP Eq. 12 and the masses beside it).
+    """Compute the fractions of near-unit, expansive, contractive and intermediate modes (RKSP Eq. 12).
 
-    With lower and upper the near-unit bounds and c the contractive one, they are the shares of the modes with
-    lower <= |lambda| <= upper (near-unit), |lambda| > upper (expansive), |lambda| < c (contractive), and of all others
-    (intermediate).
+    With near-unit bounds lower and upper and contractive bound c, a mode is near-unit if lower <= |lambda| <= upper,
+    expansive if |lambda| > upper, contractive if |lambda| < c, and otherwise intermediate.
 
     Args:
         modulus: |lambda|, shape (..., mode), unit 1; NaN marks modes that do not exist or were filtered out.
         thresholds: Bounds of the masses; the paper's by default.
 
     Returns:
-        One array of shape (...) for each name in ``MASSES``, in [0, 1] and adding up to 1; NaN where no mode is left.
+        An array of shape (...) for each mass, in [0, 1]; the masses sum to 1. NaN where there are no modes.
 
     Example:
         >>> import numpy as np
         >>> import workbench as wb
         >>> masses = wb.koopman.mass_fractions(np.array([0.5, 0.85, 1.0, 1.2]))
-        >>> {name: float(share) for name, share in masses.items()}
+        >>> {name: float(fraction) for name, fraction in masses.items()}
         {'near_unit_mass': 0.25, 'expansive_mass': 0.25, 'contractive_mass': 0.25, 'intermediate_mass': 0.25}
+
+    See Also:
+        `workbench.Thresholds`: Holds the bounds.
+        `workbench.koopman.near_unit_mass`: Computes the near-unit mass alone.
     """
     thresholds = thresholds or Thresholds()
     modulus = np.asarray(modulus, dtype=float)
@@ -105,7 +129,9 @@ def mass_fractions(modulus: np.ndarray, thresholds: Thresholds | None = None) ->
 
 
 def near_unit_mass(modulus: np.ndarray, *, lower: float = 0.90, upper: float = 1.05) -> float:
-    """Fraction of eigenvalues close to the unit circle, M = #{j: lower <= |lambda_j| <= upper} / #{j} (RKSP Eq. 12).
+    """Compute the fraction of eigenvalues close to the unit circle (RKSP Eq. 12).
+
+    M = #{j: lower <= |lambda_j| <= upper} / #{j}.
 
     Args:
         modulus: |lambda|, shape (mode,), unit 1; NaN marks unused modes.
@@ -113,7 +139,7 @@ def near_unit_mass(modulus: np.ndarray, *, lower: float = 0.90, upper: float = 1
         upper: Inclusive upper bound; the paper's 1 + eps_u.
 
     Returns:
-        Fraction in [0, 1]; NaN if no mode is used.
+        Fraction in [0, 1]; NaN if there are no modes.
 
     Raises:
         OptionError: If ``lower`` is not below ``upper``.
@@ -123,6 +149,9 @@ def near_unit_mass(modulus: np.ndarray, *, lower: float = 0.90, upper: float = 1
         >>> import workbench as wb
         >>> wb.koopman.near_unit_mass(np.array([0.5, 0.95, 1.0, 1.2]))
         0.5
+
+    See Also:
+        `workbench.koopman.mass_fractions`: Computes all masses.
     """
     thresholds = Thresholds(near_unit_lower=lower, near_unit_upper=upper, contractive_upper=min(0.8, lower))
     return float(mass_fractions(modulus, thresholds)["near_unit_mass"])
@@ -138,15 +167,15 @@ def remeasure(
     informative_update: float | None = None,
     reliable_only: bool = False,
 ) -> xr.Dataset:
-    """Apply other thresholds to spectra that are already there.
+    """Apply other thresholds to existing spectra.
 
     Args:
         spectra: A spectra dataset, dims ``layer`` and ``mode`` (others may come first).
-        near_unit_lower: Bound as in `Thresholds`; None keeps the value the spectra carry. Likewise the next four.
-        near_unit_upper: Bound, likewise.
-        contractive_upper: Bound, likewise.
-        reliable_residual: Bound, likewise.
-        informative_update: Bound, likewise.
+        near_unit_lower: As in `Thresholds`; None keeps the value of the spectra.
+        near_unit_upper: As in `Thresholds`; None keeps the value of the spectra.
+        contractive_upper: As in `Thresholds`; None keeps the value of the spectra.
+        reliable_residual: As in `Thresholds`; None keeps the value of the spectra.
+        informative_update: As in `Thresholds`; None keeps the value of the spectra.
         reliable_only: Count only the reliable modes in the masses.
 
     Returns:
@@ -154,7 +183,7 @@ def remeasure(
 
     Raises:
         OptionError: If the thresholds contradict each other.
-        SchemaError: If it is no spectra dataset.
+        SchemaError: If ``spectra`` is not a spectra dataset.
 
     Example:
         >>> import numpy as np
@@ -163,6 +192,10 @@ def remeasure(
         >>> spectra = wb.koopman.whitened_dmd(states, 0.85 * states)
         >>> spectra["near_unit_mass"].item(), wb.remeasure(spectra, near_unit_lower=0.8)["near_unit_mass"].item()
         (0.0, 1.0)
+
+    See Also:
+        `workbench.Thresholds`: Describes the thresholds.
+        `workbench.summarize`: Summarizes the measures over layers.
     """
     _check_spectra(spectra)
     given = {
@@ -191,26 +224,31 @@ def remeasure(
 
 
 def summarize(spectra: xr.Dataset) -> xr.Dataset:
-    """Mean, maximum, minimum and standard deviation over layers of every per-layer measure (RKSP).
+    """Compute mean, maximum, minimum and standard deviation over layers of every per-layer measure (RKSP).
 
     Args:
         spectra: A spectra dataset.
 
     Returns:
-        Dataset with dim ``statistic`` (mean, max, min, std) in place of ``layer``; one variable for each measure of
+        Dataset with dim ``statistic`` (mean, max, min, std) in place of ``layer``; one variable for each measure with
         dims (layer,), booleans as fractions. The risk score of the paper is ``near_unit_mass`` at ``mean``.
-        Layers whose measure is NaN are left out; an infinite one makes mean and max infinite and std NaN.
+        Layers whose measure is NaN are omitted; an infinite measure makes mean and max infinite and std NaN.
 
     Raises:
-        SchemaError: If it is no spectra dataset.
+        SchemaError: If ``spectra`` is not a spectra dataset.
 
     Example:
         >>> import workbench as wb
-        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-        >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
-        >>> score = wb.summarize(spectra)["near_unit_mass"].sel(statistic="mean")
-        >>> 0 <= score.item() <= 1
+        >>> run = wb.open_run(wb.samples.failed_run("architecture"))
+        >>> summary = wb.summarize(run["spectra"].to_dataset().isel(step=0))
+        >>> summary["statistic"].values.tolist()
+        ['mean', 'max', 'min', 'std']
+        >>> 0 <= summary["near_unit_mass"].sel(statistic="mean").item() <= 1
         True
+
+    See Also:
+        `workbench.depth_thirds`: Computes means over thirds of the layers.
+        `workbench.profile`: Computes the spectra of a model.
     """
     import xarray as xr
 
@@ -228,52 +266,64 @@ def summarize(spectra: xr.Dataset) -> xr.Dataset:
 
 
 def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
-    """Mean of every per-layer measure over the early, middle and late third of the layers (RKSP, depth tables).
+    """Compute the mean of every per-layer measure over the early, middle and late third of the layers (RKSP).
 
     Args:
         spectra: A spectra dataset of at least three layers.
 
     Returns:
-        Dataset with dim ``third`` (early, middle, late) in place of ``layer``; where the number of layers is no
-        multiple of three the first thirds get one more.
+        Dataset with dim ``third`` (early, middle, late) in place of ``layer``; where the number of layers is not a
+        multiple of three, the first thirds have one layer more.
 
     Raises:
         OptionError: If there are fewer than three layers.
-        SchemaError: If it is no spectra dataset.
+        SchemaError: If ``spectra`` is not a spectra dataset.
 
     Example:
         >>> import workbench as wb
-        >>> model = wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2)
-        >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
-        >>> wb.depth_thirds(spectra)["third"].values.tolist()
+        >>> run = wb.open_run(wb.samples.failed_run("architecture"))
+        >>> wb.depth_thirds(run["spectra"].to_dataset())["third"].values.tolist()
         ['early', 'middle', 'late']
+
+    See Also:
+        `workbench.summarize`: Computes statistics over all layers.
     """
     import xarray as xr
 
     _check_spectra(spectra)
     n_layers = spectra.sizes["layer"]
     if n_layers < len(THIRDS):
-        raise OptionError(f"There are {n_layers} layers, expected at least 3 to speak of thirds.")
+        raise OptionError(
+            f"spectra must have at least {len(THIRDS)} layers to be divided into thirds, got {n_layers}.",
+            name="spectra",
+            value=n_layers,
+            expected="at least 3 layers",
+        )
     parts = np.array_split(np.arange(n_layers), len(THIRDS))
     means = [_per_layer(spectra).isel(layer=part).mean("layer", keep_attrs=True) for part in parts]
     return xr.concat(means, dim="third", combine_attrs="override").assign_coords(third=list(THIRDS))
 
 
 def _check_spectra(spectra: Any) -> None:
-    """Refuse what is not a dataset with layers, such as the whole run that holds one.
+    """Raise if the argument is not a dataset with layers, for example an entire run.
 
     Raises:
-        SchemaError: That names what to pass.
+        SchemaError: Names what to pass.
     """
     import xarray as xr
 
+    expected = "a dataset of wb.profile()"
     if isinstance(spectra, xr.DataTree):
-        part = 'run["spectra"].to_dataset()'
-        raise SchemaError(f"The spectra are a DataTree, expected a dataset; pass its part, such as {part}.")
+        raise SchemaError.of("spectra", "DataTree", expected, remedy='pass run["spectra"].to_dataset()')
     if not isinstance(spectra, xr.Dataset):
-        raise SchemaError(f"The spectra are of type {type(spectra).__name__}, expected a dataset of wb.profile().")
+        raise SchemaError.of("spectra", spectra, expected)
     if "layer" not in spectra.dims:
-        raise SchemaError("The dataset has no dimension 'layer', expected spectra; pass a dataset of wb.profile().")
+        raise SchemaError(
+            f"The dataset has no dimension 'layer'; pass {expected}.",
+            name="layer",
+            value=tuple(map(str, spectra.dims)),
+            expected="a dimension of the dataset",
+        )
 
 
 def _per_layer(spectra: xr.Dataset) -> xr.Dataset:

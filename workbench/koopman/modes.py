@@ -1,4 +1,4 @@
-"""Eigenvalues of the whitened operator, their residuals and condition (RKSP, arXiv:2602.22988)."""
+"""Eigenvalues of the whitened operator, their residuals and their condition (RKSP, arXiv:2602.22988)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
     from workbench.koopman.dmd import WhitenedOperator
 
-#: Below this width LAPACK on the host is faster than cuSOLVER's general eigensolver, by reports on other machines.
+#: Below this width LAPACK on the host is reported to be faster than cuSOLVER's general eigensolver.
 CUDA_EIG_MIN_WIDTH = 2048
-#: Beyond this condition the inverse of V no longer gives left eigenvectors to eight digits; LAPACK computes them then.
+#: Above this condition the inverse of V does not give left eigenvectors to eight digits, so LAPACK computes them.
 _INVERTIBLE = 1e7
-#: Below this width a full singular value decomposition is as quick as Lanczos.
+#: Below this width a full singular value decomposition is as fast as Lanczos iteration.
 _SMALL = 64
 
 
 @dataclass(frozen=True)
 class OperatorModes:
-    """Eigenvalues of one operator with what their eigenvectors say, sorted by falling modulus.
+    """Eigenvalues and eigenvectors of one operator in order of decreasing modulus.
 
     Attributes:
         eigenvalue: Shape (m,), complex128.
@@ -44,10 +44,10 @@ class OperatorModes:
 
 
 def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
-    """Eigenvalues, residuals and eigenvector condition (RKSP: r_j and kappa(V) = |V| |V^-1|).
+    """Compute eigenvalues, residuals and eigenvector condition (RKSP: r_j and kappa(V) = |V| |V^-1|).
 
     The residual r_j = |u_j*(Yw - lambda_j Xw)| / |u_j* Xw| needs no snapshots: u_j* A = lambda_j u_j*, so the
-    numerator is u_j* times what the fit leaves over, whose second moment the operator carries.
+    numerator is |u_j* R| with R = Yw - A Xw, whose second moment follows from those that the operator carries.
 
     Args:
         operator: Operator from `whitened_operator`.
@@ -66,20 +66,33 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
         >>> modes = wb.koopman.eigenmodes(wb.koopman.whitened_operator(moments))
         >>> abs(modes.eigenvalue).round(3)
         array([1.2, 1. , 0.9, 0.5])
+
+    See Also:
+        `workbench.koopman.whitened_operator`: Computes the operator.
+        `workbench.koopman.layer_spectrum`: Computes all measures of a layer.
     """
     A = operator.matrix.detach()
     if not bool(torch.isfinite(A).all()):
-        # LAPACK's driver may take the process down on such input.
-        raise SnapshotError("The whitened operator is not finite; the states are too badly scaled for float64.")
+        # LAPACK may crash the process on such input.
+        raise SnapshotError(
+            "The whitened operator is not finite; scale the states, whose variances differ too much for float64.",
+            name="operator",
+            expected="finite",
+        )
     if A.is_cuda and len(A) < CUDA_EIG_MIN_WIDTH:
         A = A.cpu()
     try:
         eigenvalue, right = torch.linalg.eig(A)
-        if not _ConjugatePairs(eigenvalue).is_exact:  # LAPACK gives exact pairs; other solvers need not
+        if not _ConjugatePairs(eigenvalue).is_exact:  # LAPACK returns exact pairs; other solvers may not
             A = A.cpu()
             eigenvalue, right = torch.linalg.eig(A)
     except torch.linalg.LinAlgError as error:
-        raise SnapshotError("LAPACK found no eigenvalues of the whitened operator; pass more snapshots.") from error
+        raise SnapshotError(
+            "LAPACK did not converge to the eigenvalues of the whitened operator; pass more snapshots.",
+            name="operator",
+            value=str(error),
+            expected="a matrix whose eigenvalues LAPACK can compute",
+        ) from error
     give_back(A.nbytes)
     pairs = _ConjugatePairs(eigenvalue)
     packed = pairs.pack(right)
@@ -111,19 +124,19 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
 
 
 def _unexplained(operator: WhitenedOperator, A: Tensor) -> Tensor:
-    """Second moment of what the fit leaves over of the update."""
+    """Compute the second moment of the part of the update that the linear fit does not explain."""
     change = A - torch.eye(len(A), dtype=A.dtype, device=A.device)
     explained = (change * operator.gram.detach().to(A.device)) @ change.T
     return torch.sub(operator.update_gram.detach().to(A.device), explained, out=explained)
 
 
 def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> float:
-    """Decimal digits of the eigenvalues, relative to the spectral radius, that survive float64 moments.
+    """Estimate the significant decimal digits of the eigenvalues, relative to the spectral radius.
 
-    Second moments square the states' condition, so rounding of about 2e-16 in the moments becomes about
-    2e-16 cond(C_xx) in the whitened operator; the eigenvalues themselves lose what their eigenvectors' condition says.
-    The sum, with one digit of margin, is below the digits that agree with a fit on the snapshots themselves in every
-    case tried (tests/koopman/test_dmd.py).
+    Second moments square the condition number of the states, so a rounding error of about 2e-16 in the moments becomes
+    about 2e-16 cond(C_xx) in the whitened operator. The condition of the eigenvectors adds to it in the eigenvalues.
+    With one digit of margin, the estimate was below the number of digits that agree with a fit on the snapshots in
+    every tested case (tests/koopman/test_dmd.py).
 
     Returns:
         Between 0 and 15.
@@ -133,15 +146,16 @@ def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> floa
 
 
 class _ConjugatePairs:
-    """Complex eigenvectors of a real matrix, packed as real ones with the same singular values.
+    """Complex eigenvectors of a real matrix, packed as real vectors with the same singular values.
 
-    Replacing (v, conj v) by sqrt(2) (Re v, Im v) multiplies V by a unitary matrix: the condition stays and all work is
-    real. LAPACK lists pairs side by side, the one with positive imaginary part first; nothing here depends on it.
+    Replacing (v, conj v) by sqrt(2) (Re v, Im v) multiplies V by a unitary matrix, which keeps its condition number, so
+    that all computations are real. The order of the pairs does not matter.
 
     Attributes:
         first: Indices of the eigenvalues with positive imaginary part.
-        second: Index of the conjugate of each; of equal ones any will do, as its eigenvector is not used.
-        is_exact: Whether each has one, to the bit.
+        second: Index of the conjugate of each. Among equal conjugates the choice is arbitrary, as their eigenvectors
+            are not used.
+        is_exact: Whether each has a bitwise identical conjugate.
     """
 
     def __init__(self, eigenvalue: Tensor) -> None:
@@ -167,11 +181,11 @@ class _ConjugatePairs:
         return unpacked
 
     def quadratic_form(self, rows: Tensor, matrix: Tensor) -> Tensor:
-        """u_j* M u_j for every row, symmetric M."""
+        """Compute u_j* M u_j for every row, with symmetric M."""
         return self.mean((rows @ matrix).mul_(rows).sum(1))
 
     def mean(self, values: Tensor) -> Tensor:
-        """The values of rows with those of each pair replaced by their mean, as |u|^2 = (|Re|^2 + |Im|^2) / 2."""
+        """Replace the values of each pair of rows by their mean, as |u|^2 = (|Re|^2 + |Im|^2) / 2."""
         values = values.clone()
         mean = (values[self.first] + values[self.second]) / 2
         values[self.first] = mean
@@ -180,10 +194,10 @@ class _ConjugatePairs:
 
 
 def _condition(matrix: Tensor, inverse: Tensor) -> float:
-    """|matrix| |inverse| in the spectral norm.
+    """Compute |matrix| |inverse| in the spectral norm.
 
-    A full singular value decomposition costs four times as much as the two largest singular values, which Lanczos
-    finds to machine precision; it is taken where SciPy is not installed.
+    Lanczos iteration computes the two largest singular values to machine precision at a quarter of the compute cost of
+    a full singular value decomposition, which is used where SciPy is not installed.
     """
     if len(matrix) < _SMALL or not bool(torch.isfinite(inverse).all()):
         singular = torch.linalg.svdvals(matrix)
@@ -201,7 +215,7 @@ def _condition(matrix: Tensor, inverse: Tensor) -> float:
 
 
 def _both_eigenvectors(A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eigenvalues, right and left eigenvectors straight from LAPACK, for operators close to defective."""
+    """Compute eigenvalues, right and left eigenvectors with LAPACK, for operators that are nearly defective."""
     import scipy.linalg
 
     def as_tensor(found: np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""The snapshot moments: all that the spectra need to know about N snapshots, in memory that does not grow with N."""
+"""Snapshot moments, from which all spectra follow, in memory that does not grow with the number of snapshots."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from workbench.errors import SnapshotError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Rows converted to float64 at a time, so that a long batch costs no second copy of itself.
+#: Number of rows that are converted to float64 at a time, so that a long batch is never copied completely.
 CHUNK = 4096
 
 
 def device_for_float64(device: torch.device | str) -> torch.device:
-    """The device itself if it has float64, as CPUs and CUDA do; else the host."""
+    """Return the device if it supports float64, as CPUs and CUDA devices do; else the host."""
     device = torch.device(device)
     return device if device.type in ("cpu", "cuda", "meta") else torch.device("cpu")
 
 
 def check_snapshots(x: Tensor, y: Tensor, n_features: int, name: str) -> None:
-    """Refuse snapshots of a wrong shape or kind.
+    """Raise if snapshots have the wrong shape or kind.
 
     Args:
         x: States entering.
@@ -31,36 +31,52 @@ def check_snapshots(x: Tensor, y: Tensor, n_features: int, name: str) -> None:
         name: Name of the layer, for the message.
 
     Raises:
-        SnapshotError: If they are no two arrays (snapshot, feature) of floating-point numbers.
+        SnapshotError: If they are not two arrays (snapshot, feature) of real floating-point numbers.
     """
     if x.ndim != 2 or x.shape != y.shape or x.shape[1] != n_features:
         raise SnapshotError(
-            f"Snapshots of {name} have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected two arrays "
-            f"(snapshot, {n_features}); flatten batch and token into the first axis."
+            f"Snapshots of {name} have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected two arrays of shape "
+            f"(snapshot, {n_features}); flatten batch and token into the first axis.",
+            name=name,
+            value=(tuple(x.shape), tuple(y.shape)),
+            expected=f"two arrays of shape (snapshot, {n_features})",
         )
     if not (x.is_floating_point() and y.is_floating_point()):
-        raise SnapshotError(f"Snapshots of {name} are {x.dtype} and {y.dtype}, expected real floating point.")
+        raise SnapshotError(
+            f"Snapshots of {name} have the types {x.dtype} and {y.dtype}; convert them to real floating point.",
+            name=name,
+            value=(str(x.dtype), str(y.dtype)),
+            expected="real floating point",
+        )
     if x.is_meta or y.is_meta:
-        raise SnapshotError(f"Snapshots of {name} are on the meta device and hold no values; load weights first.")
+        raise SnapshotError(
+            f"Snapshots of {name} are on the meta device, which holds no values; load the parameters first.",
+            name=name,
+            value="meta",
+            expected="on a device that holds values",
+        )
 
 
 def not_finite(name: str) -> SnapshotError:
-    """An error that says that a layer holds NaN or infinite values."""
+    """Create the error for a layer that holds NaN or infinite values."""
     return SnapshotError(
         f"The residual stream holds NaN or infinite values in {name}; profile an earlier checkpoint or "
-        "load the weights in float32."
+        "load the parameters in float32.",
+        name=name,
+        expected="finite",
     )
 
 
 class SnapshotMoments:
-    """Running means and centred second moments of snapshot pairs (x, y), in float64.
+    """Running means and centered second moments of snapshot pairs (x, y), in float64.
 
-    The pair is stored as the state x and its update d = y - x: where a block changes its input little, y'y - x'x
-    loses every digit that d'd keeps. The moments of y follow from them (``c_yx``, ``c_yy``).
+    A pair is stored as the state x and its update d = y - x. Where a block changes its input little, y'y - x'x loses
+    the digits that d'd keeps. The moments of y follow from them (``c_yx``, ``c_yy``).
 
-    On a device without float64, such as Apple's, they are kept on the host, to which the snapshots are moved.
+    If the device does not support float64 (Apple's, for example), the snapshots are moved to the host, where the
+    moments are kept.
 
-    Moments add up over batches, devices and ranks (Chan, Golub & LeVeque 1983), so memory is O(feature^2).
+    Moments are added over batches, devices and ranks (Chan, Golub & LeVeque 1983), so memory is O(feature^2).
 
     Attributes:
         n_features: Width of the state.
@@ -77,6 +93,10 @@ class SnapshotMoments:
         >>> moments = wb.koopman.SnapshotMoments(4).update(x[:32], 0.9 * x[:32])
         >>> moments.update(x[32:], 0.9 * x[32:]).n_snapshots
         64
+
+    See Also:
+        `workbench.koopman.layer_spectrum`: Computes the spectrum from the moments.
+        `workbench.koopman.SnapshotSketch`: Needs less memory for wide layers.
     """
 
     def __init__(self, n_features: int, *, device: torch.device | str = "cpu", name: str = "the layer") -> None:
@@ -92,8 +112,18 @@ class SnapshotMoments:
         self._sum_dd = torch.zeros(n_features, n_features, **options)
 
     @classmethod
-    def of_nothing_finite(cls, n_features: int, *, device: torch.device | str = "cpu") -> SnapshotMoments:
-        """Stands for snapshots that are not finite, where ranks must add up theirs all the same."""
+    def filled_with_nan(cls, n_features: int, *, device: torch.device | str = "cpu") -> SnapshotMoments:
+        """Create moments that are NaN, for a rank whose snapshots cannot be used but which must join `all_reduce`.
+
+        Args:
+            n_features: Width of the state.
+            device: Device of the moments.
+
+        Example:
+            >>> import workbench as wb
+            >>> bool(wb.koopman.SnapshotMoments.filled_with_nan(4).is_finite)
+            False
+        """
         moments = cls(n_features, device=device)
         for sums in (moments.mean_x, moments.mean_d, moments._sum_xx, moments._sum_dx, moments._sum_dd):
             sums.fill_(float("nan"))
@@ -102,35 +132,42 @@ class SnapshotMoments:
 
     @property
     def n_bytes(self) -> int:
-        """Memory that the moments take."""
+        """Memory of the moments, in bytes."""
         return 3 * self._sum_xx.nbytes
 
     @property
     def is_finite(self) -> Tensor:
-        """Whether all values seen are finite: a boolean on the device, which the caller reads when it suits.
+        """Whether all values so far are finite, as a boolean tensor on the device.
 
-        A sum is finite only if every term is, so the means tell for d values instead of n d.
+        A sum is finite only if every term is, so it suffices to check the means.
         """
         return torch.isfinite(self.mean_x).all() & torch.isfinite(self.mean_d).all()
 
-    def update(self, x: Tensor, y: Tensor, *, refuses: bool = True) -> SnapshotMoments:
+    def update(self, x: Tensor, y: Tensor, *, check_finite: bool = True) -> SnapshotMoments:
         """Add snapshots.
 
         Args:
             x: States entering, shape (snapshot, feature), any floating dtype.
             y: States leaving, same shape; row i belongs to row i of ``x``.
-            refuses: Whether values that are not finite are refused now, for which the host waits for the device; else
-                they are added, and `is_finite` tells.
+            check_finite: Raise if a value is not finite, for which the host waits for the device. If False, such values
+                are added, and `is_finite` becomes False.
 
         Returns:
             Itself.
 
         Raises:
             SnapshotError: If the shapes disagree or a value is NaN or infinite; nothing is added then.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> x = torch.arange(8.0).reshape(4, 2)
+            >>> wb.koopman.SnapshotMoments(2).update(x, x + 1).mean_d
+            tensor([1., 1.], dtype=torch.float64)
         """
         check_snapshots(x, y, self.n_features, self.name)
         parts = [_Part.of(x[i : i + CHUNK], y[i : i + CHUNK], self.mean_x.device) for i in range(0, len(x), CHUNK)]
-        if refuses and not all(
+        if check_finite and not all(
             bool(torch.isfinite(part.mean_x).all() & torch.isfinite(part.mean_d).all()) for part in parts
         ):
             raise not_finite(self.name)
@@ -140,21 +177,33 @@ class SnapshotMoments:
         return self
 
     def merge(self, other: SnapshotMoments) -> SnapshotMoments:
-        """Add the snapshots that another object of the same layer has seen.
+        """Add the snapshots of another object, such as that of another device for the same layer.
 
         Args:
-            other: Moments of the same width; left as it is.
+            other: Moments of the same width; it is not changed.
 
         Returns:
             Itself.
 
         Raises:
             SnapshotError: If the widths differ.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+            >>> first = wb.koopman.SnapshotMoments(4).update(x[:32], 0.9 * x[:32])
+            >>> second = wb.koopman.SnapshotMoments(4).update(x[32:], 0.9 * x[32:])
+            >>> first.merge(second).n_snapshots
+            64
         """
         if other.n_features != self.n_features:
             raise SnapshotError(
                 f"Moments of width {other.n_features} cannot be merged into moments of width {self.n_features}; "
-                "merge moments of the same layer."
+                "merge moments of the same layer.",
+                name="other",
+                value=other.n_features,
+                expected=f"moments of width {self.n_features}",
             )
         self.resolution = max(self.resolution, other.resolution)
         device = self.mean_x.device
@@ -163,16 +212,25 @@ class SnapshotMoments:
         return self
 
     def all_reduce(self, group: Any = None) -> SnapshotMoments:
-        """Add up the snapshots of all ranks; every rank ends with the same moments.
+        """Sum the moments over all ranks, after which all ranks hold the same moments.
 
-        A gradient flows into the snapshots of the own rank alone: that of a function of the sum is the sum of what the
-        ranks get. (The mean of all carries none: the centred sums do not change with it, to first order.)
+        Gradients flow only into the snapshots of this rank; the gradient of a function of the sum is the sum of those
+        of the ranks. The common mean carries no gradient, because the centered sums do not depend on it to first order.
 
         Args:
-            group: Process group of ``torch.distributed``; None: the default one.
+            group: Process group of ``torch.distributed``; None is the default group.
 
         Returns:
             Itself.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            >>> x = torch.arange(8.0).reshape(4, 2)
+            >>> wb.koopman.SnapshotMoments(2).update(x, x + 1).all_reduce().n_snapshots
+            4
+            >>> torch.distributed.destroy_process_group()
         """
         from torch.distributed import all_reduce
 
@@ -181,7 +239,7 @@ class SnapshotMoments:
         all_reduce(message, group=group)
         total = int(message[0])
         mean_x, mean_d = (message[1:] / max(total, 1)).split(self.n_features)
-        self._centre_on(mean_x, mean_d)
+        self._center_on(mean_x, mean_d)
         sums = torch.cat([self._sum_xx, self._sum_dx, self._sum_dd])
         reduced = sums.detach().clone()
         all_reduce(reduced, group=group)
@@ -190,8 +248,8 @@ class SnapshotMoments:
         self._sum_xx, self._sum_dx, self._sum_dd = reduced.split(self.n_features)
         return self
 
-    def _centre_on(self, mean_x: Tensor, mean_d: Tensor) -> None:
-        """Centre the sums on other means than the own ones."""
+    def _center_on(self, mean_x: Tensor, mean_d: Tensor) -> None:
+        """Center the sums on other means."""
         shift_x, shift_d = self.mean_x - mean_x, self.mean_d - mean_d
         self._sum_xx = self._sum_xx + self.n_snapshots * torch.outer(shift_x, shift_x)
         self._sum_dx = self._sum_dx + self.n_snapshots * torch.outer(shift_d, shift_x)
@@ -243,7 +301,7 @@ class SnapshotMoments:
 
 
 class _Part:
-    """Centred sums of one chunk."""
+    """Centered sums of one chunk."""
 
     def __init__(self, n: int, mean_x: Tensor, mean_d: Tensor, sum_xx: Tensor, sum_dx: Tensor, sum_dd: Tensor) -> None:
         self.n = n
@@ -252,7 +310,7 @@ class _Part:
 
     @classmethod
     def of(cls, x: Tensor, y: Tensor, device: torch.device) -> _Part:
-        # Moved before they are widened, which the device that they come from may not be able to do.
+        # Moved before the conversion, because the device of the snapshots may not support float64.
         x = x.to(device).to(torch.float64)
         d = y.to(device).to(torch.float64) - x
         mean_x, mean_d = x.mean(0), d.mean(0)

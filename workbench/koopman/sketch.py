@@ -1,4 +1,4 @@
-"""Snapshots of one layer in memory that grows with its width, not with its square: kept whole, or as a sketch."""
+"""Snapshots of one layer, kept unchanged or as a sketch, in memory linear in its width."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 #: Random directions beyond the rank in the range finder, and its power iterations (Halko, Martinsson & Tropp 2011).
 _EXTRA, _N_ITERATIONS = 10, 4
-#: Directions that a sketch keeps, as a multiple of the rank that is asked.
+#: Directions that a sketch keeps, as a multiple of the requested rank.
 OVERSAMPLING = 4
 
 
 @dataclass(frozen=True)
 class PrincipalMoments:
-    """Second moments of states x and updates d = y - x in the principal directions of x, by rising variance.
+    """Second moments of states x and updates d = y - x in the principal directions of x, variances increasing.
 
     Attributes:
         variance: Variances of x along the directions, shape (m,).
         c_dx: Cross-covariance of update and state in the directions, shape (m of d, m of x).
         c_dd: Covariance of the update in the directions, shape (m, m).
-        update_outside: Variance of the update outside the directions.
+        update_outside: Variance of the update in the remaining directions.
         explained_outside: Part of it that a linear map of the states explains, in units of the variances.
-        n_outside: Number of directions outside.
+        n_outside: Number of remaining directions.
     """
 
     variance: Tensor
@@ -44,19 +44,20 @@ class PrincipalMoments:
 class SnapshotSketch:
     """Snapshot pairs (x, y) of one layer, for a wide stream with few snapshots or a small rank.
 
-    Up to ``n_features`` snapshots are kept as they come, and the spectra from them are those of the exact moments.
-    Beyond that, with a rank, they are replaced by their moments in the leading ``4 rank`` directions of x, which follow
-    the snapshots as more arrive (incremental principal component analysis: Ross, Lim, Lin & Yang 2008); the total
-    variance stays exact. The leading eigenvalues are then near those of the exact moments: of random snapshots whose
-    variances fall as j^-0.5, j^-1, j^-1.5 and j^-2, within .06, .04, .015 and .01 (``tests/koopman/test_sketch.py``).
+    Up to ``n_features`` snapshots are kept unchanged, and their spectra are those of the exact moments. Further
+    snapshots need a rank: all are then replaced by their moments in the leading ``4 rank`` directions of x, which are
+    updated as more snapshots arrive (incremental principal component analysis: Ross, Lim, Lin & Yang 2008); the total
+    variance stays exact. The leading eigenvalues are then close to those of the exact moments: for random snapshots
+    whose variances decay as j^-0.5, j^-1, j^-1.5 and j^-2, within 0.06, 0.04, 0.015 and 0.01
+    (``tests/koopman/test_sketch.py``).
 
-    Memory is O(feature * (snapshot, at most feature)) in the dtype of the snapshots, then O(feature * rank).
+    Memory is O(feature * min(snapshot, feature)) in the dtype of the snapshots, then O(feature * rank).
 
     Args:
         n_features: Width of the state.
-        rank: Number of leading directions wanted; None: all, of at most ``n_features`` snapshots.
-        seed: Seed of the random range finder.
-        device: Device on which the snapshots are kept: the host where the one asked for has no float64.
+        rank: Number of leading directions; None uses all and accepts at most ``n_features`` snapshots.
+        seed: Seed of the randomized range finder.
+        device: Device on which the snapshots are kept; the host if it does not support float64.
         name: Name of the layer of the snapshots, for error messages.
 
     Attributes:
@@ -74,6 +75,10 @@ class SnapshotSketch:
         >>> spectrum = wb.koopman.layer_spectrum(sketch, wb.DmdOptions(rank=4))
         >>> round(spectrum.values["spectral_radius"], 3), spectrum.values["rank"]
         (0.5, 4)
+
+    See Also:
+        `workbench.koopman.layer_spectrum`: Computes the spectrum of a sketch.
+        `workbench.koopman.SnapshotMoments`: Keeps the exact moments.
     """
 
     def __init__(
@@ -96,17 +101,18 @@ class SnapshotSketch:
 
     @property
     def is_finite(self) -> Tensor:
-        """Whether all values seen are finite, as `SnapshotMoments.is_finite`."""
+        """Whether all values so far are finite, as in `SnapshotMoments.is_finite`."""
         return torch.stack(self._are_finite or [torch.tensor(True)]).all()
 
-    def update(self, x: Tensor, y: Tensor, *, refuses: bool = True) -> SnapshotSketch:
+    def update(self, x: Tensor, y: Tensor, *, check_finite: bool = True) -> SnapshotSketch:
         """Add snapshots.
 
         Args:
-            x: States entering, shape (snapshot, feature), any floating dtype; kept, so they must not be written to.
+            x: States entering, shape (snapshot, feature), any floating dtype; kept without a copy, so do not write to
+                them.
             y: States leaving, same shape; row i belongs to row i of ``x``.
-            refuses: Whether values that are not finite are refused now, for which the host waits for the device; else
-                `is_finite` tells.
+            check_finite: Raise if a value is not finite, for which the host waits for the device. If False, such values
+                are added, and `is_finite` becomes False.
 
         Returns:
             Itself.
@@ -114,16 +120,26 @@ class SnapshotSketch:
         Raises:
             SnapshotError: If the shapes disagree, a value is NaN or infinite, or there are more snapshots than features
                 and no rank; nothing is added then.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> x = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
+            >>> wb.koopman.SnapshotSketch(96).update(x, 0.5 * x).n_snapshots
+            8
         """
         check_snapshots(x, y, self.n_features, self.name)
         x, y = x.to(self.device), y.to(self.device)
         is_finite = torch.isfinite(x.sum(0, dtype=torch.float64) + y.sum(0, dtype=torch.float64)).all()
-        if refuses and not bool(is_finite):
+        if check_finite and not bool(is_finite):
             raise not_finite(self.name)
         if self._rank is None and self.n_snapshots + len(x) > self.n_features:
             raise SnapshotError(
-                f"{self.name[:1].upper()}{self.name[1:]} has more snapshots than features, {self.n_features}; pass a "
-                "rank, or use SnapshotMoments."
+                f"A sketch without a rank takes at most as many snapshots as features, {self.n_features} of "
+                f"{self.name}; pass a rank, or use SnapshotMoments.",
+                name="n_snapshots",
+                value=self.n_snapshots + len(x),
+                expected=f"at most {self.n_features} without a rank",
             )
         self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
         self._are_finite = [torch.stack([*self._are_finite, is_finite]).all()]
@@ -139,7 +155,7 @@ class SnapshotSketch:
 
     @property
     def n_bytes(self) -> int:
-        """Memory that the snapshots take."""
+        """Memory of the snapshots, in bytes."""
         return sum(x.nbytes + y.nbytes for x, y in self._kept)
 
     @property
@@ -147,17 +163,27 @@ class SnapshotSketch:
         return sum(len(x) for x, _ in self._kept)
 
     def principal_moments(self, rank: int | None, rank_tolerance: float) -> PrincipalMoments:
-        """The moments in the leading directions.
+        """Return the moments in the leading directions.
 
         Args:
-            rank: Number of directions; None: all in which the states vary.
-            rank_tolerance: Directions with less than this fraction of the largest variance do not count.
+            rank: Number of directions; None uses all in which the states vary.
+            rank_tolerance: Directions with less than this fraction of the largest variance are dropped.
 
         Raises:
-            SnapshotError: If more directions are asked than the sketch was made for.
+            SnapshotError: If the rank exceeds that of the sketch.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+            >>> sketch = wb.koopman.SnapshotSketch(96, rank=4).update(x, 0.5 * x)
+            >>> tuple(sketch.principal_moments(rank=4, rank_tolerance=1e-12).c_dx.shape)
+            (4, 4)
         """
         if self._rank is not None and (rank is None or rank > self._rank):
-            raise SnapshotError(f"The sketch of {self.name} was made for rank {self._rank}, not {rank or 'all'}.")
+            raise SnapshotError.of(
+                "rank", rank, f"at most {self._rank}, the rank of the sketch", remedy="create the sketch with this rank"
+            )
         found = self._gathered(n_directions=rank)
         n = self.n_snapshots - 1
         variance = found.sum_xx / n
@@ -167,18 +193,26 @@ class SnapshotSketch:
         c_dx, c_dd = (sums[is_used][:, is_used].div_(n) for sums in (found.sum_dx, found.sum_dd))
         outside = (found.totals.total_d / n - c_dd.diagonal().sum()).clamp(min=0)
         explained = torch.zeros_like(outside)
-        if rank is None:  # columns of C_dx over all features, less what lies in the directions
+        if rank is None:  # columns of C_dx over all features, less the part in the directions
             beyond = (found.full_dx[:, is_used] / n).square().sum(0) - c_dx.square().sum(0)
             explained = (beyond.clamp(min=0) / variance).sum()
         return PrincipalMoments(variance, c_dx, c_dd, outside, explained, self.n_features - len(variance))
 
     def total_variance(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Trace of the covariance of the states, that of the updates, and the squared mean of the states."""
-        totals, n = self._centred()[0], max(self.n_snapshots - 1, 1)
+        """Return the traces of the covariances of states and updates, and the squared norm of the mean state.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> x = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
+            >>> [float(each) for each in wb.koopman.SnapshotSketch(2).update(x, x).total_variance()]
+            [2.0, 0.0, 4.0]
+        """
+        totals, n = self._centered()[0], max(self.n_snapshots - 1, 1)
         return totals.total_x / n, totals.total_d / n, totals.mean_x.square().sum()
 
-    def _centred(self) -> tuple[_Totals, Tensor, Tensor]:
-        """Totals over all snapshots that came, and the states and updates kept, about their mean, a row each."""
+    def _centered(self) -> tuple[_Totals, Tensor, Tensor]:
+        """Return the totals over all snapshots, and the kept states and updates less their mean, one per row."""
         x = torch.cat([x for x, _ in self._kept]).double()
         d = torch.cat([y for _, y in self._kept]).double().sub_(x)
         n, mean_x, mean_d = len(x), x.mean(0), d.mean(0)
@@ -197,24 +231,24 @@ class SnapshotSketch:
         return _Totals(total, mean_x, mean_d, total_x, total_d), x, d
 
     def _gathered(self, n_directions: int | None = None) -> _Moments:
-        """All snapshots as moments in the leading directions.
+        """Reduce all snapshots to moments in the leading directions.
 
         Args:
-            n_directions: Number of directions that are enough if nothing more is to come; None: as many as the sketch
+            n_directions: Number of directions needed if no more snapshots follow; None is the number that the sketch
                 keeps.
         """
-        totals, x, d = self._centred()
+        totals, x, d = self._centered()
         before = self._moments
         if self._rank is None:
             basis = _row_space(x)
         elif before is None:
-            wanted = n_directions or OVERSAMPLING * self._rank
-            basis = _leading_rows(x, min(wanted, self.n_features), self._seed)
+            n_directions = n_directions or OVERSAMPLING * self._rank
+            basis = _leading_rows(x, min(n_directions, self.n_features), self._seed)
         else:
             scale = before.sum_xx.clamp(min=0).sqrt()
             rows = torch.cat([x, scale[:, None] * before.basis.T])
             basis = _leading_rows(rows, min(OVERSAMPLING * self._rank, self.n_features), self._seed)
-        # Each of these may take as much memory as all snapshots: what is not needed any more goes at once.
+        # Each of these may take as much memory as all snapshots, so they are deleted as soon as possible.
         in_x, in_d = x @ basis, d @ basis
         del x
         sum_dd, sum_dx, sum_xx = in_d.T @ in_d, in_d.T @ in_x, in_x.T @ in_x
@@ -231,13 +265,13 @@ class SnapshotSketch:
         sum_dd = rotation.T @ sum_dd @ rotation
         if self._rank is not None:
             return _Moments(totals, basis @ rotation, variance, sum_dx, sum_dd, basis[:0])
-        del basis  # that of all snapshots is never added to
+        del basis  # without a rank, snapshots are never merged into these moments
         return _Moments(totals, in_x[:0], variance, sum_dx, sum_dd, d.T @ (in_x @ rotation))
 
 
 @dataclass(frozen=True)
 class _Totals:
-    """Number, means and total squares of all snapshots that came."""
+    """Number, means and sums of squares of all snapshots so far."""
 
     n: int
     mean_x: Tensor
@@ -248,10 +282,10 @@ class _Totals:
 
 @dataclass(frozen=True)
 class _Moments:
-    """Centred sums over snapshots in the principal directions of x: the columns of ``basis``, by rising variance.
+    """Centered sums over snapshots in the principal directions of x, the columns of ``basis``, variances increasing.
 
-    Those of x are diagonal. ``full_dx`` has rows for all features and exists only where every snapshot is kept, and
-    ``basis`` only where not.
+    The sums of x are diagonal. ``full_dx`` has rows for all features and is empty unless all snapshots are kept;
+    ``basis`` is empty if they are.
     """
 
     totals: _Totals
@@ -263,18 +297,18 @@ class _Moments:
 
 
 def _row_space(rows: Tensor) -> Tensor:
-    """Orthonormal directions that span the rows, those of largest variance first, shape (feature, row)."""
+    """Compute orthonormal directions that span the rows, largest variance first, shape (feature, row)."""
     variance, left = torch.linalg.eigh(rows @ rows.T)
     give_back(rows.nbytes)
     left /= variance.clamp(min=torch.finfo(rows.dtype).tiny).sqrt()
     directions = left.T @ rows
     del left
-    # Directions of small variance come out of the Gram matrix inaccurate; QR makes them orthogonal to the large ones.
+    # The Gram matrix yields inaccurate directions of small variance; QR makes them orthogonal to the others.
     return torch.linalg.qr(directions.flip(0).T).Q
 
 
 def _leading_rows(rows: Tensor, n_directions: int, seed: int) -> Tensor:
-    """Randomized range finder with power iterations (Halko, Martinsson & Tropp 2011, Algorithm 4.4)."""
+    """Find the leading directions with power iterations (Halko, Martinsson & Tropp 2011, Algorithm 4.4)."""
     generator = torch.Generator().manual_seed(seed)
     width = min(n_directions + _EXTRA, rows.shape[1])
     start: Any = torch.randn(rows.shape[1], width, dtype=rows.dtype, generator=generator)

@@ -1,4 +1,4 @@
-"""Spectra as labelled data: moments of every layer -> one Dataset."""
+"""Spectra of the layers of a model as one dataset, computed from their moments."""
 
 from __future__ import annotations
 
@@ -29,11 +29,27 @@ if TYPE_CHECKING:
 
 
 class RankWarning(UserWarning):
-    """The states span fewer dimensions than the stream has."""
+    """Warning that the states span fewer directions than the width of the stream, or than the requested rank.
+
+    Example:
+        >>> import warnings
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> states = np.random.default_rng(0).normal(size=(8, 16))
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     spectra = wb.koopman.whitened_dmd(states, 0.9 * states)
+        >>> caught[0].category.__name__, spectra["rank"].item()
+        ('RankWarning', 7)
+
+    See Also:
+        `workbench.koopman.whitened_dmd`: Issues it.
+        `workbench.profile`: Issues it.
+    """
 
 
 class HasCounts(Protocol):
-    """What snapshots were seen of a layer: their number and width, and its name."""
+    """Number and width of the snapshots of a layer, and its name."""
 
     @property
     def n_snapshots(self) -> int:
@@ -50,12 +66,12 @@ class HasCounts(Protocol):
 
 @dataclass(frozen=True)
 class LayerSpectrum:
-    """Everything the spectra say about one layer; names and units as in ``schema.SPECTRA``.
+    """Eigenvalues, residuals and measures of one layer; names and units as in ``schema.SPECTRA``.
 
     Attributes:
         eigenvalue: As in `OperatorModes`.
         residual: As in `OperatorModes`.
-        values: The measures that are one number.
+        values: Measures that are one number per layer.
     """
 
     eigenvalue: np.ndarray
@@ -64,17 +80,17 @@ class LayerSpectrum:
 
 
 def layer_spectrum(moments: SnapshotMoments | SnapshotSketch, options: DmdOptions | None = None) -> LayerSpectrum:
-    """Every measure of one layer, from its moments (RKSP).
+    """Compute all measures of one layer from its moments (RKSP).
 
     Args:
         moments: Moments of at least three snapshots, or their sketch.
         options: Options, see `DmdOptions`.
 
     Returns:
-        The layer's eigenvalues and measures.
+        Eigenvalues and measures of the layer.
 
     Raises:
-        SnapshotError: If there is no spectrum: too few snapshots, a constant stream, or values that are not finite.
+        SnapshotError: If there are too few snapshots, the states do not vary, or values are not finite.
 
     Example:
         >>> import torch
@@ -83,6 +99,10 @@ def layer_spectrum(moments: SnapshotMoments | SnapshotSketch, options: DmdOption
         >>> spectrum = wb.koopman.layer_spectrum(wb.koopman.SnapshotMoments(4).update(x, 0.5 * x))
         >>> round(spectrum.values["spectral_radius"], 3), spectrum.values["rank"]
         (0.5, 4)
+
+    See Also:
+        `workbench.koopman.layer_spectra`: Computes those of many layers in parallel.
+        `workbench.koopman.whitened_dmd`: Computes a dataset from snapshots.
     """
     operator = whitened_operator(moments, options)
     modes = eigenmodes(operator)
@@ -107,22 +127,22 @@ def layer_spectra(
     n_workers: int | None = None,
     after_layer: Callable[[], Any] = lambda: None,
 ) -> list[LayerSpectrum]:
-    """`layer_spectrum` of many layers, side by side on the cores.
+    """Compute `layer_spectrum` of many layers in parallel.
 
-    LAPACK's general eigensolver gains little from a second core, and layers do not depend on each other; so each
-    layer gets one thread.
+    LAPACK's general eigensolver gains little from a second core, and the layers are independent, so each layer is
+    computed in one thread.
 
     Args:
-        moments: One object a layer.
+        moments: One object per layer.
         options: Options, see `DmdOptions`.
-        n_workers: Layers at a time; None: as many as this process may use cores.
-        after_layer: Called when a layer is done.
+        n_workers: Number of layers computed at a time; None uses all cores available to this process.
+        after_layer: Called after each layer.
 
     Returns:
-        One spectrum a layer, in the same order.
+        One spectrum per layer, in the same order.
 
     Raises:
-        SnapshotError: See `layer_spectrum`; the first layer without a spectrum ends the work.
+        SnapshotError: See `layer_spectrum`; the first layer without a spectrum ends the computation.
 
     Example:
         >>> import torch
@@ -131,6 +151,10 @@ def layer_spectra(
         >>> layers = [wb.koopman.SnapshotMoments(4).update(x, factor * x) for factor in (0.5, 2.0)]
         >>> [round(layer.values["spectral_radius"], 3) for layer in wb.koopman.layer_spectra(layers)]
         [0.5, 2.0]
+
+    See Also:
+        `workbench.koopman.layer_spectrum`: Computes that of one layer.
+        `workbench.profile`: Computes the spectra of a model.
     """
     n_workers = min(n_workers or n_cores(), len(moments)) or 1
     results = []
@@ -149,17 +173,17 @@ def as_dataset(
     options: DmdOptions | None = None,
     attrs: dict[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Spectra of layers as one validated dataset.
+    """Combine the spectra of layers into one validated dataset.
 
     Args:
-        layers: One spectrum a layer.
-        layer_names: One name a layer.
+        layers: One spectrum per layer.
+        layer_names: One name per layer.
         thresholds: Bounds of the masses; the paper's by default.
-        options: Options of the spectra, for the record.
+        options: Options of the spectra, stored as attributes.
         attrs: Provenance to add: subject, n_snapshots, token_selection, dtype, seed.
 
     Returns:
-        Dataset with dims ``layer`` and ``mode``; layers with fewer modes are filled with NaN.
+        Dataset with dims ``layer`` and ``mode``; layers with fewer modes are padded with NaN.
     """
     import xarray as xr
 
@@ -219,14 +243,14 @@ def whitened_dmd(
     thresholds: Thresholds | None = None,
     device: torch.device | str = "cpu",
 ) -> xr.Dataset:
-    """Koopman spectrum of one layer from its snapshots (RKSP, whitened DMD).
+    """Compute the Koopman spectrum of one layer from its snapshots (RKSP, whitened DMD).
 
     Args:
         X: States entering, shape (snapshot, feature), NumPy or torch, floating point.
         Y: States leaving, same shape; row i belongs to row i of ``X``.
         options: Ridge, rank and seed; see `DmdOptions`.
         thresholds: Bounds of the masses; the paper's by default.
-        device: Device on which moments are accumulated.
+        device: Device on which the moments are accumulated.
 
     Returns:
         Spectra dataset of one layer.
@@ -242,11 +266,18 @@ def whitened_dmd(
         >>> spectra = wb.koopman.whitened_dmd(X, X @ np.diag([0.5, 0.9, 1.0, 1.2]))
         >>> abs(spectra["eigenvalue"]).values.round(3)
         array([[1.2, 1. , 0.9, 0.5]])
+
+    See Also:
+        `workbench.profile`: Computes the spectra of all layers of a model.
+        `workbench.koopman.layer_spectrum`: Computes the spectrum from moments.
     """
     X, Y = torch.as_tensor(X), torch.as_tensor(Y)
     if X.ndim != 2:
         raise SnapshotError(
-            f"X has shape {tuple(X.shape)}, expected (snapshot, feature); flatten batch and token into the first axis."
+            f"X has shape {tuple(X.shape)}, expected (snapshot, feature); flatten batch and token into the first axis.",
+            name="X",
+            value=tuple(X.shape),
+            expected="an array of shape (snapshot, feature)",
         )
     moments = SnapshotMoments(X.shape[1], device=device).update(X, Y)
     layer = layer_spectrum(moments, options)
@@ -258,9 +289,9 @@ def whitened_dmd(
 def warn_if_rank_deficient(
     layers: Sequence[LayerSpectrum], moments: Sequence[HasCounts], options: DmdOptions | None
 ) -> None:
-    """Say once which layers have fewer modes than asked, because their states span fewer directions.
+    """Issue one warning if layers have fewer modes than requested, because their states span fewer directions.
 
-    One missing direction on plenty of snapshots is no reason to warn: states behind a LayerNorm lie on a hyperplane.
+    One missing direction is expected with many snapshots, because states after a LayerNorm lie on a hyperplane.
     """
     width = moments[0].n_features
     expected = min(width, options.rank) if options and options.rank else width
@@ -273,8 +304,8 @@ def warn_if_rank_deficient(
     if short:
         rank, name = min(short)
         warnings.warn(
-            f"The states of {len(short)} of {len(layers)} layers span fewer than {expected} directions (least: {rank} "
-            f"in {name}); the spectra live in that span, so pass more distinct tokens to fill it.",
+            f"The states of {len(short)} of {len(layers)} layers span fewer than {expected} directions (fewest: {rank} "
+            f"in {name}), and the spectra are limited to their span; pass more distinct tokens.",
             RankWarning,
             stacklevel=3,
         )
@@ -282,9 +313,9 @@ def warn_if_rank_deficient(
 
 @contextmanager
 def _single_threaded_workers(n_workers: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool whose threads use one BLAS thread each; the caller's own settings come back afterwards.
+    """Yield a pool whose threads use one BLAS thread each; the settings of the caller are restored afterwards.
 
-    An error or an interrupt does not wait for layers that have begun, which may take minutes.
+    After an error or an interrupt the pool does not wait for layers in progress, which may take minutes.
     """
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(n_workers, initializer=torch.set_num_threads, initargs=(1,))
@@ -297,7 +328,7 @@ def _single_threaded_workers(n_workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _single_threaded_blas() -> AbstractContextManager[object]:
-    """One thread for SciPy's BLAS, besides the one that torch brings; without threadpoolctl speed alone suffers."""
+    """Limit SciPy's BLAS, which is not that of torch, to one thread; without threadpoolctl only speed suffers."""
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:

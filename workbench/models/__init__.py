@@ -1,1 +1,1 @@
-"""Models under study: checkpoints, the anatomy of their residual stream, capture, weights of attention and routers."""
+"""Models under study: checkpoints, anatomy and capture of the residual stream, weights of attention and routers."""

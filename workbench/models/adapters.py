@@ -1,4 +1,4 @@
-"""Adapter folders of PEFT: LoRA, merged into the weights of its base model."""
+"""Adapter folders of PEFT: LoRA adapters, merged into the weights of their base model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
-#: The two factors of a change: ending of the first -> ending of the second.
+#: Name endings of the two factors of a change: the first -> the second.
 _FACTORS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
-#: Options that say nothing about the merged weights, or that are read here; any other must be empty or false.
+#: Options that do not affect the merged weights, or that are read here; all others must be empty or false.
 _KNOWN = {
     "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
@@ -34,10 +34,10 @@ _KNOWN = {
 
 
 def base_model(folder: Path) -> Path:
-    """The base model that an adapter names.
+    """Return the path of the base model that an adapter names.
 
     Raises:
-        CheckpointError: If that is no file or folder here.
+        CheckpointError: If that is not a local file or folder.
     """
     name = _config(folder).get("base_model_name_or_path")
     places = [Path(name).expanduser(), folder / name] if isinstance(name, str) and name else []
@@ -45,36 +45,42 @@ def base_model(folder: Path) -> Path:
         if place.exists() and place.resolve() != folder.resolve():
             return place
     raise CheckpointError(
-        f"{folder} is an adapter of {str(name)[:80]}, which is no folder here; open that model and pass it as module=."
+        f"{folder} is an adapter of {str(name)[:80]}, which is not a local folder; open that model and pass it as "
+        "module=.",
+        name="base_model_name_or_path",
+        value=name,
+        expected="a local folder or file",
     )
 
 
 def is_transposed(folder: Path) -> bool:
-    """Whether the matrices of the base model are kept as (inputs, outputs), as GPT-2's are."""
+    """Return whether the matrices of the base model have shape (inputs, outputs), like those of GPT-2."""
     return bool(_config(folder).get("fan_in_fan_out"))
 
 
 def merged(
     folder: Path, base: Mapping[str, LazyTensor], transposed: Callable[[str], bool | None]
 ) -> dict[str, LazyTensor]:
-    """The tensors of a base model with those of an adapter added, W + scale B A, each when it is read.
+    """Return the tensors of a base model with an adapter merged into them, W + scale B A.
 
-    The sum is computed in float32 or wider and rounded once to the type of W.
+    Each sum is computed when its tensor is read, in float32 or wider, and rounded once to the type of W.
 
     Args:
         folder: Folder of the adapter.
         base: Tensors of the base model by name.
-        transposed: Function of the name of a matrix: whether it is kept as (inputs, outputs); None if no change of
-            it is known to be of this kind.
+        transposed: Function from the name of a matrix to whether it has shape (inputs, outputs); it returns None for a
+            matrix that LoRA does not change.
 
     Raises:
-        CheckpointError: If the adapter is damaged, does not fit the base model, or is more than LoRA.
+        CheckpointError: If the adapter is damaged, does not fit the base model, or uses more than LoRA.
     """
     options = _config(folder)
-    _refuse_what_is_more(folder, options)
+    _check_is_lora(folder, options)
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
-        raise CheckpointError(f"{folder} has no {_FILES[0]}; fetch that file too.")
+        raise CheckpointError(
+            f"{folder} has no {_FILES[0]}; download that file too.", name=_FILES[0], expected="present"
+        )
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in read_state(file, mmap=True).items()}
     state = dict(base)
     used: set[str] = set()
@@ -87,26 +93,40 @@ def merged(
             a, b = tensors[name], tensors.get(module + second)
             if target not in base or b is None or flips is None or (a.ndim, b.ndim) != (2, 2):
                 raise CheckpointError(
-                    f"{file.name} has {name}, which fits no matrix of the base model; pass the model it was made for."
+                    f"{file.name} has {name}, which fits no matrix of the base model; pass the model that the adapter "
+                    "was trained on.",
+                    name=name,
+                    value=tuple(a.shape),
+                    expected="a change of a matrix of the base model",
                 )
             scale = options["lora_alpha"] / (math.sqrt(len(a)) if options.get("use_rslora") else len(a))
             state[target] = _sum(file, base[target], target, a, b, scale, flips=flips)
             used |= {name, module + second}
     for name in tensors.keys() - used:
-        whole = LazyTensor.of(tensors[name])  # a module that was trained as a whole
-        if name not in base or base[name].shape != whole.shape:
+        full = LazyTensor.of(tensors[name])  # of a module of which all parameters were trained
+        if name not in base or base[name].shape != full.shape:
             raise CheckpointError(
-                f"{file.name} has {name}, which the base model has not, or in another shape; "
-                "merge the adapter with peft's merge_and_unload() and save that."
+                f"{file.name} has {name}, which the base model does not have, or has in another shape; "
+                "merge the adapter with peft's merge_and_unload() and save the result.",
+                name=name,
+                value=full.shape,
+                expected=f"of shape {base[name].shape}" if name in base else "a tensor of the base model",
             )
-        state[name] = whole
+        state[name] = full
     if not used:
-        raise CheckpointError(f"{file.name} holds no LoRA matrices ({some(tensors)}); fetch it again.")
+        raise CheckpointError(
+            f"{file.name} holds no LoRA matrices ({some(tensors)}); download it again.",
+            name=file.name,
+            value=sorted(tensors),
+            expected="a file of LoRA matrices",
+        )
     return state
 
 
 def kind_of_matrix(module: nn.Module, names: Mapping[str, str]) -> Callable[[str], bool | None]:
-    """Whether matrices of a model are kept as (inputs, outputs), by the class of the module that each belongs to.
+    """Return a function from the name of a matrix to whether it has shape (inputs, outputs); None if it is neither.
+
+    The answer follows from the class of the module that holds the matrix.
 
     Args:
         module: The model.
@@ -116,7 +136,7 @@ def kind_of_matrix(module: nn.Module, names: Mapping[str, str]) -> Callable[[str
 
     def transposed(target: str) -> bool | None:
         owner = modules.get(names.get(target, target).removesuffix(".weight"))
-        if type(owner).__name__ == "Conv1D":  # of transformers
+        if type(owner).__name__ == "Conv1D":  # the class of the transformers library
             return True
         return False if isinstance(owner, nn.Linear) else None
 
@@ -124,15 +144,23 @@ def kind_of_matrix(module: nn.Module, names: Mapping[str, str]) -> Callable[[str
 
 
 def _sum(file: Path, weight: LazyTensor, name: str, a: Tensor, b: Tensor, scale: float, *, flips: bool) -> LazyTensor:
-    """The merged matrix, not yet computed."""
+    """Return the merged matrix, which is computed when it is read."""
     shape = (b.shape[0], a.shape[1])
     if len(a) != b.shape[1] or weight.shape != (shape[::-1] if flips else shape):
         raise CheckpointError(
-            f"{file.name} does not fit the base model: {name} is {weight.shape}, its change {shape}; "
-            "pass the model it was made for."
+            f"{file.name} does not fit the base model: {name} has shape {weight.shape}, its change {shape}; "
+            "pass the model that the adapter was trained on.",
+            name=name,
+            value=weight.shape,
+            expected=f"of shape {shape[::-1] if flips else shape}",
         )
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
-        raise CheckpointError(f"{name} of the base model is quantized; pass the model in the precision of training.")
+        raise CheckpointError(
+            f"{name} of the base model is quantized; pass the model in the precision of training.",
+            name=name,
+            value=str(weight.dtype),
+            expected="in the precision of training",
+        )
 
     def read() -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -147,30 +175,54 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is no valid JSON; fetch the adapter again.") from error
+        raise CheckpointError(
+            f"{file} is not valid JSON; download the adapter again.",
+            name=file.name,
+            value=str(error),
+            expected="valid JSON",
+        ) from error
     if not isinstance(config, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(config).__name__}, expected an object; fetch it again.")
+        raise CheckpointError(
+            f"{file} holds a JSON {type(config).__name__}, expected an object; download it again.",
+            name=file.name,
+            value=config,
+            expected="a JSON object",
+        )
     return config
 
 
-def _refuse_what_is_more(folder: Path, options: Mapping[str, Any]) -> None:
-    """Refuse adapters that act otherwise than by the sum of two matrices.
+def _check_is_lora(folder: Path, options: Mapping[str, Any]) -> None:
+    """Raise an exception if an adapter does, or may do, more than add the product of two matrices.
 
     Raises:
-        CheckpointError: If one does, or may.
+        CheckpointError: In that case.
     """
-    merge = "merge it with peft's merge_and_unload() and save that."
-    if options.get("peft_type") != "LORA":
-        raise CheckpointError(f"{folder} is an adapter of the type {options.get('peft_type')}, not LORA; {merge}")
-    if options.get("init_lora_weights", True) not in (True, False, None, "gaussian"):
+    merge = "merge it with peft's merge_and_unload() and save the result."
+    if (kind := options.get("peft_type")) != "LORA":
         raise CheckpointError(
-            f"{folder} was made with init_lora_weights = {options['init_lora_weights']!r}, which may change the base "
-            f"model; {merge}"
+            f"{folder} is an adapter of type {kind}, not LORA; {merge}",
+            name="peft_type",
+            value=kind,
+            expected=("LORA",),
+        )
+    if (initial := options.get("init_lora_weights", True)) not in (True, False, None, "gaussian"):
+        raise CheckpointError(
+            f"{folder} was created with init_lora_weights = {initial!r}, which may change the base model; {merge}",
+            name="init_lora_weights",
+            value=initial,
+            expected=(True, False, None, "gaussian"),
         )
     if more := sorted(key for key, value in options.items() if value and key not in _KNOWN):
-        raise CheckpointError(f"{folder} is an adapter with {', '.join(more)}, which is more than LoRA; {merge}")
-    if not isinstance(options.get("lora_alpha"), (int, float)):
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG} has lora_alpha = {options.get('lora_alpha')!r}, expected a number; "
-            "fetch the adapter again."
+            f"{folder} is an adapter with {', '.join(more)}, which is more than LoRA; {merge}",
+            name=more[0],
+            value=options[more[0]],
+            expected="empty or false",
+        )
+    if not isinstance(alpha := options.get("lora_alpha"), (int, float)):
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG} has lora_alpha = {alpha!r}, expected a number; download the adapter again.",
+            name="lora_alpha",
+            value=alpha,
+            expected="a number",
         )

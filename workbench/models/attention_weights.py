@@ -1,8 +1,8 @@
-"""Query and key weights per head, whatever the layout: decided by values, not by names.
+"""Query and key weights per head of any model, identified by values rather than by names.
 
-Rotary embeddings are the identity at position 0, so what reaches the attention scores there must be, column by column,
-the output of some linear map in the block, up to one constant factor. Matching the columns over several rows tells
-which row of which parameter belongs to which head and feature.
+Rotary embeddings are the identity at position 0. There each column of the queries and keys that reach the attention
+scores must be an output of some linear map in the block, up to one constant factor. Matching the columns over several
+examples identifies the row of the parameter that belongs to each head and feature.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightRecipe:
-    """A recipe to read a weight per head again at any time, without a forward.
+    """Recipe to read the current weight of each head at any time, without a forward pass.
 
     Attributes:
         parameter: Path of the parameter in the model.
         axis: Axis of the parameter that counts outputs.
         index: Indices along that axis, int64, shape (head, head_dim).
-        bias: Path of the bias; None without one.
-        bias_index: Indices into the bias, shape (head, head_dim).
-        norm: Norm between projection and scores, if there is one.
-        inner: Map before this one, for low-rank projections: its index has shape (1, rank).
-        inner_norm: Norm between the two.
-        is_module: Whether parameter and bias are the path of a module, whose matrix is computed by running it on the
-            unit vectors, as that of an adapter that is not merged.
+        bias: Path of the bias; None if there is none.
+        bias_index: Indices into the bias, shape (head, head_dim); None if there is no bias.
+        norm: Norm between projection and scores; None if there is none.
+        inner: Map before this one, for low-rank projections, whose index has shape (1, rank); None if there is none.
+        inner_norm: Norm between the two maps; None if there is none.
+        is_module: Whether parameter and bias are the path of a module, such as an adapter that is not merged. Its
+            matrix is computed by running it on the unit vectors.
     """
 
     parameter: str
@@ -61,9 +61,9 @@ class WeightRecipe:
     is_module: bool = False
 
     def read(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """Weight, shape (head, feature, head_dim), and bias, shape (head, head_dim), as they are now."""
+        """Return the current weight, shape (head, feature, head_dim), and bias, shape (head, head_dim)."""
         model = runnable(model)
-        matrix, offset = self._present(model)
+        matrix, offset = self._current(model)
         index = on_device(self.index, matrix.device)
         rows = (matrix if self.axis == 0 else matrix.T)[index]  # (head, head_dim, feature)
         bias = None
@@ -72,14 +72,14 @@ class WeightRecipe:
         if self.inner is not None:
             inner, inner_bias = self.inner.read(model)
             inner, inner_bias = _after_norm(model, self.inner_norm, inner, inner_bias)
-            # The norm between the two scales the inner bias per token like the weight, the outer one not at all.
+            # The norm between the two maps scales the inner bias per token, like the weight, but not the outer bias.
             bias = rows @ inner_bias[0] if inner_bias is not None and bias is None else bias
             rows = rows @ inner[0].T
         weight, bias = _after_norm(model, self.norm, rows.transpose(1, 2), bias)
         return weight, bias
 
-    def _present(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
-        """The whole matrix and the whole bias."""
+    def _current(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
+        """Return the full matrix and the full bias."""
         if not self.is_module:
             bias = None if self.bias is None else read_parameter(model, self.bias)
             return read_parameter(model, self.parameter), bias
@@ -100,12 +100,12 @@ class QueryKey:
         query: Query weights, shape (head, feature, head_dim), so that q = x @ query[head] + query_bias[head].
         key: Key weights, shape (key-value head, feature, head_dim); query head h uses key head h // (heads / key-value
             heads).
-        query_bias: Query bias, shape (head, head_dim); None without one.
-        key_bias: Key bias, shape (key-value head, head_dim); None without one.
-        layout: Place of the weights in the parameters, in plain words.
+        query_bias: Query bias, shape (head, head_dim); None if there is none.
+        key_bias: Key bias, shape (key-value head, head_dim); None if there is none.
+        layout: Where the weights are in the parameters, as text.
         notes: Notes on their scale: constant factors, norms between projection and scores.
-        query_recipe: Recipe to read the query weights again.
-        key_recipe: Recipe to read the key weights again.
+        query_recipe: Recipe to read the current query weights.
+        key_recipe: Recipe to read the current key weights.
     """
 
     layer: int
@@ -120,7 +120,7 @@ class QueryKey:
     key_recipe: WeightRecipe
 
     def read(self, model: nn.Module) -> QueryKey:
-        """The same weights as they are now, without a forward."""
+        """Return a copy with the current weights, without a forward pass."""
         query, query_bias = self.query_recipe.read(model)
         key, key_bias = self.key_recipe.read(model)
         return replace(self, query=query, key=key, query_bias=query_bias, key_bias=key_bias)
@@ -133,7 +133,7 @@ class Unreadable:
     Attributes:
         layer: Index of the site.
         site: Name of the site.
-        reason: Reason, one sentence.
+        reason: Why, in one sentence.
     """
 
     layer: int
@@ -145,23 +145,23 @@ class Unreadable:
 def query_key_weights(
     model: Subject | nn.Module, inputs: Any, *, anatomy: Anatomy | None = None
 ) -> list[QueryKey | Unreadable]:
-    """Query and key weights of every block, per head.
+    """Return the query and key weights of every block, per head.
 
-    The model runs once, on rows made from ``inputs`` that begin with different tokens. Every column of the queries and
-    keys that reach the attention scores must be found among the outputs of the block's linear maps; if one is not, the
-    block is `Unreadable`. In blocks with self- and cross-attention the self-attention is read.
+    The model runs once, on examples derived from ``inputs`` that begin with different tokens. Every column of the
+    queries and keys that reach the attention scores must be found among the outputs of the block's linear maps;
+    otherwise the block is `Unreadable`. In blocks with self- and cross-attention the self-attention is read.
 
-    Weights behind a norm of the queries or keys are exact up to a positive factor per token; the norm's gain is in
-    them, as stated in ``notes``. In multi-head latent attention only the part without position is one linear map of
-    the stream, and only that is returned.
+    Weights behind a norm of the queries or keys are exact up to a positive factor per token. They include the gain of
+    the norm, as stated in ``notes``. In multi-head latent attention only the part without position is one linear map of
+    the stream, and only that part is returned.
 
     Args:
         model: Module, or a subject from `open_checkpoint`; it is not changed.
         inputs: Inputs as for `workbench.profile`; of several batches the first is used.
-        anatomy: Anatomy of the model, if it is known already.
+        anatomy: Anatomy of the model; None reads it.
 
     Returns:
-        One entry per site, in order. Weights are copies; ``read()`` gives the current ones.
+        One entry per site, in order. Weights are copies; ``read()`` returns the current ones.
 
     Raises:
         AnatomyError: If no anatomy was passed and none can be read.
@@ -173,15 +173,19 @@ def query_key_weights(
         >>> first, second = wb.query_key_weights(model, torch.arange(8)[None])
         >>> tuple(first.query.shape)
         (2, 16, 8)
+
+    See Also:
+        `workbench.read_anatomy`: Finds the blocks.
+        `workbench.monitors.qk_update_spectrum`: Analyzes how query and key weights change.
     """
     subject, model = subject_in(model), runnable(model)
     inputs = on_device_of(model, Batches.of(inputs, subject).first())
     anatomy = anatomy or read_anatomy(model, inputs)
-    made_up = probe_inputs(model, inputs, anatomy.layout)
+    varied = probe_inputs(model, inputs, anatomy.layout)
     with readable(model):
         try:
-            readings = trace_blocks(model, made_up, anatomy, _read_block)
-        except (SnapshotError, RuntimeError, ValueError, IndexError, TypeError, KeyError):  # the model may refuse them
+            readings = trace_blocks(model, varied, anatomy, _read_block)
+        except (SnapshotError, RuntimeError, ValueError, IndexError, TypeError, KeyError):  # the model may reject them
             readings = trace_blocks(model, inputs, anatomy, _read_block)
     return [
         _finish(model, layer, site, reading)
@@ -191,7 +195,7 @@ def query_key_weights(
 
 @dataclass(frozen=True)
 class _Reading:
-    """Read a block's trace: recipes of query and key, and their descriptions."""
+    """Recipes of a block's query and key weights, with their descriptions."""
 
     query: WeightRecipe
     key: WeightRecipe
@@ -213,7 +217,7 @@ def _read_block(layer: int, site: Site, trace: BlockTrace) -> _Reading | str:
     if not trace.attentions:
         return (
             f"No attention scores were computed in {site.name}; it may be a state-space, convolution or "
-            "linear-attention block, or use a kernel of its own (try the model's 'sdpa' or 'eager' attention)."
+            "linear-attention block, or use a custom kernel (try the model's 'sdpa' or 'eager' attention)."
         )
     reasons = []
     for attention in trace.attentions:
@@ -231,7 +235,7 @@ def _read_packed(attention: PackedAttention) -> _Reading | str:
         return "its attention compares two different inputs"
     query, key = attention.query_weight, attention.key_weight
     if query is None or key is None:
-        return "the projection that PyTorch's multi-head attention got is no parameter of the model"
+        return "the projection that PyTorch's multi-head attention received is not a parameter of the model"
 
     def recipe_of(weight: ParameterSlice, bias: ParameterSlice | None) -> WeightRecipe:
         index = torch.arange(weight.size).view(attention.n_heads, -1)
@@ -241,28 +245,28 @@ def _read_packed(attention: PackedAttention) -> _Reading | str:
         )
 
     recipes = recipe_of(query, attention.query_bias), recipe_of(key, attention.key_bias)
-    same = "rows of one parameter, block after block" if query.name == key.name else "separate parameters"
+    same = "consecutive rows of one parameter" if query.name == key.name else "separate parameters"
     return _Reading(*recipes, f"{query.name}: {same}, as PyTorch's multi-head attention documents it", "")
 
 
 def _read_scores(attention: Scores, trace: BlockTrace) -> _Reading | str:
     n_tokens, head_dim = attention.query.shape[-2:]
-    n_rows = trace.state.shape[:-1].numel()
-    if attention.key.shape[-2] != n_tokens or n_rows % n_tokens or attention.query.ndim < 3:
+    n_states = trace.state.shape[:-1].numel()
+    if attention.key.shape[-2] != n_tokens or n_states % n_tokens or attention.query.ndim < 3:
         return ""
-    n_batch = n_rows // n_tokens
+    n_batch = n_states // n_tokens
     sources = [
         s
         for p in trace.projections[: attention.n_projections]
         if (s := ColumnSource.of(p, n_batch, n_tokens)) is not None
     ]
     if not sources:
-        return "no linear map before the scores has one row per token"
+        return "no linear map before the scores has one output per token"
     columns = []
     for what, tensor in (("queries", attention.query), ("keys", attention.key)):
         target = first_token_columns(tensor, n_batch, n_tokens)
         if target is None:
-            return f"the {what}, of shape {tuple(tensor.shape)}, are not one row per token and head"
+            return f"the {what}, of shape {tuple(tensor.shape)}, do not have one vector per token and head"
         found = find_columns(target, sources, trace.norms, n_batch, n_tokens)
         if isinstance(found, str):
             return f"of the {what}, {found}"
@@ -271,7 +275,7 @@ def _read_scores(attention: Scores, trace: BlockTrace) -> _Reading | str:
 
 
 def _combine(query: Columns, key: Columns, head_dim: int, width: int) -> _Reading | str:
-    """Recipes from matched columns, restricted to the features that are one linear map in queries and keys both."""
+    """Return recipes from matched columns, restricted to the features that are one linear map in queries and keys."""
     kept = torch.arange(head_dim)
     notes = []
     for part in (query, key):
@@ -281,7 +285,7 @@ def _combine(query: Columns, key: Columns, head_dim: int, width: int) -> _Readin
                 return "its heads mix features of low-rank and of direct projections differently"
             kept = kept[deep[0][kept]]
     if len(kept) < head_dim:
-        notes.append(f"only the {len(kept)} of {head_dim} features without position are given")
+        notes.append(f"only the {len(kept)} of {head_dim} features without position are included")
     recipes = []
     inputs = []
     for what, part in (("query", query), ("key", key)):
@@ -296,12 +300,12 @@ def _combine(query: Columns, key: Columns, head_dim: int, width: int) -> _Readin
     if inputs[0].shape != inputs[1].shape or not torch.equal(inputs[0], inputs[1]):
         return "its queries and keys come from different inputs, as in cross-attention"
     if inputs[0].shape[-1] != width:
-        notes.append(f"the weights act on {inputs[0].shape[-1]} features made from the stream's {width}")
+        notes.append(f"the weights act on {inputs[0].shape[-1]} features computed from the {width} of the stream")
     return _Reading(recipes[0], recipes[1], _layout(*recipes), "; ".join(notes))
 
 
 def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, ColumnSource] | str:
-    """Recipe of the columns ``index``, shape (head, feature), and their source; repeated heads are dropped."""
+    """Return the recipe of the columns ``index``, shape (head, feature), and their source; drop repeated heads."""
     used = part.source[index]
     if (used != used.flatten()[0]).any():
         return "the columns of one head come from several linear maps"
@@ -310,7 +314,7 @@ def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, ColumnSource] |
     distinct = list(dict.fromkeys(map(tuple, column.tolist())))
     n_shares = len(column) // len(distinct)
     if column.tolist() != [list(head) for head in distinct for _ in range(n_shares)]:
-        return "its heads are shared in another order than one after the other"
+        return "its shared heads are not in consecutive order"
     column = torch.tensor(distinct)
     if column.unique().numel() < column.numel():
         return "one column of a projection serves several features"
@@ -318,22 +322,22 @@ def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, ColumnSource] |
         norm = None
     else:
         first = [
-            next(i for i, row in enumerate(part.column[index].tolist()) if tuple(row) == wanted) for wanted in distinct
+            next(i for i, row in enumerate(part.column[index].tolist()) if tuple(row) == target) for target in distinct
         ]
         norm = replace(part.norm, gain_index=part.norm.gain_index[index[first]])
     factors = part.factor[index]
     if factors.std(correction=0) > 5e-3 * factors.abs().mean():
-        return "a different constant scales every column of one projection"
+        return "the columns of one projection are scaled by different constants"
     weight, bias = source.weight, source.bias
     if weight is None:
-        return "the matrix of a projection is no parameter of the model"
+        return "the matrix of a projection is not a parameter of the model"
     if source.bias_value is not None and bias is None and source.bias_value[column].any():
-        return f"the bias that is added to {weight.name} is no parameter of the model"
+        return f"the bias that is added to {weight.name} is not a parameter of the model"
     inner = None
     if source.inner is not None:
         before, chosen = source.inner.weight, source.inner_column
         if before is None or chosen is None:
-            return "the matrix of a projection is no parameter of the model"
+            return "the matrix of a projection is not a parameter of the model"
         inner = WeightRecipe(before.name, before.axis, (chosen + before.start)[None], is_module=before.is_module)
         inner = replace(inner, **_bias_of(source.inner, chosen[None]))
     recipe = WeightRecipe(
@@ -358,14 +362,14 @@ def _notes(what: str, part: Columns, index: Tensor, recipe: WeightRecipe) -> lis
     notes = []
     factor = float(part.factor[index].mean())
     if abs(factor - 1) > 1e-4:
-        notes.append(f"the {what} reaches the scores times {factor:.4g}")
+        notes.append(f"the {what} is multiplied by {factor:.4g} before the scores")
     if recipe.is_module:
-        notes.append(f"the {what} weight is no parameter, but the matrix that {recipe.parameter} applies")
+        notes.append(f"the {what} weight is not a parameter, but the matrix that {recipe.parameter} applies")
     if recipe.norm is not None:
-        kind = "a LayerNorm" if recipe.norm.is_centred else "an RMS norm"
-        notes.append(f"{what}: exact up to a positive factor per token, for {kind} follows; its gain is included")
+        kind = "a LayerNorm" if recipe.norm.is_centered else "an RMS norm"
+        notes.append(f"{what}: exact up to a positive factor per token, because {kind} follows; its gain is included")
         if recipe.norm.bias is not None:
-            notes.append(f"the norm of the {what} adds a bias of its own, {recipe.norm.bias}, not included")
+            notes.append(f"the norm of the {what} adds its own bias, {recipe.norm.bias}, which is not included")
     if recipe.inner is not None:
         notes.append(f"{what}: product of two matrices, exact up to a positive factor per token (a norm lies between)")
     return notes
@@ -390,11 +394,11 @@ def _layout(query: WeightRecipe, key: WeightRecipe) -> str:
 def _after_norm(
     model: nn.Module, norm: NormStep | None, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Weight (head, feature, head_dim) and bias (head, head_dim) behind a norm, up to its positive factor per token."""
+    """Apply a norm to weight (head, feature, head_dim) and bias (head, head_dim), up to a positive factor per token."""
     if norm is None:
         return weight, bias
     gain = norm.read_gain(model, weight)
-    if norm.is_centred:
-        weight = norm.centre(weight)
-        bias = norm.centre(bias[:, None])[:, 0] if bias is not None else None
+    if norm.is_centered:
+        weight = norm.center(weight)
+        bias = norm.center(bias[:, None])[:, 0] if bias is not None else None
     return weight * gain[:, None], bias * gain if bias is not None else None

@@ -1,4 +1,4 @@
-"""One run of a model: every call of a module that could be a block, and the states that entered and left."""
+"""Record of one run of a model: each call of a module that could be a block, with the states that enter and leave."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workbench.models.calling import run_foreign
+from workbench.models.calling import run_model
 from workbench.models.probing import undisturbed, watch
 
-#: Place of a tensor in a call's arguments (position or keyword) or in its output (None: the output itself); a pair
-#: where it is held by what is there, such as the entry "x" of a dict.
+#: Place of a tensor in a call's arguments (position or keyword) or in its output (None is the output itself). A pair
+#: where a container at that place holds the tensor, such as the entry "x" of a dict.
 Slot = int | str | None | tuple[int | str | None, int | str]
 
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that entered or left a call: its place, its shape, a fingerprint of its values; a copy where kept."""
+    """A tensor that entered or left a call: place, shape, fingerprint of the values, and a copy if values are kept."""
 
     slot: Slot
     shape: tuple[int, ...]
@@ -30,15 +30,15 @@ class State:
 
 @dataclass
 class Call:
-    """One call of a module: its name, and the tensors that entered and left.
+    """One call of a module, with the tensors that entered and left.
 
     Attributes:
         name: Path of the module.
         module: Module that was called.
-        index: When it began, as a running number.
+        index: Number of its beginning, counted over the beginnings and ends of all calls.
         inputs: Tensors among its arguments.
         outputs: Tensors that it returned.
-        end: When it ended.
+        end: Number of its end, counted likewise; -1 before.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Call:
 
     @property
     def shapes(self) -> set[tuple[int, ...]]:
-        """Shapes that both enter and leave."""
+        """Shapes of states that both enter and leave."""
         return {s.shape for s in self.inputs} & {s.shape for s in self.outputs}
 
     @property
     def changed(self) -> list[State]:
-        """What leaves in a shape that also enters; where some of it differs from all that entered, only that."""
+        """Outputs whose shape also enters; if some of them differ from all inputs, only those."""
         entered = {s.fingerprint for s in self.inputs}
         leaving = [s for s in self.outputs if s.shape in self.shapes]
         return [s for s in leaving if s.fingerprint not in entered] or leaving
@@ -64,13 +64,13 @@ class Call:
 def record_calls(
     model: nn.Module, inputs: Any, *, everything: bool = False, keep: Collection[nn.Module] = ()
 ) -> list[Call]:
-    """Every call of a module that could be a block, in order of their beginning.
+    """Run a model and return every call of a module that could be a block, in the order in which they began.
 
     Args:
         model: Model to run; it is not changed.
         inputs: Inputs as for `call_model`.
-        everything: Whether to record every module, the model itself and its leaves included.
-        keep: Modules whose states are kept as values too, on the host.
+        everything: Whether to record every module, including the model itself and its leaves.
+        keep: Modules of whose states the values are kept too, on the host.
     """
     watched = {
         module: name for name, module in model.named_modules() if everything or (name and _could_be_block(module))
@@ -93,33 +93,33 @@ def record_calls(
 
     requests = [(module, hook, is_before) for module in watched for hook, is_before in ((enter, True), (leave, False))]
     with undisturbed(model), watch(requests):
-        run_foreign(model, inputs)
+        run_model(model, inputs)
     return sorted(calls, key=lambda call: call.index)
 
 
 def _could_be_block(module: nn.Module) -> bool:
-    is_plain_leaf = type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
-    return not is_plain_leaf and any(True for _ in module.parameters())
+    is_torch_leaf = type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
+    return not is_torch_leaf and any(True for _ in module.parameters())
 
 
 def has_matrix(module: nn.Module) -> bool:
-    """Whether a module holds a matrix, as parameter or, quantized, as buffer; norms and sums hold none."""
+    """Return whether a module holds a matrix, as a parameter or, if quantized, a buffer; norms and sums hold none."""
     return any(tensor.ndim > 1 for tensor in (*module.parameters(), *module.buffers()))
 
 
 def arguments(args: tuple, kwargs: Mapping[str, Any]) -> Iterator[tuple[Slot, Any]]:
-    """Slots and values of a call's arguments."""
+    """Yield slot and value of each argument of a call."""
     yield from _with_held([*enumerate(args), *kwargs.items()])
 
 
 def results(output: Any) -> Iterator[tuple[Slot, Any]]:
-    """Slots and values of a call's output."""
+    """Yield slot and value of each part of a call's output."""
     held = _held(output)
     yield from _with_held([(None, output)] if held is None else [*held.items()])
 
 
 def _with_held(values: list[tuple[Any, Any]]) -> Iterator[tuple[Slot, Any]]:
-    """The values; where none of them is a state, also what they hold."""
+    """Yield the values and, where none of them is a state, also the contents of containers among them."""
     yield from values
     if not any(_is_state(value) for _, value in values):
         for slot, value in values:
@@ -127,7 +127,7 @@ def _with_held(values: list[tuple[Any, Any]]) -> Iterator[tuple[Slot, Any]]:
 
 
 def _held(value: Any) -> dict[Any, Any] | None:
-    """What a container holds, by key, index or name; None if it is no container."""
+    """Return the contents of a container by key, index or name; None if the value is not a container."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, tuple | list):
@@ -150,7 +150,7 @@ def _states(values: Iterator[tuple[Slot, Any]], *, keep: bool = False) -> list[S
 
 
 def _fingerprint(tensor: Tensor) -> bytes:
-    """Digest of the values, bit for bit: two states are the same only if nothing happened in between."""
+    """Return a digest of the values; two states have the same digest only if they are equal bit for bit."""
     if tensor.device.type == "meta":
         return b"meta"
     data = tensor.detach().to("cpu").contiguous()

@@ -1,4 +1,4 @@
-"""The number of blocks that a model's config states."""
+"""Number of blocks that the config of a model states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 _NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _DECODER_NAMES = ("decoder_layers", "num_decoder_layers")
 _ENCODER_NAMES = ("encoder_layers", "num_encoder_layers")
-#: Parts of a composite config, the one that holds the language decoder first.
+#: Parts of a composite config; those that hold the language decoder come first.
 _PARTS = (
     "decoder",
     "text_config",
@@ -40,13 +40,13 @@ class BlockCount:
         return f"{self.where} = {self.n_blocks}"
 
     def matches(self, stack: str) -> bool:
-        """Whether the option and the stack name the same part, such as the decoder."""
+        """Return whether the option and the stack name the same part of a model, such as the decoder."""
         part = next((part for part in ("decoder", "encoder", "text", "vision", "audio") if part in self.where), None)
         return part is not None and part in stack
 
 
 def block_counts(model: nn.Module) -> list[BlockCount]:
-    """The numbers of blocks that ``model.config`` states, that of the main stack first; empty without a config."""
+    """Return the numbers of blocks that ``model.config`` states, the main stack first; empty without a config."""
     config = getattr(model, "config", None)
     if config is None:
         config = next((c for c in (getattr(m, "config", None) for m in model.children()) if c is not None), None)

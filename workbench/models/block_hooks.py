@@ -1,4 +1,4 @@
-"""Hooks that identify the calls of blocks, for everything that follows the residual stream."""
+"""Hooks that identify the calls of blocks; the basis of everything that follows the residual stream."""
 
 from __future__ import annotations
 
@@ -35,38 +35,38 @@ class BlockCall:
 
     @property
     def state_in(self) -> Tensor:
-        """The state that enters, see `Site.state_in`."""
+        """State that enters the block, see `Site.state_in`."""
         return self.site.state_in(self.args, self.kwargs)
 
     @property
     def state_out(self) -> Tensor:
-        """The state that leaves, see `Site.state_out`."""
+        """State that leaves the block, see `Site.state_out`."""
         return self.site.state_out(self.output)
 
 
 class BlockHooks:
-    """Calls functions as the residual stream enters and leaves blocks; a context manager.
+    """Context manager that calls functions as the residual stream enters and leaves blocks.
 
         with BlockHooks(anatomy.sites, lambda call: print(call.layer, call.state_in.shape)):
             model(tokens)
 
-    Calls are counted from 0 in every pass, so that a block that is called several times is several layers. Within one
-    context, a further pass begins with `begin_pass`. A call that the sites do not have, such as one more of a shared
-    block or the recomputation of a checkpointed one, is ignored or passed to ``on_unknown``. Where a block raises and
-    the model goes on, its call is counted and its end is not waited for. Where residuals are added outside of modules,
-    a layer ends as the next module gets its state, and ``on_enter`` may not return another state.
+    Calls are counted from 0 in every pass, so that a block that is called several times counts as several layers. A
+    further pass within one context must begin with `begin_pass`. A call without a site, such as an additional call of a
+    shared block or the recomputation of a checkpointed one, is ignored or passed to ``on_unknown``. If a block raises
+    and the model continues, the call is counted, but ``on_leave`` is not called for it. Where residuals are added
+    outside of modules, a layer ends when the next module receives its state, and ``on_enter`` must return None.
 
     Args:
         sites: Sites of an `Anatomy`, or some of them.
-        on_enter: Function that gets each call before it runs. A tensor that it returns enters the block instead of the
-            state; None leaves it.
-        on_leave: Function that gets each call when it has run.
-        layers: Indices of the sites to follow; None: all.
-        on_unknown: Function that gets the first site of a block that is called more often than the sites say; see
-            `refuse_unknown`.
+        on_enter: Function called with each call before it runs. A tensor that it returns enters the block in place of
+            the state; None leaves the state unchanged.
+        on_leave: Function called with each call after it has run.
+        layers: Indices of the sites to follow; None follows all.
+        on_unknown: Function called with the first site of a block that is called more often than it has sites; see
+            `raise_on_unknown`.
 
     Attributes:
-        sites: Sites as given.
+        sites: Sites as passed.
         blocks: Modules that are followed, each once.
     """
 
@@ -81,27 +81,28 @@ class BlockHooks:
     ) -> None:
         self.sites = sites
         self._on_enter, self._on_leave, self._on_unknown = on_enter, on_leave, on_unknown
-        wanted = range(len(sites)) if layers is None else layers
-        inside = [layer for layer in wanted if sites[layer].exit is None]
+        followed = range(len(sites)) if layers is None else layers
+        inside = [layer for layer in followed if sites[layer].exit is None]
         self._layers = {(id(sites[layer].module), sites[layer].call): layer for layer in inside}
         self._known = {(id(site.module), site.call) for site in sites}
-        self._outside = [layer for layer in wanted if sites[layer].exit is not None]
+        self._outside = [layer for layer in followed if sites[layer].exit is not None]
         self._called = tuple(dict.fromkeys(sites[layer].module for layer in inside))
-        self.blocks = tuple(dict.fromkeys(sites[layer].module for layer in wanted))
+        self.blocks = tuple(dict.fromkeys(sites[layer].module for layer in followed))
         self._attached: AbstractContextManager[None] | None = None
         self.begin_pass()
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """All modules inside the blocks, each once."""
+        """Modules inside the blocks, each once."""
         inside = dict.fromkeys(part for block in self.blocks for part in block.modules())
         return tuple(part for part in inside if part not in self.blocks)
 
     def hooks(self, acting: Callable[[], BlockHooks] | None = None) -> list[HookRequest]:
-        """The hooks, for `watch`, which attaches them.
+        """Return the hooks, which `watch` attaches.
 
         Args:
-            acting: Function that gives the object that acts at a call, for passes that take turns; None: this one.
+            acting: Function that returns the object that handles a call, for passes that take turns; None uses this
+                object.
         """
 
         def of(name: str) -> Callable[..., Any]:
@@ -116,16 +117,16 @@ class BlockHooks:
         return requests + [(module, of("_end"), False) for module in ends]
 
     def on_enter(self, call: BlockCall) -> Tensor | None:
-        """Called before a followed block runs."""
+        """Handle a call of a followed block before it runs."""
         return None if self._on_enter is None else self._on_enter(call)
 
     def on_leave(self, call: BlockCall) -> None:
-        """Called after a followed block has run."""
+        """Handle a call of a followed block after it has run."""
         if self._on_leave is not None:
             self._on_leave(call)
 
     def begin_pass(self) -> None:
-        """Count calls from 0 again."""
+        """Restart the count of calls at 0."""
         self._n_calls: Counter[int] = Counter()
         self._running: list[tuple[nn.Module, int | None]] = []
         self._open: dict[int, BlockCall] = {}
@@ -164,7 +165,7 @@ class BlockHooks:
                 return
 
     def _pass(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Before a call by which states are read: one layer may end here and the next begin."""
+        """Handle a call at which states are read: here one layer may end and the next begin."""
         number = self._n_calls[id(module)]
         self._n_calls[id(module)] += 1
 
@@ -188,7 +189,7 @@ class BlockHooks:
                 self._on_unknown(site)
 
     def _end(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """After a call whose output is the state that leaves a layer."""
+        """Handle the end of a call whose output is the state that leaves a layer."""
         number = self._n_ended[id(module)]
         self._n_ended[id(module)] += 1
         for layer in list(self._open):
@@ -201,14 +202,16 @@ class BlockHooks:
         self.on_leave(BlockCall(layer, call.site, call.args, call.kwargs, state))
 
 
-def refuse_unknown(site: Site) -> None:
-    """For ``on_unknown``: a block is called more often than when the anatomy was read."""
+def raise_on_unknown(site: Site) -> None:
+    """Raise an exception for a block that is called more often than when the anatomy was read; for ``on_unknown``."""
     raise depth_error(f"Another call of {site.name}")
 
 
 def depth_error(name: str) -> SnapshotError:
-    """An error that says that a block runs which the anatomy does not know."""
+    """Return the exception for a block that runs but is not in the anatomy."""
     return SnapshotError(
-        f"{name} runs on these inputs but did not when the anatomy was read, so that depth depends on the data; pass "
-        "anatomy=wb.read_anatomy(model, inputs) of inputs that reach every block."
+        f"{name} runs on these inputs but did not run when the anatomy was read, so the depth depends on the data; "
+        "pass anatomy=wb.read_anatomy(model, inputs) with inputs that reach every block.",
+        name="anatomy",
+        expected="read with inputs that reach every block",
     )

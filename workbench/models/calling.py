@@ -1,4 +1,4 @@
-"""Call any model with inputs of any supported form; a refusal becomes an error of one sentence."""
+"""Calls of any model with inputs of any supported form."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
     Args:
         model: Module to call.
-        inputs: A tensor, passed first (an encoder-decoder model that would miss its decoder's tokens gets the same
-            tokens there, or its start token); a mapping, passed as keywords; or a tuple or list, passed by position.
-            A model that knows no ``input_ids`` gets them first, without a mask that only marks padding at the end.
+        inputs: A tensor, passed as the first argument (an encoder-decoder model also receives the same tokens for its
+            decoder, or its start token); a mapping, passed as keywords; or a tuple or list, passed by position. A model
+            without an argument ``input_ids`` receives them first, without a mask that only marks padding at the end.
 
     Returns:
-        The model's output.
+        The output of the model.
 
     Raises:
-        SnapshotError: If a model that takes tokens alone is given a mask that hides more than the end.
+        SnapshotError: If a model that accepts only tokens receives a mask that hides tokens elsewhere than at the end.
     """
     with config_options(_no_cache(model)):
         if isinstance(inputs, Mapping):
@@ -41,14 +41,14 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 
 
 def _no_cache(model: nn.Module) -> list[Option]:
-    """The options that keep a Hugging Face model from filling a cache, which some models have no room for."""
-    whole = getattr(model, "config", None)
-    parts = (getattr(whole, name, None) for name in getattr(whole, "sub_configs", ()))
-    return [(config, "use_cache", False) for config in (whole, *parts) if getattr(config, "use_cache", None) is True]
+    """Return the options that keep a Hugging Face model from filling a cache, which some models do not support."""
+    main = getattr(model, "config", None)
+    parts = (getattr(main, name, None) for name in getattr(main, "sub_configs", ()))
+    return [(config, "use_cache", False) for config in (main, *parts) if getattr(config, "use_cache", None) is True]
 
 
 def _takes(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Whether the inputs may be passed by keyword; only for token ids is there another way."""
+    """Return whether the inputs can be passed by keyword; only token ids can be passed otherwise."""
     known = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     return takes_any or "input_ids" not in inputs or "input_ids" in known
@@ -56,11 +56,14 @@ def _takes(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
 
 def _tokens_alone(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     mask = inputs.get("attention_mask")
-    # What follows a token changes nothing in a causal model; what hides in front of it does.
+    # In a causal model, padding after a token does not change its state; padding before it does.
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise SnapshotError(
-            f"{type(model).__name__} takes tokens without a mask, but this batch is padded in front of tokens; "
-            "pad it at the end."
+            f"{type(model).__name__} accepts no attention mask, but this batch is padded before tokens; pad it at the "
+            "end.",
+            name="attention_mask",
+            value=mask,
+            expected="0 only at the end of sequences",
         )
     return inputs["input_ids"]
 
@@ -77,22 +80,27 @@ def _decoder_tokens(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
     return {"decoder_input_ids": torch.full((inputs.shape[0], 1), start, device=inputs.device)}
 
 
-def run_foreign(model: nn.Module, inputs: Any) -> Any:
-    """`call_model` on inputs that the model may refuse: what it raises becomes one sentence.
+def run_model(model: nn.Module, inputs: Any) -> Any:
+    """Call a model as `call_model` does, and explain any exception of the model in one sentence.
 
     Raises:
-        SnapshotError: If the model cannot run on the inputs; the model's own error is its cause.
+        SnapshotError: If the model cannot run on the inputs; its cause is the exception of the model.
     """
     try:
         return call_model(model, inputs)
     except WorkbenchError:
         raise
     except Exception as error:
-        raise SnapshotError(reason_for(model, inputs, error)) from error
+        raise SnapshotError(
+            reason_for(model, inputs, error),
+            name="inputs",
+            value=f"{type(error).__name__}: {error}",
+            expected="inputs that the model accepts",
+        ) from error
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's inputs: that of its parameters, or the one that offloaded parameters are sent to."""
+    """Return the device of a model's inputs: that of its parameters, or where offloaded parameters are moved to."""
     parameters = (parameter.device for parameter in model.parameters() if parameter.device.type != "meta")
     if (device := next(parameters, None)) is not None:
         return device
@@ -103,10 +111,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def on_device_of(model: nn.Module, batch: Any) -> Any:
-    """The batch on the device of the model's inputs."""
+    """Return the batch on the device of the model's inputs."""
     device = device_of(model)
     if isinstance(batch, torch.Tensor):
-        # The host need not wait: memory that is not pinned is read before the call returns, and may be changed then.
+        # The copy may be asynchronous: memory that is not pinned is read before the call returns.
         is_upload = batch.device.type == "cpu" and device.type == "cuda"
         return batch.to(device, non_blocking=is_upload and not batch.is_pinned())
     if isinstance(batch, tuple | list):
@@ -117,7 +125,7 @@ def on_device_of(model: nn.Module, batch: Any) -> Any:
 
 
 def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """The arguments of a call as `call_model` takes them: a tuple, or a mapping of keywords."""
+    """Return the arguments of a call in the form for `call_model`: a tuple, or a mapping of keywords."""
     if not kwargs:
         return args
     names = [*inspect.signature(model.forward).parameters]

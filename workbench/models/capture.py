@@ -1,4 +1,4 @@
-"""Hooks on, moments out, hooks off: the moments of the residual stream at every block, without storing it."""
+"""Capture of the moments of the residual stream at every block, by temporary hooks and without storing the states."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from workbench.koopman.dmd import DmdOptions
 from workbench.koopman.moments import SnapshotMoments, not_finite
 from workbench.koopman.sketch import OVERSAMPLING, SnapshotSketch
 from workbench.models.anatomy import Anatomy
-from workbench.models.block_hooks import BlockCall, BlockHooks, depth_error, refuse_unknown
-from workbench.models.calling import on_device_of, run_foreign
+from workbench.models.block_hooks import BlockCall, BlockHooks, depth_error, raise_on_unknown
+from workbench.models.calling import on_device_of, run_model
 from workbench.models.device_numbers import read_numbers
 from workbench.models.probing import HookRequest, undisturbed, watch
 from workbench.models.site import Site
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     Moments = SnapshotMoments | SnapshotSketch
 
 
-#: Width up to which the moments of all layers are small beside everything else.
+#: Width up to which the moments of all layers are small compared with the model.
 _NARROW = 1024
 
 
@@ -45,10 +45,10 @@ def capture_layers(
     layers: Collection[int] | None = None,
     after_batch: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Run a model over batches and pass on the moments of every block's input and output.
+    """Run a model over batches and pass the moments of every block's input and output to a function.
 
-    The model computes what it computes anyway, but for its language-model head. Hooks return None and are always
-    removed; training mode and random state are as before.
+    The computation of the model is unchanged, except that its language-model head is skipped. Hooks return None and
+    are always removed; training mode and random state are restored.
 
     Args:
         model: Model in any mode; it is run in eval mode without gradients.
@@ -56,18 +56,19 @@ def capture_layers(
         batches: Batches of inputs.
         selection: Selection of token states, the same in every layer.
         take: Function called with each layer and its moments, on the device of the states (on the host where that
-            device has no float64): as soon as a single batch has passed the layer, else at the end. Where the depth of
-            a forward depends on the data, layers have seen different numbers of snapshots.
-        options: Options of the spectra that are wanted: with a rank, leading directions are enough.
-        layers: Layers wanted; None: all.
-        after_batch: Function called with the number of states chosen so far.
+            device has no float64). If there is a single batch, it is called when the batch has passed the layer,
+            otherwise at the end. Where the depth of a forward pass depends on the data, the numbers of snapshots differ
+            between layers.
+        options: Options of the spectra; with a rank, the leading directions are sufficient.
+        layers: Layers to capture; None captures all.
+        after_batch: Function called after each batch with the number of states chosen so far.
 
     Raises:
         SnapshotError: If the stream holds NaN or infinite values (the message names the layer), or if blocks run that
-            the anatomy does not know.
+            are not in the anatomy.
     """
     model = runnable(model)
-    wanted = range(len(anatomy.sites)) if layers is None else sorted(layers)
+    captured = range(len(anatomy.sites)) if layers is None else sorted(layers)
     selection.begin(batches)
     is_single = isinstance(batches.items, list) and len(batches.items) == 1
     moments: dict[int, Moments] = {}
@@ -75,7 +76,7 @@ def capture_layers(
     def add(i: int, x: Tensor, y: Tensor) -> None:
         if i not in moments:
             moments[i] = moments_for(anatomy, i, x, options or DmdOptions(), n_snapshots=selection.n_snapshots)
-        moments[i].update(x.detach(), y.detach(), refuses=False)
+        moments[i].update(x.detach(), y.detach(), check_finite=False)
         are_finite[i] = moments[i].is_finite
         if is_single:
             seen.add(i)
@@ -84,44 +85,53 @@ def capture_layers(
     are_finite: dict[int, Tensor] = {}
     seen: set[int] = set()
     watcher = StreamWatcher(anatomy, selection, add, layers=layers)
-    with undisturbed(model), watcher, watch(refusals(model, anatomy)), without_head(model, anatomy):
+    with undisturbed(model), watcher, watch(unknown_block_hooks(model, anatomy)), without_head(model, anatomy):
         for batch in batches.items:
             if selection.is_complete:
                 break
-            watcher.begin(batch)  # whose masks are read: before it is moved to the device
-            run_foreign(model, on_device_of(model, batch))
-            refuse_not_finite(anatomy, are_finite)
+            watcher.begin(batch)  # before the batch is moved to the device, because its masks are read on the host
+            run_model(model, on_device_of(model, batch))
+            require_finite(anatomy, are_finite)
             after_batch(selection.n_chosen)
-    refuse_silent(anatomy, [layer for layer in wanted if layer not in seen and layer not in moments])
+    require_reached(anatomy, [layer for layer in captured if layer not in seen and layer not in moments])
     for layer in sorted(moments):
         take(layer, moments.pop(layer))
 
 
-def refusals(model: nn.Module, anatomy: Anatomy) -> list[HookRequest]:
-    """Hooks that refuse blocks which did not run when the anatomy was read."""
-    return [(module, _refuse_unknown(name), True) for name, module in _other_members(model, anatomy).items()]
+def unknown_block_hooks(model: nn.Module, anatomy: Anatomy) -> list[HookRequest]:
+    """Return hooks that raise an exception if a block runs that did not run when the anatomy was read."""
+    return [(module, _raise_for(name), True) for name, module in _other_members(model, anatomy).items()]
 
 
-def refuse_silent(anatomy: Anatomy, layers: Sequence[int]) -> None:
-    """Refuse inputs that do not reach some layers.
+def require_reached(anatomy: Anatomy, layers: Sequence[int]) -> None:
+    """Raise an exception if the inputs did not reach some layers.
+
+    Args:
+        anatomy: Anatomy of the model.
+        layers: Layers that the inputs did not reach.
 
     Raises:
-        SnapshotError: If there are such layers.
+        SnapshotError: If there are any.
     """
     if layers:
         name = anatomy.sites[layers[0]].name
-        raise SnapshotError(f"No states passed {name}; pass inputs that reach every block.")
+        raise SnapshotError(
+            f"No states passed {name}; pass inputs that reach every block.",
+            name="inputs",
+            value=name,
+            expected="inputs that reach every block",
+        )
 
 
-def refuse_not_finite(anatomy: Anatomy, are_finite: Mapping[int, Tensor]) -> None:
-    """Refuse values that are not finite; the host waits for the device once for all layers.
+def require_finite(anatomy: Anatomy, are_finite: Mapping[int, Tensor]) -> None:
+    """Raise an exception if values are not finite; the host waits for the device once for all layers.
 
     Args:
         anatomy: Anatomy of the model.
         are_finite: Whether the values of each layer are finite, in the order in which the stream passes.
 
     Raises:
-        SnapshotError: If a layer holds others; the message names the first.
+        SnapshotError: If the values of a layer are not finite; the message names the first such layer.
     """
     numbers = read_numbers(list(are_finite.values()))
     for layer, is_finite in zip(are_finite, numbers, strict=True):
@@ -131,9 +141,9 @@ def refuse_not_finite(anatomy: Anatomy, are_finite: Mapping[int, Tensor]) -> Non
 
 @contextmanager
 def without_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
-    """Let the language-model head give zeros, which take no memory, once all blocks have run: it adds no states.
+    """Replace the output of the language-model head by zeros without memory once all blocks have run.
 
-    A model that runs its head between blocks, to decide whether to go on, keeps it.
+    A head that the model calls between blocks, to decide whether to continue, is kept.
     """
     head = head_of(model, anatomy)
     if head is None or "forward" in vars(head):
@@ -168,7 +178,7 @@ def without_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
 
 
 def head_of(model: nn.Module, anatomy: Anatomy) -> nn.Linear | None:
-    """The linear map to the vocabulary, if there is exactly one: it has an output for each entry of the embedding."""
+    """Return the linear map to the vocabulary, with one output per entry of the embedding; None unless it is unique."""
     inside = {id(part) for site in anatomy.sites for part in site.module.modules()}
     size = max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
     heads = [
@@ -180,7 +190,7 @@ def head_of(model: nn.Module, anatomy: Anatomy) -> nn.Linear | None:
 
 
 def _other_members(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
-    """Members of the container of the blocks that did not run when the anatomy was read."""
+    """Return the members of the blocks' containers that did not run when the anatomy was read."""
     containers = {site.name.split("#")[0].rpartition(".")[0] for site in anatomy.sites}
     known = {id(site.module) for site in anatomy.sites}
     kinds = {type(site.module) for site in anatomy.sites}
@@ -192,24 +202,24 @@ def _other_members(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
     }
 
 
-def _refuse_unknown(name: str) -> Callable[..., None]:
-    def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
+def _raise_for(name: str) -> Callable[..., None]:
+    def fail(module: nn.Module, args: tuple, kwargs: dict) -> None:
         raise depth_error(name)
 
-    return refuse
+    return fail
 
 
 def moments_for(
     anatomy: Anatomy, layer: int, states: Tensor, options: DmdOptions, *, n_snapshots: int | None
 ) -> Moments:
-    """What collects the states of one layer: the moments, or where they are large and not needed whole, a sketch.
+    """Create the moments that collect the states of one layer; a sketch if those would be large and not all needed.
 
     Args:
         anatomy: Anatomy of the model.
         layer: Index of the layer.
         states: States of the layer, for their width and device.
-        options: Options of the spectra that are wanted.
-        n_snapshots: Most snapshots that will come; None: unknown.
+        options: Options of the spectra.
+        n_snapshots: Maximum number of snapshots; None if unknown.
     """
     width = states.shape[-1]
     if not is_sketched(width, options.rank, n_snapshots):
@@ -219,13 +229,13 @@ def moments_for(
 
 
 def is_sketched(width: int, rank: int | None, n_snapshots: int | None) -> bool:
-    """Whether a layer of this width is collected in a sketch rather than in moments."""
+    """Return whether a layer of this width is collected in a sketch rather than in moments."""
     is_few = n_snapshots is not None and n_snapshots <= width
     return width > _NARROW and (is_few or (rank is not None and OVERSAMPLING * rank < width))
 
 
 def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:
-    """Moments for the states of one layer, on their device (on the host where that device has no float64)."""
+    """Create moments for the states of one layer, on their device (on the host where that has no float64)."""
     return SnapshotMoments(states.shape[-1], device=states.device, name=_name_of(anatomy, layer))
 
 
@@ -234,14 +244,14 @@ def _name_of(anatomy: Anatomy, layer: int) -> str:
 
 
 class StreamWatcher(BlockHooks):
-    """Passes on the states that enter and leave each block; the hooks of one capture share it.
+    """Hooks that pass the chosen states that enter and leave each block to a function.
 
     Args:
         anatomy: Anatomy of the model.
         selection: Selection of token states, the same in every layer.
-        take: Function called with the layer, and the states entering and leaving it, each (snapshot, feature); they
-            still belong to the graph of the forward, if it keeps one.
-        layers: Layers to follow; None: all.
+        take: Function called with the layer and the states entering and leaving it, each of shape (snapshot, feature).
+            They remain part of the autograd graph of the forward pass, if there is one.
+        layers: Layers to follow; None follows all.
     """
 
     def __init__(
@@ -252,43 +262,46 @@ class StreamWatcher(BlockHooks):
         *,
         layers: Collection[int] | None = None,
     ) -> None:
-        super().__init__(anatomy.sites, layers=layers, on_unknown=refuse_unknown)
+        super().__init__(anatomy.sites, layers=layers, on_unknown=raise_on_unknown)
         self.selection, self.take = selection, take
         self.begin(None)
 
     def begin(self, batch: Any) -> None:
-        """Forget the last batch."""
+        """Prepare for the next batch."""
         self.begin_pass()
         self.batch, self.leading = batch, torch.Size()
         self._chosen: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
 
     def on_enter(self, call: BlockCall) -> None:
-        """Keep what enters until the block is through."""
+        """Keep the states that enter until the block has run."""
         self._waiting[call.layer] = self._chosen_of(call.state_in, call.site)
 
     def on_leave(self, call: BlockCall) -> None:
-        """Pass on both states."""
+        """Pass the states that entered and left to ``take``."""
         self.take(call.layer, self._waiting.pop(call.layer), self._chosen_of(call.state_out, call.site))
 
     def choose(self, state: Tensor, site: Site) -> Tensor:
-        """The indices of the chosen tokens of a state; chosen once a pass.
+        """Return the indices of the chosen tokens of a state, which are chosen once per pass.
 
         Raises:
-            SnapshotError: If the states of the pass do not keep their tokens.
+            SnapshotError: If the number of tokens changes within the pass.
         """
         if self._chosen is None:
             self.leading = state.shape[:-1]
             self._chosen = self.selection.choose(self.leading, self.batch)
         if state.shape[:-1] != self.leading:
             raise SnapshotError(
-                f"States at {site.name} have leading shape {tuple(state.shape[:-1])}, those before "
-                f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled."
+                f"States at {site.name} have leading shape {tuple(state.shape[:-1])}, previous ones "
+                f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled.",
+                name=site.name,
+                value=tuple(state.shape[:-1]),
+                expected=f"states of leading shape {tuple(self.leading)}",
             )
-        # Moved once, not for each block; the host need not wait for it.
+        # Moved once, not for each block; the copy may be asynchronous.
         self._chosen = self._chosen.to(state.device, non_blocking=state.device.type == "cuda")
         return self._chosen
 
     def _chosen_of(self, state: Tensor, site: Site) -> Tensor:
-        """The chosen states, shape (snapshot, feature); a copy, as the block may write into its input."""
+        """Return a copy of the chosen states, shape (snapshot, feature); the block may overwrite its input."""
         return state.flatten(0, -2)[self.choose(state, site)]

@@ -1,4 +1,4 @@
-"""Open a checkpoint of any supported format as a `Subject`, which `profile` can measure."""
+"""Checkpoints of any supported format, opened as a `Subject`; checkpoints of the zoo are also saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.models.diffusers_models import diffusers_model
 from workbench.models.folder_weights import folder_weights
 from workbench.models.lazy_state import LazyTensor, lazy_state
 from workbench.models.state_files import STATE_SUFFIXES, check_safetensors
-from workbench.models.state_fit import load_state, matched_state, plain_names, tied_names
+from workbench.models.state_fit import load_state, matched_state, tied_names, unwrapped_names
 from workbench.models.streaming import StreamedWeights
 from workbench.models.streaming_choice import StreamingChoice
 from workbench.models.subject import ByteTokenizer, Subject
@@ -36,7 +36,7 @@ from workbench.models.weight_folders import (
 )
 from workbench.zoo.module_of import module_of
 
-#: Its key that states how texts become tokens, if known: "bytes".
+#: Key in the config of a zoo checkpoint that names its tokenizer, if known: "bytes".
 TOKENIZER_KEY = "tokenizer"
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
@@ -54,63 +54,83 @@ def open_checkpoint(
 ) -> Subject:
     """Open a model for study.
 
-    Names of tensors may have been changed by torch.compile (``_orig_mod.``) and by data parallelism (``module.``
-    before every name); they are read without these. So are those of a module that was a part of what was saved, as
-    Lightning saves it, if the tensors below one prefix, and no other, fill ``module``.
+    Prefixes that torch.compile (``_orig_mod.``) and data parallelism (``module.``) add to the names of tensors are
+    removed. So is the prefix of a module that was saved as a part of a larger one, for example by Lightning, if the
+    tensors below exactly one prefix fill ``module``.
 
     Args:
         source: A Hugging Face folder or hub name; a folder saved by `save_checkpoint`; a Trainer's folder with one
             checkpoint; an adapter of PEFT (LoRA), which is merged into ``module`` or into the base model that it
             names, if that is a local path; a ``.gguf`` file; any ``nn.Module``; or a subject. Together with
-            ``module`` weights alone: a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or Lightning's ``.ckpt`` file,
-            in which they may be below "model", "model_state_dict", "state_dict" or "module"; a folder of PyTorch's
-            distributed checkpoint, of Megatron (``torch_dist``), DeepSpeed or diffusers; shards with or without an
-            index. A folder with a config.json of Hugging Face may hold its weights in any of these forms. Objects
-            beside the weights of a pickle are never made; one that calls a function is refused.
-            Quantized weights of a GGUF file come out as float32, or as ``dtype``, with the noise of quantization.
-        module: Module that a state dict belongs to; its parameters are replaced, unless an error is raised.
+            ``module``, also files that hold only parameters: a ``.safetensors``, ``.bin``, ``.pt``, ``.pth`` or
+            Lightning's ``.ckpt`` file, in which they may be below "model", "model_state_dict", "state_dict" or
+            "module"; a folder of PyTorch's distributed checkpoint, of Megatron (``torch_dist``), DeepSpeed or
+            diffusers; shards with or without an index. A folder with a config.json of Hugging Face may hold its
+            parameters in any of these forms. Other objects in a pickle are never created, and a pickle that calls a
+            function is rejected. Quantized parameters of a GGUF file become float32, or ``dtype``, with the rounding
+            error of the quantization.
+        module: Module to which a state dict belongs; its parameters are replaced, unless an exception is raised.
         trust_remote_code: Whether a Hugging Face checkpoint may run its own Python code.
-        dtype: Type of the parameters, one that torch computes in; "auto" keeps what the checkpoint has, or what
-            ``module`` has.
-        name: Name for titles and stores; made from the source if not given.
-        strict: Whether to refuse missing or unused parameters, except for those of another head of the same
-            family. Otherwise open with those that fit: the rest of the model has random values, or those of
-            ``module``, and `Subject.unloaded` lists them.
-        streaming: Whether the weights stay on disk and fill each block while it runs, so that the model is never whole
-            in memory; such a subject can be run and profiled, not trained. "auto": if they would take more than half
-            of the free memory, and can. Quantized checkpoints of Hugging Face, adapters, and weights that do not fit
-            cannot.
-        device: Device on which the model runs; streamed, one block at a time is moved there. None: the CPU, or where
-            ``module`` is.
+        dtype: Type of the parameters, one in which torch computes; "auto" keeps that of the checkpoint, or of
+            ``module``.
+        name: Name for titles and stores; None derives it from the source.
+        strict: Whether to raise an exception for missing or unused parameters, except for those of another head of the
+            same family. Otherwise the fitting ones are loaded; the remaining parameters of the model have random
+            values, or those of ``module``, and `Subject.unloaded` lists them.
+        streaming: Whether the parameters stay on disk and fill each block while it runs, so that the model is never
+            completely in memory; such a subject can be run and profiled, but not trained. "auto" streams if the
+            parameters would take more than half of the free memory and can be streamed. Quantized checkpoints of
+            Hugging Face, adapters, and parameters that do not fit cannot.
+        device: Device on which the model runs; if streamed, one block at a time is moved there. None is the CPU, or the
+            device of ``module``.
 
     Returns:
-        The subject, in eval mode unless a module was passed, which is left as it is.
+        The subject, in eval mode, except that the mode of a module that was passed is unchanged.
 
     Raises:
-        CheckpointError: If the checkpoint does not exist, is damaged, unsafe or does not fit.
+        CheckpointError: If the checkpoint does not exist, is damaged, is unsafe or does not fit.
 
     Example:
         >>> import workbench as wb
         >>> subject = wb.open_checkpoint(wb.samples.embedded("pre_ln"))
         >>> subject.name, type(subject.model).__name__
         ('pre_ln', 'Transformer')
+
+    See Also:
+        `workbench.profile`: Measures the opened model.
+        `workbench.save_checkpoint`: Saves a model of the zoo.
     """
-    wanted = _as_dtype(dtype)
+    torch_dtype = _as_dtype(dtype)
     if name is not None and not isinstance(name, str):
-        raise CheckpointError(f"name={name!r} is no text; pass a string, or leave it out.")
+        raise CheckpointError(
+            f"name={name!r} is not text; pass a string, or leave it out.", name="name", value=name, expected="a string"
+        )
     if module is not None and not isinstance(module, nn.Module):
-        raise CheckpointError(f"module= is of type {type(module).__name__}, expected the nn.Module of the weights.")
+        raise CheckpointError(
+            f"module= is of type {type(module).__name__}, expected the nn.Module to which the weights belong.",
+            name="module",
+            value=module,
+            expected="an nn.Module",
+        )
     if isinstance(source, nn.Module):
         source = Subject(source, name or type(source).__name__, f"module {type(source).__qualname__}")
     if isinstance(source, Subject):
-        return _opened_already(source, module, wanted, name)
+        return _opened_already(source, module, torch_dtype, name)
     path, text = _as_path(source)
     looks_like_path = path.suffix in (*STATE_SUFFIXES, ".gguf") or text.startswith((".", "/", "~"))
     if not path.is_dir() and not path.is_file() and (looks_like_path or not _HUB_NAME.match(text)):
-        raise CheckpointError(f"There is no file or folder {text}; check the path.")
+        raise CheckpointError(
+            f"There is no file or folder {text}; check the path.",
+            name="source",
+            value=text,
+            expected="an existing file or folder",
+        )
     if path.is_file() and path.suffix not in (*STATE_SUFFIXES, ".gguf"):
         raise CheckpointError(
-            f"{path} is no checkpoint format known here; pass a folder, a .safetensors, .bin, .pt or .gguf file."
+            f"{path} has an unknown checkpoint format; pass a folder, or a .safetensors, .bin, .pt or .gguf file.",
+            name="source",
+            value=text,
+            expected=f"a folder, or a file with one of the endings {', '.join((*STATE_SUFFIXES, '.gguf'))}",
         )
     how = StreamingChoice.of(streaming, device)
     if path.is_dir():
@@ -120,38 +140,54 @@ def open_checkpoint(
     else:
         is_state = path.is_file() and path.suffix in STATE_SUFFIXES
     if is_state:
-        return _open_state(path, module, wanted, name, strict, how)
+        return _open_state(path, module, torch_dtype, name, strict, how)
     if path.is_dir() and is_adapter(path):
         if streaming is True:
-            raise CheckpointError(f"{path} is an adapter, which is merged in memory; open it with streaming=False.")
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": wanted, "strict": strict}
+            raise CheckpointError(
+                f"{path} is an adapter, which is merged in memory; open it with streaming=False.",
+                name="streaming",
+                value=True,
+                expected=(False, "auto"),
+            )
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch_dtype, "strict": strict}
         options |= {"streaming": False, "device": device}
         opened = open_checkpoint(base_model(path), **options) if module is None else open_checkpoint(module)
-        return _open_adapter(path, opened, wanted, name)
+        return _open_adapter(path, opened, torch_dtype, name)
     if path.is_dir() and not (path / "config.json").exists():
-        raise CheckpointError(f"{path} has no config.json, so it is no checkpoint folder; {_hint(path)}.")
+        raise CheckpointError(
+            f"{path} has no config.json and is not a checkpoint folder; {_hint(path)}.",
+            name="source",
+            value=text,
+            expected="a checkpoint folder",
+        )
     if module is not None:
-        raise CheckpointError(f"module= goes with a file of weights, which {text} is not; leave it out.")
+        raise CheckpointError(
+            f"module= is used only with a file of weights, which {text} is not; leave it out.",
+            name="module",
+            value=module,
+            expected="None",
+        )
     if path.is_dir():
-        return _open_folder(path, trust_remote_code, wanted, name, strict, how)
+        return _open_folder(path, trust_remote_code, torch_dtype, name, strict, how)
     if path.is_file():
         from workbench.models.gguf_file import GgufFile
 
         file = GgufFile.read(path)
-        is_streamed = how.is_wanted(file.n_bytes(wanted), why_not=file.why_whole, is_strict=strict)
-        model, unloaded = file.model(dtype=wanted, strict=strict, without_memory=is_streamed)
+        is_streamed = how.is_streamed(file.n_bytes(torch_dtype), why_not=file.why_not_streamed, is_strict=strict)
+        model, unloaded = file.model(dtype=torch_dtype, strict=strict, without_memory=is_streamed)
         streamed = _stream_pretrained(model.eval(), file.state(), path, how) if is_streamed else None
         model = model if is_streamed else how.placed(model)
         return Subject(model, name or path.stem, str(path), path, unloaded, streamed=streamed)
-    return _open_hub(text, trust_remote_code, wanted, name, strict, how)
+    return _open_hub(text, trust_remote_code, torch_dtype, name, strict, how)
 
 
 def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Save a model of the zoo so that `open_checkpoint` reads it back: config.json and model.safetensors.
+    """Save a model of the zoo as config.json and model.safetensors, which `open_checkpoint` reads.
 
     Args:
-        model: Model from ``wb.zoo``, or its subject, of which the folder notes whether its tokens are bytes.
-        folder: Folder to write to; made if needed.
+        model: Model from ``wb.zoo``, or its subject; for a subject the folder also records whether its tokens are
+            bytes.
+        folder: Folder to write to; created if needed.
         overwrite: Whether to replace an existing checkpoint.
 
     Returns:
@@ -166,6 +202,9 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
         >>> folder = wb.save_checkpoint(model, "tiny")
         >>> sorted(path.name for path in folder.iterdir())
         ['config.json', 'model.safetensors']
+
+    See Also:
+        `workbench.open_checkpoint`: Opens the folder.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -175,12 +214,26 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
     tokenizer = model.own_tokenizer if isinstance(model, Subject) else None
     folder, model = Path(folder), module_of(model)
     if not isinstance(model, ZooModel):
-        raise CheckpointError(f"{type(model).__name__} is not of the zoo; save it with its own save_pretrained().")
+        raise CheckpointError(
+            f"{type(model).__name__} is not a model of the zoo; save it with its own save_pretrained().",
+            name="model",
+            value=model,
+            expected="a model of wb.zoo",
+        )
     if (folder / "model.safetensors").exists() and not overwrite:
-        raise CheckpointError(f"{folder} holds a checkpoint already; pass overwrite=True to replace it.")
+        raise CheckpointError(
+            f"{folder} holds a checkpoint already; pass overwrite=True to replace it.",
+            name="folder",
+            value=folder,
+            expected="a folder without a checkpoint",
+        )
     if any(parametrize.is_parametrized(module) for module in model.modules()):
         raise CheckpointError(
-            "The model's weights are parametrized, which no configuration says; save wb.baselines.plain_copy(model)."
+            "The weights of the model are parametrized, which its configuration cannot describe; save "
+            "wb.baselines.plain_copy(model).",
+            name="model",
+            value=model,
+            expected="without parametrizations",
         )
     options = model.config.as_dict()
     config = {ZOO_KEY: options.pop("family"), **options}
@@ -195,15 +248,20 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
             save_file(weights, Path(scratch) / "model.safetensors")
             (Path(scratch) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             for file in sorted(Path(scratch).iterdir()):
-                file.chmod(0o644)  # safetensors writes for the owner alone
+                file.chmod(0o644)  # safetensors writes files that only the owner can read
                 file.replace(folder / file.name)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be written ({error}); check its folder and the space left.") from error
+        raise CheckpointError(
+            f"{folder} cannot be written ({error}); check the path and the free disk space.",
+            name="folder",
+            value=folder,
+            expected="writable",
+        ) from error
     return folder
 
 
 def _as_dtype(dtype: Any) -> torch.dtype | str:
-    """The dtype itself, or "auto".
+    """Return the dtype as a torch.dtype, or "auto".
 
     Raises:
         CheckpointError: If torch has no such dtype, or does not compute in it.
@@ -213,66 +271,89 @@ def _as_dtype(dtype: Any) -> torch.dtype | str:
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise CheckpointError(
-            f"dtype={dtype!r} is no dtype of weights; pass 'auto', 'float32', 'bfloat16' or 'float16'."
+            f"dtype={dtype!r} is not a dtype in which models compute; pass 'auto', 'float32', 'bfloat16' or 'float16'.",
+            name="dtype",
+            value=dtype if isinstance(dtype, str) else str(dtype),
+            expected=("auto", "float32", "bfloat16", "float16"),
         )
     return found
 
 
 def _opened_already(subject: Subject, module: nn.Module | None, dtype: torch.dtype | str, name: str | None) -> Subject:
-    """The subject, under another name if one is given."""
+    """Return the subject, renamed if a name is passed."""
     if module is not None and module is not subject.model:
         raise CheckpointError(
-            f"Both a {type(subject.model).__name__} and module= are given; pass one of them, or a file of weights for "
-            "the module."
+            f"Both a {type(subject.model).__name__} and module= are passed; pass one of them, or a file of weights for "
+            "the module.",
+            name="module",
+            value=module,
+            expected="None, or the model itself",
         )
     if dtype != "auto" and any(p.is_floating_point() and p.dtype != dtype for p in subject.model.parameters()):
         raise CheckpointError(
-            f"dtype= holds for weights that are read from a file; convert the {type(subject.model).__name__} with "
-            ".to() and pass it without dtype=."
+            f"dtype= applies to weights that are read from a file; convert the {type(subject.model).__name__} with "
+            ".to() and pass it without dtype=.",
+            name="dtype",
+            value=str(dtype),
+            expected="'auto' for a model in memory",
         )
     return replace(subject, name=name) if name and name != subject.name else subject
 
 
 def _as_path(source: Any) -> tuple[Path, str]:
-    """The argument, as a path and as text.
+    """Return the argument as a path and as text.
 
     Raises:
         CheckpointError: If it cannot be a path.
     """
     if isinstance(source, type):
         raise CheckpointError(
-            f"The model is the class {source.__name__}; pass a model, not its class, such as {source.__name__}(...)."
+            f"The model is the class {source.__name__}; pass an instance of it, such as {source.__name__}(...).",
+            name="source",
+            value=source,
+            expected="a model rather than a class",
         )
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise CheckpointError(
-            f"open_checkpoint() got an object of type {type(source).__name__}; "
-            "pass the path of a folder or file, a hub name, or an nn.Module."
+            f"open_checkpoint() received an object of type {type(source).__name__}; "
+            "pass the path of a folder or file, a hub name, or an nn.Module.",
+            name="source",
+            value=source,
+            expected="a path, a hub name, or an nn.Module",
         )
     try:
         path = Path(text).expanduser()
         path.is_dir()
     except (OSError, RuntimeError) as error:  # too long, not readable, or the home of an unknown user
         raise CheckpointError(
-            f"{_shortened(text)} cannot be opened ({_shortened(str(error))}); check the path."
+            f"{_shortened(text)} cannot be opened ({_shortened(str(error))}); check the path.",
+            name="source",
+            value=text,
+            expected="a path that can be read",
         ) from error
     if not text.strip():
-        raise CheckpointError("The path is empty; pass a folder, a file, a hub name, or an nn.Module.")
+        raise CheckpointError(
+            "The path is empty; pass a folder, a file, a hub name, or an nn.Module.",
+            name="source",
+            value=text,
+            expected="a folder, a file, a hub name, or an nn.Module",
+        )
     return path, text
 
 
 def _shortened(text: str) -> str:
-    """A text of any length as part of a line."""
+    """Return a text as a single line of at most 120 characters."""
     text = " ".join(text.split())
     return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _hint(folder: Path) -> str:
-    """What to pass instead of a folder that is no checkpoint."""
+    """Return advice on what to pass instead of a folder that is not a checkpoint."""
     if (folder / "model_index.json").exists():
         models = sorted(file.parent for file in folder.glob("*/config.json"))
         such = f", such as {models[0]}" if models else ""
-        return f"it holds a pipeline of diffusers: pass the folder of one of its models{such}"
+        return f"it holds a diffusers pipeline: pass the folder of one of its models{such}"
     files = [file for file in sorted(folder.iterdir()) if file.suffix in (".gguf", *STATE_SUFFIXES)]
     return f"pass the file {files[0]}" if files else "pass the folder that save_pretrained() wrote"
 
@@ -290,16 +371,27 @@ def _open_folder(
     try:
         config = json.loads(config_file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{config_file} is no valid JSON ({error}); fetch the checkpoint again.") from error
+        raise CheckpointError(
+            f"{config_file} is not valid JSON ({error}); download the checkpoint again.",
+            name=config_file.name,
+            value=str(error),
+            expected="valid JSON",
+        ) from error
     if not isinstance(config, dict):
         raise CheckpointError(
             f"{config_file} holds a JSON {type(config).__name__}, expected an object with the options of a model; "
-            "fetch the checkpoint again."
+            "download the checkpoint again.",
+            name=config_file.name,
+            value=config,
+            expected="a JSON object",
         )
     if not isinstance(model_type := config.get("model_type", ""), str):
         raise CheckpointError(
             f"{config_file} has model_type = {_shortened(repr(model_type))}, expected a name; "
-            "fetch the checkpoint again."
+            "download the checkpoint again.",
+            name="model_type",
+            value=model_type,
+            expected="a name",
         )
     for file in sorted(folder.glob("*.safetensors")):
         check_safetensors(file)
@@ -313,9 +405,9 @@ def _open_folder(
         with errors_in_one_sentence(str(folder)):
             weights = folder_weights(folder)
         why_not = "it is quantized" if config.get("quantization_config") else ""
-        why_not = why_not if weights is not None else "its weights are in no file that is known here"
+        why_not = why_not if weights is not None else "its weights are in no known file format"
         n_bytes = weights.n_bytes if weights is not None else 0
-        is_streamed = how.is_wanted(n_bytes, why_not=why_not, is_strict=strict)
+        is_streamed = how.is_streamed(n_bytes, why_not=why_not, is_strict=strict)
         model, unloaded = open_pretrained(
             str(folder),
             folder,
@@ -339,10 +431,10 @@ def _stream_pretrained(
 
 
 def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
-    """Takes the note on the tokenizer out of a configuration of the zoo.
+    """Remove the entry of the tokenizer from the configuration of a zoo model, and return the tokenizer.
 
     Raises:
-        CheckpointError: If it names one that is not known here.
+        CheckpointError: If the entry names an unknown tokenizer.
     """
     kind = config.pop(TOKENIZER_KEY, None)
     if kind is None:
@@ -350,7 +442,10 @@ def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
     if kind != ByteTokenizer.name:
         raise CheckpointError(
             f"{file} names the tokenizer {_shortened(repr(kind))}, which this version does not know; update the "
-            "workbench, or remove the entry and pass token ids."
+            "workbench, or remove the entry and pass token ids.",
+            name=TOKENIZER_KEY,
+            value=kind,
+            expected=(ByteTokenizer.name,),
         )
     return ByteTokenizer(config.get("max_length"))
 
@@ -365,23 +460,36 @@ def _open_zoo(
     options = dict(config)
     family = options.pop(ZOO_KEY)
     if not isinstance(family, str) or family not in zoo.FAMILIES:
-        raise CheckpointError(f"{folder} holds a '{family}', which this version does not know; update the workbench.")
+        raise CheckpointError(
+            f"{folder} holds a model of the family '{family}', which this version does not know; update the workbench.",
+            name="family",
+            value=family,
+            expected=tuple(zoo.FAMILIES),
+        )
     file = folder / "model.safetensors"
-    is_streamed = file.is_file() and how.is_wanted(file.stat().st_size, is_strict=strict)
+    is_streamed = file.is_file() and how.is_streamed(file.stat().st_size, is_strict=strict)
     try:
         with init_empty_weights(include_buffers=False) if is_streamed else nullcontext():
             model = zoo.build(zoo.ArchitectureConfig.from_dict({**options, "family": family}))
     except WorkbenchError as error:
-        raise CheckpointError(f"{folder / 'config.json'} does not describe a {family}: {error}") from error
+        raise CheckpointError(
+            f"{folder / 'config.json'} does not describe a {family}: {error}",
+            name=error.name,
+            value=error.value,
+            expected=error.expected,
+        ) from error
     except Exception as error:  # an option of a wrong type or size fails wherever it is used first
         reason = f"{type(error).__name__}: {_shortened(str(error))}"
         raise CheckpointError(
-            f"{folder / 'config.json'} does not describe a {family} ({reason}); fetch the checkpoint again."
+            f"{folder / 'config.json'} does not describe a {family} ({reason}); download the checkpoint again.",
+            name="config.json",
+            value=reason,
+            expected=f"options of a {family}",
         ) from error
     state = lazy_state(file)
     if dtype == "auto":
         dtype = next((tensor.dtype for tensor in state.values() if tensor.dtype.is_floating_point), torch.float32)
-    remedy = "fetch the checkpoint again or correct its config.json"
+    remedy = "download the checkpoint again or correct its config.json"
     model = model.to(dtype)
     if is_streamed:
         return model, "", _stream_plain(model, state, file, remedy, how)
@@ -391,11 +499,11 @@ def _open_zoo(
 def _stream_plain(
     module: nn.Module, state: Mapping[str, LazyTensor], path: Path, remedy: str, how: StreamingChoice
 ) -> StreamedWeights:
-    from workbench.models.streamed_models import files_identity, stream_plain
+    from workbench.models.streamed_models import files_identity, stream_module
 
     fitting, _ = matched_state(module, state, path.name, remedy=remedy)
     lazy = {name: found if isinstance(found, LazyTensor) else LazyTensor.of(found) for name, found in fitting.items()}
-    return stream_plain(module, lazy, identity=files_identity(path), device=how.device or "cpu")
+    return stream_module(module, lazy, identity=files_identity(path), device=how.device or "cpu")
 
 
 def _open_state(
@@ -405,12 +513,14 @@ def _open_state(
         module = diffusers_model(path, config).eval()
     if module is None:
         raise CheckpointError(
-            f"{path.name} holds weights without an architecture; pass module=, or the folder with its config.json."
+            f"{path.name} holds weights without an architecture; pass module=, or the folder with its config.json.",
+            name="module",
+            expected="the nn.Module to which the weights belong",
         )
-    remedy = "pass the module that it was saved from"
+    remedy = "pass the module from which it was saved"
     left = "the module's own values"
     state = lazy_state(path)
-    if how.is_wanted(sum(tensor.n_bytes for tensor in state.values()), is_strict=strict):
+    if how.is_streamed(sum(tensor.n_bytes for tensor in state.values()), is_strict=strict):
         matched_state(module, state, path.name, remedy=remedy)
         module = module if isinstance(dtype, str) else module.to(dtype)
         streamed = _stream_plain(module, state, path, remedy, how)
@@ -421,13 +531,13 @@ def _open_state(
 
 
 def _open_adapter(path: Path, base: Subject, dtype: torch.dtype | str, name: str | None) -> Subject:
-    """The base model with an adapter merged into its weights."""
+    """Return the base model with an adapter merged into its weights."""
     model = base.model
     own = model.state_dict()
-    names = {plain: key for key, plain in plain_names(own).items()}
+    names = {plain: key for key, plain in unwrapped_names(own).items()}
     held = {plain: LazyTensor.of(own[key]) for plain, key in names.items() if isinstance(own[key], torch.Tensor)}
     state = merged(path, held, kind_of_matrix(model, names))
-    load_state(model, state, path.name, remedy="pass the model that it was made for", left="the base model's values")
+    load_state(model, state, path.name, remedy="pass the model that it was trained on", left="the base model's values")
     if dtype != "auto":
         model.to(dtype)
     folder = path if (path / "tokenizer_config.json").exists() else base.folder
@@ -451,13 +561,19 @@ def _open_hub(
         cached = try_to_load_from_cache(hub_name, "config.json")
     except HFValidationError as error:
         raise CheckpointError(
-            f"'{hub_name}' is no path and cannot be the name of a model; check the spelling."
+            f"'{hub_name}' is neither a path nor a valid name of a model on the hub; check the spelling.",
+            name="source",
+            value=hub_name,
+            expected="a path or the name of a model on the hub",
         ) from error
     is_cached = isinstance(cached, str)
     if not is_cached and (constants.HF_HUB_OFFLINE or not _can_reach(constants.ENDPOINT)):
         raise CheckpointError(
-            f"'{hub_name}' is no folder here, and the Hugging Face hub cannot be reached; "
-            "check the spelling, go online, or pass a local folder."
+            f"'{hub_name}' is not a local folder, and the Hugging Face hub cannot be reached; "
+            "check the spelling, go online, or pass a local folder.",
+            name="source",
+            value=hub_name,
+            expected="a local folder while the Hugging Face hub cannot be reached",
         )
     if how.streaming is True:
         patterns = ["*token*", "*.model", "*.json", "*.safetensors", "*.py"]
@@ -480,7 +596,7 @@ def _open_hub(
 
 
 def _can_reach(endpoint: str) -> bool:
-    """Whether the hub's address can be looked up: the hub's own client retries for half a minute before it gives up."""
+    """Return whether the address of the hub can be resolved; its own client would retry for half a minute."""
     if any(os.environ.get(key) for key in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     host = endpoint.split("://")[-1].split("/")[0].split(":")[0]

@@ -1,4 +1,4 @@
-"""Find the columns of one matrix among those of others by value, through norms if need be."""
+"""Search for the columns of one matrix among those of others by value, if necessary through norms."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ from torch import Tensor, nn
 from workbench.models.readable_weights import read_parameter
 from workbench.models.tracing import Normalization, ParameterSlice, Projection
 
-#: Largest 1 - cosine between two columns that are the same up to rounding and a factor.
+#: Largest value of 1 - cosine between two columns that are equal up to rounding and a factor.
 _LARGEST_GAP = 1e-5
-#: Marks instead of a source: no column fits, and several do.
+#: Markers in place of the index of a source: no column matches; several match.
 _MISSING, _AMBIGUOUS = -1, -2
 
 
 @dataclass(frozen=True)
 class NormStep:
-    """A norm behind a projection.
+    """A normalization that follows a projection.
 
     Attributes:
-        gain: Path of the gain in the model; None if it has none.
+        gain: Path of the gain in the model; None if there is none.
         gain_offset: 1 if the norm multiplies by 1 + gain, else 0.
         gain_index: Index of each column in the flattened gain.
-        bias: Path of the bias that it adds.
-        is_centred: Whether the mean is subtracted first.
-        spans_heads: Whether it normalizes over all heads together rather than within each.
+        bias: Path of its bias; None if there is none.
+        is_centered: Whether the mean is subtracted first.
+        spans_heads: Whether it normalizes over all heads together rather than within each head.
     """
 
     gain: str | None
     gain_offset: int
     gain_index: Tensor
     bias: str | None
-    is_centred: bool
+    is_centered: bool
     spans_heads: bool
 
     def read_gain(self, model: nn.Module, like: Tensor) -> Tensor:
-        """Current gain, shaped like ``gain_index``."""
+        """Return the current gain in the shape of ``gain_index``."""
         if self.gain is None:
             return torch.ones(self.gain_index.shape, dtype=like.dtype, device=like.device)
         gain = read_parameter(model, self.gain).flatten()
         return (gain + self.gain_offset)[self.gain_index.to(gain.device)].to(like)
 
-    def centre(self, weight: Tensor) -> Tensor:
-        """Weight (head, feature, head_dim) less its mean over what the norm spans."""
+    def center(self, weight: Tensor) -> Tensor:
+        """Subtract from a weight (head, feature, head_dim) its mean over the dimensions that the norm spans."""
         dims = (0, 2) if self.spans_heads else (2,)
         return weight - weight.mean(dim=dims, keepdim=True)
 
 
 @dataclass(frozen=True)
 class ColumnSource:
-    """A linear map as a source of columns.
+    """A linear map whose outputs are candidates for the columns.
 
     Attributes:
-        origin: Map whose input is the stream: itself, or the one before it.
-        weight: Matrix of the map; None if that is no parameter.
-        bias: Bias of the map; None if there is none or it is no parameter.
-        bias_value: Bias that was added.
-        columns: Outputs of the map at the first token, float64, shape (row, output).
-        into: Inputs of the map at the first token, shape (row, feature).
-        inner: Map before it, if its input is a norm of that map's output.
-        inner_column: Indices of the outputs of the inner map.
-        inner_norm: Norm between the two maps.
+        origin: Map whose input is the stream: this map, or the one before it.
+        weight: Matrix of the map; None if it is not a parameter.
+        bias: Bias of the map; None if there is none or it is not a parameter.
+        bias_value: Bias that was added; None if there is none.
+        columns: Outputs of the map at the first token, float64, shape (example, output).
+        into: Inputs of the map at the first token, shape (example, feature).
+        inner: Map before this one, if its normalized output is the input of this map; else None.
+        inner_column: Indices of the outputs of the inner map; None if there is none.
+        inner_norm: Norm between the two maps; None if there is none.
     """
 
     origin: Projection
@@ -79,9 +79,9 @@ class ColumnSource:
 
     @classmethod
     def of(cls, projection: Projection, n_batch: int, n_tokens: int) -> ColumnSource | None:
-        """The source that a projection is; None if it was not applied to every token."""
-        columns = _first_rows(projection.out, n_batch, n_tokens)
-        into = _first_rows(projection.into, n_batch, n_tokens)
+        """Create the source of a projection; None if the projection was not applied to every token."""
+        columns = _at_first_token(projection.out, n_batch, n_tokens)
+        into = _at_first_token(projection.into, n_batch, n_tokens)
         if columns is None or into is None:
             return None
         return cls(projection, projection.weight, projection.bias, projection.bias_value, columns, into)
@@ -95,8 +95,8 @@ class Columns:
         sources: Linear maps.
         source: Index of the map, shape (column,).
         column: Index of the output of that map, shape (column,).
-        factor: Constant between the two, shape (column,).
-        norm: Norm in between; its ``gain_index`` has shape (column,).
+        factor: Ratio of the column to that output, shape (column,).
+        norm: Norm between them, whose ``gain_index`` has shape (column,); None if there is none.
     """
 
     sources: Sequence[ColumnSource]
@@ -107,12 +107,12 @@ class Columns:
 
     @property
     def is_deep(self) -> Tensor:
-        """For each column, whether it comes from a map behind another map."""
+        """Whether each column comes from a map that follows another map, shape (column,)."""
         return torch.tensor([self.sources[int(i)].inner is not None for i in self.source])
 
 
 def first_token_columns(heads: Tensor, n_batch: int, n_tokens: int) -> Tensor | None:
-    """Queries or keys (..., token, head_dim) at the first token, float64, shape (row, head * head_dim)."""
+    """Return queries or keys (..., token, head_dim) at the first token, float64, shape (example, head * head_dim)."""
     n_rest = heads.shape[:-2].numel()
     if n_rest % n_batch or heads.shape[-2] != n_tokens:
         return None
@@ -125,24 +125,24 @@ def find_columns(
     """Find each column of a target among the outputs of linear maps.
 
     Args:
-        target: Shape (row, column).
+        target: Columns to find, shape (example, column).
         sources: Linear maps.
         norms: Norms that were applied; one may lie between a map and the target, or between two maps.
-        n_batch: Rows.
-        n_tokens: Tokens per row.
+        n_batch: Number of examples.
+        n_tokens: Number of tokens per example.
 
     Returns:
-        The origin of every column, or a sentence's end that says how many were not found.
+        The origin of every column, or a clause that states why not all were found.
     """
     sources = _with_inner(_without_repetitions(sources), norms, n_batch, n_tokens)
     direct = _match(target, [s.columns for s in sources])
     if (direct[0] >= 0).all():
         return Columns(sources, *direct)
     if (direct[0] == _AMBIGUOUS).any():
-        return "several linear maps give the same values, so that the right one cannot be told (are they zero or tied?)"
+        return "several linear maps have equal outputs, so the right one cannot be determined (are they zero or tied?)"
     best = float((direct[0] >= 0).double().mean())
     for norm in norms:
-        into, out = (_first_rows(t, n_batch, n_tokens) for t in (norm.into, norm.out))
+        into, out = (_at_first_token(t, n_batch, n_tokens) for t in (norm.into, norm.out))
         if into is None or out is None or into.shape != out.shape:
             continue
         if out.shape[1] > target.shape[1]:
@@ -156,15 +156,15 @@ def find_columns(
             continue
         step = _norm_step(norm, into, out)
         if step is None:
-            return "the norm that follows the projection is of no known kind"
-        # Positive per token as the norm's own factor; what is left is a constant that the scores see.
+            return "the norm that follows the projection is of an unknown kind"
+        # The norm's own factor is positive per token; the remaining factor is a constant that affects the scores.
         step = replace(step, gain_index=step.gain_index[position])
         return Columns(sources, source, column, factor, step)
     return f"only {best:.0%} of the columns are outputs of a linear map in the block"
 
 
 def _without_repetitions(sources: Sequence[ColumnSource]) -> list[ColumnSource]:
-    """Drop maps by the same weights that gave the same again."""
+    """Drop repeated applications of the same weight with the same output."""
     kept: list[ColumnSource] = []
     for source in sources:
         same = (k for k in kept if k.weight == source.weight is not None and k.columns.shape == source.columns.shape)
@@ -176,10 +176,10 @@ def _without_repetitions(sources: Sequence[ColumnSource]) -> list[ColumnSource]:
 def _with_inner(
     sources: Sequence[ColumnSource], norms: Sequence[Normalization], n_batch: int, n_tokens: int
 ) -> list[ColumnSource]:
-    """Link a map to the one before it where only a norm lies between them."""
+    """Link each map to the one before it where only a norm lies between them."""
     before: list[tuple[Tensor, dict]] = []
     for norm in norms:
-        into, out = (_first_rows(t, n_batch, n_tokens) for t in (norm.into, norm.out))
+        into, out = (_at_first_token(t, n_batch, n_tokens) for t in (norm.into, norm.out))
         if into is None or out is None or into.shape != out.shape:
             continue
         index, column, _ = _match(into, [s.columns for s in sources], exactly=True)
@@ -197,8 +197,8 @@ def _with_inner(
     return linked
 
 
-def _first_rows(tensor: Tensor, n_batch: int, n_tokens: int) -> Tensor | None:
-    """What belongs to the first token of every row, float64, shape (row, rest); None if there is no such order."""
+def _at_first_token(tensor: Tensor, n_batch: int, n_tokens: int) -> Tensor | None:
+    """Return the entries of the first token of every example, float64, shape (example, rest); None if unclear."""
     shape = tensor.shape
     if len(shape) > 2 and shape[0] == n_batch and n_tokens in shape[1:-1]:
         dim = 1 + shape[1:-1].index(n_tokens)
@@ -213,9 +213,9 @@ def _first_rows(tensor: Tensor, n_batch: int, n_tokens: int) -> Tensor | None:
 
 
 def _match(target: Tensor, sources: Sequence[Tensor], *, exactly: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Source, column and factor of each target column: equal values, else proportional.
+    """Return source, column and factor of each target column, first by equal values, then by proportional ones.
 
-    The source is -1 where there is none, and -2 where several fit.
+    The source is -1 where none matches, and -2 where several match.
     """
     table: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
     for number, source in enumerate(sources):
@@ -231,7 +231,7 @@ def _match(target: Tensor, sources: Sequence[Tensor], *, exactly: bool = False) 
 
 
 def _pick(found: tuple[Tensor, Tensor, Tensor], j: int, options: list[tuple[int, int]]) -> None:
-    """Of several equal columns take the one that continues the row; without one, it is ambiguous."""
+    """Choose among equal columns the one that follows the column found before; otherwise mark it ambiguous."""
     if not options:
         return
     after = (int(found[0][j - 1]), int(found[1][j - 1]) + 1) if j else None
@@ -244,7 +244,7 @@ def _pick(found: tuple[Tensor, Tensor, Tensor], j: int, options: list[tuple[int,
 def _match_proportional(
     target: Tensor, sources: Sequence[Tensor], found: tuple[Tensor, Tensor, Tensor], missing: Tensor
 ) -> None:
-    """Match the missing columns up to a factor, where one column fits and no other comes close."""
+    """Match the missing columns up to a factor where one column fits and no other is close."""
     target = target[:, missing]
     lengths = target.norm(dim=0)
     unit = target / lengths.clamp_min(1e-300)
@@ -267,7 +267,10 @@ def _match_proportional(
 
 
 def _norm_step(norm: Normalization, into: Tensor, out: Tensor) -> NormStep | None:
-    """Kind of a norm, by what it did: out = factor(token) * gain * (in [- mean]) + bias, factor > 0."""
+    """Determine the kind of a norm from input and output; None if unknown.
+
+    It must be out = factor(token) * gain * (in [- mean]) + bias with factor > 0.
+    """
     n_columns, size = into.shape[1], norm.into.shape[-1]
     if n_columns % size:
         return None
@@ -277,22 +280,22 @@ def _norm_step(norm: Normalization, into: Tensor, out: Tensor) -> NormStep | Non
         out = out - bias.flatten().cpu().double()[torch.arange(n_columns) % bias.numel()]
     grouped = out.unflatten(1, (-1, size))
     best: tuple[float, bool, int] | None = None
-    for is_centred in (False, True):
+    for is_centered in (False, True):
         for offset in (0, 1) if gain is not None else (0,):
             rows = into.unflatten(1, (-1, size))
-            rows = rows - rows.mean(-1, keepdim=True) if is_centred else rows
+            rows = rows - rows.mean(-1, keepdim=True) if is_centered else rows
             values = (
                 rows if gain is None else rows * (gain.flatten().cpu().double() + offset)[gain_index].view(-1, size)
             )
             gap = 1 - torch.cosine_similarity(values, grouped, dim=-1).min()
             if gap > 1e-4:
                 continue
-            # A constant gain fits with both offsets: then the size decides, for norms divide by the root mean square.
+            # A constant gain fits both offsets. Then the scale decides, because norms divide by the root mean square.
             scale = (grouped * values).sum(-1) / (values * values).sum(-1) * rows.square().mean(-1).sqrt()
             error = float((scale - 1).abs().mean()) if gain is not None else float(gap)
             if best is None or error < best[0]:
-                best = (error, is_centred, offset)
+                best = (error, is_centered, offset)
     if best is None:
         return None
-    _, is_centred, offset = best
-    return NormStep(norm.gain, offset, gain_index, norm.bias, is_centred, size == n_columns)
+    _, is_centered, offset = best
+    return NormStep(norm.gain, offset, gain_index, norm.bias, is_centered, size == n_columns)

@@ -1,6 +1,6 @@
-"""Matrices that are no parameters: of adapters that are not merged, of quantized maps, of tensor subclasses.
+"""Matrices that are not parameters, such as those of unmerged adapters, quantized maps and tensor subclasses.
 
-A module that is one linear map says what its matrix is when it is run on the unit vectors.
+The matrix of a module that is one linear map is computed by running it on the unit vectors.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from torch import Tensor, nn
 
 from workbench.models.probing import undisturbed
 
-#: Share of its outputs by which a module may miss those of the matrix that it was found to be.
+#: Largest relative difference between the outputs of a module and those of the matrix computed for it.
 _LARGEST_GAP = 1e-3
 
 
 def linear_widths(module: nn.Module) -> tuple[int, int] | None:
-    """Numbers of inputs and outputs of a module that calls itself a linear map or adapts one; None for others."""
+    """Return the numbers of inputs and outputs of a linear map, or of an adapter of one; None for other modules."""
     inner: Any = getattr(module, "base_layer", module)
     n_inputs, n_outputs = getattr(inner, "in_features", None), getattr(inner, "out_features", None)
     return (n_inputs, n_outputs) if isinstance(n_inputs, int) and isinstance(n_outputs, int) else None
 
 
 def matrix_of(module: nn.Module, n_inputs: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrix (output, input) and bias (output,) that a module applies, if it is linear.
+    """Return the matrix (output, input) and bias (output,) that a linear module applies.
 
     Args:
         module: Module, run in eval mode; it is not changed.
         n_inputs: Number of its inputs.
-        like: Tensor of the dtype and on the device of its inputs.
+        like: Tensor with the dtype and device of its inputs.
     """
     with undisturbed(module):
         bias = module(like.new_zeros(1, n_inputs))
@@ -38,7 +38,7 @@ def matrix_of(module: nn.Module, n_inputs: int, like: Tensor) -> tuple[Tensor, T
 
 
 def effective_map(module: nn.Module, into: Tensor, out: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Matrix and bias of a module that turned inputs into outputs; None if it is no linear map."""
+    """Return matrix and bias of a module with these inputs and outputs; None if it is not a linear map."""
     try:
         weight, bias = matrix_of(module, into.shape[-1], into)
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):

@@ -1,4 +1,4 @@
-"""How tensors are reduced to small results and read: transfers make the host wait, large copies are slow on it."""
+"""Efficient reduction and transfer of tensors: few transfers that the host waits for, no large copies on the host."""
 
 from __future__ import annotations
 
@@ -8,53 +8,52 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-#: Entries that a processor keeps in its cache, with a few copies of them in float64.
+#: Number of entries that fit into the cache of a processor, together with a few float64 copies of them.
 _PIECE = 2**17
 
 
 def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Go through tensors of one shape in pieces, where that is quicker: for sums that need copies of what they add up.
+    """Yield tensors of one shape in pieces where that is faster, for sums that need copies of their terms.
 
-    New memory of megabytes costs a processor more than the sums themselves.
+    On a CPU, allocating megabytes takes longer than the sums themselves.
 
     Args:
-        tensors: Of the same shape.
+        tensors: Tensors of the same shape.
 
     Returns:
-        Flat pieces of all of them; the tensors as they are on other devices than the CPU, where they are small, and
-        where their memory is not in order.
+        Flat pieces of all tensors. Tensors that are small, not contiguous, or not on the CPU are yielded unchanged.
     """
     first = tensors[0]
-    is_plain = all(type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in tensors)
-    if first.numel() <= _PIECE or first.device.type != "cpu" or not is_plain:
+    are_contiguous = all(type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in tensors)
+    if first.numel() <= _PIECE or first.device.type != "cpu" or not are_contiguous:
         yield tensors
         return
     yield from zip(*(each.detach().view(-1).split(_PIECE) for each in tensors), strict=True)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; where it comes from the host, the host does not wait for what the device has to do."""
+    """Return the tensor on a device; a copy from the host is asynchronous."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
 def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """The values of small tensors on the host, by one transfer for each device that they are on.
+    """Return the values of small tensors on the host, with one transfer per device.
 
     Args:
-        tensors: Of any shapes and real dtypes; no gradient is kept.
+        tensors: Tensors of any shapes and real dtypes; they are detached.
 
     Returns:
-        One array a tensor, in its shape, float64: no value of a dtype that training uses is rounded.
+        One float64 array of the same shape per tensor; no value of a dtype used in training is rounded.
     """
     found: list[np.ndarray] = [np.zeros(0)] * len(tensors)
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if type(tensor) in (Tensor, nn.Parameter):
             places.setdefault(tensor.device, []).append(i)
-        else:  # a tensor split over ranks knows itself how it is read
+        else:  # a tensor subclass, such as one split over ranks, has its own way to be read
             found[i] = np.array(tensor.detach().tolist(), dtype=np.float64)
     for device, here in places.items():
-        # A device without float64 has no values that float32 would round.
+        # On a device without float64 there are no values that float32 would round.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         message = torch.cat([tensors[i].detach().to(dtype).flatten() for i in here]).cpu().double().numpy()
         ends = np.cumsum([tensors[i].numel() for i in here])
@@ -64,12 +63,12 @@ def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of tensors of one number each, by one transfer for each device that they are on.
+    """Return the values of tensors with one element each, with one transfer per device.
 
     Args:
-        tensors: Of one number each, of any real dtypes; no gradient is kept.
+        tensors: Tensors with one element each, of any real dtypes; they are detached.
 
     Returns:
-        One number a tensor, not rounded.
+        One number per tensor, not rounded.
     """
     return [array.item() for array in read_arrays(tensors)]

@@ -1,4 +1,4 @@
-"""The model of a diffusers folder, built where diffusers is installed, which the workbench does not need."""
+"""Models of diffusers folders; they need the optional package diffusers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from workbench.errors import CheckpointError
 
 
 def diffusers_model(folder: Path, config: dict[str, Any]) -> nn.Module:
-    """The model that a config.json of diffusers describes, whose weights are still random.
+    """Build the model that a config.json of diffusers describes, with random weights.
 
     Raises:
-        CheckpointError: If diffusers is not installed, does not know the class, or cannot build it.
+        CheckpointError: If diffusers is not installed, does not have the class, or cannot build it.
     """
     name = config["_class_name"]
     try:
@@ -23,18 +23,27 @@ def diffusers_model(folder: Path, config: dict[str, Any]) -> nn.Module:
     except ImportError as error:
         raise CheckpointError(
             f"{folder} holds a {name} of diffusers, which is not installed; "
-            "install diffusers, or pass the model as module=."
+            "install diffusers, or pass the model as module=.",
+            name="diffusers",
+            expected="installed",
         ) from error
     cls = getattr(diffusers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise CheckpointError(
-            f"{folder} holds a {name}, which the installed diffusers does not know; update diffusers, or pass module=."
+            f"{folder} holds a {name}, which the installed version of diffusers does not have; update diffusers, or "
+            "pass module=.",
+            name="_class_name",
+            value=name,
+            expected="a model class of diffusers",
         )
     try:
         model: nn.Module = cls.from_config(config)  # type: ignore[attr-defined]
     except Exception as error:  # an option of a wrong type or size fails wherever it is used first
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         raise CheckpointError(
-            f"{folder / 'config.json'} does not describe a {name} ({reason}); fetch the checkpoint again."
+            f"{folder / 'config.json'} does not describe a {name} ({reason}); download the checkpoint again.",
+            name="config.json",
+            value=reason,
+            expected=f"options of a {name}",
         ) from error
     return model

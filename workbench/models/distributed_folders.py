@@ -1,4 +1,4 @@
-"""Folders that PyTorch's distributed checkpoint (DCP) wrote, ``.metadata`` and ``*.distcp``; Megatron's are of them."""
+"""Folders of PyTorch's distributed checkpoint (DCP), with ``.metadata`` and ``*.distcp`` files, also of Megatron."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from workbench.models.state_files import WEIGHT_KEYS, check_safetensors, safeten
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: The file that says which tensors a folder holds and where.
+#: File that lists the tensors of a folder and where they are.
 METADATA = ".metadata"
-#: What HuggingFaceStorageWriter calls the file of one rank, and where its header says which parts of tensors it holds.
+#: Name that HuggingFaceStorageWriter gives to the file of one rank, and key of the positions of its parts of tensors.
 _PART = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _PLACES = "DCP_SHARDING_INFO"
-#: A tensor of all layers at once, one index each, as Megatron keeps those of equal layers.
+#: Names of tensors that stack all layers along their first axis; Megatron stores equal layers in this way.
 _STACKED = re.compile(r"(?:^|(?<=\.))layers\.(?!\d)")
-#: What a ``.metadata`` is made of; each only holds values.
-_PLAIN_CLASSES = {
+#: Classes in a ``.metadata`` file; all of them only hold values.
+_ALLOWED_CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         "Metadata",
         "TensorStorageMetadata",
@@ -52,30 +52,51 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"
 
 
 def part_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of several ranks, each with parts of tensors, that a folder holds."""
+    """Return the safetensors files of a folder that hold parts of tensors, each file those of one rank."""
     return tuple(file for file in sorted(folder.glob("shard-*.safetensors")) if _PART.fullmatch(file.name))
 
 
-def refuse_part(file: Path) -> None:
-    """Refuse a safetensors file that is known to hold parts of tensors only.
+def require_complete_tensors(file: Path) -> None:
+    """Raise an exception if a safetensors file is known to hold only parts of tensors.
 
     Raises:
-        CheckpointError: If one begins elsewhere than at the beginning of its tensor, or the name is that of a part.
+        CheckpointError: If a part does not begin at the beginning of its tensor, or the file has the name of a part.
     """
     if _PART.fullmatch(file.name) or any(any(offsets) for offsets in _offsets(file).values()):
         raise CheckpointError(
-            f"{file.name} holds parts of tensors, of one rank of several; pass the folder with the files of all ranks."
+            f"{file.name} holds parts of tensors, of one rank of several; pass the folder with the files of all ranks.",
+            name=file.name,
+            expected="a file of complete tensors",
         )
 
 
-def distributed_state(folder: Path) -> dict[str, LazyTensor]:
-    """The weights of a DCP folder by name, without their values, an optimizer's and random states left out.
+def _damaged(file: Path, *, at: str = "") -> CheckpointError:
+    where = f" at {at}" if at else ""
+    return CheckpointError(
+        f"{file} is damaged{where}; download the checkpoint again.",
+        name=at or file.name,
+        value=file,
+        expected="undamaged",
+    )
 
-    A tensor of several chunks is put together when it is read. Of a Megatron folder (``torch_dist``), a tensor of all
-    layers at once becomes one for each layer.
+
+def _incomplete(folder: Path, key: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} does not hold all parts of {key}; download the checkpoint again.",
+        name=key,
+        value=folder,
+        expected="complete",
+    )
+
+
+def distributed_state(folder: Path) -> dict[str, LazyTensor]:
+    """Return the weights of a DCP folder by name, without their values and without optimizer and random states.
+
+    A tensor of several chunks is assembled when it is read. In a Megatron folder (``torch_dist``), a tensor that stacks
+    all layers becomes one tensor per layer.
 
     Raises:
-        CheckpointError: If the folder is damaged, incomplete, holds code, or no weights.
+        CheckpointError: If the folder is damaged, is incomplete, holds code, or holds no weights.
     """
     if not (folder / METADATA).is_file():
         return _parts_state(folder)
@@ -83,7 +104,7 @@ def distributed_state(folder: Path) -> dict[str, LazyTensor]:
     try:
         return _state(folder, metadata)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / METADATA} is damaged; fetch the checkpoint again.") from error
+        raise _damaged(folder / METADATA) from error
 
 
 def _state(folder: Path, metadata: Any) -> dict[str, LazyTensor]:
@@ -96,16 +117,16 @@ def _state(folder: Path, metadata: Any) -> dict[str, LazyTensor]:
         stored = _Stored.of(folder, key, tensors[key], places)
         if is_megatron and _STACKED.search(name) and stored.shape:
             for i in range(stored.shape[0]):
-                state[_STACKED.sub(f"layers.{i}.", name, count=1)] = stored.row(i)
+                state[_STACKED.sub(f"layers.{i}.", name, count=1)] = stored.entry(i)
         else:
-            state[name] = stored.whole()
+            state[name] = stored.full()
     return state
 
 
 def _parts_state(folder: Path) -> dict[str, LazyTensor]:
-    """The tensors of safetensors files of several ranks, each put together from its parts when it is read.
+    """Return the tensors of safetensors files of several ranks, each assembled from its parts when it is read.
 
-    How many ranks there were is not written anywhere: where the last is missing, its tensors come out too short.
+    The files do not state the number of ranks: if that of the last rank is missing, its tensors are too short.
     """
     boxes: dict[str, dict[tuple[int, ...], _Part]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -113,30 +134,30 @@ def _parts_state(folder: Path) -> dict[str, LazyTensor]:
         offsets = _offsets(file)
         for name, tensor in safetensors_state(file).items():
             part = _Part(offsets.get(name, (0,) * len(tensor.shape)), tensor.shape, tensor)
-            is_again = part.offsets in boxes.setdefault(name, {})
+            is_repeated = part.offsets in boxes.setdefault(name, {})
             boxes[name][part.offsets] = part
             if (
-                is_again
+                is_repeated
                 or len(part.offsets) != len(part.sizes)
                 or dtypes.setdefault(name, tensor.dtype) != tensor.dtype
             ):
-                raise CheckpointError(f"{file} is damaged at {name}; fetch it again.")
+                raise _damaged(file, at=name)
     state = {}
     for name, parts in boxes.items():
         ends = [[o + n for o, n in zip(p.offsets, p.sizes, strict=True)] for p in parts.values()]
         shape = tuple(max(sizes) for sizes in zip(*ends, strict=True))
         if not are_tiles(shape, [(part.offsets, part.sizes) for part in parts.values()]):
-            raise CheckpointError(f"{folder} does not hold all of {name}; fetch the checkpoint again.")
-        state[name] = _Stored(name, shape, dtypes[name], tuple(parts.values())).whole()
+            raise _incomplete(folder, name)
+        state[name] = _Stored(name, shape, dtypes[name], tuple(parts.values())).full()
     return state
 
 
 def are_tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether boxes fill a shape without gaps, and no two of them overlap.
+    """Return whether boxes fill a shape without gaps and without overlaps.
 
     Args:
         shape: Shape to fill.
-        boxes: Where each box begins, and its sizes.
+        boxes: Offsets and sizes of each box.
     """
     if any(not len(offsets) == len(sizes) == len(shape) for offsets, sizes in boxes):
         return False
@@ -151,7 +172,7 @@ def are_tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequenc
 
 
 def _offsets(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name of each tensor of a safetensors file -> where its part begins; empty if the header says nothing of parts."""
+    """Return the offsets of the part of each tensor in a safetensors file; empty if the header lists no parts."""
     from safetensors import safe_open
 
     check_safetensors(file)
@@ -160,14 +181,14 @@ def _offsets(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         return {name: tuple(map(int, place["saved_offsets"])) for name, place in json.loads(text or "{}").items()}
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged in its header; fetch it again.") from error
+        raise _damaged(file, at=_PLACES) from error
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a pickle of plain values and of the classes of a ``.metadata``, and refuses all else before it is made."""
+    """Unpickler that creates only values and the classes of a ``.metadata`` file, and raises for any other."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _PLAIN_CLASSES.get(module, ()):
+        if name in _ALLOWED_CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
             return found
@@ -186,20 +207,23 @@ def _read_metadata(file: Path) -> Any:
     except pickle.UnpicklingError as error:
         if "not allowed" in str(error):
             raise CheckpointError(
-                f"{file} holds more than the places of tensors, possibly code ({error}), and was not loaded; "
-                "save the model's state dict as .safetensors where you trust it."
+                f"{file} holds more than the positions of tensors, possibly code ({error}), and was not loaded; "
+                "save the model's state dict as .safetensors where you trust it.",
+                name=file.name,
+                value=str(error),
+                expected="only the positions of tensors",
             ) from error
-        raise CheckpointError(f"{file} is damaged; fetch the checkpoint again.") from error
-    except Exception as error:  # noise makes the reader fail in any way
-        raise CheckpointError(f"{file} is damaged; fetch the checkpoint again.") from error
+        raise _damaged(file) from error
+    except Exception as error:  # damaged bytes can cause any exception in the reader
+        raise _damaged(file) from error
     try:
-        is_whole = isinstance(metadata, Metadata) and all(
+        is_complete = isinstance(metadata, Metadata) and all(
             isinstance(part, Mapping) for part in (metadata.state_dict_metadata, metadata.storage_data)
         )
     except AttributeError:
-        is_whole = False
-    if not is_whole:
-        raise CheckpointError(f"{file} is damaged; fetch the checkpoint again.")
+        is_complete = False
+    if not is_complete:
+        raise _damaged(file)
     return metadata
 
 
@@ -212,13 +236,16 @@ def _is_megatron(folder: Path) -> bool:
 
 
 def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_megatron: bool) -> dict[str, str]:
-    """Name of each tensor of the model -> its key in the folder, where nested dicts are flattened."""
+    """Return the key in the folder, where nested dicts are flattened, of each tensor of the model by name."""
     known = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     paths = {key: tuple(map(str, known.get(key, (key,)))) for key in tensors}
     while inner := [word for word in WEIGHT_KEYS if any(len(p) > 1 and p[0] == word for p in paths.values())]:
         if len(inner) > 1:
             raise CheckpointError(
-                f"{folder} may hold weights under each of {', '.join(inner)}; save one of them alone."
+                f"{folder} may hold weights under each of {', '.join(inner)}; save only one of them.",
+                name=inner[0],
+                value=inner,
+                expected="the only key of weights",
             )
         paths = {key: path[1:] for key, path in paths.items() if len(path) > 1 and path[0] == inner[0]}
     names = {path[0]: key for key, path in paths.items() if len(path) == 1}
@@ -232,14 +259,17 @@ def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_mega
         held = ", ".join(sorted({path[0] for path in paths.values()})[:3]) or "no tensors"
         raise CheckpointError(
             f"{folder} holds {held}, but no weights under a key such as model or state_dict; "
-            "save module.state_dict() into it."
+            "save module.state_dict() into it.",
+            name="model",
+            value=held,
+            expected="a key of weights",
         )
     return names
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """One box of a tensor: where it lies in the tensor and in a file."""
+    """One box of a tensor: its position in the tensor and in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -251,27 +281,34 @@ class _Chunk:
         with self.file.open("rb") as file:
             file.seek(self.start)
             data = file.read(self.length)
-        damaged = f"{self.file.name} is damaged at {key}; fetch it again."
-        if not data.startswith(b"PK"):  # each is an archive of its own
-            raise CheckpointError(damaged)
+        if not data.startswith(b"PK"):  # each chunk is a separate archive
+            raise _damaged(self.file, at=key)
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{self.file.name} holds more than a tensor at {key}, possibly code, and was not loaded; "
-                "fetch the checkpoint again."
+                "download the checkpoint again.",
+                name=key,
+                value=str(error),
+                expected="only a tensor",
             ) from error
-        except Exception as error:  # noise makes the reader fail in any way
-            raise CheckpointError(damaged) from error
-        is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_quantized
-        if not is_plain or tuple(tensor.shape) != self.sizes or tensor.dtype != dtype:
-            raise CheckpointError(f"{self.file.name} holds another tensor than {key} in its place; fetch it again.")
+        except Exception as error:  # damaged bytes can cause any exception in the reader
+            raise _damaged(self.file, at=key) from error
+        is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_quantized
+        if not is_dense or tuple(tensor.shape) != self.sizes or tensor.dtype != dtype:
+            raise CheckpointError(
+                f"{self.file.name} holds a different tensor at the position of {key}; download it again.",
+                name=key,
+                value=tensor,
+                expected=f"a tensor of {dtype} and shape {self.sizes}",
+            )
         return tensor
 
 
 @dataclass(frozen=True)
 class _Part:
-    """One box of a tensor: where it lies in the tensor, and its values."""
+    """One box of a tensor: its position in the tensor and its values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -292,39 +329,43 @@ class _Stored:
 
     @classmethod
     def of(cls, folder: Path, key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> _Stored:
-        """The tensor, all of whose chunks lie within files of the folder.
+        """Create the description of a tensor from the metadata of a folder.
 
         Raises:
-            CheckpointError: If a chunk is not where it should be, or some of the tensor has none.
+            CheckpointError: If the chunks do not fill the tensor, or are not in files of the folder.
         """
-        damaged = f"{folder} does not hold all of {key}; fetch the checkpoint again."
         shape, dtype = tuple(entry.size), entry.properties.dtype
         boxes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
         if any((key, offsets) not in places for offsets in boxes):
-            raise CheckpointError(damaged)
+            raise _incomplete(folder, key)
         chunks = tuple(_chunk(folder, places[key, offsets], offsets, sizes) for offsets, sizes in boxes.items())
         if not are_tiles(shape, [(c.offsets, c.sizes) for c in chunks]) or type(dtype) is not torch.dtype:
-            raise CheckpointError(damaged)
+            raise _incomplete(folder, key)
         for chunk in chunks:
             if not chunk.file.is_file() or chunk.start + chunk.length > chunk.file.stat().st_size:
-                raise CheckpointError(f"{chunk.file} is missing or truncated; fetch it again.")
+                raise CheckpointError(
+                    f"{chunk.file} is missing or truncated; download it again.",
+                    name=chunk.file.name,
+                    value=chunk.file,
+                    expected="a complete file",
+                )
         return cls(key, shape, dtype, chunks)
 
-    def whole(self) -> LazyTensor:
-        """The tensor as it is."""
+    def full(self) -> LazyTensor:
+        """Return the full tensor, which is read later."""
         n_bytes = math.prod(self.shape) * self.dtype.itemsize
         return LazyTensor(self.shape, self.dtype, lambda: self._read(), n_bytes)
 
-    def row(self, i: int) -> LazyTensor:
-        """The tensor at one index of its first axis."""
+    def entry(self, i: int) -> LazyTensor:
+        """Return the tensor at one index of its first axis, which is read later."""
         shape = self.shape[1:]
         return LazyTensor(shape, self.dtype, lambda: self._read(i)[0], math.prod(shape) * self.dtype.itemsize)
 
-    def _read(self, row: int | None = None) -> Tensor:
-        """The tensor, or one row of it, with the first axis kept."""
-        if len(self.chunks) == 1 and row is None:
+    def _read(self, index: int | None = None) -> Tensor:
+        """Read the tensor, or its part at one index of the first axis, which is kept with length 1."""
+        if len(self.chunks) == 1 and index is None:
             return self.chunks[0].read(self.key, self.dtype)
-        first, shape = (0, self.shape) if row is None else (row, (1, *self.shape[1:]))
+        first, shape = (0, self.shape) if index is None else (index, (1, *self.shape[1:]))
         out = torch.empty(shape, dtype=self.dtype)
         for chunk in self.chunks:
             into, of = [], []
@@ -339,14 +380,24 @@ class _Stored:
 
 
 def _chunk(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> _Chunk:
-    """The place of a chunk, which is a file in the folder itself.
+    """Return the position of a chunk in a file of the folder.
 
     Raises:
-        CheckpointError: If it lies elsewhere or is compressed.
+        CheckpointError: If the file is elsewhere or compressed.
     """
     if info.transform_descriptors:
-        raise CheckpointError(f"{folder} is compressed ({info.transform_descriptors}); save it without transforms.")
+        raise CheckpointError(
+            f"{folder} is compressed ({info.transform_descriptors}); save it without transforms.",
+            name="transform_descriptors",
+            value=info.transform_descriptors,
+            expected="empty",
+        )
     name = info.relative_path
     if not isinstance(name, str) or Path(name).name != name:
-        raise CheckpointError(f"{folder / METADATA} names {name!r}, which is not in the folder; fetch it again.")
+        raise CheckpointError(
+            f"{folder / METADATA} names {name!r}, which is not in the folder; download the checkpoint again.",
+            name="relative_path",
+            value=name,
+            expected="the name of a file in the folder",
+        )
     return _Chunk(offsets, sizes, folder / name, int(info.offset), int(info.length))

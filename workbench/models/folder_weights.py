@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder, in whichever files they are."""
+"""Weights of a Hugging Face folder, in files of any supported format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FolderWeights:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that all tensors together take in the files."""
+        """Size of all tensors together in the files, in bytes."""
         return sum(tensor.n_bytes for tensor in self.state.values())
 
     @property
@@ -51,23 +51,23 @@ class FolderWeights:
         )
 
     def read(self) -> dict[str, Tensor]:
-        """All tensors by name, none of which is a view of a file."""
+        """Read all tensors, by name; none of them is a view of a file."""
         return {name: t.read().clone() if t.is_view else t.read() for name, t in self.state.items()}
 
 
 def folder_weights(folder: Path, *, is_fetched: bool = True) -> FolderWeights | None:
-    """The weights of a Hugging Face folder; None if there are none.
+    """Return the weights of a Hugging Face folder; None if there are none.
 
-    These are the files that transformers reads; where there are none, a distributed checkpoint of PyTorch or DeepSpeed,
-    or the one file of weights under another name.
+    They are in the files that transformers reads. If there are none, they are in a distributed checkpoint of PyTorch or
+    DeepSpeed, or in a single file of weights under another name.
 
     Args:
         folder: A folder with a config.json.
-        is_fetched: Whether all files of the checkpoint are here; otherwise none is taken but those of transformers.
+        is_fetched: Whether all files of the checkpoint are downloaded; otherwise only those of transformers are used.
 
     Raises:
-        CheckpointError: If a file is damaged or holds code, an index names a file that is not there, or several files
-            may hold the weights.
+        CheckpointError: If a file is damaged or holds code, an index names a missing file, or several files may hold
+            the weights.
     """
     file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     is_usual = file is not None and not part_files(folder)

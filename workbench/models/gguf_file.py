@@ -1,4 +1,4 @@
-"""GGUF files: tensors under the names of transformers, each dequantized when it is read, and the model of them."""
+"""GGUF files: their tensors by the names of transformers, dequantized when they are read, and their models."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import nn
 
 from workbench.errors import CheckpointError
 from workbench.models.lazy_tensor import LazyTensor
-from workbench.models.pretrained import errors_in_one_sentence, quiet_transformers, read_misfit, refuse_misfit
+from workbench.models.pretrained import errors_in_one_sentence, quiet_transformers, read_misfit, require_fit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REMEDY = "fetch it again, or take another file of this model"
-#: Levels of modules at which the names of a file's tensors may begin: the model, its base model, and that one's stack.
+_REMEDY = "download it again, or use another file of this model"
+#: Levels of modules at which the names of tensors may begin: below the model they are its base model and the stack.
 _NAMED_LEVELS = 2
 
 
@@ -31,10 +31,10 @@ class GgufFile:
     """A GGUF file of which only the header is in memory.
 
     Attributes:
-        path: Its path.
-        tensors: Its tensors as gguf gives them, mapped from the file.
-        architecture: What llama.cpp calls the architecture.
-        n_blocks: The number of blocks that the header gives.
+        path: Path of the file.
+        tensors: Tensors as the package gguf returns them, mapped from the file.
+        architecture: Name of the architecture in llama.cpp.
+        n_blocks: Number of blocks that the header states; None if it states none.
     """
 
     path: Path
@@ -44,10 +44,10 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """The file, whose header agrees with its length.
+        """Read the header of a file, which must agree with the length of the file.
 
         Raises:
-            CheckpointError: If it is truncated or no GGUF file.
+            CheckpointError: If it is truncated or not a GGUF file.
         """
         from gguf import GGUFReader
 
@@ -56,46 +56,56 @@ class GgufFile:
             end = max((int(t.data_offset) + int(t.n_bytes) for t in reader.tensors), default=0)
             n_blocks = [int(field.parts[-1][0]) for key, field in reader.fields.items() if key.endswith(".block_count")]
             architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
-        except Exception as error:  # noise makes the reader fail in any way
-            raise CheckpointError(f"{path.name} is truncated or no GGUF file; fetch it again.") from error
+        except Exception as error:  # damaged bytes can cause any exception in the reader
+            raise CheckpointError(
+                f"{path.name} is truncated or not a GGUF file; download it again.",
+                name=path.name,
+                value=str(error),
+                expected="a GGUF file",
+            ) from error
         if end > path.stat().st_size or end == 0:
-            raise CheckpointError(f"{path.name} is truncated or holds no tensors; fetch it again.")
+            raise CheckpointError(
+                f"{path.name} is truncated or holds no tensors; download it again.",
+                name=path.name,
+                value=path.stat().st_size,
+                expected=f"at least {max(end, 1)} bytes long",
+            )
         return cls(path, tuple(reader.tensors), architecture, max(n_blocks, default=None))
 
     @property
-    def why_whole(self) -> str:
-        """Why the file cannot be read tensor by tensor, as a clause; empty if it can."""
-        if not self._is_read_as_a_whole:
+    def why_not_streamed(self) -> str:
+        """Reason why the file cannot be read tensor by tensor, as a clause; empty if it can."""
+        if not self._is_read_at_once:
             return ""
-        return f"transformers reads the architecture {self.architecture} as a whole only"
+        return f"transformers reads all tensors of the architecture {self.architecture} at once"
 
     def n_bytes(self, dtype: torch.dtype | str = "auto") -> int:
-        """Bytes of the weights in memory."""
+        """Return the size of the weights in memory, in bytes."""
         size = 4 if isinstance(dtype, str) else dtype.itemsize
         return size * sum(int(tensor.n_elements) for tensor in self.tensors)
 
     def model(
         self, *, dtype: torch.dtype | str = "auto", strict: bool = True, without_memory: bool = False
     ) -> tuple[nn.Module, str]:
-        """The model of the file; quantized weights keep the noise of their quantization.
+        """Create the model of the file; quantized weights keep the rounding error of their quantization.
 
         Args:
-            dtype: Type of the parameters. "auto" is float32, so that the only rounding is that of the quantization; of
-                architectures that transformers reads as a whole (LFM2, Qwen3.5) and files that are not quantized, it
+            dtype: Type of the parameters. "auto" is float32, so that the only rounding is that of the quantization. For
+                architectures that transformers reads at once (LFM2, Qwen3.5) and for files that are not quantized, it
                 is the type in the file.
-            strict: Whether to refuse a file that lacks tensors of its model or has too many; otherwise what it lacks is
-                random.
+            strict: Whether to raise an exception for a file that lacks tensors of its model or has too many; otherwise
+                missing parameters are random.
             without_memory: Whether to leave the model on the meta device.
 
         Returns:
-            The model, and one clause on what was not loaded, empty if all was.
+            The model, and a clause that states what was not loaded, empty if all was loaded.
 
         Raises:
-            CheckpointError: If the architecture is none that transformers can read, or the file does not fit.
+            CheckpointError: If transformers cannot read the architecture, or the file does not fit.
         """
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with errors_in_one_sentence(self.path.name, remedy=_REMEDY), quiet_transformers():
-            if self._is_read_as_a_whole:
+            if self._is_read_at_once:
                 from transformers import AutoModelForCausalLM, GgufConfig
 
                 options["quantization_config"] = GgufConfig(dequantize=True)
@@ -114,8 +124,8 @@ class GgufFile:
             model, info = loaded
             info = {**info, "unexpected_keys": {*info["unexpected_keys"], *file_only}}
             misfit = read_misfit(model, info)
-            refuse_misfit(model, misfit, self.path.name, strict=strict, remedy=_REMEDY)
-        # The weights are plain floats now; saving raises as long as the model calls itself quantized.
+            require_fit(model, misfit, self.path.name, strict=strict, remedy=_REMEDY)
+        # The weights are ordinary floats now, but saving would raise as long as the model is marked as quantized.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
@@ -123,35 +133,38 @@ class GgufFile:
         return model, misfit.unloaded(left="random values")
 
     def state(self) -> dict[str, LazyTensor]:
-        """The tensors under the names of transformers, each dequantized to float32 when it is read.
+        """Return the tensors by the names of transformers; each is dequantized to float32 when it is read.
 
         Raises:
-            CheckpointError: If the architecture is none that transformers can read, or it reads it as a whole only.
+            CheckpointError: If transformers cannot read the architecture, or reads all its tensors at once.
         """
-        if self._is_read_as_a_whole:
+        if self._is_read_at_once:
             raise CheckpointError(
-                f"{self.path.name} is of the architecture {self.architecture}, which transformers reads as a whole "
-                "only; open it as a whole."
+                f"{self.path.name} has the architecture {self.architecture}, whose tensors transformers reads all at "
+                "once; open it as a model.",
+                name="architecture",
+                value=self.architecture,
+                expected="one whose tensors transformers reads one by one",
             )
         with errors_in_one_sentence(self.path.name, remedy=_REMEDY), quiet_transformers():
             return dict(self._model_and_state[1])
 
     @property
-    def _is_read_as_a_whole(self) -> bool:
-        """Whether transformers has no processors of single tensors for the architecture."""
+    def _is_read_at_once(self) -> bool:
+        """Whether transformers cannot process single tensors of the architecture."""
         from transformers.integrations.gguf.utils import is_gguf_arch_supported
 
         return bool(is_gguf_arch_supported(self.architecture))
 
     def _beyond(self) -> tuple[str, ...]:
-        """Tensors of blocks beyond the number in the header, which transformers leaves out without a word."""
+        """Return names of tensors of blocks beyond the number in the header, which transformers silently ignores."""
         blocks = [(tensor.name, re.match(r"blk\.(\d+)\.", tensor.name)) for tensor in self.tensors]
         n_blocks = self.n_blocks
         return tuple(name for name, block in blocks if block and n_blocks is not None and int(block[1]) >= n_blocks)
 
     @cached_property
     def _model_and_state(self) -> tuple[Any, dict[str, LazyTensor]]:
-        """The model without memory for its weights, and the tensors under its names; too many keep their own."""
+        """The model on the meta device, and the tensors by its names; surplus tensors keep the names in the file."""
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
         from transformers.modeling_gguf_pytorch_utils import (
             TENSOR_PROCESSORS,
@@ -167,27 +180,27 @@ class GgufFile:
         names = get_gguf_hf_weights_map(_Outermost(model, _NAMED_LEVELS), processor)
         parts: dict[str, list[Any]] = {}
         for tensor in self.tensors:
-            # Experts are named without the ending, as transformers stacks them in one parameter.
+            # Experts are named without the ending, because transformers stacks them in one parameter.
             name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
             if name is not None:
                 parts.setdefault(name, []).append(tensor)
         state = {name: _Processed(self.path.name, tuple(held), processor, names) for name, held in parts.items()}
         own = {tensor.name: tensor for tensor in self.tensors}
-        plain = TensorProcessor()
-        state |= {name: _Processed(self.path.name, (own[name],), plain, {}) for name in self._beyond()}
+        default = TensorProcessor()
+        state |= {name: _Processed(self.path.name, (own[name],), default, {}) for name in self._beyond()}
         return model, {name: tensor.lazy(name) for name, tensor in state.items()}
 
 
 @dataclass(frozen=True)
 class _Outermost:
-    """The part of a module that transformers reads to name tensors, without the modules deep inside.
+    """The outer levels of a module, from which transformers derives the names of tensors.
 
-    For each module that it meets transformers makes the names of all tensors anew, though none of them can begin deep
-    inside; with all modules of 30 blocks this takes ten seconds.
+    For each module transformers recomputes the names of all tensors, although no name begins at a module deep inside.
+    With all modules of 30 blocks this takes ten seconds.
 
     Attributes:
         module: The module.
-        n_levels: Levels of modules within it that are named as well.
+        n_levels: Number of levels of modules within it that are included.
     """
 
     module: nn.Module
@@ -195,27 +208,27 @@ class _Outermost:
 
     @property
     def config(self) -> Any:
-        """The module's configuration."""
+        """Configuration of the module."""
         return self.module.config
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's tensors."""
+        """Return the tensors of the module."""
         return self.module.state_dict()
 
     def named_children(self) -> list[tuple[str, _Outermost]]:
-        """Modules directly within it; none below the last level."""
+        """Return its direct submodules; none below the last level."""
         children = self.module.named_children() if self.n_levels else ()
         return [(name, _Outermost(child, self.n_levels - 1)) for name, child in children]
 
 
 @dataclass(frozen=True)
 class _Processed:
-    """The tensors of a file that make one of a model, and how: experts are of several.
+    """The tensors of a file from which one tensor of a model is computed; for experts they are several.
 
     Attributes:
         file: Name of the file, for messages.
-        parts: Tensors as gguf gives them.
-        processor: What transformers does to the tensors of this architecture.
+        parts: Tensors as the package gguf returns them.
+        processor: Processor of transformers for the tensors of this architecture.
         names: Name of each tensor in the file -> name in the model.
     """
 
@@ -225,7 +238,7 @@ class _Processed:
     names: Mapping[str, str]
 
     def lazy(self, name: str) -> LazyTensor:
-        """The tensor, not yet read."""
+        """Return the tensor, which is read later."""
         n_bytes = sum(int(part.n_bytes) for part in self.parts)
         return LazyTensor(self._shape(), torch.float32, lambda: self._read(name), n_bytes)
 
@@ -251,12 +264,15 @@ class _Processed:
             ).weights
         except Exception as error:  # a shape that the processor cannot divide
             raise CheckpointError(
-                f"{part.name} of {self.file} has a shape that does not fit the header; {_REMEDY}."
+                f"{part.name} of {self.file} has a shape that does not fit the header; {_REMEDY}.",
+                name=part.name,
+                value=tuple(int(size) for size in reversed(part.shape)),
+                expected="a shape that fits the header",
             ) from error
 
 
 def gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer in a GGUF file, as one of Hugging Face.
+    """Return the tokenizer of a GGUF file as a tokenizer of Hugging Face.
 
     Raises:
         CheckpointError: If transformers cannot read it.

@@ -1,9 +1,9 @@
-"""Objects beside the weights of a pickle, such as options of a training script: read as placeholders that do nothing.
+"""Placeholders for objects that a pickle holds in addition to weights, such as options of a training script.
 
-torch reads a pickle without running code by refusing every class and function that it does not know. Training scripts
-keep an ``argparse.Namespace``, a dataclass or a path beside the weights, though, so that their files would be refused
-too. Here torch's own restricted reader is told that each unknown class *is* a placeholder: the name in the file is
-never looked up or imported. A function that the pickle calls, which is how code is hidden in one, is still refused.
+torch reads a pickle without running code by rejecting every class and function that it does not know. Training scripts,
+however, store an ``argparse.Namespace``, a dataclass or a path along with the weights, and torch rejects their files
+too. Here torch's restricted reader receives a placeholder for each unknown class, so that the name in the file is never
+looked up or imported. A pickle that calls a function, which is how code is hidden in one, is still rejected.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-#: Functions and classes of the standard library and of numpy that only hold values, called with these values.
+#: Classes of the standard library that only hold the values with which they are called.
 _HARMLESS = ("pathlib.", "datetime.", "types.SimpleNamespace", "uuid.UUID", "decimal.Decimal", "fractions.Fraction")
-#: Modules of Python by the names of today and, as torch.save has pickle write them, of Python 2.
+#: Modules of the standard library, by their current names and by those of Python 2, which torch.save writes.
 _OF_PYTHON = {*sys.stdlib_module_names, *IMPORT_MAPPING}
 _OF_NUMPY = ("scalar", "_reconstruct", "_frombuffer", "dtype", "ndarray")
 
 
 class _Kind(type):
-    """Class of placeholders; calling one of them is how a pickle calls a function."""
+    """Metaclass of placeholders; a pickle that calls a function calls one of these classes."""
 
     full_name: str
 
@@ -37,45 +37,48 @@ class _Kind(type):
 
 
 class Placeholder(metaclass=_Kind):
-    """Stands for an object of a class that was not imported, and holds nothing of it."""
+    """Empty object in place of one whose class is not imported."""
 
     full_name = "an object"
 
     def __new__(cls, *_: Any, **__: Any) -> Any:
-        """The placeholder, whatever the arguments."""
+        """Create the placeholder; the arguments are ignored."""
         return object.__new__(cls)
 
     def __setstate__(self, state: object) -> None:
-        """Leave what the object held aside."""
+        """Discard the state of the object."""
 
 
 def placeholders(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Placeholders for the names in a pickle that torch does not know, as torch's ``safe_globals`` takes them.
+    """Return placeholders for the names in a pickle that torch does not know, in the form for ``safe_globals``.
 
     Args:
-        path: A file that ``torch.save`` wrote; of other files, and of those from before torch 1.6, nothing is replaced.
+        path: A file written by ``torch.save``. In other files, and in those of torch before 1.6, nothing is replaced.
     """
     try:
         if not zipfile.is_zipfile(path):
             return []
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # noqa: BLE001 noise makes the reader fail in any way, and torch.load says so again
+    except Exception:  # noqa: BLE001 damaged bytes can cause any exception, and torch.load will raise it
         return []
     return [(_new_dict if name == "collections.defaultdict" else _placeholder(name), name) for name in names]
 
 
 def _placeholder(name: str) -> type:
-    """A class of its own for each name, so that what is called is known by its name."""
+    """Create a separate class for each name, so that a call can be identified by the name."""
     return _Kind("Placeholder", (Placeholder,), {"full_name": name})
 
 
 def _new_dict(*_: Any) -> dict[Any, Any]:
-    """Takes the place of a defaultdict, which torch's reader would not fill."""
+    """Create a dict in place of a defaultdict, which the reader of torch would not fill."""
     return {}
 
 
 def _only_holds_values(name: str) -> bool:
-    """Whether calling what has this name makes an object out of values; elsewhere that is so of classes alone."""
+    """Return whether calling this name only creates an object from values.
+
+    In third-party packages other than numpy this is assumed of every class, and of nothing else.
+    """
     module, _, last = name.rpartition(".")
     if module.partition(".")[0] == "numpy":
         return last in _OF_NUMPY

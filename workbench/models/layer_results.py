@@ -1,4 +1,4 @@
-"""Spectra of layers as their moments come in, a few at a time, so that few moments are in memory."""
+"""Decomposition of the moments of layers, a few layers at a time, so that few moments are in memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from workbench.models.capture import Moments
     from workbench.models.profile_journal import ProfileJournal
 
-#: Moments that wait to be decomposed side by side, in bytes.
+#: Size of the moments that wait to be decomposed in parallel, in bytes.
 _MOST_WAITING = 64 * 2**20
 
 
 def n_waiting(n_bytes: int, n_workers: int) -> int:
-    """Number of layers whose moments, of so many bytes each, are in memory together at most."""
+    """Return the maximum number of layers whose moments, of ``n_bytes`` each, are in memory at the same time."""
     return max(n_workers, -(-_MOST_WAITING // max(n_bytes, 1)))
 
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """The spectrum of one layer, and what it was measured on."""
+    """The spectrum of one layer, with the numbers of snapshots and features and the name of the layer."""
 
     spectrum: LayerSpectrum
     n_snapshots: int
@@ -40,8 +40,8 @@ class LayerResults:
     Args:
         options: Options of the spectra.
         names: Name of each layer, for messages.
-        n_workers: Number of layers decomposed in parallel; None: one per core.
-        journal: Where results are kept as they are made; None: nowhere.
+        n_workers: Number of layers decomposed in parallel; None uses one worker per core.
+        journal: Journal to which each result is written at once; None if there is none.
         after_layer: Function called when a layer is done.
     """
 
@@ -69,7 +69,7 @@ class LayerResults:
         return set(self._found)
 
     def add(self, layer: int, moments: Moments) -> None:
-        """Take the moments of a layer.
+        """Add the moments of a layer.
 
         Raises:
             SnapshotError: If a layer has no spectrum.
@@ -80,7 +80,7 @@ class LayerResults:
             self._decompose()
 
     def complete(self) -> dict[int, FoundLayer]:
-        """All layers, decomposed.
+        """Decompose the remaining layers and return the results of all.
 
         Raises:
             SnapshotError: If a layer has no spectrum.

@@ -1,4 +1,4 @@
-"""Which axis of inputs and states counts sequences and which counts tokens: known, or found by changing one token."""
+"""Axes of inputs and states that count sequences and tokens, from documentation or by changing one token."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 
-_ASK = (
+_REMEDY = (
     "pass batch_first=True if the inputs are (batch, token) or (batch, token, feature), batch_first=False if they are "
     "(token, batch) or (token, batch, feature)"
 )
-#: Inputs that accompany tokens and are not the tokens themselves.
+#: Parts of the names of inputs that accompany tokens but are not tokens.
 _COMPANIONS = ("mask", "position", "type", "label", "length")
-#: A state that changes by less than this share of the largest change has only been rounded differently.
+#: Changes up to this multiple of the machine epsilon, relative to the largest state, are attributed to rounding.
 _ROUNDING = 16.0
 
 
@@ -26,9 +26,10 @@ class BatchLayout:
     """The axes that count sequences.
 
     Attributes:
-        inputs: Axis of the input tensors that counts sequences, 0 or 1; None: it cannot be told.
-        states: Axis of the states that counts sequences; None: it cannot be told, or states are (token, feature).
-        can_split: Whether a forward on a part of the inputs gives the same states as one on all of them.
+        inputs: Axis of the input tensors that counts sequences, 0 or 1; None if it cannot be determined.
+        states: Axis of the states that counts sequences; None if it cannot be determined, or if states have shape
+            (token, feature).
+        can_split: Whether a forward pass on a part of the inputs yields the same states as one on all of them.
     """
 
     inputs: int | None = 0
@@ -48,22 +49,22 @@ def layout_of(
     batch_first: bool | None,
     state_for: Callable[[Any], Tensor],
 ) -> BatchLayout:
-    """The axes that count sequences, in inputs and in states.
+    """Determine the axes that count sequences, in inputs and in states.
 
-    The layout of transformers' models, of the zoo, of images and of PyTorch's own transformer layers is documented. For
-    other models one token is changed: attention, convolutions and scans carry the change along the axis of tokens and
-    never from one sequence to another.
+    The layout is documented for models of transformers and of the zoo, for images, and for PyTorch's own transformer
+    layers. For other models one token is changed: attention, convolutions and scans propagate the change along the axis
+    of tokens, but never from one sequence to another.
 
     Args:
         model: Module that ran.
         inputs: Inputs of that run; at most a few examples.
-        leading: Shape of the states without their feature.
-        batch_first: Layout of the inputs as stated by the user; None: not stated.
-        state_for: Function from inputs to their states, as they leave the last block.
+        leading: Shape of the states without the axis of features.
+        batch_first: Layout of the inputs as stated by the user; None if it is not stated.
+        state_for: Function from inputs to the states that leave the last block.
 
     Returns:
-        The layout. Where no token depends on another, batch and token cannot be told apart by their effect; axes are
-        None then, and code that needs them calls `require`.
+        The layout. If no token depends on another, the axes of batch and token cannot be distinguished and are None;
+        code that needs them calls `require`.
 
     Raises:
         AnatomyError: If the states of different sequences depend on each other, or several residual streams are
@@ -73,7 +74,7 @@ def layout_of(
     axis = 1 - int(batch_first) if batch_first is not None else _documented_axis(model, inputs)
     if axis is not None:
         return BatchLayout(axis, _axis_by_size(model, inputs, leading, axis, state_for, has_tokens=bool(tokens)))
-    if not tokens:  # vectors: each row is a sample of its own, unless it can be seen to be a token of one sequence
+    if not tokens:  # vectors: each is a separate example, unless they turn out to be tokens of one sequence
         main = next(_tensors(inputs), None)
         is_sequence = main is not None and main.ndim == 2 and len(_changed(main, inputs, state_for)) > 1
         return BatchLayout(None if is_sequence else 0, None if is_sequence else 0, not is_sequence)
@@ -87,8 +88,10 @@ def layout_of(
         if _is_folded(tuple(main.shape[:2]), leading):
             raise _folded(model, main, leading)
         raise AnatomyError(
-            f"Changing one token of {type(model).__name__} changes states along both axes of {leading}, so that batch "
-            f"and token cannot be told apart; {_ASK}."
+            f"Changing one token of {type(model).__name__} changes states along both axes of {leading}, so the axes of "
+            f"batch and token cannot be distinguished; {_REMEDY}.",
+            name="batch_first",
+            expected=(True, False),
         )
     if n_rows <= 1 and n_columns <= 1:
         return BatchLayout(None, None)
@@ -96,32 +99,34 @@ def layout_of(
     fitting = [axis for axis in (0, 1) if main.shape[axis] == leading[states]]
     if not fitting:
         raise _folded(model, main, leading)
-    if len(fitting) == 2:  # as many sequences as tokens: see whether the second entry belongs to the first's sequence
+    if len(fitting) == 2:  # as many sequences as tokens: test whether the second entry is in the sequence of the first
         fitting = [_axis_by_effect(name, main, inputs, state_for, changed, states)]
     return BatchLayout(fitting[0], states)
 
 
 def require(axis: int | None, what: str, leading: tuple[int, ...]) -> int:
-    """The axis, if it is known.
+    """Return the axis if it is known.
 
     Args:
         axis: Axis from a `BatchLayout`.
-        what: Name of what needs it, for the message.
-        leading: Shape of the states without their feature.
+        what: Name of the function or class that needs it, for the message.
+        leading: Shape of the states without the axis of features.
 
     Raises:
-        AnatomyError: If it is not known.
+        AnatomyError: If it is unknown.
     """
     if axis is None:
         raise AnatomyError(
-            f"{what} needs to know which axis of states of shape {tuple(leading)} counts sequences, and no token of "
-            f"this model depends on another, so that it cannot be told; {_ASK}."
+            f"{what} needs to know which axis of states of shape {tuple(leading)} counts sequences; this cannot be "
+            f"determined, because no token of this model depends on another; {_REMEDY}.",
+            name="batch_first",
+            expected=(True, False),
         )
     return axis
 
 
 def token_tensors(inputs: Any) -> list[tuple[Any, Tensor]]:
-    """Names (or positions) and values of the inputs that hold tokens: ids (a, b), or vectors (a, b, feature)."""
+    """Return name (or position) and value of each input that holds tokens: ids (a, b) or vectors (a, b, feature)."""
     return [
         (name, value)
         for name, value in _named(inputs)
@@ -144,9 +149,9 @@ def _tensors(inputs: Any) -> Iterator[Tensor]:
 
 
 def _documented_axis(model: nn.Module, inputs: Any) -> int | None:
-    """The axis of the inputs that counts sequences, where the model's documentation says it."""
+    """Return the axis of the inputs that counts sequences if it is documented for the model, else None."""
     if any(value.ndim > 3 for value in _tensors(inputs)):
-        return 0  # images, videos: convolutions take samples first
+        return 0  # images and videos: convolutions expect the batch first
     from workbench.zoo import is_zoo_model
 
     modules = [cls.__module__.split(".") for cls in type(model).__mro__]
@@ -169,12 +174,12 @@ def _axis_by_size(
     *,
     has_tokens: bool,
 ) -> int | None:
-    """The axis of the states that is as long as the inputs have sequences."""
+    """Return the axis of the states whose length is the number of sequences; None if there is none."""
     counts = {value.shape[axis] for value in _tensors(inputs) if value.ndim > axis}
     fitting = [position for position, size in enumerate(leading) if size in counts]
     if len(fitting) == 1:
         return fitting[0]
-    if len(fitting) > 1:  # change a whole sequence: the axis along which one entry alone changes counts sequences
+    if len(fitting) > 1:  # change a full sequence: the axis along which only one entry changes counts sequences
         named = token_tensors(inputs) or [(n, v) for n, v in _named(inputs) if v.is_floating_point() and v.ndim > axis]
         if not named:
             return fitting[0]
@@ -190,7 +195,7 @@ def _axis_by_size(
 
 
 def _is_folded(inputs: tuple[int, ...], leading: tuple[int, ...]) -> bool:
-    """Whether the states are the tokens several times over, with one axis longer by a whole factor."""
+    """Return whether one axis of the states is an integer multiple of that of the tokens, and the other is equal."""
     for shape in (inputs, inputs[::-1]):
         for axis in (0, 1):
             factor, rest = divmod(leading[axis], shape[axis])
@@ -203,17 +208,20 @@ def _folded(model: nn.Module, main: Tensor, leading: tuple[int, ...]) -> Anatomy
     return AnatomyError(
         f"The states of {type(model).__name__} have leading shape {tuple(leading)} where its inputs have "
         f"{tuple(main.shape[:2])}: several residual streams are folded into the batch, or tokens are regrouped, which "
-        "cannot be read; choose another model, or as stack= blocks with one state a token."
+        "cannot be read; choose another model, or blocks with one state per token as stack=.",
+        name="model",
+        value=tuple(leading),
+        expected=f"states of leading shape {tuple(main.shape[:2])}",
     )
 
 
 def _axis_by_effect(
     name: Any, main: Tensor, inputs: Any, state_for: Callable[[Any], Tensor], first: Tensor, states: int
 ) -> int:
-    """The axis of the inputs that counts sequences, where both are of one length."""
-    along_rows = _changed_states(name, main, inputs, state_for, place=(1, 0))
+    """Return the axis of the inputs that counts sequences where both axes have the same length."""
+    second = _changed_states(name, main, inputs, state_for, place=(1, 0))
     sequence = first.any(dim=1 - states).nonzero().flatten().tolist()
-    other = along_rows.any(dim=1 - states).nonzero().flatten().tolist()
+    other = second.any(dim=1 - states).nonzero().flatten().tolist()
     return 1 if other == sequence else 0
 
 
@@ -226,7 +234,7 @@ def _changed_states(
     place: tuple[int, int] | None = None,
     sequence_axis: int | None = None,
 ) -> Tensor:
-    """Which states change with one token (or one whole sequence) of the inputs, boolean, of the leading shape."""
+    """Return which states change with one token (or one full sequence) of the inputs, boolean, of the leading shape."""
     changed = main.clone()
     if sequence_axis is not None:
         selected: Any = (slice(None),) * sequence_axis + (0,)
@@ -237,7 +245,7 @@ def _changed_states(
 
 
 def _changed(main: Tensor, inputs: Any, state_for: Callable[[Any], Tensor]) -> list[int]:
-    """Rows of vectors whose states change with the first."""
+    """Return the indices of the vectors whose states change with the first vector."""
     name = next(n for n, value in _named(inputs) if value is main)
     changed = main.clone()
     changed[0] = _another(main, changed[0])
@@ -250,17 +258,19 @@ def _changed(main: Tensor, inputs: Any, state_for: Callable[[Any], Tensor]) -> l
 
 
 def _difference(before: Tensor, after: Tensor) -> Tensor:
-    """Which states differ, boolean, of the leading shape."""
+    """Return which states differ, boolean, of the leading shape."""
     if before.shape != after.shape:
         raise AnatomyError(
-            f"The states change their shape from {tuple(before.shape)} to {tuple(after.shape)} with one token, so that "
-            "batch and token cannot be told apart; pass batch_first=."
+            f"The states change their shape from {tuple(before.shape)} to {tuple(after.shape)} with one token, so the "
+            "axes of batch and token cannot be distinguished; pass batch_first=.",
+            name="batch_first",
+            expected=(True, False),
         )
     size = (before.double() - after.double()).abs().amax(-1)
     largest = float(size.max()) if size.numel() else 0.0
     changed = size > 0
     if changed.ndim == 2 and int(changed.any(0).sum()) > 1 and int(changed.any(1).sum()) > 1:
-        # Experts get other numbers of tokens, and kernels of other shapes round differently.
+        # The change sends other numbers of tokens to experts, and kernels round differently for other shapes.
         eps = torch.finfo(before.dtype).eps if before.is_floating_point() else 0.0
         changed = size > _ROUNDING * eps * max(largest, float(before.double().abs().max()))
     return changed
@@ -275,7 +285,7 @@ def _first_attended(inputs: Any, main: Tensor) -> tuple[int, int]:
 
 
 def _another(main: Tensor, value: Tensor) -> Tensor:
-    """Something else of the same kind."""
+    """Return different tokens or vectors of the same kind."""
     if value.is_floating_point():
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(value.shape, generator=generator).to(value)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint of any format, which stay on disk until they are read one by one."""
+"""Tensors of checkpoints of any format, which stay on disk until each is read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["LazyTensor", "lazy_state"]
 
 
 def lazy_state(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a file or folder by name, without their values.
+    """Return the tensors of a file or folder by name, without reading their values.
 
     Args:
         path: A file of weights (``.safetensors``, or a pickle, which is read without running code); a folder with such
             files, an index of shards, DeepSpeed's states, or a distributed checkpoint of PyTorch or Megatron; a
-            Trainer's folder with one checkpoint; an adapter of PEFT whose base model is here, which is merged; or a
+            Trainer's folder with one checkpoint; an adapter of PEFT, which is merged if its base model is local; or a
             GGUF file, whose tensors are dequantized to float32 when read.
 
     Returns:
-        Names -> tensors. The names are those in the file, below the key of the model where there are several; of a
-        GGUF file they are those of transformers. What else is stored, such as an optimizer, is left out.
+        Names -> tensors. The names are those in the file, below the key of the model where there are several; for a
+        GGUF file they are those of transformers. Other contents, such as an optimizer, are omitted.
 
     Raises:
         CheckpointError: If the weights are missing, damaged, incomplete, or stored with code.
@@ -31,7 +31,9 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
     if path.is_dir():
         return _of_folder(own_checkpoint(path))
     if not path.is_file():
-        raise CheckpointError(f"There is no file {path}; check the path.")
+        raise CheckpointError(
+            f"There is no file {path}; check the path.", name="path", value=path, expected="an existing file or folder"
+        )
     if path.suffix == ".gguf":
         from workbench.models.gguf_file import GgufFile
 
@@ -45,7 +47,12 @@ def _of_folder(folder: Path) -> dict[str, LazyTensor]:
     state: dict[str, LazyTensor] = {}
     for place in weight_places(folder):
         found = place_state(place)
-        if twice := state.keys() & found.keys():
-            raise CheckpointError(f"{folder} holds {min(twice)} in several files; leave one of them.")
+        if repeated := state.keys() & found.keys():
+            raise CheckpointError(
+                f"{folder} holds {min(repeated)} in several files; keep only one of them.",
+                name=min(repeated),
+                value=folder,
+                expected="in one file only",
+            )
         state |= found
     return state

@@ -18,11 +18,11 @@ class LazyTensor:
     """One tensor of a checkpoint, not yet in memory.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype as `read` gives it.
+        shape: Shape of the tensor.
+        dtype: Type of its elements as returned by `read`.
         read: Function that reads it: a view of the file where the format allows that, else a copy.
-        n_bytes: Bytes that it takes in the file.
-        is_view: Whether what `read` gives takes no memory of its own: a view of the file, or of a tensor that is there.
+        n_bytes: Size in the file, in bytes.
+        is_view: Whether `read` returns a view without memory of its own: of the file, or of a tensor in memory.
     """
 
     shape: tuple[int, ...]
@@ -33,14 +33,14 @@ class LazyTensor:
 
     @property
     def n_elements(self) -> int:
-        """Number of its elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Part of the tensor; ``[...]`` is all of it, which is how transformers reads."""
+        """Read a part of the tensor; transformers reads all of it by ``[...]``."""
         return self.read()[index]
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """A tensor that is in memory, or mapped from a file, already."""
+        """Wrap a tensor that is already in memory or mapped from a file."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor, tensor.numel() * tensor.element_size(), True)

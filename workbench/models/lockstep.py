@@ -1,4 +1,4 @@
-"""Several passes of one model, one block at a time: each block is read from disk once for all batches."""
+"""Several passes of one model in lockstep, so that each block is read from disk once for all batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from workbench.models.calling import run_foreign
+from workbench.models.calling import run_model
 from workbench.models.probing import HookRequest, watch
 
 if TYPE_CHECKING:
@@ -21,19 +21,20 @@ if TYPE_CHECKING:
 
 
 class CancelledPass(BaseException):
-    """Ends a pass that nobody waits for; no Exception, so that no model catches it."""
+    """Ends a pass that is no longer needed; not an Exception, so that no model catches it."""
 
 
 class Pass:
-    """One forward pass in a thread of its own, which runs only while the others wait.
+    """One forward pass in a separate thread, which runs only while the others wait.
 
     Attributes:
         batch: Inputs of the pass.
-        layer: Layer in front of which it waits; None before the first, and when it has ended.
-        part: Part before the first layer, such as an encoder's block, in front of which it waits; None: no such part.
-        arguments: Arguments of the block in front of which it waits.
-        output: What the last block returned.
-        watcher: What follows its blocks.
+        layer: Layer before which it waits; None before the first layer and after the end.
+        part: Part ahead of the first layer, such as a block of an encoder, before which it waits; None if there is
+            none.
+        arguments: Arguments of the block before which it waits.
+        output: Output of the block that ran last.
+        watcher: Object that observes its blocks.
     """
 
     def __init__(self, batch: Any, run: Callable[[Pass], None]) -> None:
@@ -53,10 +54,10 @@ class Pass:
         self._thread.start()
 
     def step(self) -> None:
-        """Run until the next block, or the end.
+        """Run until the next block or the end.
 
         Raises:
-            BaseException: What the pass raises.
+            BaseException: The exception of the pass, if there is one.
         """
         self._go.release()
         self._back.acquire()
@@ -64,7 +65,7 @@ class Pass:
             raise self._error
 
     def pause(self, layer: int | None, part: nn.Module | None = None) -> None:
-        """Wait in front of a layer or a part; called in the thread of the pass."""
+        """Wait before a layer or a part; called in the thread of the pass."""
         self.layer, self.part = layer, part
         self.has_begun |= layer is not None
         self._back.release()
@@ -74,7 +75,7 @@ class Pass:
         self.layer = self.part = None
 
     def cancel(self) -> None:
-        """End the pass, at its next block at the latest."""
+        """End the pass at its next block or before."""
         self._is_cancelled = True
         self._go.release()
         self._thread.join()
@@ -86,27 +87,27 @@ class Pass:
                 run(self)
         except CancelledPass:
             pass
-        except BaseException as error:  # noqa: BLE001 it is raised where the pass is waited for
+        except BaseException as error:  # noqa: BLE001 `step` raises it
             self._error = error
         self.layer = self.part = None
         self._back.release()
 
 
 class Lockstep:
-    """Passes of one model over several batches, each of which waits in front of every block for the others.
+    """Passes of one model over several batches, each of which waits before every block for the others.
 
-    Before the first block they wait in front of every part, so that those of an encoder are read once too; without
-    sites, they do so to the end. Batches
-    from an iterator, of which no more are taken than are needed, pass what lies before the first block one by one.
+    Ahead of the first block they wait before every part, so that the parts of an encoder are read only once as well;
+    without sites they do so until the end. Batches from an iterator, of which only the necessary ones are read, pass
+    the parts ahead of the first block one by one.
 
     Args:
         model: Model, in eval mode.
-        weights: Its weights on disk.
+        weights: Weights of the model on disk.
         sites: Sites of its blocks, in order.
-        current: What the thread of each pass keeps for itself: ``current.one``, the pass.
-        head: Module in front of which a pass ends, if all blocks have run; None: it runs to its end.
-        n_layers: Number of layers that a pass must leave before it may end; None: one for each site. Without sites, of
-            residuals that are added outside of modules, what follows the layers counts them by `Pass.n_left`.
+        current: Thread-local storage; ``current.one`` is the pass of the thread.
+        head: Module before which a pass ends if all blocks have run; None runs each pass to its end.
+        n_layers: Number of layers that a pass must leave before it may end; None is one per site. Where residuals are
+            added outside of modules, there are no sites, and the observer of the layers counts them in `Pass.n_left`.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Lockstep:
         self._head, self._first = head, 0
         self._n_layers = len(sites) if n_layers is None else n_layers
         self._layers = {(site.module, site.call): layer for layer, site in enumerate(sites)}
-        self._parts = weights.parts_beside(site.module for site in sites)
+        self._parts = weights.other_parts(site.module for site in sites)
         self._passes: list[Pass] = []
 
     def run(
@@ -145,16 +146,16 @@ class Lockstep:
 
         Args:
             batches: Inputs of the passes.
-            begin: Function that makes what a pass needs from its batch, kept as `Pass.watcher`.
-            hooks: Hooks that see the calls of blocks when they run.
-            is_enough: Whether no more batches are wanted; asked before each.
-            after_start: Function called with each pass when it waits in front of its first layer.
-            before_first: Function called when all passes wait in front of the first layer.
-            after_layer: Function called when all passes are through a layer, and wait in front of the next.
-            first: First layer that runs; those before return what they did earlier.
+            begin: Function that creates the observer of a pass from its batch, kept as `Pass.watcher`.
+            hooks: Hooks that observe the calls of blocks.
+            is_enough: Function that returns whether enough batches have been read; called before each batch.
+            after_start: Function called with each pass when it waits before its first layer.
+            before_first: Function called when all passes wait before the first layer.
+            after_layer: Function called when all passes have run a layer and wait before the next.
+            first: First layer that runs; earlier layers return their previous outputs.
             last: Last layer that runs.
-            outputs: Output of the block before the first layer, one a pass.
-            is_known: Whether all batches exist already, rather than coming from an iterator.
+            outputs: Output of the block before the first layer, one per pass.
+            is_known: Whether all batches are in memory, rather than read from an iterator.
         """
         with ExitStack() as stack:
             stack.enter_context(self._weights.emptied_after())
@@ -186,7 +187,7 @@ class Lockstep:
                 after_layer(layer, self._passes)
 
     def _reach_first_layer(self, passes: Sequence[Pass]) -> None:
-        """Run passes until they wait in front of a layer, each part in between for all that wait in front of it."""
+        """Run passes until they wait before a layer; run each part on the way for all passes that wait before it."""
         while waiting := [one for one in passes if one.part is not None]:
             part = waiting[0].part
             with self._weights.hold(part) if part is not None else nullcontext():
@@ -195,7 +196,7 @@ class Lockstep:
                         one.step()
 
     def _begun(self, is_enough: Callable[[], bool], after_start: Callable[[Pass], None]) -> Iterator[Pass]:
-        """The passes that are wanted; the others end."""
+        """Yield the passes that are needed, and end the others."""
         for one in self._passes:
             if is_enough():
                 one.cancel()
@@ -210,7 +211,7 @@ class Lockstep:
         def run(one: Pass) -> None:
             self._current.one, one.watcher = one, begin(one.batch)
             with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=is_mixed):
-                run_foreign(self._model, one.batch)
+                run_model(self._model, one.batch)
 
         return run
 
@@ -220,7 +221,7 @@ class Lockstep:
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        """Hooks that wait in front of each block, before its weights are read."""
+        """Attach hooks that wait before each block, before its weights are read."""
         handles = []
         for module in dict.fromkeys(site.module for site in self._sites):
             handles.append(module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True))
@@ -263,7 +264,7 @@ class Lockstep:
 
     @contextmanager
     def _bypassed(self, first: int) -> Iterator[None]:
-        """Let the blocks before a layer return what the last of them did, without their weights."""
+        """Let the blocks before a layer return the previous output of the last of them, without their weights."""
         modules = dict.fromkeys(site.module for site in self._sites[:first])
         still_needed = {site.module for site in self._sites[first:]}
         forwards = {module: module.forward for module in modules}

@@ -1,4 +1,4 @@
-"""Results of one forward pass: the task's loss, auxiliary terms, and the accuracy."""
+"""Losses, auxiliary terms and accuracy of one forward pass."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-#: Targets that losses leave out, by PyTorch's convention.
+#: Target that losses ignore, by the convention of PyTorch.
 _IGNORED = -100
-#: Types of the losses of Hugging Face models that compare with the next label; None is that of older classes.
+#: Types of losses of Hugging Face models that compare with the next label; older classes have None.
 _NEXT_TOKEN = ("ForCausalLM", "ForConditionalGeneration", None)
-#: Largest number of targets that `largest_losses` looks at.
+#: Maximum number of targets of which `largest_losses` computes the loss.
 _N_SAMPLED = 256
 
 
 def prediction_of(output: Any) -> Any:
-    """What a loss is computed from: an output that is a tensor, else its logits; the whole output if it has none."""
+    """Return the part of an output from which a loss is computed: a tensor itself, or the logits.
+
+    An output without logits is returned unchanged.
+    """
     if isinstance(output, Tensor):
         return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -27,47 +30,50 @@ def prediction_of(output: Any) -> Any:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """The loss that a model returns with its output, as Hugging Face models do when they get labels."""
+    """Return the loss in the output of a model, where Hugging Face models put it if they receive labels; else None."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over the targets, in nats.
+    """Return the mean cross entropy over the targets, in nats.
 
     Args:
         logits: Logits, shape (..., class).
-        targets: Class numbers, shape (...); -100 is left out.
+        targets: Class indices, shape (...); -100 is ignored.
     """
     return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def largest_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean of the largest eighth of the token losses, in nats, 0-dim: wrong labels show there first.
+    """Return the mean of the largest eighth of the token losses, in nats, where wrong labels are visible first.
 
-    Cost: a sort of the targets, and the loss of at most 256 of them, evenly spread over those that count.
+    The cost is a sort of the targets, and the loss of at most 256 of them, evenly spaced among the valid ones.
 
     Args:
         logits: Logits, shape (..., class).
-        targets: Class numbers, shape (...); what is no class, such as -100, is left out. NaN if nothing is left.
+        targets: Class indices, shape (...); values that are not classes, such as -100, are ignored.
+
+    Returns:
+        A 0-dim tensor; NaN if no target is valid.
     """
     flat = targets.flatten()
-    counts = (flat >= 0) & (flat < logits.shape[-1])
-    n_counted, n = counts.sum(), min(_N_SAMPLED, len(flat))
+    is_class = (flat >= 0) & (flat < logits.shape[-1])
+    n_valid, n = is_class.sum(), min(_N_SAMPLED, len(flat))
     place = torch.arange(n, device=flat.device)
-    # Those that count come first; where they are more than are looked at, evenly spaced ones. Nothing waits.
-    ordered = counts.to(torch.uint8).argsort(descending=True, stable=True)
-    chosen = ordered[torch.where(n_counted > n, place * n_counted // n, place)]
-    is_known, wanted = counts[chosen], flat[chosen]
-    rows = logits[_places(chosen, targets.shape)].float()
-    losses = cross_entropy(rows, wanted.where(is_known, _IGNORED), reduction="none")
-    largest = losses.masked_fill(~is_known, -math.inf).sort(descending=True).values
-    n_largest = (is_known.sum() / 8).ceil()
+    # Valid targets come first; if there are more than n, evenly spaced ones are chosen. The host never waits.
+    ordered = is_class.to(torch.uint8).argsort(descending=True, stable=True)
+    chosen = ordered[torch.where(n_valid > n, place * n_valid // n, place)]
+    is_valid = is_class[chosen]
+    sampled = logits[_places(chosen, targets.shape)].float()
+    losses = cross_entropy(sampled, flat[chosen].where(is_valid, _IGNORED), reduction="none")
+    largest = losses.masked_fill(~is_valid, -math.inf).sort(descending=True).values
+    n_largest = (is_valid.sum() / 8).ceil()
     return largest.where(place < n_largest, 0.0).sum() / n_largest
 
 
 def _places(number: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
-    """Indices of entries by their number in a tensor of that shape; torch's function makes the host wait."""
+    """Convert flat indices to indices along each axis; `torch.unravel_index` would make the host wait."""
     found = []
     for size in reversed(shape[1:]):
         found.append(number % size)
@@ -76,12 +82,12 @@ def _places(number: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def targets_of(model: nn.Module, inputs: Any, output: Any) -> tuple[Tensor, Tensor] | None:
-    """The logits and the labels that a Hugging Face model compares, aligned; None if that is not known.
+    """Return the logits and the labels that a Hugging Face model compares, aligned; None if they are unknown.
 
     Args:
-        model: The model that got the inputs.
+        model: Model that received the inputs.
         inputs: Mapping with ``labels``.
-        output: Its output, with ``logits``.
+        output: Output of the model, with ``logits``.
     """
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     logits = prediction_of(output)
@@ -94,14 +100,14 @@ def targets_of(model: nn.Module, inputs: Any, output: Any) -> tuple[Tensor, Tens
 
 
 def are_classes(logits: Any, targets: Any) -> bool:
-    """Whether targets are class numbers, one for each row of the logits."""
+    """Return whether targets are class indices, one for each vector of logits."""
     if not (isinstance(logits, Tensor) and isinstance(targets, Tensor)) or not logits.ndim:
         return False
     return not targets.is_floating_point() and logits.shape[:-1] == targets.shape
 
 
 def auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
-    """Weighted auxiliary terms of the loss: the zoo's own method, or what Hugging Face routers return."""
+    """Return the weighted auxiliary terms of the loss, from the model or its output; None if there are none."""
     if callable(own := getattr(model, "auxiliary_loss", None)):
         return own()
     term = None if isinstance(output, Tensor) else getattr(output, "aux_loss", None)
@@ -111,15 +117,15 @@ def auxiliary_loss(model: nn.Module, output: Any) -> Tensor | None:
 
 
 def accuracy_of(logits: Any, targets: Tensor) -> float:
-    """Share of the targets that were most likely; NaN if that is not defined."""
+    """Return the fraction of targets that have the largest logit; NaN if it is not defined."""
     found = accuracy_on_device(logits, targets)
     return math.nan if found is None else float(found)
 
 
 def accuracy_on_device(logits: Any, targets: Tensor) -> Tensor | None:
-    """`accuracy_of` as a 0-dim tensor that may still be computed; None if it is not defined."""
+    """Return `accuracy_of` as a 0-dim tensor, without waiting for the device; None if it is not defined."""
     if not are_classes(logits, targets):
         return None
     is_target = targets != _IGNORED
-    right = (logits.detach().argmax(-1) == targets) & is_target
-    return right.sum() / is_target.sum()
+    is_correct = (logits.detach().argmax(-1) == targets) & is_target
+    return is_correct.sum() / is_target.sum()

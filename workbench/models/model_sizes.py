@@ -1,4 +1,4 @@
-"""The sizes of a model that a plan has to fit: heads, blocks, experts, vocabulary; from whatever describes them."""
+"""Sizes of a model that a plan has to fit, such as heads, blocks, experts and vocabulary."""
 
 from __future__ import annotations
 
@@ -28,26 +28,29 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model; None: it does not exist or is not known.
+    """Sizes of a model; a size is None if it does not exist or is unknown.
 
     Attributes:
         n_heads: Number of query heads of each block.
-        n_kv_heads: Key-value heads of each block.
+        n_kv_heads: Number of key-value heads of each block.
         depth: Number of residual blocks.
         width: Width of the residual stream.
-        inner_width: Width of the hidden layer of the MLP, or of what replaces it.
+        inner_width: Width of the hidden layer of the MLP, or of the module that replaces it.
         n_experts: Number of experts in each block.
-        vocabulary: Tokens.
+        vocabulary: Number of tokens in the vocabulary.
         max_length: Longest sequence, in tokens.
-        image_size: Pixels along the side of an image.
-        n_channels: Channels of an image.
-        patch_size: Pixels along the side of a patch.
+        image_size: Side length of an image, in pixels.
+        n_channels: Number of channels of an image.
+        patch_size: Side length of a patch, in pixels.
 
     Example:
         >>> import workbench as wb
         >>> sizes = wb.hardware.ModelSizes(width=64, depth=4, n_heads=4)
         >>> sizes.width, sizes.n_experts
         (64, None)
+
+    See Also:
+        `workbench.hardware.model_sizes`: Reads the sizes of a model or design.
     """
 
     n_heads: int | None = None
@@ -62,10 +65,19 @@ class ModelSizes:
     n_channels: int | None = None
     patch_size: int | None = None
 
-    def bears_tensor_parallel(self, n: int) -> bool:
-        """Whether every matrix can be cut for ``n`` devices, each with whole heads.
+    def supports_tensor_parallel(self, n: int) -> bool:
+        """Return whether every matrix can be split over ``n`` devices, each with complete heads.
 
-        Fewer key-value heads than devices are copied, so one number has to divide the other.
+        If there are fewer key-value heads than devices, they are copied; one number must divide the other.
+
+        Args:
+            n: Number of devices.
+
+        Example:
+            >>> import workbench as wb
+            >>> sizes = wb.hardware.ModelSizes(n_heads=6, inner_width=96)
+            >>> sizes.supports_tensor_parallel(3), sizes.supports_tensor_parallel(4)
+            (True, False)
         """
         if self.n_heads is not None and self.n_heads % n:
             return False
@@ -76,17 +88,21 @@ class ModelSizes:
 
 
 def model_sizes(source: Any) -> ModelSizes:
-    """Sizes of a design, a model, a subject, or the configuration of one.
+    """Return the sizes of a design, a model, a subject, or the configuration of one.
 
     Args:
-        source: Anything with ``describe()`` or ``config``, a configuration (the zoo's or one of transformers), or a
-            mapping of its options.
+        source: An object with ``describe()`` or ``config``, a configuration of the zoo or of transformers, or a mapping
+            of its options.
 
     Example:
         >>> import workbench as wb
         >>> sizes = wb.hardware.model_sizes(wb.zoo.transformer(d_model=64, n_layers=4))
         >>> sizes.width, sizes.depth, sizes.n_experts
         (64, 4, None)
+
+    See Also:
+        `workbench.hardware.assess_hardware`: Compares sizes with a hardware plan.
+        `workbench.design`: Creates a design.
     """
     found: dict[str, int | None] = {}
     option = _options(source)
@@ -104,20 +120,20 @@ def model_sizes(source: Any) -> ModelSizes:
     return ModelSizes(**found)
 
 
-def nearest_size(wanted: int, is_possible: Callable[[int], bool], *, highest: int) -> int:
-    """The possible number from 1 to ``highest`` that is nearest by ratio, of two equally near the smaller."""
+def nearest_size(target: int, is_possible: Callable[[int], bool], *, highest: int) -> int:
+    """Return the possible number from 1 to ``highest`` that is nearest by ratio; of two equally near, the smaller."""
     possible = [n for n in range(1, highest + 1) if is_possible(n)]
-    return min(possible, key=lambda n: (abs(math.log(n / wanted)), n))
+    return min(possible, key=lambda n: (abs(math.log(n / target)), n))
 
 
 def _side(value: Any) -> Any:
-    """One number for an equal height and width."""
+    """Return a single number for an equal height and width; other values unchanged."""
     is_square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
     return value[0] if is_square else value
 
 
 def _options(source: Any) -> Callable[[str], Any]:
-    """A function from the name of an option to its value, or None."""
+    """Return a function from the name of an option to its value, or None."""
     if callable(describe := getattr(source, "describe", None)):
         source = describe()
     elif not isinstance(source, nn.Module) and isinstance(getattr(source, "model", None), nn.Module):
@@ -127,9 +143,9 @@ def _options(source: Any) -> Callable[[str], Any]:
     if callable(as_dict := getattr(source, "as_dict", None)):
         source = as_dict()
     if isinstance(source, Mapping):
-        # A composite description keeps the language part a level below.
+        # A composite description has the language part one level below.
         inner = [value for value in source.values() if isinstance(value, Mapping)]
         return lambda name: next((part[name] for part in (source, *inner) if part.get(name) is not None), None)
-    whole = (source, getattr(source, "text_config", None), getattr(source, "vision_config", None))
-    parts = [part for part in whole if part is not None]
+    configs = (source, getattr(source, "text_config", None), getattr(source, "vision_config", None))
+    parts = [part for part in configs if part is not None]
     return lambda name: next((v for part in parts if (v := getattr(part, name, None)) is not None), None)

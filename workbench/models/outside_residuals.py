@@ -1,7 +1,7 @@
-"""Residual streams that are added outside of modules: found from the states that enter each repeated branch.
+"""Residual streams that are added outside of modules, found from the states that enter each repeated branch.
 
-Where a loop does ``x = x + branch(norm(x))``, no module returns the stream. The state that enters layer i is then what
-its first module gets, and the state that leaves it is what the next module gets.
+Where a loop computes ``x = x + branch(norm(x))``, no module returns the stream. The state that enters layer i is then
+the input of its first module, and the state that leaves it is the input of the next module.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from workbench.errors import AnatomyError
 from workbench.models.block_calls import Call, State, has_matrix, record_calls
 from workbench.models.block_counts import block_counts
 from workbench.models.site import Place, Site
-from workbench.models.stacks import LEAST_COVERAGE, share_of_repeated
+from workbench.models.stacks import MIN_COVERAGE, fraction_of_repeated
 
 Shape = tuple[int, ...]
-#: Share of a state that a fit may leave unexplained, in float32; coarser formats: two units of their rounding.
+#: Fraction of a state that a fit may leave unexplained in float32; in coarser formats, two units of their rounding.
 _ROUNDING = 1e-5
-#: A sum needs a state if without it this many times more is left unexplained.
+#: A sum needs a state if the unexplained fraction without it is larger than the limit by this factor.
 _NEEDED = 10.0
-#: Token states that a fit uses at most.
-_MOST_ROWS = 512
-#: Stacks that a message names at most.
-_MOST_LISTED = 6
+#: Maximum number of token states that a fit uses.
+_MAX_ROWS = 512
+#: Maximum number of stacks that a message names.
+_MAX_LISTED = 6
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -41,9 +41,9 @@ class OutsideStack:
         name: Path of the container.
         sites: One per visit of a member of the container.
         shape: Shape of the state.
-        is_chain: Whether the state that leaves each layer is the one that enters the next, as it is or, in some,
-            through one module between them that merges it with an earlier one, as in a U-net.
-        end: When the last layer ended, as a running number.
+        is_chain: Whether the state that leaves each layer enters the next, either unchanged or, for at most half of
+            them, through one module in between that merges it with an earlier state, as in a U-net.
+        end: Number of the event at which the last layer ended, in the order of the forward pass.
     """
 
     name: str
@@ -54,11 +54,11 @@ class OutsideStack:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Members of the container, each once."""
+        """Members of the container, without duplicates."""
         return list(dict.fromkeys(site.module for site in self.sites))
 
-    def is_apart(self, other: OutsideStack) -> bool:
-        """Whether two stacks share no module."""
+    def is_disjoint(self, other: OutsideStack) -> bool:
+        """Return whether two stacks share no module."""
         parts = {part for module in self.modules for part in module.modules()}
         return not any(part in parts for module in other.modules for part in module.modules())
 
@@ -68,13 +68,13 @@ class OutsideStack:
 
 @dataclass(frozen=True, eq=False)
 class _Exit:
-    """A place where the state that leaves may be read.
+    """A place where the state that leaves a layer may be read.
 
     Attributes:
-        call: Call that gets or returns it.
-        state: Tensor that is it or, next to another state, holds it.
-        is_output: Whether the call returns it.
-        start: Where its features begin in the tensor; None: the tensor is the state.
+        call: Call that receives or returns the state.
+        state: Tensor that is the state, or that holds it next to another state.
+        is_output: Whether the call returns the state.
+        start: Index of its first feature in the tensor; None if the tensor is the state.
     """
 
     call: Call
@@ -85,7 +85,7 @@ class _Exit:
 
 @dataclass(frozen=True, eq=False)
 class _Visit:
-    """The calls inside one member of a container, without those inside another of them, and their states."""
+    """The outermost calls inside one member of a container, and the states that enter and leave."""
 
     index: int
     calls: list[Call]
@@ -94,26 +94,26 @@ class _Visit:
 
     @property
     def exit(self) -> _Exit:
-        """The first of the places where the state that leaves may be read."""
+        """The first place where the state that leaves may be read."""
         return self.exits[0]
 
 
 def find_outside_stacks(
     model: nn.Module, inputs: Any, known: Collection[str] = ()
 ) -> tuple[list[OutsideStack], list[str]]:
-    """The containers whose members are branches of a residual stream that is added outside of modules.
+    """Find containers whose members are branches of a residual stream that is added outside of modules.
 
-    The state that leaves a layer must be a sum, with constant factors or with one per feature, of the state that
-    entered and of what the modules of the layer returned, or of earlier states too, up to rounding; a norm may follow
-    each sum. That is checked in every layer.
+    Up to rounding, the state that leaves a layer must be a linear combination of the state that entered, of the outputs
+    of the layer's modules and possibly of earlier states; each has one factor, or one factor per feature. A norm may
+    follow each sum. This is checked in every layer.
 
     Args:
-        model: Model to run, twice; it is not changed.
+        model: Model, which is run twice and not changed.
         inputs: Inputs as for `call_model`.
-        known: Containers whose members are known to hand their state on themselves.
+        known: Containers whose members are known to return the stream themselves.
 
     Returns:
-        The stacks, and the names of containers whose members pass a state on that is no such sum.
+        The stacks, and the names of the containers whose members pass on a state that is no such sum.
     """
     calls = record_calls(model, inputs, everything=True)
     called = {call.module for call in calls}
@@ -133,8 +133,8 @@ def find_outside_stacks(
     if not found:
         return [], []
     read = (call for *_, visits in found for v in visits for call in (*v.calls, *(e.call for e in v.exits)))
-    wanted = {call.module for call in read}
-    values = {call.index: call for call in record_calls(model, inputs, everything=True, keep=wanted)}
+    modules = {call.module for call in read}
+    values = {call.index: call for call in record_calls(model, inputs, everything=True, keep=modules)}
     stacks, others = [], []
     for name, container, shape, visits in found:
         checked = _checked(visits, shape, values)
@@ -150,46 +150,55 @@ def find_outside_stacks(
 def choose_outside(
     model: nn.Module, stacks: Sequence[OutsideStack], others: Sequence[str], stack: str | None, refusal: AnatomyError
 ) -> OutsideStack:
-    """The stack of that name; without a name the one that must be the model's stream.
+    """Return the stack of a given name or, without a name, the one that must be the model's residual stream.
 
-    Without a name it must be a chain of as many layers as the config says, or of a multiple where each has several
-    branches, and hold most parameters of all repeated modules; the longest counts, and of equals the last to run.
+    Without a name, the stack must be a chain with as many layers as the config states (or a multiple, where layers have
+    several branches), and must hold at least half of the parameters of all repeated modules. Of several such stacks the
+    longest is chosen, and of equally long ones the last to run.
 
     Args:
         model: Model, for its config and its parameters.
         stacks: Stacks found.
-        others: Containers whose members pass a state on that is no sum.
-        stack: Name of the stack, if it was given.
-        refusal: Reason why the model has no stack of whole blocks.
+        others: Containers whose members pass on a state that is no sum.
+        stack: Name of the stack; None if none was given.
+        refusal: Error that says why the model has no stack of complete blocks.
 
     Raises:
-        AnatomyError: If there is none: the refusal, with the stacks that can be named.
+        AnatomyError: If there is no such stack: ``refusal``, with the stacks that can be chosen by name.
     """
     if stack is None:
         counts = block_counts(model)
         fitting = [s for s in stacks if s.is_chain]
         if counts:
             fitting = [s for s in fitting if any(len(s.sites) % count.n_blocks == 0 for count in counts)]
-        fitting = [s for s in fitting if share_of_repeated(model, s.modules) >= LEAST_COVERAGE]
-        # Of a list alone and the same beside others, the list.
+        fitting = [s for s in fitting if fraction_of_repeated(model, s.modules) >= MIN_COVERAGE]
+        # A list by itself is preferred to the same list combined with others.
         chosen = max(fitting, key=lambda s: (len(s.sites), "+" not in s.name, s.end), default=None)
     else:
         chosen = next((s for s in stacks if s.name == stack), None)
     if chosen is not None:
         return chosen
     if stacks:
-        listed = ", ".join(map(str, stacks[:_MOST_LISTED]))
-        raise AnatomyError(f"{refusal} What can be named as stack= too: {listed}.") from None
+        listed = ", ".join(map(str, stacks[:_MAX_LISTED]))
+        raise AnatomyError(
+            f"{refusal} These can also be passed as stack=: {listed}.",
+            name=refusal.name,
+            value=refusal.value,
+            expected=refusal.expected,
+        ) from None
     others = [
         name
         for name in others
         if stack == name
-        or (stack is None and share_of_repeated(model, model.get_submodule(name).children()) >= LEAST_COVERAGE)
+        or (stack is None and fraction_of_repeated(model, model.get_submodule(name).children()) >= MIN_COVERAGE)
     ]
     if others:
         raise AnatomyError(
-            f"{refusal} The members of {others[0]} are called one by one, but what passes from one to the next is no "
-            "sum of the state before and of what they return, so that no residual stream can be read between them."
+            f"{refusal} The members of {others[0]} are called in sequence, but the state that passes from one to the "
+            "next is not the sum of the previous state and their outputs, so no residual stream can be read there.",
+            name=refusal.name,
+            value=refusal.value,
+            expected=refusal.expected,
         ) from None
     raise refusal
 
@@ -197,15 +206,15 @@ def choose_outside(
 def _side_by_side(
     loops: Mapping[str, nn.Module], calls: Sequence[Call], names: dict[nn.Module, str]
 ) -> dict[str, nn.Module]:
-    """Lists of one length under one parent whose members take turns, such as norms, attentions and MLPs.
+    """Find lists of equal length under one parent whose members alternate, such as norms, attentions and MLPs.
 
     Args:
         loops: Lists by their paths.
-        calls: Calls of one forward.
-        names: Paths of all modules; those of the layers, each that of its first member with a matrix, are added.
+        calls: Calls of one forward pass.
+        names: Paths of all modules. The layers are added to it, each under the path of its first member with a matrix.
 
     Returns:
-        Lists of the layers, which are no modules of the model, by the names of the lists, joined by ``+``.
+        Lists of layers, which are no modules of the model, by the names of the lists joined by ``+``.
     """
     groups: dict[tuple[str, int], list[str]] = {}
     for name, container in loops.items():
@@ -224,7 +233,7 @@ def _side_by_side(
 
 
 def _is_grouping(container: nn.Module) -> bool:
-    """Whether the members only group layers of one kind, as stages do, rather than being layers of several parts."""
+    """Return whether the members only group layers of one kind, as stages do, and are not layers themselves."""
     for member in container.children():
         kinds = [tuple(sorted(tuple(p.shape) for p in part.parameters())) for part in member.children()]
         kinds = [kind for kind in kinds if kind]
@@ -234,7 +243,7 @@ def _is_grouping(container: nn.Module) -> bool:
 
 
 def _visits(container: nn.Module, calls: Sequence[Call]) -> list[tuple[int, list[Call]]]:
-    """The outermost calls inside the members, in order, grouped by member."""
+    """Return the outermost calls inside the members, in order, grouped by member."""
     owners: dict[nn.Module, list[int]] = {}
     for index, member in enumerate(container.children()):
         for module in member.modules():
@@ -248,14 +257,14 @@ def _visits(container: nn.Module, calls: Sequence[Call]) -> list[tuple[int, list
         among = owners[call.module]
         if visits and visits[-1][0] in among and visits[-1][1][0].module is not call.module:
             visits[-1][1].append(call)
-        else:  # members may share modules: the next one in order is meant
+        else:  # members may share modules: take the next one in order
             last = visits[-1][0] if visits else -1
             visits.append((next((i for i in among if i > last), among[0]), [call]))
     return visits
 
 
 def _with_states(visits: list[tuple[int, list[Call]]], calls: Sequence[Call]) -> tuple[Shape, list[_Visit]]:
-    """The shape that enters every visit, and the visits with the states that enter and leave; none without one."""
+    """Return the shape that enters every visit, and the visits with their states; none if there is no such shape."""
     if len(visits) < 2:
         return (), []
     shapes = [{s.shape for call in inside for s in call.inputs} for _, inside in visits]
@@ -271,7 +280,7 @@ def _with_states(visits: list[tuple[int, list[Call]]], calls: Sequence[Call]) ->
     next_entries = {call.index: state for call, state in zip(entries, entering, strict=True)}
     for (index, inside), entry, state in zip(visits, entries, entering, strict=True):
         exits = _exits(inside, calls, shape, next_entries)
-        if inside is visits[-1][1]:  # what follows may begin with more than the last sum
+        if inside is visits[-1][1]:  # the module that follows may receive more than the last sum
             exits += [_Exit(inside[-1], s, True) for s in inside[-1].outputs if s.shape == shape]
         if not exits:
             return (), []
@@ -280,7 +289,7 @@ def _with_states(visits: list[tuple[int, list[Call]]], calls: Sequence[Call]) ->
 
 
 def _exits(inside: list[Call], calls: Sequence[Call], shape: Shape, next_entries: dict[int, State]) -> list[_Exit]:
-    """Of the first call after a visit that gets a state, or the first around it that returns one: where it may be."""
+    """Return where the state may be in the first call after a visit that receives it, or around it that returns it."""
     begin, end, width = inside[0].index, inside[-1].end, shape[-1]
     after = [(call.index, call, call.inputs, False) for call in calls if call.index > end]
     around = [(call.end, call, call.outputs, True) for call in calls if call.index < begin and call.end > end]
@@ -290,12 +299,13 @@ def _exits(inside: list[Call], calls: Sequence[Call], shape: Shape, next_entries
         if fitting := [_Exit(call, s, is_output) for s in states if s.shape == shape]:
             return fitting
         doubled = [s for s in states if s.shape == (*shape[:-1], 2 * width)]
-        if doubled and not is_output:  # two states side by side, as a U-net passes them on
+        if doubled and not is_output:  # two concatenated states, as in a U-net
             return [_Exit(call, s, False, start) for s in doubled for start in (0, width)]
     return []
 
 
 def _is_chain(visits: list[_Visit], calls: Sequence[Call]) -> bool:
+    """Return whether each state that leaves enters the next layer; see `OutsideStack`."""
     merged = 0
     for before, after in pairwise(visits):
         left, entered = before.exit.state.fingerprint, after.entry[1].fingerprint
@@ -312,6 +322,7 @@ def _is_chain(visits: list[_Visit], calls: Sequence[Call]) -> bool:
 def _sites(
     visits: list[_Visit], container: nn.Module, calls: Sequence[Call], names: dict[nn.Module, str]
 ) -> tuple[Site, ...]:
+    """Return the sites of the visits."""
     numbers: dict[int, int] = {}
     totals: Counter[nn.Module] = Counter()
     for call in calls:
@@ -325,7 +336,7 @@ def _sites(
     for visit in visits:
         member, (entry, entering), leaving = members[visit.index], visit.entry, visit.exit
         branches = {call.module for call in visit.calls if has_matrix(call.module)}
-        # Where a list alternates branches, each is a layer, and its name says which.
+        # Where a list alternates between branches, each branch is a layer and the name states its kind.
         kind = f"#{type(branches.pop()).__name__}" if len(branches) == 1 else ""
         repeated = f"#{seen[visit.index]}" if seen[visit.index] else ""
         site = Site(
@@ -346,7 +357,7 @@ def _sites(
 
 
 def _checked(visits: list[_Visit], shape: Shape, values: dict[int, Call]) -> list[_Visit]:
-    """The visits, each with the place where the state that leaves is a sum; none if one has no such place."""
+    """Return the visits, each with the place where the state that leaves is a sum; none if one has no such place."""
     earlier: list[Tensor] = []
     checked = []
     for visit in visits:
@@ -354,7 +365,7 @@ def _checked(visits: list[_Visit], shape: Shape, values: dict[int, Call]) -> lis
         entering = _value_of(values, _Exit(*visit.entry, is_output=False), shape)
         if entering is None or not any(has_matrix(call.module) for call in inside):
             return []
-        # Of two states side by side one may be the state that entered, kept for the merge: it left nothing.
+        # One of two concatenated states may be the state that entered, kept for the merge: try it last.
         places = [(place, _value_of(values, place, shape)) for place in visit.exits]
         places.sort(key=lambda p: p[0].start is not None and p[1] is not None and torch.equal(p[1], entering))
         for place, leaving in places:
@@ -368,14 +379,15 @@ def _checked(visits: list[_Visit], shape: Shape, values: dict[int, Call]) -> lis
 
 
 def _value_of(values: dict[int, Call], place: _Exit, shape: Shape) -> Tensor | None:
-    again = values.get(place.call.index)
-    states = (again.outputs if place.is_output else again.inputs) if again is not None else []
+    """Return the state at a place in the second forward pass; None if it was not kept."""
+    call = values.get(place.call.index)
+    states = (call.outputs if place.is_output else call.inputs) if call is not None else []
     value = next((s.value for s in states if s.slot == place.state.slot), None)
     return value if value is None or place.start is None else value.narrow(-1, place.start, shape[-1])
 
 
 def _is_reached(entering: Tensor, leaving: Tensor, calls: list[Call], shape: Shape, earlier: list[Tensor]) -> bool:
-    """Whether sums, each with a norm behind it or not, lead from the state that enters to the one that leaves."""
+    """Return whether sums, each possibly followed by a norm, lead from the state that enters to the one that leaves."""
     stream: list[Tensor] = [entering]
     returned: list[Tensor] = []
     for call in calls:
@@ -391,7 +403,7 @@ def _is_reached(entering: Tensor, leaving: Tensor, calls: list[Call], shape: Sha
             elif any(_is_among(z, stream[1:]) or _is_sum(z, stream, returned) for z in given):
                 stream.append(value)  # a norm of a sum
             elif not any(torch.equal(z, entering) for z in given):
-                returned.append(value)  # a norm of the branch; one of the state that entered only leads into the branch
+                returned.append(value)  # a norm of a branch output; a norm of the entering state feeds the branch
     if _is_among(leaving, stream):
         return True
     returned = [value for value in returned if not torch.equal(value, leaving)]
@@ -403,7 +415,7 @@ def _is_among(value: Tensor, others: list[Tensor]) -> bool:
 
 
 def _is_sum(total: Tensor, stream: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether a state is a sum of others, and needs one of the stream for that."""
+    """Return whether a state is a sum of other states that needs one of the stream."""
     rounding = max(_ROUNDING, 2 * torch.finfo(total.dtype).eps)
     for per_feature in (False, True):
         if _unexplained(total, [*stream, *others], per_feature=per_feature) <= rounding:
@@ -412,8 +424,8 @@ def _is_sum(total: Tensor, stream: list[Tensor], others: list[Tensor]) -> bool:
 
 
 def _unexplained(total: Tensor, terms: list[Tensor], *, per_feature: bool) -> float:
-    """Share of a state that the best sum with constant factors, or with one per feature, leaves out."""
-    y, *xs = (t.double().flatten(0, -2)[:_MOST_ROWS] for t in (total, *terms))
+    """Return the fraction of a state that the best sum with one factor per term, or per feature, leaves unexplained."""
+    y, *xs = (t.double().flatten(0, -2)[:_MAX_ROWS] for t in (total, *terms))
     size = float(y.norm())
     if not xs or not size > 0:
         return 1.0

@@ -1,8 +1,8 @@
-"""Reparametrized weights: the linear maps of the blocks with bounded operator norm, or with length and direction apart.
+"""Reparametrized weights: linear maps of the blocks with bounded operator norm, or with separate length and direction.
 
-While a parametrization is on, a module's ``weight`` is computed from what the optimizer moves; spectra, probes and
-forward passes see it as it acts. A run resumes if the same parametrization is put on its model first. `plain_copy`
-gives the model to save or study.
+While a parametrization is active, a module's ``weight`` is computed from the parameters that the optimizer updates;
+spectra, probes and forward passes see this effective weight. To resume a run, apply the same parametrization to its
+model first. `plain_copy` returns the model to save or study.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
-from workbench.models.batches import take_rows
+from workbench.models.batches import take_examples
 from workbench.models.calling import on_device_of
 from workbench.models.wrapping import unwrap
 from workbench.zoo import ZooModel
@@ -30,7 +30,7 @@ from workbench.zoo.module_of import module_of
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
 
-#: Power iterations on a fresh matrix; a random one's leading singular values lie close together.
+#: Power iterations on a new matrix; the leading singular values of a random matrix are close together.
 _FIRST_ITERATIONS = 200
 
 
@@ -39,53 +39,65 @@ class LinearParametrization(ABC):
     """A parametrization of every linear map in the residual blocks."""
 
     def apply(self, model: Subject | nn.Module, inputs: Any = None) -> Callable[[], None]:
-        """Apply it to a model, in place, before its optimizer is made.
+        """Apply the parametrization to a model in place; create the optimizer afterwards.
 
         Args:
-            model: Model of the zoo, or any whose blocks `workbench.read_anatomy` finds.
-            inputs: Batch to find the blocks with; a model of the zoo needs none.
+            model: Model of the zoo, or any model whose blocks `workbench.read_anatomy` finds.
+            inputs: Batch with which the blocks are found; not needed for models of the zoo.
 
         Returns:
-            A function that removes it; the effective weights stay the same. An optimizer made before cannot be used
-            then.
+            A function that removes the parametrization and keeps the effective weights. An optimizer created before
+            that call cannot be used afterwards.
 
         Raises:
-            OptionError: If the model's weights are parametrized already, its blocks hold no linear maps, they cannot
-                be found without inputs, or one of them is zero where a norm is to be 1.
-            AnatomyError: If the residual stream cannot be read with certainty.
+            OptionError: If the model's weights are parametrized already, its blocks hold no linear maps, the blocks
+                cannot be found without inputs, or a weight is zero that `SpectralNorm` would have to scale to norm 1.
+            AnatomyError: If the residual stream cannot be identified with certainty.
+
+        Example:
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> remove = wb.baselines.WeightNorm().apply(model)
+            >>> [name for name, _ in model.blocks[0].attention.query.named_parameters()]
+            ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
+            >>> remove()
+            >>> [name for name, _ in model.blocks[0].attention.query.named_parameters()]
+            ['bias', 'weight']
         """
         model = module_of(model)
         linears = list(_linear_maps(model, inputs))
-        require_plain(model)
+        require_unparametrized(model)
         names = {module: name for name, module in model.named_modules()}
         for linear in linears:
             self._require(names[linear], linear)
         for linear in linears:
             self._register(linear)
-        return lambda: make_plain(model)
+        return lambda: unparametrize(model)
 
-    def _require(self, name: str, linear: nn.Module) -> None:  # noqa: B027  (most take any)
-        """Refuse a linear map to which it cannot be applied."""
+    def _require(self, name: str, linear: nn.Module) -> None:  # noqa: B027  (most accept every linear map)
+        """Raise OptionError if the parametrization cannot be applied to a linear map."""
 
     @abstractmethod
     def _register(self, linear: nn.Module) -> None:
-        """Apply it to one linear map."""
+        """Apply the parametrization to one linear map."""
 
 
 @dataclass(frozen=True)
 class SpectralNorm(LinearParametrization):
-    """Every linear map divided by its largest singular value, which becomes 1 (Miyato et al. 2018, arXiv:1802.05957).
+    """Spectral normalization: every linear map is divided by its largest singular value (Miyato et al. 2018).
 
-    Maps that were smaller grow: the blocks of a fresh model act about as strongly as those of a trained one.
+    The largest singular value becomes 1 (arXiv:1802.05957). Maps whose norm was below 1 grow: the blocks of an
+    untrained model then act about as strongly as those of a trained one.
 
-    The singular value is estimated by power iteration that goes on from the last step's direction. One iteration, as in
-    the paper, is enough for small steps. Adam's first ones replace the leading direction of a small fresh matrix, and
-    norms reached 2.5 at rate .01 and 3.4 at .05 (no norms, d = 32); with eight they stayed below 1.07.
-    ``torch.nn.utils.parametrizations.spectral_norm`` does not iterate in eval mode, where the weights just updated
-    then had norms up to 78; here spectra and evaluations see what the next step of training will.
+    The singular value is estimated by power iteration that starts from the direction of the last step. One iteration,
+    as in the paper, is enough for small steps. Adam's first steps, however, replace the leading direction of a small
+    untrained matrix: with one iteration, operator norms reached 2.5 at learning rate 0.01 and 3.4 at 0.05 (a model
+    without normalization, d = 32); with eight they stayed below 1.07. ``torch.nn.utils.parametrizations.spectral_norm``
+    does not iterate in eval mode, where the updated weights then had norms of up to 78. Here, spectra and evaluations
+    see the weights that the next training step will use.
 
     Attributes:
-        n_iterations: Power iterations a forward pass.
+        n_iterations: Power iterations per forward pass.
 
     Example:
         >>> import torch
@@ -94,6 +106,10 @@ class SpectralNorm(LinearParametrization):
         >>> remove = wb.baselines.SpectralNorm().apply(model)
         >>> round(torch.linalg.matrix_norm(model.blocks[0].attention.query.weight, 2).item(), 1)
         1.0
+
+    See Also:
+        `workbench.baselines.WeightNorm`: Separates length and direction and bounds nothing.
+        `workbench.baselines.plain_copy`: Returns a model without parametrizations.
     """
 
     n_iterations: int = 8
@@ -101,7 +117,7 @@ class SpectralNorm(LinearParametrization):
     def __post_init__(self) -> None:
         n = self.n_iterations
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise OptionError(f"n_iterations is {n}, expected a whole number of at least 1.")
+            raise OptionError.of("n_iterations", n, "an integer of at least 1")
 
     def _register(self, linear: nn.Module) -> None:
         parametrize.register_parametrization(
@@ -110,14 +126,19 @@ class SpectralNorm(LinearParametrization):
 
     def _require(self, name: str, linear: nn.Module) -> None:
         if not bool(linear.get_parameter("weight").detach().any()):
-            raise OptionError(f"The weight of {name} is zero, which no factor gives norm 1; initialize it otherwise.")
+            raise OptionError(
+                f"The weight of {name} is zero and cannot be scaled to norm 1; initialize it differently.",
+                name=f"{name}.weight",
+                value=0,
+                expected="nonzero",
+            )
 
 
 @dataclass(frozen=True)
 class WeightNorm(LinearParametrization):
-    """Every row of a linear map as a length times a direction (Salimans and Kingma 2016, arXiv:1602.07868).
+    """Weight normalization: each row of a linear map is a length times a direction (Salimans and Kingma 2016).
 
-    The weights are as before at first; nothing is bounded, only learned differently.
+    The weights are unchanged at first (arXiv:1602.07868). Nothing is bounded; only the parametrization differs.
 
     Example:
         >>> import workbench as wb
@@ -126,14 +147,18 @@ class WeightNorm(LinearParametrization):
         >>> remove = wb.baselines.WeightNorm().apply(model)
         >>> len(list(model.parameters())) - n_parameters
         6
+
+    See Also:
+        `workbench.baselines.SpectralNorm`: Bounds the operator norm.
+        `workbench.baselines.plain_copy`: Returns a model without parametrizations.
     """
 
     def _register(self, linear: nn.Module) -> None:
         hooks = linear._load_state_dict_pre_hooks
         before = set(hooks)
-        # One length for each output; transformers' Conv1D keeps its weight as (in, out).
+        # One length per output; the Conv1D of transformers stores its weight as (in, out).
         parametrizations.weight_norm(linear, dim=0 if isinstance(linear, nn.Linear) else 1)
-        for added in set(hooks) - before:  # it reads files of an older torch, and would stay when the norm is taken off
+        for added in set(hooks) - before:  # reads files of older torch versions, and would outlast the parametrization
             del hooks[added]
 
 
@@ -141,8 +166,8 @@ class UnitNorm(nn.Module):
     """A matrix divided by its largest singular value.
 
     Args:
-        weight: Present value of the matrix.
-        n_iterations: Power iterations at each reading; only those in training mode are kept.
+        weight: Current value of the matrix.
+        n_iterations: Power iterations per forward pass; the direction is kept in training mode only.
     """
 
     direction: Tensor
@@ -156,7 +181,7 @@ class UnitNorm(nn.Module):
             self.direction.copy_(self._leading(weight, _FIRST_ITERATIONS)[1])
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The effective weight."""
+        """Return the effective weight."""
         with torch.no_grad():
             left, right = self._leading(weight.detach(), self.n_iterations)
             if self.training:
@@ -164,11 +189,11 @@ class UnitNorm(nn.Module):
         return weight / torch.dot(left, weight @ right)
 
     def extra_repr(self) -> str:
-        """The description for the run's configuration."""
+        """Return the description in the configuration of a run."""
         return f"n_iterations={self.n_iterations}"
 
     def _leading(self, weight: Tensor, n_iterations: int) -> tuple[Tensor, Tensor]:
-        """Estimates of the leading singular vectors."""
+        """Estimate the leading left and right singular vectors."""
         right, transposed = self.direction, weight.T
         for _ in range(n_iterations):
             right = transposed @ (weight @ right)
@@ -176,7 +201,7 @@ class UnitNorm(nn.Module):
         return normalize(weight @ right, dim=0), right
 
 
-def make_plain(model: nn.Module) -> None:
+def unparametrize(model: nn.Module) -> None:
     """Remove all parametrizations of a model; its effective weights stay the same."""
     with _still(model):
         for module in list(model.modules()):
@@ -186,7 +211,9 @@ def make_plain(model: nn.Module) -> None:
 
 
 def plain_copy(model: Subject | nn.Module) -> nn.Module:
-    """A copy without parametrizations that computes the same, to save with `workbench.save_checkpoint` or to study.
+    """Return a copy without parametrizations that computes the same function.
+
+    The copy can be saved with `workbench.save_checkpoint` or studied.
 
     Example:
         >>> import workbench as wb
@@ -195,37 +222,43 @@ def plain_copy(model: Subject | nn.Module) -> nn.Module:
         >>> plain = wb.baselines.plain_copy(model)
         >>> any("parametrizations" in name for name in plain.state_dict())
         False
+
+    See Also:
+        `workbench.baselines.SpectralNorm`: A parametrization.
+        `workbench.save_checkpoint`: Saves the copy.
     """
     model = copy.deepcopy(module_of(model))
     for module in model.modules():
         if parametrize.is_parametrized(module):
-            # torch keeps the parametrized names on a class that the copy shares, and takes them off that class.
+            # torch keeps the parametrized names on a class that the copy shares, and would delete them from that class.
             shared = type(module)
             own = {name: value for name, value in vars(shared).items() if name not in ("__dict__", "__weakref__")}
             module.__class__ = type(shared.__name__, shared.__bases__, own)
-    make_plain(model)
+    unparametrize(model)
     return model
 
 
 def is_parametrized(model: nn.Module) -> bool:
-    """Whether any weight of a model is computed from others."""
+    """Return whether any weight of a model is parametrized."""
     return any(parametrize.is_parametrized(module) for module in model.modules())
 
 
-def require_plain(model: nn.Module) -> None:
-    """Refuse a model that is parametrized already.
-
-    Raises:
-        OptionError: If it is.
-    """
+def require_unparametrized(model: nn.Module) -> None:
+    """Raise OptionError if a weight of a model is parametrized already."""
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):
-            raise OptionError(f"The weights of {name} are parametrized already; take that off first, or start anew.")
+            raise OptionError(
+                f"The weights of {name} are parametrized already; remove that parametrization first, or use a new "
+                "model.",
+                name=name,
+                value="parametrized",
+                expected="a module without parametrizations",
+            )
 
 
 @contextmanager
 def _still(model: nn.Module) -> Iterator[None]:
-    """In eval mode, where reading a weight does not move its power iteration."""
+    """Put a model in eval mode, where reading a weight does not advance its power iteration."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -236,7 +269,7 @@ def _still(model: nn.Module) -> Iterator[None]:
 
 
 def _linear_maps(model: nn.Module, inputs: Any) -> Iterator[nn.Module]:
-    """Every linear map in the residual blocks, once."""
+    """Yield every linear map in the residual blocks once."""
     seen: set[int] = set()
     for block in _blocks(model, inputs):
         for module in block.modules():
@@ -245,8 +278,11 @@ def _linear_maps(model: nn.Module, inputs: Any) -> Iterator[nn.Module]:
                 yield module
     if not seen:
         raise OptionError(
-            f"The blocks of {type(model).__name__} hold no linear maps as modules of their own, expected nn.Linear or "
-            "Conv1D; choose another control for it."
+            f"The blocks of {type(model).__name__} contain no linear map that is an nn.Linear or a Conv1D; choose "
+            "another control.",
+            name="model",
+            value=type(model),
+            expected="a model whose blocks contain nn.Linear or Conv1D modules",
         )
 
 
@@ -255,8 +291,12 @@ def _blocks(model: nn.Module, inputs: Any) -> list[nn.Module]:
     if isinstance(model, ZooModel):
         return list(model.blocks)
     if inputs is None:
-        raise OptionError(f"{type(model).__name__} is not of the zoo; pass inputs= to find its blocks with.")
-    anatomy = read_anatomy(model, on_device_of(model, take_rows(inputs, slice(0, 2))))
+        raise OptionError(
+            f"{type(model).__name__} is not a model of the zoo; pass inputs= so that its blocks can be found.",
+            name="inputs",
+            expected="a batch for a model that is not of the zoo",
+        )
+    anatomy = read_anatomy(model, on_device_of(model, take_examples(inputs, slice(0, 2))))
     return [site.module for site in anatomy.sites]
 
 

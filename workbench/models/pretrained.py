@@ -1,4 +1,4 @@
-"""Models that transformers opens: the class for a config.json, and whether all its parameters were present."""
+"""Models that transformers opens: the class that a config.json names, and a check that all parameters were present."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch import nn
 from workbench.errors import CheckpointError, WorkbenchError
 from workbench.models.folder_weights import FolderWeights, folder_weights
 from workbench.models.lazy_tensor import LazyTensor
-from workbench.models.state_fit import Misfit, in_order, plain_names, shapes_differ, some
+from workbench.models.state_fit import Misfit, in_order, shapes_differ, some, unwrapped_names
 
-#: What the config's type may be opened as where config.json names no class: the first that the weights fit exactly.
+#: Tables of the classes that are tried where config.json names none; the first that the weights fit exactly is used.
 _MAPPINGS = (
     "MODEL_MAPPING",
     "MODEL_FOR_PRETRAINING_MAPPING",
@@ -35,7 +35,7 @@ _MAPPINGS = (
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
     "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
 )
-#: Log messages of transformers on parameters that do not fit, which are reported once here instead.
+#: Log messages of transformers about parameters that do not fit; the workbench reports these itself, once.
 _LOAD_REPORTS = ("LOAD REPORT", "checkpoint seem corrupted")
 
 
@@ -49,23 +49,24 @@ def open_pretrained(
     strict: bool = True,
     without_memory: bool = False,
 ) -> tuple[nn.Module, str]:
-    """The model of a Hugging Face folder or hub name, with all its weights.
+    """Open the model of a Hugging Face folder or hub name, with all its weights.
 
     Args:
-        source: Source as transformers takes it.
-        folder: Folder of its files; None if they must be fetched first.
-        trust_remote_code: Whether it may run its own Python code.
-        dtype: Type of the parameters, or "auto".
-        is_local: Whether to stay off the network.
-        strict: Whether to refuse parameters that do not fit; otherwise those that fit are loaded.
-        without_memory: Whether to leave the model on the meta device; its weights are compared with the files all the
-            same.
+        source: Path or name as transformers takes it.
+        folder: Folder of the files; None if they must be downloaded first.
+        trust_remote_code: Whether Python code of the checkpoint may run.
+        dtype: Number format of the parameters, or "auto".
+        is_local: Whether to avoid the network.
+        strict: Whether to raise an exception if parameters do not fit; otherwise those that fit are loaded.
+        without_memory: Whether to leave the model on the meta device. Its parameters are compared with the files in
+            any case.
 
     Returns:
-        The model, and one clause on what was not loaded: of strict models at most tensors of another head.
+        The model, and a clause that describes the tensors that were not loaded (if strict, at most those of another
+        head).
 
     Raises:
-        CheckpointError: If config.json is wrong, or the weights are damaged, hold code or do not fit.
+        CheckpointError: If config.json is invalid, or the weights are damaged, contain code or do not fit.
     """
     import transformers
 
@@ -77,15 +78,15 @@ def open_pretrained(
         loader = _Loader(source, config, {**options, "dtype": dtype, "local_files_only": is_local}, reports, folder)
         cls = loader.choose(_model_classes(config, trust_remote_code=trust_remote_code))
         model, misfit = loader.load_well(cls, strict=strict, without_memory=without_memory)
-        refuse_misfit(model, misfit, source, strict=strict, remedy="fetch the checkpoint again or correct config.json")
+        require_fit(model, misfit, source, strict=strict, remedy="download the checkpoint again or correct config.json")
     return model, misfit.unloaded(left="random values")
 
 
 def read_misfit(model: nn.Module, loading_info: Mapping[str, Any]) -> Misfit:
-    """The tensors that transformers could not load into a model; tied and ignored tensors are left out already."""
+    """Return the tensors that transformers could not load into a model, without tied and ignored tensors."""
     own = model.state_dict()
     shapes = {name: shapes_differ(found, expected) for name, found, expected in loading_info["mismatched_keys"]}
-    # Tables of indices and of rotary frequencies, which older versions did not save, are computed and never random.
+    # Index tables and rotary frequencies, which older versions did not save, are computed and never random.
     learned = [
         name
         for name in loading_info["missing_keys"]
@@ -98,29 +99,30 @@ def read_misfit(model: nn.Module, loading_info: Mapping[str, Any]) -> Misfit:
     )
 
 
-def refuse_misfit(model: nn.Module, misfit: Misfit, source: str, *, strict: bool, remedy: str) -> None:
-    """Refuse a model some of whose weights are random, or all of them where ``strict`` is off.
-
-    Raises:
-        CheckpointError: If parameters do not fit.
-    """
+def require_fit(model: nn.Module, misfit: Misfit, source: str, *, strict: bool, remedy: str) -> None:
+    """Raise CheckpointError if some parameters do not fit or, if not ``strict``, if none of them fits."""
     is_empty = bool(misfit) and {name for name, _ in model.named_parameters()} <= {*misfit.left}
     if misfit and (strict or is_empty):
-        lenient = "" if is_empty else ", or pass strict=False to open it with what fits"
-        raise CheckpointError(f"{source} does not fit {type(model).__name__}: it {misfit.found()}; {remedy}{lenient}.")
+        lenient = "" if is_empty else ", or pass strict=False to load the parameters that fit"
+        raise CheckpointError(
+            f"{source} does not fit {type(model).__name__}: it {misfit.found()}; {remedy}{lenient}.",
+            name=source,
+            value=misfit.found(),
+            expected=f"a checkpoint whose tensors fit {type(model).__name__}",
+        )
 
 
 @dataclass
 class _Loader:
-    """One checkpoint, loaded repeatedly until a class fits.
+    """A checkpoint that is loaded repeatedly until a class fits.
 
     Attributes:
-        source: Source as transformers takes it.
-        config: Config of transformers.
+        source: Path or name as transformers takes it.
+        config: Config object of transformers.
         options: Arguments of every ``from_pretrained``.
-        reports: Log messages of transformers for each load.
-        folder: Folder of its files, once they are fetched.
-        weights: Tensors in the files, once known.
+        reports: Log messages of transformers from the last load.
+        folder: Folder of the files; None if they have not been downloaded.
+        weights: Tensors in the files; None if unknown.
     """
 
     source: str
@@ -131,7 +133,7 @@ class _Loader:
     weights: FolderWeights | None = None
 
     def choose(self, classes: Sequence[Any]) -> Any:
-        """The first class that the weights fit exactly, else the first that they fill."""
+        """Return the first class that the weights fit exactly, else the first whose parameters are all present."""
         if len(classes) == 1:
             return classes[0]
         self._find_weights()
@@ -146,15 +148,19 @@ class _Loader:
         return (filled or classes)[0]
 
     def load_well(self, cls: Any, *, strict: bool, without_memory: bool = False) -> tuple[nn.Module, Misfit]:
-        """The model and what does not fit it, under the names that fit better: those of the files or the plain ones."""
+        """Load the model under the tensor names that fit better: those of the files, or those without wrappers.
+
+        Returns:
+            The model, and the tensors that do not fit.
+        """
         self._find_weights()
         can_read_files = self.weights is None or self.weights.is_usual
         plain = self._is_wrapped or not can_read_files
-        # Weights that do not fit would be made up, in memory that there may not be.
+        # Missing parameters would be initialized at random, in memory that may not be available.
         is_short = strict and self.weights is not None and self._n_parameters(cls) > self.weights.n_elements
         is_short = is_short or without_memory
         model, misfit = self._load(cls, plain=plain, without_memory=is_short)
-        self._find_weights()  # from the hub they are here by now
+        self._find_weights()  # the files of a hub name have been downloaded by now
         if misfit and self._is_wrapped and can_read_files:
             other, its = self._load(cls, plain=not plain, without_memory=is_short)
             if its.n_tensors < misfit.n_tensors:
@@ -173,7 +179,7 @@ class _Loader:
     @property
     def _is_wrapped(self) -> bool:
         names = () if self.weights is None else self.weights.names
-        return any(name != plain for name, plain in plain_names(names).items())
+        return any(name != plain for name, plain in unwrapped_names(names).items())
 
     def _find_weights(self) -> None:
         if self.folder is None:
@@ -190,7 +196,7 @@ class _Loader:
         return 0 if model is None else sum(parameter.numel() for parameter in model.parameters())
 
     def _without_heads(self, cls: Any, misfit: Misfit) -> Misfit:
-        """The misfit, with the tensors of other heads of the family set apart: they say nothing against the fit."""
+        """Return the misfit with tensors of the family's other heads listed separately; these are harmless."""
         if not misfit.unexpected:
             return misfit
         known = _names_in_family(cls, self.config)
@@ -201,12 +207,12 @@ class _Loader:
         )
 
     def _load(self, cls: Any, *, plain: bool, without_memory: bool) -> tuple[nn.Module, Misfit]:
-        """The model as transformers loads it; on the meta device if only the fit is asked for.
+        """Load the model with transformers.
 
         Args:
             cls: A model class or an auto class.
-            plain: Whether to use names without wrappers.
-            without_memory: Whether to use the meta device.
+            plain: Whether to use tensor names without wrappers.
+            without_memory: Whether to leave the model on the meta device, where only the fit is needed.
         """
         options = {**self.options, "config": self.config, "ignore_mismatched_sizes": True, "output_loading_info": True}
         if without_memory and not self._is_quantized:
@@ -216,9 +222,9 @@ class _Loader:
             if self.weights is None or not plain:
                 model, info = cls.from_pretrained(self.source, **options)
             else:
-                if not hasattr(cls, "base_model_prefix"):  # an auto class, which finds code of its own by the path only
+                if not hasattr(cls, "base_model_prefix"):  # an auto class, which finds custom code only by the path
                     cls = type(self._load(cls, plain=False, without_memory=True)[0])
-                names = plain_names(self.weights.names)
+                names = unwrapped_names(self.weights.names)
                 state = _meta(self.weights.state) if "device_map" in options else self.weights.read()
                 state = {names[name]: tensor for name, tensor in state.items()}
                 model, info = cls.from_pretrained(None, state_dict=state, **options)
@@ -226,21 +232,27 @@ class _Loader:
         except RuntimeError as error:
             if broken := re.findall(r"^(\S.*?)\s*\|\s*\S*CONVERSION", "\n".join(self.reports), re.MULTILINE):
                 raise CheckpointError(
-                    f"{self.source} does not fit {cls.__name__}: it lacks parts of {some(broken)}, or has them in "
-                    "several shapes; fetch the checkpoint again or correct config.json."
+                    f"{self.source} does not fit {cls.__name__}: parts of {some(broken)} are missing or differ in "
+                    "shape; download the checkpoint again or correct config.json.",
+                    name=self.source,
+                    value=broken,
+                    expected=f"a checkpoint whose tensors fit {cls.__name__}",
                 ) from error
             raise
         except TypeError as error:
             if "storage object" not in str(error):
                 raise
             raise CheckpointError(
-                f"{self.source} holds weights in 8 bits or fewer, in which no model runs; "
-                "pass dtype=torch.bfloat16 or torch.float32 to convert them."
+                f"{self.source} contains weights of 8 bits or fewer, with which no model can run; "
+                "pass dtype=torch.bfloat16 or torch.float32 to convert them.",
+                name="dtype",
+                value=str(self.options["dtype"]),
+                expected="a number format of more than 8 bits, such as torch.bfloat16",
             ) from error
         return model, read_misfit(model, info)
 
     def _add_what_no_path_gave(self, model: Any) -> None:
-        """The arguments that from_pretrained adds to a model from a path, but not to one from a state dict."""
+        """Set what from_pretrained adds to a model loaded from a path, but not to one loaded from a state dict."""
         from transformers import GenerationConfig
 
         model.config.name_or_path = model.name_or_path = self.source
@@ -249,23 +261,26 @@ class _Loader:
 
 
 def _meta(state: Mapping[str, LazyTensor]) -> dict[str, torch.Tensor]:
-    """Tensors of the same shapes without values."""
+    """Return meta tensors of the same shapes and types."""
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
 
 
 def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
-    """The class that the checkpoint was saved from, so that its head is there too; several if no one says which."""
+    """Return the class that the checkpoint was saved from, with its head; several if config.json names none."""
     import transformers
 
     given = getattr(config, "architectures", None)
     names = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
-            f"config.json has architectures = {given!r}, expected a list with the name of a class; correct it."
+            f"config.json has architectures = {given!r}, expected a list with the name of a class; correct it.",
+            name="architectures",
+            value=given,
+            expected="a list with the name of a class",
         )
     config.architectures = list(names) or None
     has_own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
-    foreign = []
+    unrelated = []
     for name in names:
         cls = getattr(transformers, name, None) if name.isidentifier() else None
         if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
@@ -274,27 +289,35 @@ def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
             continue
         if isinstance(config, cls.config_class or ()) or cls in _of_type(config, _all_mappings()):
             return [cls]
-        foreign.append(name)
-    if foreign and not has_own_code:
+        unrelated.append(name)
+    if unrelated and not has_own_code:
         raise CheckpointError(
-            f"config.json names {foreign[0]}, which is no model of its model_type '{config.model_type}'; "
-            "correct one of the two."
+            f"config.json names {unrelated[0]}, which is not a model of its model_type '{config.model_type}'; "
+            "correct one of the two.",
+            name="architectures",
+            value=unrelated[0],
+            expected=f"a model of the model_type '{config.model_type}'",
         )
     if has_own_code:
         has_head = "AutoModelForCausalLM" in config.auto_map
         return [transformers.AutoModelForCausalLM if has_head else transformers.AutoModel]
     if found := _of_type(config, _MAPPINGS):
         return found
-    raise CheckpointError(f"transformers has no model of the type '{config.model_type}'; update transformers.")
+    raise CheckpointError(
+        f"transformers has no model of the type '{config.model_type}'; update transformers.",
+        name="model_type",
+        value=config.model_type,
+        expected="a type for which transformers has a model",
+    )
 
 
 def _of_type(config: Any, mappings: Sequence[str]) -> list[Any]:
-    """The model classes that transformers' own tables have for a config's type."""
+    """Return the model classes that the tables of transformers list for a config's type."""
     import transformers
 
     classes: list[Any] = []
     for mapping in mappings:
-        with suppress(ImportError, ValueError):  # a class that needs a package which is not here
+        with suppress(ImportError, ValueError):  # a class whose package is not installed
             found = getattr(transformers, mapping).get(type(config), ())
             classes += found if isinstance(found, (list, tuple)) else [found]
     return list(dict.fromkeys(classes))
@@ -307,7 +330,7 @@ def _all_mappings() -> list[str]:
 
 
 def _without_memory(cls: Any, config: Any) -> nn.Module | None:
-    """The model on the meta device; None if it cannot be built there."""
+    """Build the model on the meta device; return None if that fails."""
     from transformers.utils import logging as its_logging
 
     verbosity = its_logging.get_verbosity()
@@ -321,7 +344,7 @@ def _without_memory(cls: Any, config: Any) -> nn.Module | None:
 
 
 def _names_in_family(cls: Any, config: Any) -> set[str]:
-    """Names of the tensors of every class beside a model's own: of other heads on the same blocks."""
+    """Return the tensor names of all classes in a model's module, which put other heads on the same blocks."""
     from transformers import PreTrainedModel
 
     names: set[str] = set()
@@ -335,18 +358,18 @@ def _names_in_family(cls: Any, config: Any) -> set[str]:
 
 
 def _integers(model: nn.Module, weights: FolderWeights, misfit: Misfit) -> tuple[str, ...]:
-    """Integer tensors of the files that transformers took for floats: quantized weights without their scales."""
+    """Return integer tensors of the files that transformers loaded as floats: quantized weights without scales."""
     if not weights.integers:
         return ()
     own = model.state_dict()
-    names = plain_names(weights.names)
+    names = unwrapped_names(weights.names)
     base = f"{getattr(model, 'base_model_prefix', '')}."
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"position_ids$"]
     taken = []
     for file_name in weights.integers:
         name = names[file_name]
         target = next((own[n] for n in (name, base + name, name.removeprefix(base)) if n in own), None)
-        if target is None:  # put together with others, renamed, or ignored
+        if target is None:  # merged with others, renamed, or ignored
             is_float = name.endswith("weight") and name not in misfit.unexpected
             is_float = is_float and not any(re.search(pattern, name) for pattern in ignored)
         else:
@@ -357,12 +380,12 @@ def _integers(model: nn.Module, weights: FolderWeights, misfit: Misfit) -> tuple
 
 @contextmanager
 def errors_in_one_sentence(
-    source: str, *, remedy: str = "check its config.json, or fetch the checkpoint again"
+    source: str, *, remedy: str = "check its config.json, or download the checkpoint again"
 ) -> Iterator[None]:
-    """Context that turns every error of transformers at a checkpoint into a CheckpointError.
+    """Convert every error that transformers raises for a checkpoint into a CheckpointError.
 
     Args:
-        source: Source that is read.
+        source: Checkpoint that is read.
         remedy: What to do, if the error does not state it.
 
     Raises:
@@ -374,23 +397,40 @@ def errors_in_one_sentence(
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{source} holds a pickle with more than tensors, possibly code, and was not loaded; "
-            "ask for a safetensors version."
+            f"{source} was not loaded, because its pickle contains more than tensors, possibly code; "
+            "use a safetensors version.",
+            name=source,
+            value="a pickle with more than tensors",
+            expected="a safetensors file or a pickle of tensors",
         ) from error
-    except Exception as error:  # a wrong config.json makes foreign code fail in any way
+    except Exception as error:  # an invalid config.json can cause any error in third-party code
         if "trust_remote_code" in str(error):
             raise CheckpointError(
-                f"{source} needs Python code of its own; read that code, then pass trust_remote_code=True."
+                f"{source} needs its own Python code; read that code, then pass trust_remote_code=True.",
+                name="trust_remote_code",
+                value=False,
+                expected="True for a checkpoint with Python code",
             ) from error
-        raise CheckpointError(f"transformers cannot open {source}: {_reason(error)}; {remedy}.") from error
+        raise _cannot_open(source, error, remedy) from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of tokenizers, which is written in Rust; it is no Exception
+        if type(error).__name__ != "PanicException":  # raised by tokenizers, which is written in Rust; no Exception
             raise
-        raise CheckpointError(f"transformers cannot open {source}: {_reason(error)}; {remedy}.") from error
+        raise _cannot_open(source, error, remedy) from error
+
+
+def _cannot_open(source: str, error: BaseException, remedy: str) -> CheckpointError:
+    """Create the exception for a checkpoint that transformers cannot open."""
+    reason = _reason(error)
+    return CheckpointError(
+        f"transformers cannot open {source}: {reason}; {remedy}.",
+        name=source,
+        value=reason,
+        expected="a checkpoint that transformers can open",
+    )
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, or first sentence if that is long, without the full stop."""
+    """Return the first line of an error, or its first sentence if the line is long, without the period."""
     from huggingface_hub.errors import StrictDataclassError
 
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -398,7 +438,7 @@ def _reason(error: BaseException) -> str:
         return type(error).__name__
     if isinstance(error, KeyError):
         return f"it does not know {error}"
-    if isinstance(error, StrictDataclassError):  # the first line says only which field
+    if isinstance(error, StrictDataclassError):  # the first line only names the field
         text = re.sub(r"^\w+: ", "", lines[-1])
     elif isinstance(error, (OSError, ValueError, RuntimeError, ImportError)):
         text = lines[0]
@@ -411,10 +451,10 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[list[str]]:
-    """No bars and no load reports of transformers' own; the user's setting comes back.
+    """Suppress the progress bars and load reports of transformers; restore the user's setting afterwards.
 
     Yields:
-        The load reports, as they come.
+        The list to which the load reports are appended.
     """
     from transformers.utils import logging as its_logging
 

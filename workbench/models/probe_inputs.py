@@ -1,4 +1,4 @@
-"""Inputs that tell columns apart: several rows that begin differently, as long as no other dimension of the model."""
+"""Inputs that distinguish the axes of states: several different examples, of a length that no model dimension has."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 from workbench.models.layout import BATCH_FIRST, BatchLayout
 
-_N_ROWS = 12
+_N_EXAMPLES = 12
 _LENGTHS = (11, 13, 7, 17, 19)
 
 
 def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRST) -> Any:
-    """Inputs like the given ones, with twelve different rows.
+    """Return inputs like the given ones, with twelve different examples.
 
-    Token ids are drawn from those given, at a length that divides no dimension of the model's weights, so that shapes
-    are unambiguous; masks become ones. Other tensors are repeated with 10 % of noise.
+    Token ids are drawn from those given. Their length divides no dimension of the model's weights, so that shapes are
+    unambiguous. Masks become ones. Other tensors are repeated with 10 % noise.
 
     Args:
         model: Model that the inputs are for.
         inputs: Inputs as for `call_model`.
-        layout: Layout of the inputs; if the axis of sequences is not known, they are not changed.
+        layout: Layout of the inputs; if the axis that counts sequences is unknown, they are returned unchanged.
 
     Returns:
-        The same structure; it is the same every time, and the global random state is untouched.
+        Inputs of the same structure. They are deterministic, and the global random state is not used.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {size for p in model.parameters() for size in p.shape}
@@ -34,7 +34,7 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
     axis = layout.inputs
     if axis is None:
         return inputs
-    n_given = _n_rows(inputs, axis)
+    n_given = _n_examples(inputs, axis)
 
     def remake(value: Any, name: str) -> Any:
         if not isinstance(value, Tensor) or value.ndim <= axis or value.shape[axis] != n_given:
@@ -43,18 +43,18 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
 
     def remade(value: Tensor, name: str) -> Tensor:
         if value.is_floating_point():
-            copies = value[torch.arange(_N_ROWS) % n_given].clone()
+            copies = value[torch.arange(_N_EXAMPLES) % n_given].clone()
             scale = 0.1 * float(value.float().std(correction=0)) if "mask" not in name else 0.0
             noise = torch.randn(copies.shape, generator=generator) * scale
             return copies + noise.to(copies)
         if value.ndim != 2:
-            return value[torch.arange(_N_ROWS) % n_given]
+            return value[torch.arange(_N_EXAMPLES) % n_given]
         if "mask" in name:
-            return value.new_ones(_N_ROWS, n_tokens)
+            return value.new_ones(_N_EXAMPLES, n_tokens)
         if "position" in name:
-            return torch.arange(n_tokens, device=value.device).expand(_N_ROWS, -1).to(value)
+            return torch.arange(n_tokens, device=value.device).expand(_N_EXAMPLES, -1).to(value)
         if "type" in name:
-            return value.new_zeros(_N_ROWS, n_tokens)
+            return value.new_zeros(_N_EXAMPLES, n_tokens)
         return _draw(value, n_tokens, generator)
 
     if isinstance(inputs, Mapping):
@@ -65,17 +65,17 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
 
 
 def _draw(tokens: Tensor, n_tokens: int, generator: torch.Generator) -> Tensor:
-    """Rows of token ids that were given, or lie below them: the first of each row differs as far as it can."""
+    """Draw sequences of token ids from those given, or from those below; first tokens differ where possible."""
     known = tokens.unique().cpu()
-    if len(known) < _N_ROWS:
-        known = torch.arange(int(known.max()) + 1)[-4 * _N_ROWS :]
+    if len(known) < _N_EXAMPLES:
+        known = torch.arange(int(known.max()) + 1)[-4 * _N_EXAMPLES :]
     firsts = known[torch.randperm(len(known), generator=generator)]
-    firsts = firsts[torch.arange(_N_ROWS) % len(firsts)]
-    rest = known[torch.randint(len(known), (_N_ROWS, n_tokens - 1), generator=generator)]
+    firsts = firsts[torch.arange(_N_EXAMPLES) % len(firsts)]
+    rest = known[torch.randint(len(known), (_N_EXAMPLES, n_tokens - 1), generator=generator)]
     return torch.cat([firsts[:, None], rest], dim=1).to(tokens)
 
 
-def _n_rows(inputs: Any, axis: int) -> int:
+def _n_examples(inputs: Any, axis: int) -> int:
     values = (
         inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
     )

@@ -1,4 +1,4 @@
-"""Run a model once without side effects: hooks, modes, random state, weights and buffers end as they began."""
+"""Forward passes without side effects: hooks, modes, random states, parameters and buffers are restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workbench.models.wrapping import as_written
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: transformers ``model_type`` -> options of its config that are set while a model is run to be read.
+#: transformers ``model_type`` -> config options that are set while a model runs to be measured.
 RUN_OVERRIDES: dict[str, dict[str, Any]] = {
     # In eval mode RWKV divides weights in place and halves the stream between blocks every `rescale_every` blocks.
     "rwkv": {"rescale_every": 0},
@@ -30,13 +30,13 @@ HookRequest = tuple[nn.Module, Callable[..., Any], bool]
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run forwards in eval mode without gradients; afterwards the model and all random states are as before.
+    """Run forward passes in eval mode without gradients; restore the model and all random states afterwards.
 
-    Parameters and buffers that a forward writes to are copied just before the first write (some models rescale their
-    weights in place on the first call in eval mode), plain attributes and replaced buffers are put back.
+    Parameters and buffers that a forward pass writes to are copied just before the first write (some models rescale
+    their weights in place on the first call in eval mode). Ordinary attributes and replaced buffers are restored.
 
     Args:
-        model: Module that will run; its existing hooks stay and run.
+        model: Module that will run; its existing hooks remain active.
     """
     with ExitStack() as stack:
         stack.enter_context(as_written())
@@ -53,7 +53,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, and back."""
+    """Put every module in eval mode; restore the modes afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -66,12 +66,12 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def watch(requests: Iterable[HookRequest]) -> Iterator[None]:
-    """Attach hooks, and always remove them.
+    """Attach hooks; remove them afterwards in any case.
 
     Args:
-        requests: Module, hook, and True for a hook that runs before the module. A hook before gets (module, args,
-            kwargs), one after gets (module, args, kwargs, output). What it returns replaces what flows through the
-            model, unless it is None.
+        requests: Module, hook, and True for a hook that runs before the module. A hook before the module receives
+            (module, args, kwargs), one after it (module, args, kwargs, output). Unless it is None, the value that a
+            hook returns replaces the arguments or the output.
     """
     handles = []
     try:
@@ -101,16 +101,16 @@ def _restored_random_state() -> Iterator[None]:
             torch.mps.set_rng_state(mps)
 
 
-#: Tables of nn.Module that hold children, weights and hooks, not plain attributes.
+#: Tables of nn.Module that hold children, parameters and hooks, as opposed to ordinary attributes.
 _TABLES = frozenset(nn.Module().__dict__) - {"training"}
-#: Those of them that a forward may add to, and that are put back: transformers, for one, adds hooks in the first call
-#: that captures hidden states, and remembers in a plain attribute that it has.
+#: Tables that a forward pass may add to, and that are restored. transformers, for example, adds hooks in the first call
+#: that captures hidden states, and records that in an ordinary attribute.
 _RESTORED = tuple(name for name in sorted(_TABLES) if "hooks" in name or name in ("_buffers", "_modules"))
 
 
 @contextmanager
 def _restored_attributes(model: nn.Module) -> Iterator[None]:
-    """Put back training flags, plain attributes, hooks, children and the identity of buffers."""
+    """Restore training flags, ordinary attributes, hooks, children and the identity of buffers."""
     before = [
         (module, _plain_attributes(module), {name: dict(module.__dict__[name]) for name in _tables(module)})
         for module in model.modules()
@@ -121,7 +121,7 @@ def _restored_attributes(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        contents.put_back()
+        contents.restore()
         for module, attributes, tables in before:
             for name in _plain_attributes(module).keys() - attributes.keys():
                 module.__dict__.pop(name)
@@ -142,13 +142,13 @@ def _tables(module: nn.Module) -> list[str]:
 
 
 class _Contents:
-    """Lists, dictionaries and sets among attributes, at any depth, as they were: a forward may write into them."""
+    """Copies of the lists, dictionaries and sets among attributes, at any depth: a forward pass may write to them."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Any]] = {}
 
     def remember(self, attributes: Mapping[str, Any]) -> None:
-        """Note what the containers among the values hold."""
+        """Copy the containers among the values."""
         waiting = list(attributes.values())
         while waiting:
             value = waiting.pop()
@@ -157,8 +157,8 @@ class _Contents:
             self._copies[id(value)] = (value, value.copy())
             waiting += value.values() if isinstance(value, dict) else value
 
-    def put_back(self) -> None:
-        """Write it into them again, where it has changed."""
+    def restore(self) -> None:
+        """Restore the contents of the containers that have changed."""
         for value, copy in self._copies.values():
             if isinstance(value, dict):
                 is_same = value.keys() == copy.keys() and all(value[key] is copy[key] for key in copy)
@@ -170,7 +170,7 @@ class _Contents:
 
 
 def family_options(model: nn.Module) -> list[Option]:
-    """The options that would keep a family from being read."""
+    """Return the config options that must be set for a model of a known family to be measured."""
     return [
         (config, name, value)
         for config in configs_of(model)
@@ -181,7 +181,7 @@ def family_options(model: nn.Module) -> list[Option]:
 
 @contextmanager
 def _without_fast_path() -> Iterator[None]:
-    """Keep nn.TransformerEncoder from its fused kernel, inside which no hook and no projection can be seen."""
+    """Keep nn.TransformerEncoder from its fused kernel, which bypasses hooks and projections."""
     was_enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -191,9 +191,9 @@ def _without_fast_path() -> Iterator[None]:
 
 
 class _WriteGuard(TorchDispatchMode):
-    """Copy a parameter or buffer just before an operation writes to it; write the copies back on leaving."""
+    """Mode that copies a parameter or buffer just before an operation writes to it, and restores the copies on exit."""
 
-    #: flex_attention is an operator of operators, which torch otherwise refuses to run in a dispatch mode.
+    #: flex_attention is a higher-order operator, which torch otherwise does not run in a dispatch mode.
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
@@ -229,10 +229,10 @@ class _WriteGuard(TorchDispatchMode):
 
 
 def storage_pointer(tensor: Any) -> int | None:
-    """Address of a tensor's memory; None for what is no tensor or has none (meta tensors, empty ones)."""
+    """Return the address of a tensor's memory; None for objects other than tensors, meta tensors and empty tensors."""
     if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
         return None
-    tensor = getattr(tensor, "_local_tensor", tensor)  # the part of a DTensor on this rank
+    tensor = getattr(tensor, "_local_tensor", tensor)  # the local shard of a DTensor
     try:
         return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):  # tensor subclasses without memory of their own

@@ -1,4 +1,4 @@
-"""Several processes that train one model."""
+"""Properties of the process group that trains one model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import distributed
 
 
 def is_shared() -> bool:
-    """Whether there are several ranks."""
+    """Return whether there are several ranks."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def message_device() -> torch.device:
-    """The host where the ranks can talk there, so that no step waits for a GPU."""
+    """Return the device for messages between ranks: the CPU if the backend supports it, so no step waits for a GPU."""
     can_use_host = "cpu" in distributed.get_backend_config()
     return torch.device("cpu") if can_use_host else torch.device("cuda", torch.cuda.current_device())

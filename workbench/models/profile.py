@@ -1,4 +1,4 @@
-"""From a model and inputs to spectra: the interface to the mathematical core."""
+"""Koopman spectra of a model: captures states on inputs and computes a spectrum for each layer."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from workbench.models.batches import TOKENS_OF_A_TASK, Batches, shortened
 from workbench.models.capture import capture_layers
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.layer_results import LayerResults
-from workbench.models.profile_cost import ProfileCost, profile_cost, refuse_too_large
+from workbench.models.profile_cost import ProfileCost, profile_cost, require_memory
 from workbench.models.profile_journal import ProfileJournal
-from workbench.models.residual_check import refuse_plain_chain
+from workbench.models.residual_check import require_residuals
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
 from workbench.models.token_selection import TokenSelection
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from workbench.models.streaming import StreamedWeights
 
 
-#: Most tokens of a sequence on which the anatomy is read, of a streamed model and of another.
+#: Maximum number of tokens of a sequence on which the anatomy is read, for streamed models and for others.
 _FEW_TOKENS, _MORE_TOKENS = 32, 128
-#: Width up to which a profile fits into any memory.
+#: Width up to which a profile is assumed to fit into memory.
 _NARROW = 512
 
 
@@ -81,49 +81,55 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
     progress: bool | Callable[[str], None] = True,
     dry_run: bool = False,
 ) -> xr.Dataset | ProfileCost:
-    """Koopman spectra of a model's residual stream, layer by layer (RKSP, arXiv:2602.22988).
+    """Compute the Koopman spectra of a model's residual stream, layer by layer (RKSP, arXiv:2602.22988).
 
-    The model runs once over the inputs, in eval mode and without gradients, and is left as it was found. Of a subject
-    whose weights stay on disk (``open_checkpoint(..., streaming=True)``) all inputs pass one block, then the next, to
-    the same numbers; of batches from an iterator, what runs before the first block, and blocks whose residual is added
-    outside of modules, are read once for each batch. Its layers are kept in the cache folder as they are finished,
-    until all are: after an interruption the same call goes on with the first that is not.
+    The model runs once over the inputs, in eval mode and without gradients, and is not changed.
+
+    If the weights of a subject stay on disk (``open_checkpoint(..., streaming=True)``), all inputs pass through one
+    block before the next is read; the results are the same. For batches from an iterator, the modules that run before
+    the first block, and blocks whose residual is added outside of modules, are read once per batch. Finished layers of
+    a streamed model are kept in the cache folder until the profile is complete: after an interruption, the same call
+    continues with the first unfinished layer.
 
     Args:
         subject: Subject from `open_checkpoint`, or any module.
-        inputs: Token ids (batch, token) or of one sequence (token,), as a tensor, an array or lists; a mapping of
-            keyword arguments (an ``attention_mask`` is respected); a tuple of positional arguments; texts where the
+        inputs: Token ids (batch, token), or of one sequence (token,), as a tensor, an array or lists; a mapping of
+            keyword arguments (an ``attention_mask`` is respected); a tuple of positional arguments; texts, if the
             subject has a tokenizer; an iterable of any of these; or a task of ``wb.tasks``, whose held-out inputs are
             used.
-        n_snapshots: Token states to use, drawn at random over the inputs (in order from an iterator); None: all.
-        skip_first: Leading tokens of each sequence to leave out. The first token of a trained language model often
-            carries massive activations that dominate the covariance. Padding does not count. Of images and audio these
-            are the first states, such as those of a class token and registers; where a model given token ids puts
-            other tokens among theirs, as prompts or image tokens, this is refused.
-        rank: Randomized DMD in this many leading directions; None: every direction. Short for ``options``.
+        n_snapshots: Number of token states to use, drawn at random from the inputs (from an iterator, the first ones);
+            None for all.
+        skip_first: Number of leading tokens of each sequence to leave out. The first token of a trained language model
+            often carries massive activations that dominate the covariance. Padding does not count. For images and
+            audio these are the first states, such as those of a class token and registers. Not allowed if a model
+            inserts other tokens, such as prompts or image tokens, among those of the token ids.
+        rank: Number of leading directions for randomized DMD; None for all directions. Overrides ``options``.
         options: Ridge, rank and numerical rank; see `DmdOptions`.
-        thresholds: Bounds of the masses; the paper's by default.
-        stack: Name of the block stack to read, where a model has several; `list_stacks` names them.
-        anatomy: Anatomy of this model, from `read_anatomy`, to save reading it again; ``stack`` and ``batch_first`` are
-            ignored then.
-        batch_first: Whether inputs are (batch, token) or (batch, token, feature), rather than with tokens first; None:
-            find out, see `read_anatomy`.
-        layers: Numbers of the layers to measure, from 0, or from the end where negative; None: all.
-        seed: Seed of the choice of tokens and of the randomized rank; None: that of ``options``, by default 0.
-        n_workers: Number of layers decomposed in parallel; None: one per core.
-        progress: Show how far it is; or a function that gets each text, whose exceptions end it.
-        dry_run: Whether to return the memory and time that this will take, instead of doing it.
+        thresholds: Bounds of the masses; by default those of the paper.
+        stack: Name of the block stack to read, for models with several; see `list_stacks`.
+        anatomy: Anatomy of this model from `read_anatomy`, which is then not read again; ``stack`` and ``batch_first``
+            are ignored.
+        batch_first: Whether inputs are (batch, token) or (batch, token, feature), as opposed to tokens first; None to
+            determine it, see `read_anatomy`.
+        layers: Numbers of the layers to measure, from 0, or negative from the end; None for all.
+        seed: Seed for the choice of tokens and for the randomized rank; None for that of ``options``, by default 0.
+        n_workers: Number of layers decomposed in parallel; None for one per core.
+        progress: Whether to show progress; or a function that receives each progress text, whose exceptions abort the
+            profile.
+        dry_run: Whether to return an estimate of memory and time without computing the profile.
 
     Returns:
-        Spectra dataset, dims ``layer`` and ``mode``. Where the depth of a forward depends on the data, the variable
-        ``layer_snapshots`` is the number of states per layer. With ``dry_run`` a `ProfileCost`: memory, free memory
+        Spectra dataset, dims ``layer`` and ``mode``. If the depth of a forward pass depends on the data, the variable
+        ``layer_snapshots`` holds the number of states per layer. With ``dry_run``, a `ProfileCost`: memory, free memory
         and time.
 
     Raises:
-        AnatomyError: If the residual stream cannot be read with certainty, batch and token cannot be told apart, or the
-            blocks are a plain chain without residuals and were not named by ``stack``.
+        AnatomyError: If the residual stream cannot be identified with certainty, the axes of sequences and tokens
+            cannot be distinguished, or the blocks are a chain without residuals that was not requested by ``stack``.
+        OptionError: If ``layers`` contains a number that the model does not have.
         SnapshotError: If the model cannot run on the inputs, a mask does not fit the states, there are fewer than three
-            states, they do not vary, a layer holds NaN or infinite values, or it takes more memory than is free.
+            states, they do not vary, a layer contains NaN or infinite values, or the profile would need more memory
+            than is free.
 
     Example:
         >>> import workbench as wb
@@ -131,6 +137,11 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
         >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
         >>> dict(spectra.sizes)
         {'layer': 2, 'mode': 16}
+
+    See Also:
+        `workbench.open_checkpoint`: Opens a subject.
+        `workbench.read_anatomy`: Finds the blocks.
+        `workbench.koopman.whitened_dmd`: Computes a spectrum from your own snapshots.
     """
     subject = open_checkpoint(subject)
     given: dict[str, Any] = {"rank": rank, "seed": seed}
@@ -139,23 +150,23 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
     probe, batches = Batches.of(inputs, subject, n_tokens=max(n_snapshots or 0, TOKENS_OF_A_TASK)).probe_and_all()
     with Progress(False if dry_run else progress, "profiled", unit="layer") as bar:
         if anatomy is None:
-            bar.say("finding the blocks")
-            with nullcontext() if subject.streamed is None else subject.streamed.standing_in():
+            bar.describe("finding the blocks")
+            with nullcontext() if subject.streamed is None else subject.streamed.sharing_weights():
                 anatomy = _anatomy(subject, probe, stack, batch_first)
         batches = batches.split(anatomy.layout)
-        wanted = _wanted(layers, anatomy)
+        numbers = _layer_numbers(layers, anatomy)
         if dry_run or anatomy.width > _NARROW:
-            cost = profile_cost(subject, anatomy, batches, options, wanted, n_snapshots, n_workers, is_timed=dry_run)
+            cost = profile_cost(subject, anatomy, batches, options, numbers, n_snapshots, n_workers, is_timed=dry_run)
             if dry_run:
                 return cost
-            refuse_too_large(cost, subject)
+            require_memory(cost, subject)
         names = [site.name for site in anatomy.sites]
-        bar.total = len(wanted)
-        # Where residuals are added outside of modules, batches of an iterator cannot be stopped before more are taken.
+        bar.total = len(numbers)
+        # Where residuals are added outside of modules, batches of an iterator cannot be held back block by block.
         is_single = not (isinstance(batches.items, list) and len(batches.items) > 1)
         if subject.streamed is None or (is_single and any(site.exit is not None for site in anatomy.sites)):
             results = LayerResults(options, names, n_workers=n_workers, after_layer=bar.update)
-            bar.say("forward pass")
+            bar.describe("forward pass")
             capture_layers(
                 subject.model,
                 anatomy,
@@ -163,24 +174,24 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
                 selection,
                 results.add,
                 options=options,
-                layers=wanted,
-                after_batch=lambda n: bar.say(f"forward pass: {counted(n, 'token')}"),
+                layers=numbers,
+                after_batch=lambda n: bar.describe(f"forward pass: {counted(n, 'token')}"),
             )
-            bar.say("spectra")
+            bar.describe("spectra")
         else:
             results = LayerResults(
                 options,
                 names,
                 n_workers=n_workers,
-                journal=_journal(subject.streamed, anatomy, batches, selection, options, wanted),
+                journal=_journal(subject.streamed, anatomy, batches, selection, options, numbers),
                 after_layer=bar.update,
             )
-            bar.say("forward pass, block by block")
-            capture_streamed(subject, anatomy, batches, selection, results, options, wanted)
+            bar.describe("forward pass, block by block")
+            capture_streamed(subject, anatomy, batches, selection, results, options, numbers)
         found = results.complete()
-    spectra = [found[layer].spectrum for layer in wanted]
-    warn_if_rank_deficient(spectra, [found[layer] for layer in wanted], options)
-    counts = [found[layer].n_snapshots for layer in wanted]
+    spectra = [found[layer].spectrum for layer in numbers]
+    warn_if_rank_deficient(spectra, [found[layer] for layer in numbers], options)
+    counts = [found[layer].n_snapshots for layer in numbers]
     attrs = {
         "subject": subject.name,
         "source": subject.source,
@@ -193,9 +204,9 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
     if subject.unloaded:
         attrs["unloaded"] = subject.unloaded
     dataset = as_dataset(
-        spectra, [names[layer] for layer in wanted], thresholds=thresholds, options=options, attrs=attrs
+        spectra, [names[layer] for layer in numbers], thresholds=thresholds, options=options, attrs=attrs
     )
-    dataset = dataset.assign_coords(layer=np.array(wanted))
+    dataset = dataset.assign_coords(layer=np.array(numbers))
     if min(counts) < max(counts):
         dataset["layer_snapshots"] = ("layer", np.array(counts), SPECTRA_COUNTS["layer_snapshots"].attrs)
     if results.journal is not None:
@@ -204,10 +215,10 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
 
 
 def _anatomy(subject: Subject, probe: Any, stack: str | None, batch_first: bool | None) -> Anatomy:
-    """The anatomy, read on a few tokens where more take long: it takes several passes, and does not depend on them."""
+    """Read the anatomy on few tokens where possible: it takes several passes and does not depend on their number."""
     few = shortened(probe, _MORE_TOKENS if subject.streamed is None else _FEW_TOKENS)
     if few is not None:
-        with suppress(WorkbenchError):  # such as a model that takes one length alone
+        with suppress(WorkbenchError):  # for example, a model that accepts only one length
             return _checked_anatomy(subject.model, few, stack, batch_first)
     return _checked_anatomy(subject.model, probe, stack, batch_first)
 
@@ -215,12 +226,12 @@ def _anatomy(subject: Subject, probe: Any, stack: str | None, batch_first: bool 
 def _checked_anatomy(model: nn.Module, inputs: Any, stack: str | None, batch_first: bool | None) -> Anatomy:
     anatomy = read_anatomy(model, inputs, stack=stack, batch_first=batch_first)
     if stack is None:
-        refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+        require_residuals(model, inputs, anatomy.stack, anatomy.sites)
     return anatomy
 
 
-def _wanted(layers: Sequence[int] | None, anatomy: Anatomy) -> list[int]:
-    """The layers asked for, rising; all by default, those from the end counted as in a list.
+def _layer_numbers(layers: Sequence[int] | None, anatomy: Anatomy) -> list[int]:
+    """Return the numbers of the requested layers in increasing order; negative ones count from the end.
 
     Raises:
         OptionError: If there is no such layer.
@@ -230,7 +241,7 @@ def _wanted(layers: Sequence[int] | None, anatomy: Anatomy) -> list[int]:
         return list(range(n_layers))
     chosen = [layer for layer in layers if isinstance(layer, int) and -n_layers <= layer < n_layers]
     if not chosen or len(chosen) != len(list(layers)):
-        raise OptionError(f"layers is {layers!r}, expected numbers of layers from 0 to {n_layers - 1}.")
+        raise OptionError.of("layers", layers, f"a list of layer numbers from 0 to {n_layers - 1}")
     return sorted({layer % n_layers for layer in chosen})
 
 
@@ -242,13 +253,13 @@ def _journal(
     options: DmdOptions,
     layers: Sequence[int],
 ) -> ProfileJournal:
-    """Where an interrupted profile is kept, under all that its result depends on."""
+    """Return the journal of a profile, identified by everything that its result depends on."""
     how = (selection.n_snapshots, selection.skip_first, selection.seed)
     where = (weights.identity, str(weights.device), [site.name for site in anatomy.sites], versions())
     return ProfileJournal.of(where, how, sorted(asdict(options).items()), list(layers), batches.items)
 
 
 def dtype_name(model: nn.Module) -> str:
-    """Dtype of the parameters, as provenance."""
+    """Return the number format of a model's parameters for the provenance of a dataset."""
     parameter = next(model.parameters(), None)
     return "none" if parameter is None else str(parameter.dtype).removeprefix("torch.")

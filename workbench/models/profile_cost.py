@@ -1,4 +1,4 @@
-"""Memory and time of a profile, before it starts."""
+"""Memory and time of a profile, estimated before it starts."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from workbench.models.batches import Batches
     from workbench.models.subject import Subject
 
-#: Tokens that an image is taken for.
+#: Number of tokens assumed for an image.
 _TOKENS_OF_AN_IMAGE = 256
-#: Matrices of modes^2 numbers in float64 that are in memory at once while a layer is decomposed: the operator, its
-#: eigenvectors, their inverse and work space.
+#: Number of float64 matrices of modes^2 entries in memory while a layer is decomposed: the operator, its eigenvectors,
+#: their inverse and work space.
 _MATRICES = 14
-#: Width of the layer whose decomposition is timed, and most tokens of the matrix product that is.
+#: Width of the layer whose decomposition is timed, and maximum number of tokens of the timed matrix product.
 _TRIAL_WIDTH, _TRIAL_TOKENS = 384, 512
 
 
 @dataclass(frozen=True)
 class ProfileCost:
-    """What a profile will take: an upper estimate of memory beyond what is in use, and a rough one of time.
+    """Estimated cost of a profile: an upper estimate of the additional memory, and a rough estimate of the time.
 
     Attributes:
-        weights: Bytes of the largest block, where weights are streamed and are no views of their files.
-        states: Bytes of the states between blocks and of activations inside one.
-        moments: Bytes of the moments or snapshots of the layers that are in memory together.
-        spectra: Bytes of the eigenproblems that are solved together.
-        free: Bytes that are free.
-        seconds: Time from the speed of a matrix product and of an eigenproblem on this machine, without reading files;
-            NaN where it was not asked for, or the number of tokens is not known.
+        weights: Bytes of the largest block, if weights are streamed and are no views of their files.
+        states: Bytes of the states between blocks and of the activations inside one.
+        moments: Bytes of the moments or snapshots of the layers that are in memory at the same time.
+        spectra: Bytes of the eigenproblems that are solved in parallel.
+        free: Bytes of free memory.
+        seconds: Time without reading files, estimated from the speed of a matrix product and of an eigenproblem on this
+            machine; NaN if it was not requested or the number of tokens is unknown.
 
     Example:
         >>> import workbench as wb
@@ -66,7 +66,7 @@ class ProfileCost:
 
     @property
     def memory(self) -> int:
-        """Bytes in all."""
+        """Total number of bytes."""
         return self.weights + self.states + self.moments + self.spectra
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class ProfileCost:
 
     @property
     def largest(self) -> str:
-        """Name of the part that takes most memory."""
+        """Name of the part that needs the most memory."""
         return max(self._parts, key=lambda name: self._parts[name])
 
     @property
@@ -100,7 +100,7 @@ def profile_cost(
     *,
     is_timed: bool,
 ) -> ProfileCost:
-    """Memory and time of a profile, from shapes alone.
+    """Estimate memory and time of a profile from shapes.
 
     Args:
         subject: Subject.
@@ -108,8 +108,8 @@ def profile_cost(
         batches: Batches of inputs.
         options: Options of the spectra.
         layers: Layers that are measured.
-        n_snapshots: Most snapshots; None: all.
-        n_workers: Number of layers decomposed in parallel; None: one per core.
+        n_snapshots: Maximum number of snapshots; None for all.
+        n_workers: Number of layers decomposed in parallel; None for one per core.
         is_timed: Whether to measure the speed of this machine, which takes a fraction of a second.
     """
     width, rank, device = anatomy.width, options.rank, device_of(subject.model)
@@ -124,7 +124,7 @@ def profile_cost(
     inner = max((max(p.shape[-2:]) for block in blocks for p in block.parameters() if p.ndim > 1), default=width)
     states = most * (4 * width + 3 * inner) * max(itemsize, 4)
     if subject.streamed is not None:
-        states += 3 * total * width * itemsize  # what waits between blocks, and a copy on disk as it is written
+        states += 3 * total * width * itemsize  # states between blocks, and a copy while it is written to disk
     if is_sketched(width, rank, n_snapshots):
         n_kept = min(n_seen, width)
         one, work = 2 * n_kept * width * itemsize, 4 * n_kept * width * 8 + 8 * width * OVERSAMPLING * (rank or 0) * 5
@@ -153,12 +153,8 @@ def profile_cost(
     )
 
 
-def refuse_too_large(cost: ProfileCost, subject: Subject) -> None:
-    """Refuse a profile that would need more memory than there is.
-
-    Raises:
-        SnapshotError: If it would.
-    """
+def require_memory(cost: ProfileCost, subject: Subject) -> None:
+    """Raise SnapshotError if a profile would need more memory than is free."""
     if cost.memory <= cost.free:
         return
     remedy = {
@@ -169,11 +165,16 @@ def refuse_too_large(cost: ProfileCost, subject: Subject) -> None:
     }[cost.largest]
     if cost.largest == "moments" and subject.streamed is None:
         remedy += ", or open the checkpoint with streaming=True"
-    raise SnapshotError(f"This profile takes {cost}; {remedy}.")
+    raise SnapshotError(
+        f"This profile needs {cost}; {remedy}.",
+        name="memory",
+        value=cost.memory,
+        expected=f"at most the {cost.free} bytes that are free",
+    )
 
 
 def _n_tokens(item: Any) -> int:
-    """Token states of a batch, as far as shapes tell."""
+    """Return the number of token states of a batch as estimated from shapes; 0 if it holds no tensor."""
     values = item.values() if isinstance(item, Mapping) else item if isinstance(item, tuple | list) else [item]
     first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
     if first is None:
@@ -188,7 +189,7 @@ def _dtype(model: nn.Module) -> torch.dtype:
 
 
 def _speed(dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device) -> float:
-    """Floating-point operations a second of a matrix product of shape (token, in), (in, out): the faster of two."""
+    """Return FLOP per second of a matrix product of shapes (token, in) and (in, out), the faster of two trials."""
     n_tokens, n_in, n_out = shape
     x, weight = (torch.ones(size, dtype=dtype, device=device) for size in ((n_tokens, n_in), (n_out, n_in)))
     seconds = []
@@ -200,7 +201,7 @@ def _speed(dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device
 
 
 def _seconds_of_spectrum(n_modes: int) -> float:
-    """Seconds that one thread takes for the spectrum of a layer with so many modes."""
+    """Estimate the seconds that one thread needs for the spectrum of a layer with a number of modes."""
     width = min(n_modes, _TRIAL_WIDTH)
     x = torch.randn(2 * width, width, generator=torch.Generator().manual_seed(0))
     moments = SnapshotMoments(width).update(x, x + 0.1 * x.roll(1, 0))

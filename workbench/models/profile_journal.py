@@ -1,4 +1,4 @@
-"""What an interrupted profile of a streamed model has done already, on disk."""
+"""Journal on disk from which an interrupted profile of a streamed model continues."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _FOLDER = "unfinished-profiles"
 
 
 class ProfileJournal:
-    """The finished layers of one profile, and the states in front of the first that is not.
+    """Finished layers of one profile, and the states that enter the first unfinished layer.
 
-    Kept in a folder of the cache until the profile is complete, under a digest of all that its result depends on.
+    They are kept in a folder of the cache until the profile is complete. The folder's name is a digest of everything
+    that the result depends on.
 
     Args:
-        folder: Folder to write to; None: nothing is kept.
+        folder: Folder to write to; None to keep nothing.
 
     Attributes:
-        folder: Folder as given.
+        folder: As above.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -36,11 +37,11 @@ class ProfileJournal:
 
     @classmethod
     def of(cls, *parts: Any) -> ProfileJournal:
-        """The journal of a profile, by all that its result depends on.
+        """Return the journal of a profile, identified by everything that its result depends on.
 
         Args:
-            *parts: Texts, numbers, tensors, and containers of these. Anything else, such as an iterator, cannot be
-                recognized in another process, and nothing is kept.
+            *parts: Texts, numbers, tensors, and containers of these. Other objects, such as iterators, cannot be
+                recognized in another process; with such a part nothing is kept.
         """
         digest = hashlib.blake2b(digest_size=16)
         if not _add(digest, parts):
@@ -48,7 +49,7 @@ class ProfileJournal:
         return cls(cache_folder() / _FOLDER / digest.hexdigest())
 
     def finished(self) -> dict[int, tuple[LayerSpectrum, int, int]]:
-        """Spectrum, number of snapshots and width of each layer that is done."""
+        """Return spectrum, number of snapshots and width of each finished layer, by layer number."""
         found = {}
         for file in [] if self.folder is None else sorted(self.folder.glob("layer-*.npz")):
             with np.load(file) as kept:
@@ -59,7 +60,7 @@ class ProfileJournal:
         return found
 
     def finish(self, layer: int, spectrum: LayerSpectrum, n_snapshots: int, n_features: int) -> None:
-        """Keep the result of a layer."""
+        """Save the result of a layer."""
         if self.folder is not None:
             arrays: dict[str, Any] = {f"value_{name}": np.array(value) for name, value in spectrum.values.items()}
             arrays |= {"eigenvalue": spectrum.eigenvalue, "residual": spectrum.residual}
@@ -67,44 +68,45 @@ class ProfileJournal:
                 np.savez(partial, n_snapshots=np.array(n_snapshots), n_features=np.array(n_features), **arrays)
 
     def keep_states(self, layer: int, outputs: Sequence[Any], inputs: Sequence[bytes]) -> None:
-        """Keep what the blocks of a layer returned, one a pass, and digests of what enters the next."""
+        """Save the outputs of a layer's block, one per pass, and digests of the inputs of the next block."""
         if self.folder is not None and all(_is_plain(output) for output in outputs):
             content = {"outputs": list(outputs), "inputs": list(inputs)}
             with self._writing(f"states-{layer}.pt") as partial:
                 torch.save(content, partial)
 
     def states(self, layer: int) -> Mapping[str, Any] | None:
-        """What `keep_states` kept; None if there is nothing."""
+        """Return the content that `keep_states` saved for a layer; None if there is none."""
         file = None if self.folder is None else self.folder / f"states-{layer}.pt"
         if file is None or not file.is_file():
             return None
         found: Mapping[str, Any] = torch.load(file, weights_only=True, mmap=False)
         return found
 
-    def forget_states(self, before: int) -> None:
-        """Remove the states of layers before one."""
+    def remove_states(self, before: int) -> None:
+        """Remove the states of all layers before a given one."""
         for file in [] if self.folder is None else list(self.folder.glob("states-*.pt")):
             if int(file.stem.split("-")[1]) < before:
                 file.unlink()
 
     def close(self) -> None:
-        """Remove everything: the profile is complete."""
+        """Remove the folder after the profile is complete."""
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _writing(self, name: str) -> Any:
         if self.folder is None:
-            raise StoreError("This profile keeps nothing.")
+            raise StoreError("This profile has no journal folder.", name="folder", expected="a journal folder")
         return replacing(self.folder / name)
 
 
 def digest_of(value: Any) -> bytes:
-    """Digest of tensors, numbers and texts in any containers; empty if there is anything else."""
+    """Return the digest of tensors, numbers and texts in any containers; empty if there are other objects."""
     digest = hashlib.blake2b(digest_size=16)
     return digest.digest() if _add(digest, value) else b""
 
 
 def _add(digest: Any, value: Any) -> bool:
+    """Add a value to a digest; return whether all its parts can be recognized."""
     if isinstance(value, torch.Tensor):
         digest.update(f"tensor {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -121,7 +123,7 @@ def _add(digest: Any, value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be read back without running code."""
+    """Return whether a value can be read back without running code."""
     if isinstance(value, torch.Tensor) or value is None:
         return True
     if type(value) in (tuple, list):

@@ -1,4 +1,4 @@
-"""Weights as they act: out of parametrizations, weight norms and the parts that FSDP leaves on each rank."""
+"""Effective weights: computed from parametrizations and weight norms, or gathered from the shards of FSDP."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from workbench.models.probing import undisturbed
 
 
 def read_parameter(model: Any, name: str) -> Tensor:
-    """A parameter by its path, whole and without gradient; computed where it is parametrized.
+    """Return the full value of a parameter without gradient; computed where it is parametrized.
 
     Args:
-        model: Module; or what stands for one and gives its parameters by name.
-        name: Path, as `readable` shows it.
+        model: Module, or an object in place of one with a ``get_parameter`` method.
+        name: Path of the parameter, as it is within `readable`.
     """
     if not isinstance(model, nn.Module):
         return model.get_parameter(name).detach()
@@ -30,24 +30,25 @@ def read_parameter(model: Any, name: str) -> Tensor:
     for hook in _weight_norms(owner).values():
         if hook.name == attribute:
             return hook.compute_weight(owner).detach()
-    return whole(model.get_parameter(name).detach())
+    return full_tensor(model.get_parameter(name).detach())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor gathered from the parts on several ranks; every rank has to call it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor gathered from its shards on all ranks; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor on this rank."""
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the shard of a tensor on this rank; the tensor itself if it is not sharded."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @contextmanager
 def readable(model: nn.Module) -> Iterator[None]:
-    """Plain parameters everywhere, so that a forward shows which of them it uses.
+    """Replace all weights of a model by ordinary parameters, so that a forward pass shows which of them it uses.
 
-    Parametrized ones become plain ones with the values they have, sharded ones are gathered. Everything is put back.
+    Parametrized weights become parameters with their current values, and sharded ones are gathered. All are restored
+    afterwards.
     """
     with ExitStack() as stack:
         for module in [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]:
@@ -60,14 +61,14 @@ def readable(model: nn.Module) -> Iterator[None]:
 
 
 def parameters_of_shards(model: nn.Module) -> dict[int, Any]:
-    """What FSDP2 knows of each parameter that it has split, by the id of the part on this rank."""
+    """Return FSDP2's record of each sharded parameter, by the id of the shard on this rank."""
     sharded = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     groups = [group for module in sharded for group in _shard_groups(module)]
     return {id(each.sharded_param): each for group in groups for each in group.fsdp_params}
 
 
 def reshard(model: nn.Module) -> None:
-    """Release gathered parameters: FSDP would use them even after the optimizer has updated the shards."""
+    """Release gathered parameters, which FSDP would use even after the optimizer has updated the shards."""
     for module in model.modules():
         sharded: Any = module if hasattr(module, "unshard") else None
         if hasattr(sharded, "reshard"):
@@ -76,10 +77,10 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def _gathered(module: Any) -> Iterator[None]:
-    """One module of FSDP2 with its parameters gathered, also after its forward."""
+    """Gather the parameters of one FSDP2 module and keep them gathered after its forward pass."""
     groups = _shard_groups(module)
     if groups and all(group.is_unsharded and group.post_forward_mesh_info is None for group in groups):
-        yield  # gathered already, by whoever releases it
+        yield  # an outer context has gathered them and will release them
         return
     before = [(group, group.post_forward_mesh_info) for group in groups]
     for group in groups:
@@ -120,7 +121,7 @@ def _without_parametrization(model: nn.Module, module: nn.Module) -> Iterator[No
 
 
 def _weight_norms(module: nn.Module) -> dict[int, WeightNorm]:
-    """The hooks of ``torch.nn.utils.weight_norm``, which compute a weight before each forward."""
+    """Return the hooks of ``torch.nn.utils.weight_norm``, which compute a weight before each forward pass."""
     return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, WeightNorm)}
 
 

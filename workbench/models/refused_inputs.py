@@ -1,4 +1,4 @@
-"""Why a model could not run on its inputs, in one sentence."""
+"""Explanations of why a model could not run on its inputs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LENGTHS = (
 
 
 def reason_for(model: nn.Module, inputs: Any, error: Exception) -> str:
-    """One sentence: what was given, what the model expects, what to do.
+    """Explain in one sentence why a model could not run: what was given, what the model expects, and what to do.
 
-    The model has failed already, so that this only searches for the likeliest cause: tokens of a wrong kind, beyond the
-    vocabulary or too many, or images of a wrong shape. The model's own error stays in the message where none fits.
+    The model has failed already; this function searches for the most probable cause: tokens of a wrong type, outside
+    the vocabulary or too many, or images of a wrong shape. If none applies, the sentence quotes the model's own error.
 
     Args:
         model: Model that raised.
@@ -30,24 +30,24 @@ def reason_for(model: nn.Module, inputs: Any, error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return f"{name} ran out of memory on {_described(inputs)}; pass fewer or shorter sequences."
     if isinstance(error, NotImplementedError) and type(model).forward is nn.Module.forward:
-        return f"{name} has no forward of its own to run; pass the network inside it, such as an attribute of it."
+        return f"{name} does not implement forward(); pass the network inside it, such as one of its attributes."
     if any(parameter.is_meta for parameter in model.parameters()) and not _is_offloaded(model):
         return (
-            f"The parameters of {name} are on the meta device and hold no values, so it cannot run; load a checkpoint "
+            f"The parameters of {name} are on the meta device and have no values, so it cannot run; load a checkpoint "
             "into it first."
         )
     found = _about_images(model, inputs) if _takes_images(model) else _about_tokens(model, inputs)
     if found:
         return found
     if isinstance(error, TypeError) and _is_with_targets(inputs):
-        return f"{name} cannot run on a batch with its targets: pass its tokens alone, batch[0], or the task itself."
+        return f"{name} cannot run on a batch with its targets; pass only its tokens, batch[0], or the task itself."
     lines = str(error).strip().splitlines()
     first = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
-    return f"{name} cannot run on {_described(inputs)} ({first}); pass inputs that it runs on by itself."
+    return f"{name} cannot run on {_described(inputs)} ({first}); pass inputs on which model(inputs) runs."
 
 
 def _is_with_targets(inputs: Any) -> bool:
-    """Whether this may be a batch of a task: token ids, and targets of the same shape."""
+    """Return whether the inputs may be a batch of a task: token ids, and targets of the same shape."""
     if not (isinstance(inputs, tuple) and len(inputs) == 2 and all(isinstance(item, torch.Tensor) for item in inputs)):
         return False
     tokens, targets = inputs
@@ -55,6 +55,7 @@ def _is_with_targets(inputs: Any) -> bool:
 
 
 def _about_tokens(model: nn.Module, inputs: Any) -> str:
+    """Return a sentence about token ids that do not fit; empty if there are none."""
     name = type(model).__name__
     embedding = _embedding(model)
     vectors = [key for key, t in _tensors(inputs) if key in ("", "0") and t.ndim == 3 and t.is_floating_point()]
@@ -64,26 +65,27 @@ def _about_tokens(model: nn.Module, inputs: Any) -> str:
         if tokens.is_floating_point() or tokens.dtype is torch.bool:
             if embedding is not None and (key == "input_ids" or tokens.ndim == 2):
                 kind = str(tokens.dtype).removeprefix("torch.")
-                return f"{name} takes token ids, whole numbers, and {kind} was given; pass ids.long() if these are ids."
+                return f"{name} takes integer token ids, and {kind} was given; pass ids.long() if these are ids."
             continue
         if not tokens.numel():
             continue
         low, high = int(tokens.min()), int(tokens.max())
         if embedding is not None and (low < 0 or high >= embedding.num_embeddings):
             return (
-                f"Token ids reach from {low} to {high}, but {name} knows {embedding.num_embeddings} tokens (0 to "
+                f"Token ids range from {low} to {high}, but {name} has {embedding.num_embeddings} tokens (0 to "
                 f"{embedding.num_embeddings - 1}); tokenize with the model's own tokenizer."
             )
         longest = _longest(model)
         if longest is not None and tokens.ndim == 2 and tokens.shape[1] > longest:
             return (
-                f"Sequences have {tokens.shape[1]} tokens, but {name} takes at most {longest}; cut them, "
-                f"such as ids[:, :{longest}]."
+                f"Sequences have {tokens.shape[1]} tokens, but {name} takes at most {longest}; truncate them, for "
+                f"example ids[:, :{longest}]."
             )
     return ""
 
 
 def _about_images(model: nn.Module, inputs: Any) -> str:
+    """Return a sentence about images that do not fit; empty if there are none."""
     name, config = type(model).__name__, getattr(model, "config", None)
     images = next((t for _, t in _tensors(inputs) if t.ndim > 1), None)
     if images is None:
@@ -93,11 +95,11 @@ def _about_images(model: nn.Module, inputs: Any) -> str:
     expected = f"(image, {channels or 'channel'}, {sides[0] or 'height'}, {sides[1] or 'width'})"
     shape = tuple(images.shape)
     if images.ndim == 3:
-        return f"{name} takes images of shape {expected}, and one image alone was given; pass image[None]."
+        return f"{name} takes images of shape {expected}, and a single image was given; pass image[None]."
     is_known = images.ndim == 4 and channels and sides[0]
     if images.ndim != 4 or (is_known and shape[1:] != (channels, *sides)):
         return (
-            f"{name} takes images of shape {expected}, and those given have shape {shape}; resize them or choose "
+            f"{name} takes images of shape {expected}, and the given images have shape {shape}; resize them or choose "
             "another model."
         )
     if not images.is_floating_point():
@@ -114,7 +116,7 @@ def _takes_images(model: nn.Module) -> bool:
 
 
 def _embedding(model: Any) -> nn.Embedding | None:
-    """The table of tokens, where the model says which it is; else its longest table."""
+    """Return the embedding of tokens: the one that the model names, else its longest; None if it has none."""
     try:
         found = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -153,7 +155,7 @@ def _tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _described(inputs: Any) -> str:
-    """Inputs as a reader would name them: kinds and shapes."""
+    """Describe inputs by their types and shapes."""
     parts = [
         f"{f'{name} ' if name and not name.isdigit() else ''}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
         for name, t in _tensors(inputs)

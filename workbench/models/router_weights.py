@@ -1,4 +1,4 @@
-"""Router weights of mixture-of-experts blocks: the linear map whose outputs decide which experts a token goes to."""
+"""Router weights of mixture-of-experts blocks: the linear map whose outputs select the experts of each token."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Router:
         site: Name of the site.
         name: Path of the weight in the model.
         weight: Weight, shape (expert, feature).
-        bias: Bias, shape (expert,); None without one.
+        bias: Bias, shape (expert,); None if there is none.
         n_experts: Number of experts to choose from.
-        top_k: Number of experts that each token goes to.
-        scoring: Function that is applied to logits before the choice: "logits", "softmax" or "sigmoid".
-        is_corrected: Whether a correction per expert is added before the choice, or experts are ruled out by group, so
-            that the largest logits need not be the experts chosen.
+        top_k: Number of experts that each token is sent to.
+        scoring: Function that is applied to the logits before the choice: "logits" (none), "softmax" or "sigmoid".
+        is_corrected: Whether a correction per expert is added before the choice, or groups of experts are excluded, so
+            that the chosen experts need not have the largest logits.
         rows: Rows of the parameter that are the weight.
-        bias_rows: Entries of its parameter that are the bias.
+        bias_rows: Entries of the parameter that are the bias; None if there is none.
     """
 
     layer: int
@@ -54,7 +54,7 @@ class Router:
     bias_rows: ParameterSlice | None
 
     def read(self, model: nn.Module) -> Router:
-        """The same router with the weights as they are now, without a forward."""
+        """Return the same router with its current weights, without a forward pass."""
         bias = _read(model, self.bias_rows) if self.bias_rows is not None else None
         return replace(self, weight=_read(model, self.rows), bias=bias)
 
@@ -63,19 +63,19 @@ class Router:
 def router_weights(
     model: Subject | nn.Module, inputs: Any, *, anatomy: Anatomy | None = None
 ) -> list[Router | Unreadable]:
-    """Routers of the blocks that have one.
+    """Return the routers of the mixture-of-experts blocks of a model.
 
-    The model runs once. A router is the linear map with one output per expert whose logits, as they are or through
-    softmax or sigmoid, are what the largest are taken of; that is checked on the values.
+    The model runs once. A router is the linear map with one output per expert whose logits, unchanged or after softmax
+    or sigmoid, are the scores from which the largest are selected; this is checked on the values.
 
     Args:
         model: Module, or a subject from `open_checkpoint`; it is not changed.
-        inputs: Inputs as for `workbench.profile`; of several batches the first is used.
-        anatomy: Anatomy of the model, if it is known already.
+        inputs: Inputs as for `workbench.profile`; a dozen tokens are enough. Only the first of several batches is used.
+        anatomy: Anatomy of the model; None to read it.
 
     Returns:
-        One entry per block that chooses the largest of something, in order; dense blocks are absent. A block whose
-        choice cannot be traced to a linear map is `Unreadable`; a dozen tokens are enough to tell.
+        One entry per block that selects the largest of some scores, in order; dense blocks are absent. A block whose
+        selection cannot be traced to a linear map is `Unreadable`.
 
     Raises:
         AnatomyError: If no anatomy was passed and none can be read.
@@ -87,6 +87,10 @@ def router_weights(
         >>> routers = wb.router_weights(model, torch.arange(16)[None])
         >>> [tuple(router.weight.shape) for router in routers]
         [(4, 16), (4, 16)]
+
+    See Also:
+        `workbench.query_key_weights`: Returns the attention weights of the blocks.
+        `workbench.monitors`: Measures routers along a run.
     """
     subject, model = subject_in(model), runnable(model)
     inputs = on_device_of(model, Batches.of(inputs, subject).first())
@@ -133,6 +137,7 @@ def _read(model: nn.Module, rows: ParameterSlice) -> Tensor:
 
 
 def _find_router(layer: int, site: Site, trace: BlockTrace) -> _Finding | str | None:
+    """Return the router of a block, a sentence if it cannot be read, or None if the block selects nothing."""
     del layer
     selections = [s for s in trace.selections if s.scores.is_floating_point() and s.scores.shape[-1] > 1]
     for selection in reversed(selections):  # group-limited routers choose groups first, experts last
@@ -141,16 +146,16 @@ def _find_router(layer: int, site: Site, trace: BlockTrace) -> _Finding | str | 
                 continue
             scoring, is_corrected = how
             if projection.weight is None or projection.weight.is_module:
-                return f"The router of {site.name} multiplies by a matrix that is no parameter of the model."
+                return f"The router of {site.name} multiplies by a matrix that is not a parameter of the model."
             n_selected = selection.n_selected
-            if not selection.is_top_k:  # the second expert may be chosen in a second step, among the others
+            if not selection.is_top_k:  # the second expert may be selected in a second step from the remaining ones
                 n_selected = _n_different([s.scores for s in selections if s.scores.shape == selection.scores.shape])
             return _Finding(projection.weight, projection.bias, n_selected, scoring, is_corrected)
-    if sure := [s for s in selections if s.is_top_k]:
-        n_experts = sure[-1].scores.shape[-1]
+    if certain := [s for s in selections if s.is_top_k]:
+        n_experts = certain[-1].scores.shape[-1]
         return (
-            f"{site.name} chooses the largest of {n_experts} values, but they are not the logits of a linear map in "
-            "it, nor their softmax or sigmoid."
+            f"{site.name} selects the largest of {n_experts} values, but these are not the logits of one of its linear "
+            "maps, nor the softmax or sigmoid of such logits."
         )
     return None
 
@@ -164,7 +169,7 @@ def _n_different(tensors: list[Tensor]) -> int:
 
 
 def _compared_as(projection: Projection, selection: TopChoice) -> tuple[str, bool] | None:
-    """The function that turned a projection's outputs into the compared values; None if there is none."""
+    """Return which function maps a projection's outputs to the scores, and whether they are corrected; None if none."""
     n_experts = selection.scores.shape[-1]
     if projection.out.shape[-1] != n_experts or projection.out.numel() != selection.scores.numel():
         return None
@@ -176,7 +181,7 @@ def _compared_as(projection: Projection, selection: TopChoice) -> tuple[str, boo
         if torch.allclose(values, scores, rtol=rounding, atol=rounding):
             return scoring, False
     for scoring, values in views.items():
-        # A correction is one number per expert; experts that are ruled out are set to zero or to minus infinity.
+        # A correction is one number per expert; excluded experts are set to zero or to minus infinity.
         is_open = torch.isfinite(scores) & (scores != 0)
         difference = (scores - values).masked_fill(~is_open, float("nan"))
         middle = difference.nanmedian(dim=0).values

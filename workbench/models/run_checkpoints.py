@@ -1,4 +1,4 @@
-"""The checkpoints of a run in training, as folders with weights; `workbench.training.checkpoints` writes them."""
+"""Checkpoints of a training run as folders of weights, which `workbench.training.checkpoints` writes."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from workbench.errors import CheckpointError
 from workbench.models.parametrizations import is_parametrized
 
 _NAME = re.compile(r"step-(\d{8})")
-#: Weights of a parametrized model as they are trained; model.safetensors has them as they act.
+#: File with the trained parameters of a parametrized model; model.safetensors holds its effective weights.
 PARAMETRIZED = "parametrized.safetensors"
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run by their step, rising; empty if there are none."""
+    """Return the checkpoints of a run by step in increasing order; empty if there are none."""
     places = folder.glob("step-*") if folder.is_dir() else ()
     found = {int(match.group(1)): place for place in places if (match := _NAME.fullmatch(place.name))}
     return dict(sorted(found.items()))
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the most steps; None if there is none."""
+    """Return the checkpoint with the largest step; None if there is none."""
     found = list_checkpoints(folder)
     return found[max(found)] if found else None
 
 
 def load_weights(model: nn.Module, place: Path) -> None:
-    """Put the weights of a checkpoint into a model of the same shape.
+    """Load the weights of a checkpoint into a model of the same shape.
 
     Raises:
-        CheckpointError: If they are damaged or do not fit.
+        CheckpointError: If the weights are damaged or do not fit.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_model
@@ -43,5 +43,8 @@ def load_weights(model: nn.Module, place: Path) -> None:
     except (OSError, SafetensorError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"The weights in {place} are damaged or of another model ({first}); pass the model of this run."
+            f"The weights in {place} are damaged or belong to another model ({first}); pass the model of this run.",
+            name=str(file),
+            value=first,
+            expected=f"weights that fit {type(model).__name__}",
         ) from error

@@ -1,4 +1,4 @@
-"""One place where the residual stream passes a block: where the state sits among arguments and results."""
+"""Sites: places where the residual stream passes a block, and where the state is in the arguments and results."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from workbench.models.block_calls import Slot, arguments, results
 
 @dataclass(frozen=True)
 class Place:
-    """A call among whose arguments or results a state can be read.
+    """A call in whose arguments or results a state can be read.
 
     Attributes:
         module: Module that is called.
-        call: Number of the call of this module within one forward, from 0.
-        n_calls: Number of its calls in the forward in which the anatomy was read.
+        call: Number of the call of this module within one forward pass, from 0.
+        n_calls: Number of its calls in the forward pass in which the anatomy was read.
         slot: Place of the state in the arguments or in the output.
-        is_output: Whether it is read from the output.
-        start: Where its features begin in a tensor that holds two states side by side; None: the tensor is the state.
+        is_output: Whether the state is read from the output.
+        start: Index of its first feature in a tensor of two concatenated states; None if the tensor is the state.
     """
 
     module: nn.Module
@@ -35,7 +35,7 @@ class Place:
     start: int | None = None
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any], name: str) -> Tensor:
-        """The state among the arguments.
+        """Return the state in the arguments of the call.
 
         Args:
             args: Positional arguments.
@@ -43,13 +43,13 @@ class Place:
             name: Name of the site, for the message.
 
         Raises:
-            AnatomyError: If it is not where it was when the anatomy was read.
+            AnatomyError: If the state is not where it was when the anatomy was read.
         """
         state = _take(dict(arguments(args, kwargs)), self.slot, name, "arguments")
         return state if self.start is None else state.narrow(-1, self.start, state.shape[-1] // 2)
 
     def state_out(self, output: Any, name: str) -> Tensor:
-        """The state in the output; as `state_in`."""
+        """Return the state in the output of the call, as `state_in` does for the arguments."""
         return _take(dict(results(output)), self.slot, name, "output")
 
 
@@ -57,24 +57,24 @@ class Place:
 class Site:
     """One place where the residual stream passes a block.
 
-    Where the residual is added outside of modules, no module's output is the state that leaves. It is read where it
-    enters the next module then (``exit``), and ``entry`` is the call that first gets the state that enters.
+    Where the residual is added outside of modules, no module returns the state that leaves. It is then read where it
+    enters the next module (``exit``), and ``entry`` is the first call that receives the state that enters.
 
     Attributes:
         name: Module path, such as ``transformer.h.3``; later calls of a shared module end in ``#1``, ``#2``, ...
         module: Module of the block.
-        call: Number of the call of this module within one forward, from 0.
-        input_slot: Place of the state in the arguments: a position or a keyword; with an index or a key where it is
-            held by what is there.
+        call: Number of the call of this module within one forward pass, from 0.
+        input_slot: Place of the state in the arguments: a position or a keyword. If the argument is a container, a
+            pair of that and the index or key within it.
         output_slot: Place of the state in the output: an index or a key; None if the output is the state.
-        entry: Call that gets the state that enters; None: that of ``module`` itself.
-        exit: Call by which the state that leaves is read; None: that of ``module`` itself.
-        feature_axis: Axis of the tensors that counts features: -1, or 1 of images (batch, feature, height, width).
-            Here they are always last.
-        stream: Axis of the tensors that counts streams, and the number of the one that is followed; None: the tensors
+        entry: Call that receives the state that enters; None if it is the call of ``module``.
+        exit: Call from which the state that leaves is read; None if it is the call of ``module``.
+        feature_axis: Axis of the block's tensors that counts features: -1, or 1 for images (batch, feature, height,
+            width). `state_in` and `state_out` always return features last.
+        stream: Axis of the tensors that counts streams, and the number of the one that is read; None if the tensors
             are one stream.
-        terms: Places in arguments and output of a second tensor, without which the state is not whole: it is the sum of
-            both, or the first alone where no tensor is there; None: the state is one tensor.
+        terms: Places in arguments and output of a second tensor, where the state is the sum of two; where that place
+            holds no tensor, the state is the first tensor. None if the state is one tensor.
     """
 
     name: str
@@ -89,9 +89,9 @@ class Site:
     terms: tuple[Slot, Slot] | None = None
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
-        """Residual stream entering the block, shape (..., feature), as the block gets it.
+        """Return the state that enters the block, shape (..., feature), with the other axes as the block receives them.
 
-        ``Anatomy.layout`` says which axis counts sequences: (token, batch, feature) occurs too.
+        ``Anatomy.layout`` states which axis counts sequences; (token, batch, feature) occurs too.
 
         Args:
             args: Positional arguments, as a forward pre-hook sees them.
@@ -107,7 +107,7 @@ class Site:
     def with_state(
         self, args: tuple, kwargs: Mapping[str, Any], state: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call of the block, with another state entering.
+        """Return the arguments of a call of the block, with another state entering.
 
         Args:
             args: Positional arguments.
@@ -115,12 +115,15 @@ class Site:
             state: State to insert, shaped like the original one.
 
         Raises:
-            AnatomyError: If the residual is added outside of modules, past which another state cannot be passed.
+            AnatomyError: If the residual is added outside of modules, where the state cannot be replaced.
         """
         if self.exit is not None:
             raise AnatomyError(
-                f"The residual of {self.name} is added outside of modules, so that its states can be read but not "
-                "replaced; choose a model whose blocks add the residual themselves."
+                f"The residual of {self.name} is added outside of modules, so its states can be read but not "
+                "replaced; choose a model whose blocks add the residual themselves.",
+                name=self.name,
+                value="a residual added outside of modules",
+                expected="a block that adds the residual itself",
             )
         slot = self.input_slot
         if self.terms is not None:
@@ -142,10 +145,10 @@ class Site:
         return args, {**kwargs, str(slot): given}
 
     def state_out(self, output: Any) -> Tensor:
-        """Residual stream leaving the block, shaped like `state_in`.
+        """Return the state that leaves the block, shaped like that of `state_in`.
 
         Args:
-            output: Output of the block: a tensor, or a tuple or mapping that holds it.
+            output: Output of the block: the tensor, or a tuple or mapping that holds it.
 
         Raises:
             AnatomyError: If the state is not where it was when the anatomy was read.
@@ -155,19 +158,19 @@ class Site:
         return state if self.terms is None else _with_term(state, values.get(self.terms[1]))
 
     def _state_of(self, state: Tensor) -> Tensor:
-        """The state in a tensor: one stream of several, with features last."""
+        """Return the state in a tensor: the stream that is read, with features last."""
         if self.stream is not None:
             state = state.select(*self.stream)
         return state if self.feature_axis == -1 else state.movedim(self.feature_axis, -1)
 
 
 def _with_term(state: Tensor, term: Any) -> Tensor:
-    """The sum that is the state; the first block may get no second term."""
+    """Return the sum of the two terms of a state; the first block may receive no second term."""
     return state + term if isinstance(term, Tensor) else state
 
 
 def with_item(holder: Any, key: int | str, value: Any) -> Any:
-    """A copy of what holds a state, with another value in its place."""
+    """Return a copy of the container of a state, with another value in the state's place."""
     if isinstance(holder, tuple):
         items = (*holder[: int(key)], value, *holder[int(key) + 1 :])
         return type(holder)(*items) if hasattr(holder, "_fields") else items
@@ -184,7 +187,10 @@ def _take(values: dict[Slot, Any], slot: Slot, name: str, what: str) -> Tensor:
     if not isinstance(value, Tensor):
         where = "itself" if slot is None else f"at {slot!r}"
         raise AnatomyError(
-            f"The {what} of {name} held no tensor {where}, where the residual stream was when the anatomy was read; "
-            "read the anatomy again with the kind of inputs that you use."
+            f"There is no tensor {where} in the {what} of {name}, where the residual stream was when the anatomy was "
+            "read; read the anatomy again with inputs of the kind that you use.",
+            name=name,
+            value=None if value is None else type(value),
+            expected=f"a block with the state {where} in its {what}",
         )
     return value

@@ -1,4 +1,4 @@
-"""The stacks of a model that can be read one by one: stages, streams side by side, encoder and decoder."""
+"""Names of the stacks of a model that can be read separately: stages, parallel streams, encoder and decoder."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def list_stacks(model: Subject | nn.Module, inputs: Any, *, batch_first: bool | None = None) -> list[str]:
-    """Names of the stacks of residual blocks of a model, each of which can be passed as ``stack=``.
+    """Return the names of a model's stacks of residual blocks, each of which can be passed as ``stack=``.
 
-    Where `read_anatomy` chooses a stack, it comes first, and the others that stand beside it follow, such as the
-    encoder. Where it refuses to, because the width of the stream changes from stage to stage or several streams pass
-    side by side, these are the stages or streams in the order in which they run.
+    If `read_anatomy` can choose a stack, that one comes first, followed by others such as the encoder. If it cannot,
+    because the width of the stream changes from stage to stage or there are several parallel streams, the names are
+    those of the stages or streams in the order in which they run.
 
     Args:
         model: Module, or a subject from `open_checkpoint`.
@@ -32,7 +32,7 @@ def list_stacks(model: Subject | nn.Module, inputs: Any, *, batch_first: bool | 
         batch_first: As for `read_anatomy`.
 
     Returns:
-        At least one name.
+        Names, at least one.
 
     Raises:
         AnatomyError: If no stack can be read.
@@ -46,7 +46,11 @@ def list_stacks(model: Subject | nn.Module, inputs: Any, *, batch_first: bool | 
         >>> names = wb.list_stacks(model, tokens)
         >>> names
         ['blocks']
-        >>> side_by_side = {name: wb.profile(model, tokens, stack=name, progress=False) for name in names}
+        >>> spectra = {name: wb.profile(model, tokens, stack=name, progress=False) for name in names}
+
+    See Also:
+        `workbench.read_anatomy`: Finds the blocks of one stack.
+        `workbench.profile`: Computes the spectra of one stack.
     """
     try:
         anatomy = read_anatomy(model, inputs, batch_first=batch_first)
@@ -60,7 +64,7 @@ def list_stacks(model: Subject | nn.Module, inputs: Any, *, batch_first: bool | 
 
 
 def _outer_stacks(model: Subject | nn.Module, inputs: Any) -> list[str]:
-    """Chains of blocks that are no parts of others, in the order in which they run."""
+    """Return the chains of blocks that are no parts of others, in the order in which they run."""
     subject, module = subject_in(model), runnable(model)
     probe, _ = Batches.of(inputs, subject).probe_and_all()
     chains = [c for c in find_candidates(module, record_calls(module, on_device_of(module, probe))) if is_chain(c)]
@@ -69,7 +73,7 @@ def _outer_stacks(model: Subject | nn.Module, inputs: Any) -> list[str]:
 
 
 def _readable(model: Subject | nn.Module, inputs: Any, stack: str, batch_first: bool | None) -> list[str]:
-    """The stack, if its blocks carry one stream, or else the streams that they carry side by side."""
+    """Return the name of a stack if its blocks carry one stream, else the names of their parallel streams."""
 
     def is_readable(name: str) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Which calls form a stack of blocks, which of several stacks is the residual stream, and what is refused."""
+"""Stacks of blocks: candidates among the calls of a model, and the choice of the one that is the residual stream."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from workbench.models.block_counts import BlockCount, block_counts
 
 #: Whether the members of a candidate are residual blocks.
 AreBlocks = Callable[["Candidate"], bool]
-#: Candidates that a message names at most, and that are tried for it.
-_MOST_LISTED, _MOST_TRIED = 6, 12
+#: Maximum numbers of candidates that a message names, and that are tested for it.
+_MAX_LISTED, _MAX_TRIED = 6, 12
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-#: Least share of the parameters of all repeated modules that a stack must hold if no config confirms its length.
-LEAST_COVERAGE = 0.5
+#: Minimum fraction of the parameters of all repeated modules that a stack must hold if no config confirms its length.
+MIN_COVERAGE = 0.5
 
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """Calls that might be the blocks of one stack, in order."""
+    """Calls that may be the blocks of one stack, in order."""
 
     name: str
     calls: list[Call]
 
     @cached_property
     def n_links(self) -> int:
-        """The number of calls that pass their state on, unchanged, to the next."""
+        """Number of calls that pass their state to the next call unchanged."""
         return self._count_links(self.shape)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the state; () if the calls do not all keep one common shape."""
+        """Shape of the state; () if the calls do not keep one common shape."""
         common = set.intersection(*(call.shapes for call in self.calls))
         order = dict.fromkeys(s.shape for s in self.calls[0].inputs if s.shape in common)
         return max(order, key=self._count_links, default=())
@@ -47,9 +47,9 @@ class Candidate:
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
-        """Shapes of the different states that most blocks change and hand on side by side.
+        """Shapes of the states that most blocks change and pass on together.
 
-        Most, not all: the last block of a model with two streams often returns one of them alone.
+        Not all blocks need to do so: the last block of a model with two streams often returns only one of them.
         """
         found = []
         for before, after in pairwise(self.calls):
@@ -65,13 +65,13 @@ class Candidate:
 
     @property
     def alternates_with_norms(self) -> bool:
-        """Whether half of the modules, and not all, have no matrix: a norm and a branch each, but no whole blocks."""
-        plain = sum(not has_matrix(call.module) for call in self.calls)
-        return plain < len(self.calls) <= 2 * plain
+        """Whether at least half of the modules, but not all, have no matrix: norms and branches, no complete blocks."""
+        n_norms = sum(not has_matrix(call.module) for call in self.calls)
+        return n_norms < len(self.calls) <= 2 * n_norms
 
     @property
     def modules(self) -> list[str]:
-        """Names of the modules called, each once."""
+        """Names of the modules called, without duplicates."""
         return list(dict.fromkeys(call.name for call in self.calls))
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Candidate:
 
 
 def links_between(before: Call, after: Call, shape: tuple[int, ...]) -> list[tuple[Slot, Slot]]:
-    """Pairs (output slot, input slot) through which a state of a shape, or () for any, passes unchanged."""
+    """Return pairs (output slot, input slot) through which a state of a shape (() for any) passes unchanged."""
     return [
         (out.slot, into.slot)
         for out in before.changed
@@ -94,7 +94,7 @@ def links_between(before: Call, after: Call, shape: tuple[int, ...]) -> list[tup
 
 
 def find_candidates(model: nn.Module, calls: Sequence[Call]) -> list[Candidate]:
-    """Group calls by container, by containers that differ in an index only, and by class under one parent."""
+    """Group calls by container, by containers that differ only in an index, and by class under one parent."""
     modules = dict(model.named_modules())
     groups: dict[str, list[Call]] = {}
     for call in calls:
@@ -109,7 +109,7 @@ def find_candidates(model: nn.Module, calls: Sequence[Call]) -> list[Candidate]:
 
 
 def _pattern(name: str, modules: dict[str, nn.Module]) -> str:
-    """The container's path, with ``*`` for what is itself an index in an outer container."""
+    """Return the path of a module's container, with ``*`` in place of indices in outer containers."""
     parts, out = name.split(".")[:-1], []
     for depth, part in enumerate(parts):
         holder = modules[".".join(parts[:depth])]
@@ -121,62 +121,69 @@ def _pattern(name: str, modules: dict[str, nn.Module]) -> str:
 
 
 def _is_inside(inner: Candidate, outer: Candidate) -> bool:
-    """Whether every module of one candidate lies inside a module of the other."""
+    """Return whether every module of one candidate is inside a module of the other."""
     roots = tuple(f"{name}." for name in outer.modules)
     return all(name.startswith(roots) for name in inner.modules)
 
 
 def is_fragment(part: Candidate, whole: Candidate) -> bool:
-    """Whether a stage is a part of a longer stack that is spread over several containers."""
+    """Return whether a stage is a part of a longer stack that is spread over several containers."""
     return len(part.calls) < len(whole.calls) and {c.index for c in part.calls} <= {c.index for c in whole.calls}
 
 
 def overlap(a: Candidate, b: Candidate) -> bool:
-    """Whether two candidates share calls, or one lies inside the other's modules."""
+    """Return whether two candidates share calls, or one is inside the other's modules."""
     names = {(call.name, call.index) for call in a.calls}
     return any((call.name, call.index) in names for call in b.calls) or _is_inside(a, b) or _is_inside(b, a)
 
 
 def is_outer(candidate: Candidate, among: Sequence[Candidate]) -> bool:
-    """Whether no other candidate's modules contain this one's."""
+    """Return whether no other candidate's modules contain those of this one."""
     return not any(_is_inside(candidate, other) for other in among if other is not candidate)
 
 
 def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreBlocks) -> Candidate:
-    """The candidate of that name.
+    """Return the candidate of a given name.
 
     Args:
-        candidates: All that ran.
+        candidates: All candidates whose modules ran.
         stack: Name of the stack.
-        are_blocks: Whether the members of a candidate are residual blocks; only such are suggested.
+        are_blocks: Function that returns whether the members of a candidate are residual blocks; only such candidates
+            are suggested.
 
     Raises:
-        AnatomyError: If there is none, or its blocks change the shape of the stream.
+        AnatomyError: If there is no such candidate, or its blocks change the shape of the stream.
     """
     found = [c for c in candidates if c.name == stack]
     if not found:
         others = _listed(candidates, are_blocks)
         raise AnatomyError(
             f"There is no stack '{stack}' whose modules ran; "
-            + (f"expected one of {others}." if others else "no module of this model is a residual block by itself.")
+            + (f"expected one of {others}." if others else "no module of this model is a residual block by itself."),
+            name="stack",
+            value=stack,
+            expected=f"one of {others}" if others else "a stack of residual blocks, which this model does not have",
         )
     if not found[0].shape:
         raise AnatomyError(
             f"The blocks of '{stack}' do not keep the shape of the residual stream: found {found[0]}; "
-            "pass as stack= the path of one stage of constant width."
+            "pass as stack= the path of one stage of constant width.",
+            name="stack",
+            value=stack,
+            expected="the path of one stage of constant width",
         )
     return found[0]
 
 
 def _listed(candidates: Sequence[Candidate], are_blocks: AreBlocks) -> str:
-    """The most promising candidates, for messages: what is named there can be passed as ``stack=``."""
+    """Return a list of the longest candidates for a message; each can be passed as ``stack=``."""
     ranked = sorted((c for c in candidates if c.shape and len(c.calls) > 1), key=lambda c: -len(c.calls))
-    fitting = (c for c in ranked[:_MOST_TRIED] if are_blocks(c))
-    return ", ".join(map(str, islice(fitting, _MOST_LISTED)))
+    fitting = (c for c in ranked[:_MAX_TRIED] if are_blocks(c))
+    return ", ".join(map(str, islice(fitting, _MAX_LISTED)))
 
 
 def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBlocks) -> Candidate:
-    """The candidate that is the model's residual stream.
+    """Return the candidate that is the model's residual stream.
 
     Args:
         model: Model, for its config.
@@ -184,28 +191,31 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
         are_blocks: As in `choose_by_name`.
 
     Raises:
-        AnatomyError: If there is doubt.
+        AnatomyError: If the residual stream cannot be determined with certainty.
     """
     counts = block_counts(model)
     if not plausible:
         raise AnatomyError(
-            f"{type(model).__name__} has no stack of residual blocks: no two modules of one kind hand a state of one "
-            "shape on unchanged"
-            + (f" (the config says {counts[0]})" if counts else "")
-            + "; if a single module is the block, pass its container as stack=."
+            f"{type(model).__name__} has no stack of residual blocks: no two modules of one kind pass on a state of "
+            "constant shape unchanged"
+            + (f" (the config states {counts[0]})" if counts else "")
+            + "; if a single module is the block, pass its container as stack=.",
+            name="model",
+            value=type(model),
+            expected="a model with a stack of residual blocks",
         )
     if counts:
         return _choose_by_count(model, plausible, counts, are_blocks)
     chosen = _choose_by_length(plausible)
-    _refuse_incomplete(chosen, plausible, are_blocks)
-    _refuse_low_coverage(model, chosen, plausible)
+    _require_complete(chosen, plausible, are_blocks)
+    _require_coverage(model, chosen, plausible)
     return chosen
 
 
 def _choose_by_count(
     model: nn.Module, plausible: Sequence[Candidate], counts: Sequence[BlockCount], are_blocks: AreBlocks
 ) -> Candidate:
-    """The complete stack of the length that the config states; the outermost, and the last to run."""
+    """Return the complete stack of the length that the config states: the outermost, and of several the last to run."""
     for position, count in enumerate(counts):
         fitting = [c for c in plausible if c.is_complete and len(c.calls) == count.n_blocks]
         fitting = [c for c in fitting if is_outer(c, fitting) and not any(is_fragment(c, other) for other in plausible)]
@@ -218,17 +228,19 @@ def _choose_by_count(
             break
     incomplete = [c for c in plausible if not c.is_complete and len(c.calls) == counts[0].n_blocks]
     if incomplete:
-        _refuse_incomplete(incomplete[0], plausible, are_blocks)
-    found = ", ".join(map(str, sorted(plausible, key=lambda c: -len(c.calls))[:_MOST_LISTED]))
+        _require_complete(incomplete[0], plausible, are_blocks)
+    found = ", ".join(map(str, sorted(plausible, key=lambda c: -len(c.calls))[:_MAX_LISTED]))
     readable = _listed(plausible, are_blocks)
     raise AnatomyError(
-        f"The config of {type(model).__name__} says {counts[0]}, but the stacks found are {found}; "
-        + (f"pass as stack= one of {readable}." if readable else "none of them can be read.")
+        f"The config of {type(model).__name__} states {counts[0]}, but the stacks found are {found}; "
+        + (f"pass as stack= one of {readable}." if readable else "none of them can be read."),
+        name="stack",
+        expected=f"one of {readable}" if readable else "a stack that can be read, which this model does not have",
     )
 
 
 def _choose_by_length(plausible: Sequence[Candidate]) -> Candidate:
-    """The longest stack that is not a part of another's blocks; of equals the last to run."""
+    """Return the longest stack that is not a part of another's blocks; of equally long ones the last to run."""
     remaining = list(plausible)
     for outer in plausible:
         for inner in plausible:
@@ -239,10 +251,10 @@ def _choose_by_length(plausible: Sequence[Candidate]) -> Candidate:
 
 
 def _is_made_of(outer: Candidate, inner: Candidate) -> bool:
-    """Whether the outer modules only group the inner ones, rather than being blocks with parts inside.
+    """Return whether the outer modules only group the inner ones, and are not blocks with parts inside.
 
-    Groups repeat one kind of module inside; a block is made of different parts, such as attention and MLP. A longer
-    stack in modules that are no stream themselves is never dropped: it may be the one that must be refused.
+    Groups repeat one kind of module; a block consists of different parts, such as attention and MLP. A longer stack
+    within modules that are no stream themselves is never dropped, because it may be the one that must be rejected.
     """
     if len(inner.calls) <= len(outer.calls):
         return False
@@ -252,34 +264,40 @@ def _is_made_of(outer: Candidate, inner: Candidate) -> bool:
     return inner.is_complete and len(kinds) == 1
 
 
-def _refuse_incomplete(chosen: Candidate, plausible: Sequence[Candidate], are_blocks: AreBlocks) -> None:
+def _require_complete(chosen: Candidate, plausible: Sequence[Candidate], are_blocks: AreBlocks) -> None:
+    """Raise AnatomyError if a stack is not one residual stream through all its calls."""
     if chosen.is_complete:
         return
     if not chosen.shape:
         reason = "the width of its state changes from stage to stage"
     else:
         broken = [b.name for a, b in pairwise(chosen.calls) if not links_between(a, b, chosen.shape)]
-        reason = f"what reaches {broken[0]} is not what the block before it returned"
+        reason = f"the state that enters {broken[0]} is not the one that the previous block returned"
     others = _listed([c for c in plausible if c is not chosen], are_blocks)
+    expected = f"one of {others}" if others else "a container of complete blocks"
     raise AnatomyError(
-        f"The longest stack, {chosen}, is not one residual stream: {reason}; "
-        f"pass as stack= {f'one of {others}' if others else 'a container of whole blocks'}."
+        f"The longest stack, {chosen}, is not one residual stream: {reason}; pass as stack= {expected}.",
+        name="stack",
+        expected=expected,
     )
 
 
-def _refuse_low_coverage(model: nn.Module, chosen: Candidate, plausible: Sequence[Candidate]) -> None:
-    """Refuse a stack that is a small part of the repeated modules: the true blocks then add outside of modules."""
-    whole = [c for c in plausible if c is chosen or c.is_complete]
-    share = share_of_repeated(model, (call.module for c in whole for call in c.calls))
-    if 0 < share < LEAST_COVERAGE:
+def _require_coverage(model: nn.Module, chosen: Candidate, plausible: Sequence[Candidate]) -> None:
+    """Raise AnatomyError if a stack holds few of the repeated parameters: the real blocks are then elsewhere."""
+    complete = [c for c in plausible if c is chosen or c.is_complete]
+    fraction = fraction_of_repeated(model, (call.module for c in complete for call in c.calls))
+    if 0 < fraction < MIN_COVERAGE:
         raise AnatomyError(
-            f"The longest stack, {chosen}, holds only {share:.0%} of the weights of all repeated modules, so the "
-            "residual stream probably runs outside of it; pass as stack= the container of the true blocks."
+            f"The longest stack, {chosen}, holds only {fraction:.0%} of the parameters of all repeated modules, so the "
+            "residual stream probably runs outside of it; pass as stack= the container of the real blocks.",
+            name="stack",
+            value=fraction,
+            expected=f"a container of blocks that hold at least {MIN_COVERAGE:.0%} of the repeated parameters",
         )
 
 
-def share_of_repeated(model: nn.Module, modules: Iterable[nn.Module]) -> float:
-    """Share of the parameters of all repeated modules that these hold; 0 if they hold none."""
+def fraction_of_repeated(model: nn.Module, modules: Iterable[nn.Module]) -> float:
+    """Return the fraction of the parameters of all repeated modules that the given modules hold; 0 if none."""
     inside = {p for module in modules for p in module.parameters()}
     repeated = {
         p
@@ -293,35 +311,40 @@ def share_of_repeated(model: nn.Module, modules: Iterable[nn.Module]) -> float:
 
 
 def _is_end(module: nn.Module) -> bool:
-    """Whether a module begins or ends a stream, as an embedding or a head does, rather than carrying it on."""
+    """Return whether a module begins or ends a stream, as an embedding or a head does."""
     changes_width = isinstance(module, nn.Linear) and module.in_features != module.out_features
     return isinstance(module, nn.Embedding) or changes_width
 
 
 def stream_axis_of(name: str, shape: tuple[int, ...], inputs: Any, stream: int) -> int:
-    """The axis of states (batch, token, feature) with one axis more that counts streams, as hyper-connections have it.
+    """Return the axis that counts streams in states with one more axis than (batch, token, feature).
+
+    Hyper-connections have such states.
 
     Args:
         name: Name of the stack.
         shape: Shape of the states.
-        inputs: Inputs of the run.
-        stream: Number of the stream that is wanted.
+        inputs: Inputs of the forward pass.
+        stream: Number of the requested stream.
 
     Raises:
-        AnatomyError: If there is no such axis, or more than one would fit, or it has fewer streams.
+        AnatomyError: If there is no such axis, more than one axis fits, or the axis has fewer streams.
     """
     tokens = _token_shape(inputs)
     fitting = [a for a in range(len(shape) - 1) if len(shape) == 4 and (*shape[:a], *shape[a + 1 : -1]) == tokens]
     if len(fitting) != 1 or stream >= shape[fitting[0]]:
         raise AnatomyError(
-            f"There is no stream {stream} in {name}: its states have shape {shape}, expected one axis beside those of "
-            f"the tokens {tokens}, and no doubt which it is; pass another number, or sequences of another length."
+            f"There is no stream {stream} in {name}: its states have shape {shape}, expected exactly one axis in "
+            f"addition to those of the tokens {tokens}; pass another number, or sequences of another length.",
+            name="stack",
+            value=f"{name}:{stream}",
+            expected="the number of an existing stream",
         )
     return fitting[0]
 
 
 def _token_shape(inputs: Any) -> tuple[int, ...] | None:
-    """Shape of the token ids among the inputs."""
+    """Return the shape of the token ids among the inputs; None if there are none."""
     values = (
         inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
     )
@@ -329,24 +352,27 @@ def _token_shape(inputs: Any) -> tuple[int, ...] | None:
     return next((tuple(v.shape) for v in ids), None)
 
 
-def refuse_several_streams(chosen: Candidate, inputs: Any, record: Callable[[], Sequence[Call]]) -> int:
-    """Refuse a state that is more than one vector per token, or whose features cannot be told.
+def require_one_stream(chosen: Candidate, inputs: Any, record: Callable[[], Sequence[Call]]) -> int:
+    """Return the feature axis of a stack that carries one residual stream, or raise AnatomyError.
 
     Args:
         chosen: Stack.
-        inputs: Inputs of the run.
+        inputs: Inputs of the forward pass.
         record: As in `feature_axis_of`.
 
     Returns:
-        Axis of the state that counts features, as `feature_axis_of`.
+        The axis of the state that counts features.
 
     Raises:
-        AnatomyError: If it is one of these.
+        AnatomyError: If the state is more than one vector per token, or its feature axis cannot be determined.
     """
     if len(streams := chosen.streams) > 1:
         raise AnatomyError(
-            f"The stack {chosen.name} carries {len(streams)} residual streams side by side, of shapes "
-            f"{' and '.join(map(str, streams))}, expected one; choose another model or, as stack=, another stack."
+            f"The stack {chosen.name} carries {len(streams)} parallel residual streams, of shapes "
+            f"{' and '.join(map(str, streams))}, expected one; choose another model or, as stack=, another stack.",
+            name=chosen.name,
+            value=streams,
+            expected="a stack of one residual stream",
         )
     return feature_axis_of(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs, record)
 
@@ -358,20 +384,22 @@ def feature_axis_of(
     inputs: Any,
     record: Callable[[], Sequence[Call]],
 ) -> int:
-    """The axis of states that counts features: the last, or the second of images; one of the modules' widths.
+    """Return the axis of states that counts features: -1, or 1 for images.
 
-    Where the size of both axes is a width of the modules, the layers inside that get the state decide: a linear map
-    takes features last, a convolution second.
+    The size of that axis is a dimension of the modules' parameters. Where this holds for both axes, the layers inside
+    that receive the state decide: a linear map takes features last, a convolution second.
 
     Args:
         name: Name of the stack.
         shape: Shape of the states.
-        modules: Its blocks.
-        inputs: Inputs of the run.
-        record: Function that runs the model and gives the calls of all its modules; called where there is doubt.
+        modules: Blocks of the stack.
+        inputs: Inputs of the forward pass.
+        record: Function that runs the model and returns the calls of all its modules; called only where the shapes do
+            not decide.
 
     Raises:
-        AnatomyError: If it is neither, if it remains in doubt, or a state is more than one vector per token.
+        AnatomyError: If the axis is neither of the two, it cannot be determined, or a state is more than one vector
+            per token.
     """
     tokens = _token_shape(inputs)
     if tokens is not None and len(shape) > 3:
@@ -380,7 +408,10 @@ def feature_axis_of(
         remedy = f"choose one of them by its number, stack='{name}:0' to stack='{name}:{n - 1}'"
         raise AnatomyError(
             f"The stack {name} carries several residual streams at once: its state has shape {shape}, expected (batch, "
-            f"token, feature); {remedy if n else 'choose another model, this one cannot be read'}."
+            f"token, feature); {remedy if n else 'choose another model, because this one cannot be read'}.",
+            name=name,
+            value=shape,
+            expected="a stack with states of shape (batch, token, feature)",
         )
     widths = {size for module in modules for p in module.parameters() if p.ndim < 3 for size in p.shape}
     parts = {part for module in modules for part in module.modules()}
@@ -391,22 +422,28 @@ def feature_axis_of(
             return -1
         if axis is None:
             raise AnatomyError(
-                f"The states of {name} have shape {shape}, and its modules do not tell whether axis 1 or the last "
-                "counts features, as both sizes are widths of theirs; pass images of another size."
+                f"The states of {name} have shape {shape}, and its modules do not determine whether axis 1 or the last "
+                "one counts features, because both sizes are widths of theirs; pass images of another size.",
+                name="inputs",
+                value=shape,
+                expected="images of a size that is no width of the model",
             )
     if len(shape) == 4 and may_be_second:
         return 1
     raise AnatomyError(
         f"The last dimension of the state of {name}, shape {shape}, is not its feature dimension; only streams with "
-        "features last, or images (batch, feature, height, width), can be read."
+        "features last, or images (batch, feature, height, width), can be read.",
+        name=name,
+        value=shape,
+        expected="a stack with states of shape (..., feature) or (batch, feature, height, width)",
     )
 
 
 def _axis_by_layers(shape: tuple[int, ...], modules: Sequence[nn.Module], calls: Sequence[Call]) -> int | None:
-    """The axis that layers inside of blocks take for features: those that get the state itself, else its shape.
+    """Return the feature axis according to the layers inside the blocks; None if they do not agree on one.
 
-    Of states of three axes only the former count: with as many tokens as features, what is transposed has that shape
-    too.
+    Layers that receive the state itself decide; if there are none, those that receive a tensor of its shape. For states
+    of three axes only the former count: with as many tokens as features, a transposed state has the same shape.
     """
     parts = {part for module in modules for part in module.modules()}
     states = {s.fingerprint for call in calls if call.module in modules for s in call.inputs if s.shape == shape}
@@ -424,9 +461,9 @@ def _axis_by_layers(shape: tuple[int, ...], modules: Sequence[nn.Module], calls:
 
 
 def _axis_taken_by(module: nn.Module, shape: tuple[int, ...]) -> int | None:
-    """The axis of a tensor of some shape that a layer of torch takes for features; None if it is no such layer.
+    """Return the axis of a tensor that a layer of torch treats as features; None if it is no such layer.
 
-    Norms of features last count in torch's own class alone: subclasses for images turn the axes around.
+    For norms over the last axis only torch's own classes count, because subclasses for images transpose the axes.
     """
     if isinstance(module, nn.Linear):
         return -1 if module.in_features == shape[-1] else None

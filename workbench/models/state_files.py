@@ -1,4 +1,4 @@
-"""Files of weights, read without running code, and the files that belong together."""
+"""Weight files, read without running code, and sets of files that form one checkpoint."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from workbench.models.lazy_tensor import LazyTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Endings that `read_state` reads.
+#: File suffixes that `read_state` reads.
 STATE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
-#: The keys under which training scripts, Lightning, DeepSpeed and PyTorch's distributed checkpoints keep the weights.
+#: Keys under which training scripts, Lightning, DeepSpeed and PyTorch's distributed checkpoints store the weights.
 WEIGHT_KEYS = ("state_dict", "model_state_dict", "model", "module", "app")
-#: The names of shards. Other words before the dash belong to formats whose shards hold parts of tensors.
+#: Names of shards. Other words before the dash belong to formats whose shards hold parts of tensors.
 _SHARD = re.compile(
     r"((?:model|pytorch_model|diffusion_pytorch_model)(?:\.\w+)?)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)"
 )
-#: The files that transformers takes the weights from: the first of them that a folder has.
+#: Files from which transformers takes the weights: the first of them that a folder contains.
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -37,20 +37,23 @@ WEIGHT_FILES = (
 
 
 def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str, Tensor]:
-    """The tensors of a ``.safetensors`` file or of a pickle, which is read without running code.
+    """Read the tensors of a ``.safetensors`` file or of a pickle without running code.
 
-    A pickle may hold them below the keys `WEIGHT_KEYS`, beside an optimizer and the like, which are left out.
+    A pickle may hold them under the keys `WEIGHT_KEYS`, alongside other objects such as an optimizer, which are left
+    out.
 
     Args:
         path: Path of the file.
         mmap: Whether tensors of a pickle are views of the file, where its format allows that.
 
     Raises:
-        CheckpointError: If the file is missing, damaged, holds code, or holds no state dict.
+        CheckpointError: If the file is missing or damaged, contains code, or contains no state dict.
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"There is no file {path}; check the path.")
+        raise CheckpointError(
+            f"There is no file {path}; check the path.", name="path", value=path, expected="an existing file"
+        )
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -61,44 +64,61 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
         inner = [key for key in WEIGHT_KEYS if isinstance(state.get(key), dict) and state[key]]
         if len(inner) > 1:
             raise CheckpointError(
-                f"{path.name} may hold weights under each of {', '.join(inner)}; save one of them alone."
+                f"{path.name} may hold weights under each of {', '.join(inner)}; save only one of them.",
+                name=path.name,
+                value=inner,
+                expected="one state dict",
             )
         if not inner:
             break
         state = state[inner[0]]
     if isinstance(state, Placeholder):
         raise CheckpointError(
-            f"{path.name} holds no state dict but an object of the class {state.full_name}; "
-            "save its module.state_dict() where that class is known."
+            f"{path.name} contains no state dict, but an object of the class {state.full_name}; "
+            "save its module.state_dict() in an environment where that class is available.",
+            name=path.name,
+            value=state.full_name,
+            expected="a state dict",
         )
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if not _is_empty_extra(name, value)}
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
     ):
-        raise CheckpointError(f"{path.name} holds no state dict; save module.state_dict() into it.")
+        raise CheckpointError(
+            f"{path.name} contains no state dict; save module.state_dict() in it.",
+            name=path.name,
+            value=type(state),
+            expected="a state dict",
+        )
     if any(value.layout is not torch.strided or value.is_quantized or value.is_nested for value in state.values()):
-        raise CheckpointError(f"{path.name} holds sparse, quantized or nested tensors; save them as dense ones.")
+        raise CheckpointError(
+            f"{path.name} contains sparse, quantized or nested tensors; save them as dense tensors.",
+            name=path.name,
+            value="sparse, quantized or nested tensors",
+            expected="dense tensors",
+        )
     return state
 
 
-def _refuse_unreadable(path: Path) -> None:
-    """Refuse a file that this user may not read.
-
-    Raises:
-        CheckpointError: If it is one.
-    """
+def _require_readable(path: Path) -> None:
+    """Raise CheckpointError if this user may not read a file."""
     try:
         path.open("rb").close()
     except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read ({error.strerror}); check its permissions.") from error
+        raise CheckpointError(
+            f"{path.name} cannot be read ({error.strerror}); check its permissions.",
+            name=path.name,
+            value=error.strerror,
+            expected="a file that this user may read",
+        ) from error
 
 
 def is_plain_pickle(path: Path) -> bool:
-    """Whether a file is a pickle of tensors by name and nothing else, or no pickle but a safetensors file.
+    """Return whether a file is a safetensors file, or a pickle of named tensors without other objects.
 
     Raises:
-        CheckpointError: If it is damaged or holds code.
+        CheckpointError: If the file is damaged or contains code.
     """
     if path.suffix == ".safetensors":
         return True
@@ -108,49 +128,55 @@ def is_plain_pickle(path: Path) -> bool:
 
 
 def read_objects(path: Path) -> dict[str, Any]:
-    """The tensors and plain values of a pickle of a dict, mapped from the file.
+    """Return the tensors and simple values of a pickled dict, mapped from the file.
 
     Raises:
-        CheckpointError: If it is damaged, holds code or no dict.
+        CheckpointError: If the file is damaged, contains code or is no dict.
     """
-    held = _read_weights(path, mmap=True)
-    if not isinstance(held, dict):
-        raise CheckpointError(f"{path.name} holds no dict of tensors; fetch it again.")
-    return held
+    content = _read_weights(path, mmap=True)
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f"{path.name} contains no dict of tensors; download it again.",
+            name=path.name,
+            value=type(content),
+            expected="a dict of tensors",
+        )
+    return content
 
 
 def _is_empty_extra(name: object, value: object) -> bool:
-    """Whether an entry is the extra state of a module that has none, as Transformer Engine saves it."""
+    """Return whether an entry is an empty extra state, as Transformer Engine saves for modules without one."""
     is_empty = value is None or (isinstance(value, torch.Tensor) and value.numel() == 0)
     return isinstance(name, str) and name.endswith("_extra_state") and is_empty
 
 
 def check_safetensors(path: Path) -> None:
-    """Refuse a ``.safetensors`` file whose header does not agree with its length.
-
-    Raises:
-        CheckpointError: If it is damaged or another kind of file.
-    """
+    """Raise CheckpointError if the header of a ``.safetensors`` file does not agree with its length."""
     from safetensors import SafetensorError, safe_open
 
-    _refuse_unreadable(path)
+    _require_readable(path)
     try:
         with safe_open(path, framework="pt"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path.name} is truncated or no safetensors file; fetch it again.") from error
+        raise CheckpointError(
+            f"{path.name} is truncated or not a safetensors file; download it again.",
+            name=path.name,
+            value=str(error),
+            expected="a complete safetensors file",
+        ) from error
 
 
 def safetensors_state(path: Path) -> dict[str, LazyTensor]:
-    """The tensors of a ``.safetensors`` file by name, without their values.
+    """Return the tensors of a ``.safetensors`` file by name without reading their values.
 
     Raises:
-        CheckpointError: If it is damaged.
+        CheckpointError: If the file is damaged.
     """
     from safetensors import safe_open
 
     check_safetensors(path)
-    # The file stays open, and mapped, as long as one of its tensors is held.
+    # The file stays open and mapped as long as one of its tensors exists.
     file = safe_open(path, framework="pt", backend="mmap")
 
     def lazy(name: str) -> LazyTensor:
@@ -164,83 +190,119 @@ def safetensors_state(path: Path) -> dict[str, LazyTensor]:
 
 
 def numbered_shards(folder: Path) -> tuple[Path, ...]:
-    """The files of a sharded checkpoint without an index, known by their names, such as model-00001-of-00003.
+    """Return the files of a sharded checkpoint without an index, recognized by names such as model-00001-of-00003.
 
     Raises:
-        CheckpointError: If one of them is missing, or there are several sets of them.
+        CheckpointError: If one of the files is missing, or there are several sets.
     """
     sets: dict[str, dict[int, Path]] = {}
     for file in sorted(folder.iterdir()):
         if match := _SHARD.fullmatch(file.name):
             sets.setdefault(f"{match[1]}-{{:0>5}}-of-{match[3]}{match[4]}", {})[int(match[2])] = file
     if len(sets) > 1:
+        patterns = [pattern.replace("{:0>5}", "*") for pattern in sets]
         raise CheckpointError(
-            f"{folder} holds several sets of shards ({', '.join(s.replace('{:0>5}', '*') for s in sets)}); leave one."
+            f"{folder} contains several sets of shards ({', '.join(patterns)}); keep one.",
+            name=str(folder),
+            value=patterns,
+            expected="a folder with one set of shards",
         )
     for pattern, found in sets.items():
-        whole = range(1, int(pattern.rsplit("-of-")[1][:5]) + 1)
-        if missing := [pattern.format(i) for i in whole if i not in found]:
-            raise CheckpointError(f"{folder} lacks {missing[0]} of its shards; fetch that file too.")
-        return tuple(found[i] for i in whole)
+        numbers = range(1, int(pattern.rsplit("-of-")[1][:5]) + 1)
+        if missing := [pattern.format(i) for i in numbers if i not in found]:
+            raise CheckpointError(
+                f"The shard {missing[0]} is missing in {folder}; download that file too.",
+                name=missing[0],
+                expected="in the folder of the other shards",
+            )
+        return tuple(found[i] for i in numbers)
     return ()
 
 
 def index_files(path: Path) -> tuple[tuple[Path, ...], bool]:
-    """The files of a sharded checkpoint, all of which exist, and whether its index has metadata.
+    """Return the existing files of a sharded checkpoint, and whether its index has metadata.
 
     Raises:
         CheckpointError: If the index is damaged, or a file is missing.
     """
-    damaged = f"{path.name} is no index of a sharded checkpoint; fetch it again."
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(damaged) from error
+        raise _no_index(path) from error
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-        raise CheckpointError(damaged)
+        raise _no_index(path)
     names = sorted(set(shards.values()))
     for name in names:
         # transformers would follow a path out of the folder
         if Path(name).name != name or not (path.parent / name).is_file():
-            raise CheckpointError(f"{path.name} names {name}, which is not in the folder; fetch that file too.")
+            raise CheckpointError(
+                f"{path.name} lists {name}, which is not in the folder; download that file too.",
+                name=name,
+                expected="a file in the folder of the index",
+            )
     return tuple(path.parent / name for name in names), isinstance(index.get("metadata"), dict)
 
 
+def _no_index(path: Path) -> CheckpointError:
+    """Create the exception for a damaged index."""
+    return CheckpointError(
+        f"{path.name} is not an index of a sharded checkpoint; download it again.",
+        name=path.name,
+        expected="an index of a sharded checkpoint",
+    )
+
+
 def _read_weights(path: Path, *, mmap: bool) -> object:
-    """The content of a pickle.
+    """Return the content of a pickle.
 
     Raises:
-        CheckpointError: If it is damaged or holds code.
+        CheckpointError: If the file is damaged or contains code.
     """
     try:
         return _read_pickle(path, mmap=mmap and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path.name} holds more than tensors, possibly code, and was not loaded; "
-            "save its state dict as .safetensors where you trust it."
+            f"{path.name} was not loaded, because it contains more than tensors, possibly code; if you trust it, save "
+            "its state dict as .safetensors.",
+            name=path.name,
+            value="a pickle with more than tensors",
+            expected="a safetensors file or a pickle of tensors",
         ) from error
 
 
 def _read_pickle(path: Path, **options: bool) -> object:
-    """The content of a pickle; an UnpicklingError if it calls functions, or is no pickle.
+    """Return the content of a pickle.
 
     Objects of classes that torch does not know are replaced by placeholders.
+
+    Raises:
+        UnpicklingError: If the file calls functions or is no pickle.
+        CheckpointError: If the file is damaged or holds a program of TorchScript.
     """
-    damaged = f"{path.name} is damaged or incomplete; fetch it again."
-    _refuse_unreadable(path)
+    _require_readable(path)
     with path.open("rb") as file:
         # torch takes a zip archive without its end for an old pickle and then suspects code in it.
         if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
-            raise CheckpointError(damaged)
+            raise _damaged(path)
     try:
         with torch.serialization.safe_globals(placeholders(path)):
             return torch.load(path, map_location="cpu", weights_only=True, **options)
     except pickle.UnpicklingError:
         raise
-    except Exception as error:  # noise makes the reader fail in any way
+    except Exception as error:  # a damaged file can cause any error in the reader
         if "TorchScript" in str(error):
             raise CheckpointError(
-                f"{path.name} is a program of TorchScript, not a state dict; save the state_dict() of its module."
+                f"{path.name} is a program of TorchScript, not a state dict; save the state_dict() of its module.",
+                name=path.name,
+                value="a program of TorchScript",
+                expected="a state dict",
             ) from error
-        raise CheckpointError(damaged) from error
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> CheckpointError:
+    """Create the exception for a damaged file."""
+    return CheckpointError(
+        f"{path.name} is damaged or incomplete; download it again.", name=path.name, expected="a complete file"
+    )

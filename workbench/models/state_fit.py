@@ -1,4 +1,4 @@
-"""Whether the tensors of a checkpoint are those of a model: compared before anything changes."""
+"""Comparison of the tensors of a checkpoint with those of a model before any of them is loaded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from workbench.models.lazy_tensor import LazyTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What torch.compile puts into the names of the module that it wraps, wherever that stands in the model.
+#: Prefix of torch.compile for names of the module that it wraps, anywhere in the model.
 _COMPILED = "_orig_mod."
-#: What DataParallel and DistributedDataParallel put before every name.
+#: Prefix of DataParallel and DistributedDataParallel for every name.
 _PARALLEL = "module."
-#: Bytes of tensors on disk that are read together into a module.
+#: Bytes of tensors on disk that are read into a module at once.
 _AT_ONCE = 2**28
 
 
@@ -31,11 +31,11 @@ class Misfit:
 
     Attributes:
         missing: Names of the model's tensors that the checkpoint lacks.
-        unexpected: Names in the checkpoint that the model does not know.
-        misshapen: Name and "(found) instead of (expected)" of tensors of another shape.
+        unexpected: Names in the checkpoint that the model does not have.
+        misshapen: Names of tensors of another shape, each with "(found) instead of (expected)".
         integers: Names of integer tensors where the model has floats: quantized weights without their scales.
-        untied: Names of tensors that differ from another one, though the model holds both as one.
-        of_another_head: Names that the model does not know but another head of its family does.
+        untied: Names of tensors that differ from another tensor to which the model ties them.
+        of_another_head: Names that the model does not have but a model of its family with another head has.
     """
 
     missing: tuple[str, ...] = ()
@@ -50,16 +50,16 @@ class Misfit:
 
     @property
     def n_tensors(self) -> int:
-        """Tensors that do not fit; those of another head do no harm."""
+        """Number of tensors that do not fit, without those of another head, which are harmless."""
         return sum(map(len, (self.missing, self.unexpected, self.misshapen, self.integers, self.untied)))
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Names of the model's tensors that the checkpoint cannot fill."""
+        """Names of the model's tensors that the checkpoint cannot provide."""
         return (*self.missing, *(name for name, _ in self.misshapen))
 
     def found(self) -> str:
-        """The differences as text, to follow "it": "lacks 2 tensors (a, b) and has 1 unexpected tensor (c)"."""
+        """Describe the differences as a predicate: "lacks 2 tensors (a, b) and has 1 unexpected tensor (c)"."""
         shapes = [f"{name}: {shape}" for name, shape in self.misshapen]
         parts = [
             f"lacks {_counted(self.missing)}" if self.missing else "",
@@ -72,29 +72,29 @@ class Misfit:
         return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
 
     def unloaded(self, *, left: str) -> str:
-        """One clause on what became of the tensors that do not fit, empty if all do.
+        """Describe in one clause what was done with the tensors that do not fit; empty if all fit.
 
         Args:
-            left: Values that the model has for missing tensors: "random values".
+            left: Values that the model has for missing tensors, such as "random values".
         """
         parts = [
             f"{_counted(self.left)} left at {left}" if self.left else "",
             f"{_counted(self.unexpected)} ignored" if self.unexpected else "",
-            f"{_counted(self.integers, 'integer ')} taken as floats" if self.integers else "",
-            f"{_counted(self.untied)} ignored for the one tied to it" if self.untied else "",
+            f"{_counted(self.integers, 'integer ')} loaded as floats" if self.integers else "",
+            f"{_counted(self.untied)} ignored in favor of the tensor tied to it" if self.untied else "",
             f"{_counted(self.of_another_head)} of another head ignored" if self.of_another_head else "",
         ]
         return ", ".join(part for part in parts if part)
 
 
 def some(names: Iterable[str]) -> str:
-    """The first three of many names, for a message."""
+    """Return the first three of many names as text for a message."""
     names = list(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Names sorted with their numbers as numbers: layer 10 after layer 2."""
+    """Return names in natural order, with layer 10 after layer 2."""
 
     def key(name: str) -> list[tuple[bool, str]]:
         return [(not part.isdecimal(), part.zfill(9) if part.isdecimal() else part) for part in name.split(".")]
@@ -103,20 +103,20 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def shapes_differ(found: Collection[int], expected: Collection[int]) -> str:
-    """The text of `Misfit.misshapen` for two shapes."""
+    """Return the text of `Misfit.misshapen` for two shapes."""
     return " instead of ".join(f"({', '.join(map(str, shape))})" for shape in (found, expected))
 
 
-def plain_names(names: Iterable[str]) -> dict[str, str]:
-    """Names as they were before torch.compile and data parallelism wrapped the model.
+def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
+    """Return names without the prefixes that torch.compile and data parallelism add.
 
-    A wrapper adds its mark to every name below it; if only some names have it, it is kept.
+    A wrapper adds its prefix to every name below it; a prefix that only some names have is kept.
 
     Args:
         names: Names of a state dict.
 
     Returns:
-        Name -> plain name, the same where nothing is wrapped or two names would become one.
+        Name -> name without prefixes; unchanged if nothing is wrapped or two names would become equal.
     """
     names = list(names)
     plain = dict(zip(names, names, strict=True))
@@ -134,53 +134,57 @@ def load_state(
     left: str,
     strict: bool = True,
 ) -> str:
-    """Put the tensors of a state dict into a module, which stays as it is if they do not fit or cannot be read.
+    """Load the tensors of a state dict into a module, which is not changed if they do not fit or cannot be read.
 
     Args:
-        module: Possibly wrapped by torch.compile or data parallelism, as may be what the state dict was saved from.
-        state: Tensors by name. The module may have been a part of what was saved, as in Lightning: a prefix of the
-            names is left out if the tensors below it fill the module and those below no other do.
+        module: Module; it and the module that the state dict was saved from may be wrapped by torch.compile or data
+            parallelism.
+        state: Tensors by name. The saved object may have contained the module, as in Lightning: a prefix of the names
+            is removed if the tensors under it, and under no other prefix, are those of the module.
         name: Name of the file, for messages.
         remedy: What to do if it does not fit, for messages.
         left: Values that the module has for missing tensors; see `Misfit.unloaded`.
-        strict: Whether to refuse a state dict that does not fit; otherwise the tensors that fit are loaded.
+        strict: Whether to raise an exception if the state dict does not fit; otherwise the tensors that fit are loaded.
 
     Returns:
-        One clause on what was not loaded; empty if all was.
+        A clause that describes the tensors that were not loaded; empty if all were.
 
     Raises:
-        CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them does.
+        CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them fits.
     """
     if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in module.state_dict().values()):
         raise CheckpointError(
-            f"The weights of {type(module).__name__} are on the meta device and hold nothing; "
-            "call module.to_empty(device='cpu') before its weights are loaded."
+            f"The weights of {type(module).__name__} are on the meta device and have no values; "
+            "call module.to_empty(device='cpu') before loading its weights.",
+            name="module",
+            value="meta tensors",
+            expected="a module with tensors in memory",
         )
     fitting, misfit = matched_state(module, state, name, remedy=remedy, strict=strict)
     for tensor in fitting.values():
-        _read(tensor)  # what is damaged is found before anything changes
+        _read(tensor)  # damaged tensors are found before the module is changed
     for part in _in_parts(fitting):
-        module.load_state_dict(part, strict=False)  # all is there but what comes with a tensor that it is tied to
+        module.load_state_dict(part, strict=False)  # only tensors that are tied to another one are missing
     return misfit.unloaded(left=left)
 
 
 def matched_state(
     module: nn.Module, state: Mapping[str, Tensor | LazyTensor], name: str, *, remedy: str, strict: bool = True
 ) -> tuple[dict[str, Tensor | LazyTensor], Misfit]:
-    """The tensors of a state dict that fit a module, under its names; see `load_state`.
+    """Return the tensors of a state dict that fit a module, under the module's names; see `load_state`.
 
     Args:
         module: Module; its weights may be on the meta device.
         state: Tensors by name.
         name: Name of the file, for messages.
         remedy: What to do if it does not fit, for messages.
-        strict: Whether to refuse a state dict that does not fit.
+        strict: Whether to raise an exception if the state dict does not fit.
 
     Returns:
-        Name in the module -> tensor, and what does not fit.
+        Name in the module -> tensor, and the tensors that do not fit.
 
     Raises:
-        CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them does.
+        CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them fits.
     """
     own = module.state_dict(keep_vars=True)
     misfit = _compare(own, state)
@@ -194,13 +198,18 @@ def matched_state(
     kept = {*misfit.untied, *misfit.left}
     fitting = {key: tensor for key, tensor in state.items() if key in own and key not in kept}
     if misfit and (strict or not fitting):
-        lenient = ", or pass strict=False to load what fits" if fitting else ""
-        raise CheckpointError(f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}{lenient}.")
+        lenient = ", or pass strict=False to load the tensors that fit" if fitting else ""
+        raise CheckpointError(
+            f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}{lenient}.",
+            name=name,
+            value=misfit.found(),
+            expected=f"a checkpoint whose tensors fit {type(module).__name__}",
+        )
     return fitting, misfit
 
 
 def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Name -> name of an earlier tensor that it shares its memory with; safetensors keeps none twice."""
+    """Return name -> name of an earlier tensor with the same memory; safetensors stores such tensors only once."""
     first: dict[tuple, str] = {}
     tied = {}
     for name, tensor in state.items():
@@ -220,7 +229,7 @@ def _read(tensor: Tensor | LazyTensor) -> Tensor:
 
 
 def _in_parts(state: Mapping[str, Tensor | LazyTensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors in groups of which the memory is freed in between; those of one module stay together."""
+    """Yield the tensors in groups whose memory is freed in between; those of one module stay together."""
     part: dict[str, Tensor] = {}
     n_bytes, owner = 0, ""
     for name, tensor in state.items():
@@ -233,6 +242,7 @@ def _in_parts(state: Mapping[str, Tensor | LazyTensor]) -> Iterator[dict[str, Te
 
 
 def _compare(own: Mapping[str, Tensor], state: Mapping[str, Tensor | LazyTensor]) -> Misfit:
+    """Return the differences between the tensors of a module and those of a checkpoint."""
     tied = tied_names(own)
     held = {tied.get(name, name) for name in state}  # a tensor may be kept under any of its names
     known = {name: tensor for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}  # no extra state
@@ -252,7 +262,7 @@ def _compare(own: Mapping[str, Tensor], state: Mapping[str, Tensor | LazyTensor]
 
 
 def _same(one: Tensor | LazyTensor, other: Tensor | LazyTensor) -> bool:
-    """Whether two tensors hold the same values, NaN included."""
+    """Return whether two tensors have the same values, including NaN."""
     if one is other:
         return True
     first, second = _read(one), _read(other)
@@ -266,15 +276,15 @@ def _has_fraction(tensor: Tensor | LazyTensor) -> bool:
 
 
 def _as_named_in(own: Mapping[str, Tensor], state: Mapping[str, Tensor | LazyTensor]) -> dict[str, Tensor | LazyTensor]:
-    """The state dict under the names of the module, where these differ by wrappers only."""
-    named = {plain: name for name, plain in plain_names(own).items()}
-    return {named.get(plain, plain): state[name] for name, plain in plain_names(state).items()}
+    """Return the state dict under the names of the module where these differ only by wrappers."""
+    named = {plain: name for name, plain in unwrapped_names(own).items()}
+    return {named.get(plain, plain): state[name] for name, plain in unwrapped_names(state).items()}
 
 
 def _without_prefix(
     own: Mapping[str, Tensor], state: Mapping[str, Tensor | LazyTensor]
 ) -> dict[str, Tensor | LazyTensor] | None:
-    """The state dict without the one prefix below which a module's tensors are; None if there is no such one."""
+    """Return the state dict without the prefix of the module's tensors; None if no or more than one prefix fits."""
     n_below = Counter(name[: dot.end()] for name in state for dot in re.finditer(r"\.", name))
     n_needed = len(own.keys() - tied_names(own).keys())
     found: list[tuple[dict[str, Tensor | LazyTensor], dict[str, Tensor | LazyTensor]]] = []
@@ -282,8 +292,9 @@ def _without_prefix(
         below = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
         beside = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
         below = _as_named_in(own, below)
+        # The same tensors are found again below a prefix that ends in the prefix of a wrapper.
         is_known = any(all(other.get(name) is tensor for name, tensor in below.items()) for other, _ in found)
-        if not is_known and not _compare(own, below).left:  # known: that is the mark of a wrapper below a prefix
+        if not is_known and not _compare(own, below).left:
             found.append((below, beside))
     if len(found) != 1 or found[0][0].keys() & found[0][1].keys():
         return None
@@ -292,7 +303,7 @@ def _without_prefix(
 
 
 def _without_one_wrapper(names: list[str]) -> list[str] | None:
-    """The names with one mark of a wrapper less; None if every mark is gone."""
+    """Return the names without the prefix of one wrapper; None if there is no wrapper."""
     if names and all(name.startswith(_PARALLEL) for name in names):
         return [name.removeprefix(_PARALLEL) for name in names]
     heads = {name[: name.index(_COMPILED)] for name in names if f".{_COMPILED}" in f".{name}"}

@@ -1,4 +1,4 @@
-"""The moments of a model whose weights stay on disk: all batches pass one block, then the next."""
+"""Capture of moments from a model whose weights stay on disk: all batches pass through one block before the next."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from workbench.models.capture import (
     StreamWatcher,
     head_of,
     moments_for,
-    refusals,
-    refuse_not_finite,
-    refuse_silent,
+    require_finite,
+    require_reached,
+    unknown_block_hooks,
 )
 from workbench.models.config_options import config_options, configs_of
 from workbench.models.lockstep import CancelledPass, Lockstep, Pass
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from workbench.models.subject import Subject
     from workbench.models.token_selection import TokenSelection
 
-#: Beginnings of options that only models with recurrent layers have.
+#: Prefixes of options that only models with recurrent layers have.
 _RECURRENT = ("mamba", "ssm", "state_size", "conv", "linear_", "recurrent", "lru", "attention_hidden_size")
-#: Kinds of layers that keep nothing but keys and values.
+#: Types of layers whose cache holds only keys and values.
 _WITH_KEYS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -51,21 +51,21 @@ def capture_streamed(
     options: DmdOptions,
     layers: Sequence[int],
 ) -> None:
-    """Push batches through a model block by block, and pass on the moments of each block when all are through it.
+    """Run batches through a model block by block, and pass on the moments of each block when all batches have passed.
 
-    Each block is read from disk once. Layers that a journal has are not measured again; where it also has the states in
-    front of the first layer that is missing, and the model hands nothing else from block to block, earlier blocks do
-    not run again either. Where residuals are added outside of modules, every part of the model is read once instead,
-    and the moments of all layers are in memory together.
+    Each block is read from disk once. Layers in the journal are not measured again. If the journal also holds the
+    states that enter the first missing layer, and the model passes nothing else from block to block, the earlier blocks
+    do not run again either. If residuals are added outside of modules, every part of the model is read once, and the
+    moments of all layers are in memory at the same time.
 
     Args:
         subject: Subject whose weights are streamed.
         anatomy: Anatomy of its model.
         batches: Batches of inputs.
         selection: Selection of token states, the same in every layer.
-        results: Takes the moments.
-        options: Options of the spectra that are wanted.
-        layers: Layers wanted, rising.
+        results: Object that receives the moments.
+        options: Options of the spectra.
+        layers: Layers to measure, in increasing order.
 
     Raises:
         SnapshotError: See `capture_layers`.
@@ -87,12 +87,12 @@ def capture_streamed(
 
 
 class _OtherStatesError(Exception):
-    """What enters the first layer is not what entered it before."""
+    """The states that enter the first layer differ from those in the journal."""
 
 
 @dataclass
 class _Run:
-    """Pushes all batches through; attributes as the arguments of `capture_streamed`."""
+    """One run of all batches through a model; attributes as the arguments of `capture_streamed`."""
 
     model: nn.Module
     weights: StreamedWeights
@@ -107,18 +107,18 @@ class _Run:
     _current: threading.local = field(default_factory=threading.local)
 
     def __call__(self, first: int = 0, outputs: Sequence[Any] = (), inputs: Sequence[bytes] = ()) -> None:
-        """Push all batches through, from a layer on.
+        """Run all batches through the model from a given layer on.
 
         Args:
             first: First layer that runs.
-            outputs: What the block before it returned, one a batch.
-            inputs: Digests of what entered it, one a batch.
+            outputs: Output of the block before it, one per batch.
+            inputs: Digests of the inputs of the first layer in the journal, one per batch.
 
         Raises:
-            _OtherStatesError: If something else enters it now.
+            _OtherStatesError: If the inputs of the first layer differ from those in the journal.
         """
         current = self._current
-        # No module's call is a layer where the residual is added between modules: passes wait in front of every part.
+        # If residuals are added outside of modules, no module's call is a layer, and passes wait before every part.
         sites = () if self._is_outside else self.anatomy.sites
         template = StreamWatcher(self.anatomy, self.selection, self._add, layers=self.layers)
         self.selection.begin(self.batches)
@@ -131,7 +131,7 @@ class _Run:
             head=head_of(self.model, self.anatomy),
             n_layers=len(self.layers) if self._is_outside else None,
         )
-        with undisturbed(self.model), config_options(caches), watch(refusals(self.model, self.anatomy)):
+        with undisturbed(self.model), config_options(caches), watch(unknown_block_hooks(self.model, self.anatomy)):
             lockstep.run(
                 (on_device_of(self.model, batch) for batch in self.batches.items),
                 self._begin,
@@ -147,15 +147,15 @@ class _Run:
             )
             if self._is_outside:
                 self._add_all()
-        refuse_silent(self.anatomy, self.silent)
+        require_reached(self.anatomy, self.silent)
 
     @property
     def _is_outside(self) -> bool:
         return any(site.exit is not None for site in self.anatomy.sites)
 
     def _add_all(self) -> None:
-        """Pass on the moments of all layers, once all passes have ended."""
-        refuse_not_finite(self.anatomy, {layer: self.moments[layer].is_finite for layer in sorted(self.moments)})
+        """Pass on the moments of all layers after all passes have ended."""
+        require_finite(self.anatomy, {layer: self.moments[layer].is_finite for layer in sorted(self.moments)})
         self.silent = [layer for layer in self.layers if layer not in self.moments]
         for layer in sorted(self.moments):
             self.results.add(layer, self.moments.pop(layer))
@@ -170,12 +170,12 @@ class _Run:
         if layer not in self.moments:
             n = self.selection.n_snapshots
             self.moments[layer] = moments_for(self.anatomy, layer, x, self.options, n_snapshots=n)
-        self.moments[layer].update(x.detach(), y.detach(), refuses=False)
+        self.moments[layer].update(x.detach(), y.detach(), check_finite=False)
         if self._is_outside:
             self._current.one.n_left += 1
 
     def _choose(self, one: Pass) -> None:
-        """Choose the tokens of a pass before its first block runs, so that no more batches come than are needed."""
+        """Choose the tokens of a pass before its first block runs, so that no more batches are read than needed."""
         if one.layer is not None:
             site = self.anatomy.sites[one.layer]
             one.watcher.choose(site.state_in(*one.arguments), site)
@@ -186,10 +186,10 @@ class _Run:
 
     def _after_layer(self, layer: int, passes: Sequence[Pass]) -> None:
         journal: ProfileJournal | None = self.results.journal
-        give_back(sum(p.nbytes for p in self.anatomy.sites[layer].module.parameters()))  # what a block computes with
+        give_back(sum(p.nbytes for p in self.anatomy.sites[layer].module.parameters()))  # work space of the block
         if layer in self.moments:
-            refuse_not_finite(self.anatomy, {layer: self.moments[layer].is_finite})
-        # The states come first: a layer that is finished must not run again to find what enters the next.
+            require_finite(self.anatomy, {layer: self.moments[layer].is_finite})
+        # States are saved first, so that a finished layer never has to run again to compute the inputs of the next.
         if journal is not None and passes and all(one.layer == layer + 1 for one in passes):
             digests = [digest_of(one.arguments) for one in passes]
             if all(digests):
@@ -199,25 +199,25 @@ class _Run:
         elif layer in self.layers:
             self.silent.append(layer)
         if journal is not None:
-            undone = [wanted for wanted in self.layers if wanted not in self.results.layers]
-            journal.forget_states(min(undone, default=layer + 1) - 1)
+            unfinished = [number for number in self.layers if number not in self.results.layers]
+            journal.remove_states(min(unfinished, default=layer + 1) - 1)
 
 
 class _LastWatcher(StreamWatcher):
-    """Ends a pass from which no states are wanted as its first layer begins."""
+    """Watcher that ends a pass from which no states are needed when its first layer begins."""
 
     def choose(self, state: Tensor, site: Site) -> Tensor:
-        """As `StreamWatcher.choose`."""
+        """Choose tokens as `StreamWatcher.choose` does, or end the pass."""
         if self._chosen is None and self.selection.is_complete:
             raise CancelledPass
         return super().choose(state, site)
 
 
 def _is_cache_idle(config: Any) -> bool:
-    """Whether the cache of keys and values, which would hold those of every layer, changes nothing in one pass.
+    """Return whether the cache of keys and values, which would keep those of every layer, is not needed in one pass.
 
-    Recurrent layers take another path with a cache, which rounds differently, and layers that share keys and values
-    may read them from it.
+    With a cache, recurrent layers compute differently, with other rounding errors, and layers that share keys and
+    values may read them from it.
     """
     options = vars(config)
     is_recurrent = any(name.startswith(_RECURRENT) for name in options)

@@ -1,4 +1,4 @@
-"""Models on the meta device with readers of their weights: of transformers, of the zoo, and of the user's own."""
+"""Streamed weights of models of transformers, of the zoo and of custom models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError
-from workbench.models.state_fit import plain_names, tied_names
+from workbench.models.state_fit import tied_names, unwrapped_names
 from workbench.models.streaming import StreamedWeights, WeightSource, weight_names
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def files_identity(path: Path) -> str:
-    """Name, length and time of change of a file, or of all files of a folder, as one text."""
+    """Return name, length and modification time of a file, or of all files of a folder, as text."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     stats = [(file.name, file.stat()) for file in files]
     return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
@@ -34,31 +34,31 @@ def files_identity(path: Path) -> str:
 def stream_pretrained(
     model: nn.Module, state: Mapping[str, LazyTensor], *, identity: str, device: torch.device | str = "cpu"
 ) -> StreamedWeights:
-    """The weights of a transformers model on the meta device, read from the tensors of its checkpoint.
+    """Return the streamed weights of a transformers model on the meta device.
 
     Tensors are renamed, merged and split as transformers does when it loads the checkpoint.
 
     Args:
-        model: Model as ``from_pretrained`` makes it on the meta device.
+        model: Model as ``from_pretrained`` creates it on the meta device.
         state: Tensors of the checkpoint by their names in the files.
         identity: Text that changes when the files do.
         device: Device on which the model will run.
 
     Raises:
-        CheckpointError: If a weight of the model is made from no tensor of the checkpoint.
+        CheckpointError: If a weight of the model cannot be computed from the tensors of the checkpoint.
     """
     _fill_computed_buffers(model, state)
     names = weight_names(model)
     return _streamed(model, _Converter(model, state, set(names.values())), names, identity, device)
 
 
-def stream_plain(
+def stream_module(
     model: nn.Module, state: Mapping[str, LazyTensor], *, identity: str, device: torch.device | str = "cpu"
 ) -> StreamedWeights:
-    """The weights of any model, which go to the meta device and are read from tensors of the same names.
+    """Move a model to the meta device and return its streamed weights, read from tensors of the same names.
 
     Args:
-        model: Model that fits the tensors; what the checkpoint does not hold stays as it is.
+        model: Model that fits the tensors; parameters that the checkpoint lacks are not changed.
         state: Tensors by their names in the model.
         identity: Text that changes when the files do.
         device: Device on which the model will run.
@@ -83,18 +83,18 @@ def stream_plain(
 
 @dataclass(frozen=True)
 class _Renamed:
-    """Weights that are the tensors of a checkpoint, under names and in dtypes of the model."""
+    """Weights that equal tensors of a checkpoint, under the names and in the number formats of the model."""
 
     state: Mapping[str, LazyTensor]
     sources: Mapping[str, str]
     dtypes: Mapping[str, torch.dtype]
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Weights in the dtype that the model computes in."""
+        """Read weights in the number format of the model."""
         return {name: self.state[self.sources[name]].read().to(self.dtypes[name]) for name in names}
 
     def is_view(self, name: str) -> bool:
-        """Whether reading a weight takes no memory."""
+        """Return whether a weight is a view of its file, which needs no memory."""
         tensor = self.state.get(self.sources.get(name, ""))
         return tensor is not None and tensor.is_view and tensor.dtype == self.dtypes[name]
 
@@ -104,7 +104,7 @@ def _streamed(
 ) -> StreamedWeights:
     tensors: dict[str, Any] = dict(_named_tensors(model))
     n_bytes = {name: tensors[name].numel() * tensors[name].element_size() for name in set(names.values())}
-    for module in model.modules():  # what is in memory already runs where the weights will be
+    for module in model.modules():  # tensors in memory move to the device on which the model will run
         own: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in own:
             for name, tensor in table.items():
@@ -123,15 +123,15 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _fill_computed_buffers(model: nn.Module, state: Mapping[str, LazyTensor]) -> None:
-    """Give buffers that are computed, not loaded, their values: rotary frequencies, position indices."""
+    """Fill buffers that are computed and not loaded, such as rotary frequencies and position indices."""
     from accelerate import init_empty_weights
     from transformers.modeling_utils import local_torch_dtype
 
     kept = {name.rpartition(".")[2] for name in state}
     config: Any = model.config
     with local_torch_dtype(config.dtype or torch.float32), init_empty_weights(include_buffers=False):
-        twin = type(model)(copy.deepcopy(config))
-    computed = dict(twin.named_buffers())
+        other = type(model)(copy.deepcopy(config))
+    computed = dict(other.named_buffers())
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             full = f"{path}.{name}" if path else name
@@ -141,18 +141,18 @@ def _fill_computed_buffers(model: nn.Module, state: Mapping[str, LazyTensor]) ->
 
 
 class _Converter:
-    """Weights of a transformers model from the tensors of its checkpoint, by transformers' own rules.
+    """Weights of a transformers model, computed from the tensors of its checkpoint by the rules of transformers.
 
     Args:
         model: Model on the meta device.
         state: Tensors by their names in the files.
-        wanted: Names of the weights that will be read.
+        needed: Names of the weights that will be read.
 
     Raises:
-        CheckpointError: If one of them is made from no tensor.
+        CheckpointError: If one of them cannot be computed from the tensors.
     """
 
-    def __init__(self, model: Any, state: Mapping[str, LazyTensor], wanted: set[str]) -> None:
+    def __init__(self, model: Any, state: Mapping[str, LazyTensor], needed: set[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -165,7 +165,7 @@ class _Converter:
         self._dtypes = {name: tensor.dtype for name, tensor in own.items()}
         self._plain: dict[str, str] = {}
         self._groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        plain = plain_names(state)
+        plain = unwrapped_names(state)
         for source in sorted(state, key=lambda name: dot_natural_key(plain[name])):
             target, pattern = rename_source_key(plain[source], renamings, converters, prefix, own)
             if target not in own and plain[source] in own:
@@ -175,42 +175,46 @@ class _Converter:
             elif target in own:
                 self._plain[target] = source
         for name, first in tied_names(model.state_dict(keep_vars=True)).items():
-            if name in self._plain and first in wanted:
+            if name in self._plain and first in needed:
                 self._plain.setdefault(first, self._plain[name])
         self._renamed = _Renamed(state, self._plain, self._dtypes)
         self._group_of = self._targets()
-        if lost := wanted - {*self._plain, *self._group_of}:
+        if lost := needed - {*self._plain, *self._group_of}:
             raise CheckpointError(
-                f"{type(model).__name__} cannot be streamed: how {min(lost)} is made from the checkpoint is not known "
-                "here; open it with streaming=False."
+                f"{type(model).__name__} cannot be streamed, because it is unknown how {min(lost)} is computed from "
+                "the checkpoint; open it with streaming=False.",
+                name="streaming",
+                value=min(lost),
+                expected="False for this model",
             )
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Weights in the dtype that the model computes in."""
-        made: dict[str, Tensor] = {}
+        """Read or compute weights in the number format of the model."""
+        converted: dict[str, Tensor] = {}
         for name in names:
-            if name not in self._plain and name not in made:
-                made |= self._converted(self._group_of[name], lambda tensor: tensor.read())
+            if name not in self._plain and name not in converted:
+                converted |= self._converted(self._group_of[name], lambda tensor: tensor.read())
         plain = self._renamed.read([name for name in names if name in self._plain])
-        return {name: plain[name] if name in plain else made[name] for name in names}
+        return {name: plain[name] if name in plain else converted[name] for name in names}
 
     def is_view(self, name: str) -> bool:
-        """Whether reading a weight takes no memory."""
+        """Return whether a weight is a view of its file, which needs no memory."""
         return self._renamed.is_view(name)
 
     def _targets(self) -> dict[str, str]:
-        """Weight -> the group that it is made from; found by converting tensors without values."""
-        made: dict[str, str] = {}
+        """Return weight -> group of tensors from which it is computed, by converting tensors without values."""
+        targets: dict[str, str] = {}
         for group in self._groups:
             empty = self._converted(group, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-            made |= dict.fromkeys(empty, group)
-        return made
+            targets |= dict.fromkeys(empty, group)
+        return targets
 
     def _converted(self, group: str, read: Callable[[LazyTensor], Tensor]) -> dict[str, Tensor]:
+        """Compute the weights of a group of tensors."""
         rule = copy.deepcopy(self._converter_of[self._groups[group][0][1]])
         dtype = self._dtypes[group]
         for source, pattern in self._groups[group]:
             load: Any = functools.partial(lambda name: read(self._state[name]).to(dtype), source)
             rule.add_tensor(group, source, pattern, load)
-        made = rule.convert(group, model=self._model, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        weights = rule.convert(group, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in weights.items()}

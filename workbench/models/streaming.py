@@ -1,4 +1,4 @@
-"""A model whose weights stay on disk: each part is filled as it runs, and emptied afterwards."""
+"""Streaming of weights from disk: each part of a model is filled while it runs and emptied afterwards."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class WeightSource(Protocol):
-    """Where the weights of a model come from, by their names in the model."""
+    """Source of a model's weights by their names in the model."""
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Weights in the dtype that the model computes in."""
+        """Read weights in the number format of the model."""
 
     def is_view(self, name: str) -> bool:
-        """Whether reading a weight takes no memory: it is a view of a file on the CPU."""
+        """Return whether a weight is a view of its file on the CPU, which needs no memory."""
 
 
 class StreamedWeights:
-    """The weights of a model on the meta device, read from disk part by part while it runs.
+    """Weights of a model on the meta device, read from disk part by part while the model runs.
 
-    A part is a block (a member of a repeated container, with all that is inside) or one other module's own weights.
-    Hooks fill a part before it runs and put it back on the meta device afterwards, so that at most the parts that run
-    at the moment are in memory. On the CPU, weights that need no conversion are views of the file; those outside of
-    blocks are such views all the time then.
+    A part is a block (a member of a repeated container, including its submodules) or the weights of one other module.
+    Hooks fill a part before it runs and return it to the meta device afterwards, so that only the parts that are
+    running are in memory. On the CPU, weights that need no conversion are views of the file; outside of blocks such
+    views are permanent.
 
     Args:
         model: Model with its parameters on the meta device.
-        source: Where weights are read from, by the names of `weight_names`.
+        source: Source of the weights, by the names of `weight_names`.
         n_bytes: Bytes of each weight in memory, by name.
         identity: Text that changes when the files do.
         device: Device on which the model runs.
@@ -51,7 +51,7 @@ class StreamedWeights:
     Attributes:
         device: Device on which the model runs.
         identity: Text that changes when the files do.
-        n_reads: How often each part was read, by name.
+        n_reads: Number of times that each part was read, by name.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StreamedWeights:
         self._running: Counter[nn.Module] = Counter()
         self._filled: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
         self._skipped: set[nn.Module] = set()
-        self._stand_ins: dict[Any, Mapping[str, Tensor]] | None = None
+        self._shared: dict[Any, Mapping[str, Tensor]] | None = None
         if self.device.type != "cpu":
             model.register_forward_pre_hook(self._move_inputs, prepend=True, with_kwargs=True)
         for module in [module for module in self._parts if module not in members and not self.n_bytes(module)]:
@@ -83,32 +83,32 @@ class StreamedWeights:
         for module in self._parts:
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
-            # A model may call by itself what is inside a block, as DiT does with the embedding in its first block.
+            # A model may call a submodule of a block directly, as DiT does with the embedding in its first block.
             for inner in list(module.modules())[1:] if module in members else ():
                 inner.register_forward_pre_hook(lambda *_, block=module: self._enter(block))
                 inner.register_forward_hook(lambda *_, block=module: self._leave(block), always_call=True)
 
     def n_bytes(self, module: nn.Module) -> int:
-        """Bytes of memory that the weights of a part take while it runs: none where they are views of the files."""
+        """Return the bytes of memory that the weights of a part need while it runs; views of the files need none."""
         names = {self._names[key] for key in self._tensors.get(module) or _tensors_in(module)}
         is_here = self.device.type == "cpu"
         return sum(self._n_bytes[name] for name in names if not (is_here and self._source.is_view(name)))
 
-    def parts_beside(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
-        """The parts that are filled as they run, without these modules, what is inside them and what contains them."""
+    def other_parts(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return the parts that neither are, nor contain, nor are inside one of the given modules."""
         blocks = list(dict.fromkeys(modules))
         inside = {part for block in blocks for part in block.modules()}
         return [part for part in self._parts if part not in inside and not any(m in blocks for m in part.modules())]
 
     @contextmanager
     def hold(self, module: nn.Module) -> Iterator[None]:
-        """Context in which a part stays filled, however often it runs."""
+        """Keep a part filled within a context, however often it runs."""
         with self._all_of([module] if module in self._parts else []):
             yield
 
     @contextmanager
     def emptied_after(self) -> Iterator[None]:
-        """Context after which the parts are filled as before, also those in which a pass was cut off."""
+        """Restore the state of all parts after a context, including parts in which a pass was interrupted."""
         before = self._running.copy()
         try:
             yield
@@ -118,32 +118,36 @@ class StreamedWeights:
                     self._leave(module)
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Context in which blocks of one kind all run with the weights of the first that runs.
+    def sharing_weights(self) -> Iterator[None]:
+        """Run all blocks of one kind with the weights of the first of them within a context.
 
-        What a model computes is meaningless then; which module passes what to which is not, and it takes one block to
-        be read instead of all of them.
+        The outputs of the model are then meaningless, but the flow of states between modules is the same, and only one
+        block has to be read.
         """
-        self._stand_ins = {}
+        self._shared = {}
         try:
             yield
         finally:
-            self._stand_ins = None
+            self._shared = None
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """Context in which all weights are there: as views of the files, or in memory if they fit.
+        """Fill all parts within a context: with views of the files, or in memory if they fit.
 
         Raises:
-            CheckpointError: If they take more memory than is free.
+            CheckpointError: If the weights need more memory than is free.
         """
         parts = list(self._parts)
         needed = sum(map(self.n_bytes, parts))
         free = free_memory(self.device)
         if needed > free:
             raise CheckpointError(
-                f"This takes all weights at once, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; open the "
-                "checkpoint on the CPU with dtype='auto', so that weights stay in the files, or use a larger machine."
+                f"This operation needs all weights at once, {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
+                "open the checkpoint on the CPU with dtype='auto', so that weights stay in the files, or use a larger "
+                "machine.",
+                name="memory",
+                value=needed,
+                expected=f"at most the {free} bytes that are free",
             )
         with self._all_of(parts):
             yield
@@ -162,7 +166,7 @@ class StreamedWeights:
 
     @contextmanager
     def without(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Context in which some parts are not filled: what calls them does not run them."""
+        """Leave some parts empty within a context; their callers must not run them."""
         self._skipped = set(modules)
         try:
             yield
@@ -190,27 +194,27 @@ class StreamedWeights:
                 table[name] = empty
 
     def _fill(self, module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-        wanted = {key: self._names[key] for key in self._tensors[module]}
-        values = self._values(module, sorted(set(wanted.values())))
+        names = {key: self._names[key] for key in self._tensors[module]}
+        values = self._values(module, sorted(set(names.values())))
         filled = []
-        for (owner, name), weight_name in wanted.items():
+        for (owner, name), weight_name in names.items():
             table: Any = owner._parameters if name in owner._parameters else owner._buffers
             filled.append((owner, name, table[name]))
             value = values[weight_name].to(self.device)
-            # Whether a gradient could be wanted decides between kernels, which round differently.
-            is_parameter, wants = table is owner._parameters, table[name].requires_grad
-            table[name] = nn.Parameter(value, requires_grad=wants) if is_parameter else value
+            # requires_grad is kept, because it decides between kernels with different rounding.
+            is_parameter, requires_grad = table is owner._parameters, table[name].requires_grad
+            table[name] = nn.Parameter(value, requires_grad=requires_grad) if is_parameter else value
         return filled
 
     def _values(self, module: nn.Module, names: list[str]) -> Mapping[str, Tensor]:
         prefix = self._parts[module]
-        if self._stand_ins is not None:
+        if self._shared is not None:
             local = [name.removeprefix(prefix) for name in names]
             shapes = tuple(self._n_bytes[name] for name in names)
             kind = (type(module), tuple(local), shapes)
-            if kind not in self._stand_ins:
-                self._stand_ins[kind] = dict(zip(local, self._read_all(prefix, names).values(), strict=True))
-            return dict(zip(names, self._stand_ins[kind].values(), strict=True))
+            if kind not in self._shared:
+                self._shared[kind] = dict(zip(local, self._read_all(prefix, names).values(), strict=True))
+            return dict(zip(names, self._shared[kind].values(), strict=True))
         return self._read_all(prefix, names)
 
     def _read_all(self, part: str, names: list[str]) -> dict[str, Tensor]:
@@ -224,11 +228,7 @@ R = TypeVar("R")
 
 
 def with_weights(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function, whose first argument is a model or subject, have all weights of a streamed subject.
-
-    Args:
-        function: Function to wrap.
-    """
+    """Wrap a function so that all weights are filled while it runs if its first argument is a streamed subject."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -240,7 +240,7 @@ def with_weights(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def weight_names(model: nn.Module) -> dict[Key, str]:
-    """Owner and attribute of every parameter and buffer on the meta device -> its name; one for what is tied."""
+    """Return (owner, attribute) -> name of every parameter and buffer on the meta device; tied ones have one name."""
     names: dict[Key, str] = {}
     first: dict[int, str] = {}
     for path, module in model.named_modules():
@@ -251,28 +251,28 @@ def weight_names(model: nn.Module) -> dict[Key, str]:
     return names
 
 
-def refuse_streamed(model: nn.Module, what: str) -> None:
-    """Refuse a model whose weights are on the meta device.
+def require_in_memory(model: nn.Module, what: str) -> None:
+    """Raise CheckpointError if the weights of a model are on the meta device.
 
     Args:
         model: Model.
-        what: What needs the weights, as the start of a sentence: "Training".
-
-    Raises:
-        CheckpointError: If they are.
+        what: What needs the weights, as the subject of a sentence, such as "Training".
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError(
-            f"{what} needs all weights of {type(model).__name__} in memory, and they stay on disk; open it with "
-            "open_checkpoint(..., streaming=False)."
+            f"{what} needs all weights of {type(model).__name__} in memory, but they stay on disk; open it with "
+            "open_checkpoint(..., streaming=False).",
+            name="streaming",
+            value=True,
+            expected="False",
         )
 
 
 def _parts_of(model: nn.Module) -> tuple[dict[nn.Module, list[Key]], set[nn.Module]]:
-    """Modules that are filled as they run with the weights that each is filled with, and the members among them.
+    """Return the modules that are filled while they run, each with its weights, and the container members among them.
 
-    Members of a container that run are filled whole, other modules with their own weights; those of a container, which
-    does not run itself, go with the module that holds it.
+    Members of a container are filled together with their submodules; other modules are filled with their own weights.
+    Weights of a container itself, which is never called, belong to the module that holds it.
     """
     parts: dict[nn.Module, list[Key]] = {}
     members: set[nn.Module] = set()
@@ -297,7 +297,7 @@ def _tensors_in(module: nn.Module) -> list[Key]:
 
 
 def _own_tensors(module: nn.Module) -> list[Key]:
-    """Owner and attribute of the parameters and buffers on the meta device."""
+    """Return owner and attribute of a module's parameters and buffers on the meta device."""
     tables: tuple[Any, ...] = (module._parameters, module._buffers)
     return [
         (module, name) for table in tables for name, tensor in table.items() if tensor is not None and tensor.is_meta

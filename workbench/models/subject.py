@@ -1,4 +1,4 @@
-"""A model under study with its name, source and tokenizer."""
+"""Subjects: models under study with their name, source and tokenizer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class ByteTokenizer:
-    """Texts as the bytes of their UTF-8: 256 symbols, none of them special, as `wb.tasks.text_bytes` has them.
+    """Tokenizer of UTF-8 bytes: 256 tokens, none of them special, as in `workbench.tasks.text_bytes`.
 
     Attributes:
-        model_max_length: Most tokens of a sequence; None: without limit.
+        model_max_length: Maximum number of tokens of a sequence; None for no limit.
 
     Example:
         >>> import workbench as wb
@@ -31,9 +31,13 @@ class ByteTokenizer:
         {'input_ids': [[72, 105]]}
         >>> wb.ByteTokenizer().decode([72, 105])
         'Hi'
+
+    See Also:
+        `workbench.Subject`: Uses a tokenizer.
+        `workbench.tasks.text_bytes`: Trains on the bytes of texts.
     """
 
-    #: What a folder's config.json calls it.
+    #: Name of the tokenizer in the config.json of a folder.
     name = "bytes"
     pad_token_id = 0
     eos_token_id = None
@@ -45,12 +49,18 @@ class ByteTokenizer:
         return f"ByteTokenizer({self.model_max_length or ''})"
 
     def __call__(self, texts: str | Sequence[str], *, add_special_tokens: bool = True) -> dict[str, list[list[int]]]:
-        """The token ids of each text, under ``input_ids``; there are no special tokens to add."""
+        """Return the token ids of each text under ``input_ids``; there are no special tokens to add."""
         texts = [texts] if isinstance(texts, str) else texts
         return {"input_ids": [list(text.encode())[: self.model_max_length] for text in texts]}
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
-        """The text of one sequence; a character that was cut in two becomes "\N{REPLACEMENT CHARACTER}"."""
+        r"""Return the text of one sequence; incomplete characters become the replacement character (U+FFFD).
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.ByteTokenizer().decode([226, 130, 172])
+            '€'
+        """
         return bytes(int(i) for i in ids).decode(errors="replace")
 
 
@@ -62,18 +72,23 @@ class Subject:
         model: Module, in eval mode as opened; its mode is not changed afterwards.
         name: Short name for titles and stores.
         source: Origin of the model, for provenance.
-        folder: Folder with tokenizer files, or GGUF file with a tokenizer, where there is one.
-        own_tokenizer: Turns texts into token ids, called as those of Hugging Face are, such as `ByteTokenizer`; None:
-            the one in the folder.
-        streamed: Weights that stay on disk and fill each block while it runs; None: they are in memory.
-        unloaded: One clause on tensors that were not loaded and their values instead; empty if all were.
+        folder: Folder with tokenizer files, or GGUF file with a tokenizer; None if there is none.
+        own_tokenizer: Tokenizer that is called like those of Hugging Face, such as `ByteTokenizer`; None to use the one
+            in the folder.
+        streamed: Weights that stay on disk and fill each block while it runs; None if they are in memory.
+        unloaded: Clause that describes tensors that were not loaded and the values in their place; empty if all were
+            loaded.
 
     Example:
         >>> import workbench as wb
         >>> model = wb.zoo.transformer(d_model=16, n_heads=2)
-        >>> subject = wb.Subject(model, name="tiny", source="made here", own_tokenizer=wb.ByteTokenizer())
+        >>> subject = wb.Subject(model, name="tiny", source="created here", own_tokenizer=wb.ByteTokenizer())
         >>> subject.tokenize(["Hi"])["input_ids"].tolist()
         [[72, 105]]
+
+    See Also:
+        `workbench.open_checkpoint`: Opens a subject.
+        `workbench.profile`: Computes the spectra of a subject.
     """
 
     model: nn.Module
@@ -86,7 +101,7 @@ class Subject:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The subject's own tokenizer, or the one of Hugging Face next to the parameters.
+        """The subject's own tokenizer, or the Hugging Face tokenizer next to the parameters.
 
         Raises:
             CheckpointError: If there is none.
@@ -102,13 +117,18 @@ class Subject:
 
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         raise CheckpointError(
-            f"{self.name} comes without a tokenizer; pass token ids instead of text, or a task of wb.tasks. If its "
-            "tokens are bytes, open it as wb.Subject(model, name='mine', source='here', "
-            "own_tokenizer=wb.ByteTokenizer()), which takes text."
+            f"{self.name} has no tokenizer; pass token ids instead of text, or a task of wb.tasks, or, if its tokens "
+            "are bytes, open it as wb.Subject(model, name='mine', source='here', own_tokenizer=wb.ByteTokenizer()).",
+            name="tokenizer",
+            expected="a tokenizer for inputs that are texts",
         )
 
     def tokenize(self, texts: str | Sequence[str], *, max_length: int = 64) -> dict[str, Tensor]:
-        """Token ids of texts, padded on the right to one length and at most ``max_length`` long.
+        """Convert texts to token ids, padded on the right to equal length.
+
+        Args:
+            texts: One text or several.
+            max_length: Maximum number of tokens per text; longer ones are truncated.
 
         Returns:
             ``input_ids`` and ``attention_mask``, int64, shape (text, token).
@@ -116,12 +136,24 @@ class Subject:
         Raises:
             CheckpointError: If the subject has no tokenizer.
             SnapshotError: If no text has a token.
+
+        Example:
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> subject = wb.Subject(model, name="tiny", source="created here", own_tokenizer=wb.ByteTokenizer())
+            >>> subject.tokenize(["Hi", "Hey"])["attention_mask"].tolist()
+            [[1, 1, 0], [1, 1, 1]]
         """
         tokenizer = self.tokenizer
         texts = [texts] if isinstance(texts, str) else list(texts)
         rows = [row[:max_length] for row in tokenizer(texts, add_special_tokens=True)["input_ids"]]
         if not any(rows):
-            raise SnapshotError("The texts are empty; pass at least one that is not.")
+            raise SnapshotError(
+                "The texts are empty; pass at least one that is not.",
+                name="texts",
+                value=texts,
+                expected="a list with at least one text that is not empty",
+            )
         filler = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         length = max(len(row) for row in rows)
         ids = torch.tensor([row + [filler] * (length - len(row)) for row in rows])

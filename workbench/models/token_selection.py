@@ -1,4 +1,4 @@
-"""Select token states of a batch: all or a random few, without padding and leading tokens."""
+"""Selection of token states: all or a random subset, without padding and leading tokens."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 from torch import Tensor
 
 from workbench.errors import OptionError, SnapshotError
-from workbench.models.batches import Batches, count_rows
+from workbench.models.batches import Batches, count_examples
 from workbench.models.layout import BATCH_FIRST, BatchLayout, require
 
-#: Masks that are 0 at padding, laid out as the inputs; and PyTorch's own, (batch, token), which are True there.
+#: Masks that are 0 at padding, laid out like the inputs; and those of PyTorch, (batch, token), which are True there.
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask")
 
 
 @dataclass
 class TokenSelection:
-    """Chooses token states, the same in every layer.
+    """Selection of token states, the same in every layer.
 
-    Padding (0 in an ``attention_mask``, True in PyTorch's ``src_key_padding_mask``) is never chosen. With inputs whose
-    number of rows is known, the states are spread at random over all of them; from an iterator they are taken in order.
+    Padding (0 in an ``attention_mask``, True in PyTorch's ``src_key_padding_mask``) is never chosen. If the number of
+    sequences is known, the states are drawn at random from all of them; from an iterator they are taken in order.
 
     Attributes:
-        n_snapshots: Number to choose in total; None for all.
-        skip_first: Leading tokens of each sequence to leave out (massive activations sit on the first). Inputs without
-            token ids, as images: leading states.
+        n_snapshots: Number of states to choose in total; None for all.
+        skip_first: Number of leading tokens of each sequence to leave out, because the first often carries massive
+            activations. For inputs without token ids, such as images, the number of leading states.
         seed: Seed of the random choice.
         layout: Layout of inputs and states.
-        n_chosen: Number chosen so far.
-        n_offered: Number so far that could have been chosen.
-        has_unused_mask: Whether a mask came that does not fit the states and is not of their tokens, such as that of
-            an encoder for states of the decoder.
+        n_chosen: Number of states chosen so far.
+        n_offered: Number of states so far that could have been chosen.
+        has_unused_mask: Whether there was a mask that belongs to other tokens than the states, such as that of an
+            encoder for states of the decoder.
     """
 
     n_snapshots: int | None
@@ -45,62 +45,62 @@ class TokenSelection:
     n_chosen: int = 0
     n_offered: int = 0
     has_unused_mask: bool = False
-    _rows_left: int | None = None
+    _n_left: int | None = None
     _generator: torch.Generator = field(default_factory=torch.Generator)
 
     def __post_init__(self) -> None:
         if self.n_snapshots is not None and self.n_snapshots < 3:
-            raise SnapshotError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
+            raise SnapshotError.of("n_snapshots", self.n_snapshots, "at least 3")
         if self.skip_first < 0:
-            raise OptionError(f"skip_first is {self.skip_first}, expected at least 0.")
+            raise OptionError.of("skip_first", self.skip_first, "at least 0")
         self._generator.manual_seed(self.seed)
 
     def begin(self, batches: Batches) -> None:
-        """Set the number of sequences to expect, and their layout."""
+        """Set the layout and the expected number of sequences."""
         self.layout = batches.layout
-        self._rows_left = None if batches.n_rows is None else sum(batches.n_rows)
+        self._n_left = None if batches.n_examples is None else sum(batches.n_examples)
 
     def reset(self) -> None:
-        """Choose from the beginning."""
+        """Restart the selection from the first batch."""
         self.n_chosen = self.n_offered = 0
         self.has_unused_mask = False
         self._generator.manual_seed(self.seed)
 
     @property
     def is_complete(self) -> bool:
-        """Whether no more states are wanted."""
+        """Whether enough states are chosen."""
         return self.n_snapshots is not None and self.n_chosen >= self.n_snapshots
 
     def choose(self, leading_shape: torch.Size, batch: Any) -> Tensor:
-        """Indices into the flattened leading axes of the states of one batch, rising.
+        """Choose states of one batch and return their indices into the flattened leading axes, in increasing order.
 
         Args:
-            leading_shape: Shape of the states, without their feature.
-            batch: Batch that they belong to.
+            leading_shape: Shape of the states without the feature axis.
+            batch: Batch of the states.
 
         Raises:
-            SnapshotError: If a mask hides tokens and does not fit the states, or there is not one state for each token
-                where ``skip_first`` counts them.
-            AnatomyError: If ``skip_first`` or a mask needs to know which axis counts sequences, and that is not known.
+            SnapshotError: If a mask that hides tokens does not fit the states, or ``skip_first`` is positive and there
+                is not one state for each token.
+            AnatomyError: If ``skip_first`` or a mask depends on which axis counts sequences, and that is unknown.
         """
         candidates = self._candidates(leading_shape, batch)
         self.n_offered += len(candidates)
         if self.n_snapshots is None:
             chosen = candidates
-        elif self._rows_left is None:
+        elif self._n_left is None:
             chosen = candidates[: self.n_snapshots - self.n_chosen]
         else:
-            n_rows = count_rows(batch, self.layout.inputs or 0)
-            wanted = self.n_snapshots - self.n_chosen
-            quota = -(-wanted * n_rows // max(self._rows_left, n_rows))
-            self._rows_left -= n_rows
+            n_examples = count_examples(batch, self.layout.inputs or 0)
+            remaining = self.n_snapshots - self.n_chosen
+            quota = -(-remaining * n_examples // max(self._n_left, n_examples))
+            self._n_left -= n_examples
             shuffled = torch.randperm(len(candidates), generator=self._generator)[:quota]
             chosen = candidates[shuffled.sort().values]
         self.n_chosen += len(chosen)
         return chosen
 
     def describe(self) -> str:
-        """A description of the choice, for provenance."""
+        """Return a description of the selection for provenance."""
         which = "every token" if self.n_chosen == self.n_offered else f"{self.n_chosen} of {self.n_offered} tokens"
         if self.skip_first:
             which += f", first {self.skip_first} of each sequence left out"
@@ -115,16 +115,21 @@ class TokenSelection:
             mask = fitted.long()
         if self.skip_first:
             if mask.ndim < 2:
-                raise SnapshotError("skip_first needs states of shape (batch, token, feature); pass batched inputs.")
+                raise SnapshotError(
+                    "skip_first needs states of shape (batch, token, feature); pass batched inputs.",
+                    name="skip_first",
+                    value=self.skip_first,
+                    expected="0 for states without an axis of sequences",
+                )
             axis = require(self.layout.states, "skip_first", tuple(leading_shape))
-            self._refuse_other_tokens(tuple(leading_shape), axis, batch)
+            self._require_state_per_token(tuple(leading_shape), axis, batch)
             rows = mask.movedim(axis, 0)
             kept = rows * (rows.flatten(1).cumsum(1) > self.skip_first).view(rows.shape)
             mask = kept.movedim(0, axis)
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))  # the mask is on the host
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))  # the mask is in host memory
 
-    def _refuse_other_tokens(self, leading: tuple[int, ...], axis: int, batch: Any) -> None:
-        """Refuse to count leading tokens among states that are not one for each token of the inputs."""
+    def _require_state_per_token(self, leading: tuple[int, ...], axis: int, batch: Any) -> None:
+        """Raise SnapshotError if there is not one state for each token, so that leading tokens cannot be counted."""
         given = _token_shapes(batch)
         if len(leading) != 2 or not given:
             return
@@ -133,13 +138,16 @@ class TokenSelection:
         if leading[1 - axis] not in counts:
             known = " or ".join(map(str, sorted(counts)))
             raise SnapshotError(
-                f"skip_first leaves out the first tokens of each sequence, but where the inputs have {known} tokens "
-                f"the states have {leading[1 - axis]}, as with a prompt or image tokens in front, so that it cannot be "
-                "told which are first; pass skip_first=0."
+                f"skip_first leaves out the first tokens of each sequence, but there are {leading[1 - axis]} states "
+                f"for {known} tokens, as with a prompt or image tokens in front, so the first tokens cannot be "
+                "determined; pass skip_first=0.",
+                name="skip_first",
+                value=self.skip_first,
+                expected="0 for states that are not one for each token",
             )
 
     def _mask(self, leading: tuple[int, ...], batch: Any) -> Tensor | None:
-        """Which tokens are no padding, boolean, laid out as the states; None: nothing says so."""
+        """Return a boolean mask of the tokens that are no padding, laid out like the states; None if there is none."""
         if not isinstance(batch, Mapping):
             return None
         found, unused = None, []
@@ -158,21 +166,24 @@ class TokenSelection:
                 unused.append((name, given))
         if found is None and unused:
             name, given = unused[0]
-            if name == "attention_mask" and "decoder_input_ids" in batch:  # it is of the encoder's tokens
+            if name == "attention_mask" and "decoder_input_ids" in batch:  # it belongs to the encoder's tokens
                 self.has_unused_mask = True
                 return None
             raise SnapshotError(
                 f"The {name} of shape {tuple(given.shape)} hides tokens, but the states have leading shape {leading}, "
-                "so that padding cannot be told from tokens; pass inputs without padding."
+                "so padding cannot be distinguished from tokens; pass inputs without padding.",
+                name=name,
+                value=tuple(given.shape),
+                expected=f"a mask that fits states of leading shape {leading}",
             )
         return found
 
 
 def _token_shapes(batch: Any) -> list[tuple[int, int]]:
-    """Shapes of what says how many tokens a model is given: ids, or their embeddings; none of images or audio."""
+    """Return the shapes (first two axes) of the token ids or embeddings in a batch; none for images or audio."""
     if isinstance(batch, Mapping):
         named = [value for name, value in batch.items() if str(name).endswith(("input_ids", "inputs_embeds"))]
-        values = named and [*named, batch.get("labels")]  # of which decoders make their ids
+        values = named and [*named, batch.get("labels")]  # from which decoders derive their ids
     else:
         values = [*batch] if isinstance(batch, tuple | list) else [batch]
         values = [v for v in values if isinstance(v, Tensor) and not v.is_floating_point()]
@@ -181,13 +192,13 @@ def _token_shapes(batch: Any) -> list[tuple[int, int]]:
 
 
 def _laid_out(mask: Tensor, leading: tuple[int, ...], axis: int | None, states: int | None) -> Tensor | None:
-    """A mask laid out as the states; None if it does not fit them.
+    """Return a mask laid out like the states; None if it does not fit them.
 
     Args:
-        mask: Shape (batch, token), or (token, batch) where ``axis`` is 1.
-        leading: Shape of the states without their feature.
-        axis: Axis of the mask that counts sequences; None: that of the states is not known either.
-        states: Axis of the states that counts sequences.
+        mask: Shape (batch, token), or (token, batch) if ``axis`` is 1.
+        leading: Shape of the states without the feature axis.
+        axis: Axis of the mask that counts sequences; None if unknown.
+        states: Axis of the states that counts sequences; None if unknown.
     """
     if mask.ndim != 2 or len(leading) != 2:
         return mask if tuple(mask.shape) == leading else None
@@ -197,7 +208,7 @@ def _laid_out(mask: Tensor, leading: tuple[int, ...], axis: int | None, states: 
             require(None, "A mask that is as long as it is wide", leading)
         return mask if shapes[0] else mask.T if shapes[1] else None
     by_sequence = mask.movedim(axis, 0)
-    wanted = (leading[states], leading[1 - states])
-    if tuple(by_sequence.shape) != wanted and tuple(mask.shape) == wanted:
-        by_sequence = mask  # masks are often (batch, token) whatever the states are
-    return by_sequence.movedim(0, states) if tuple(by_sequence.shape) == wanted else None
+    expected = (leading[states], leading[1 - states])
+    if tuple(by_sequence.shape) != expected and tuple(mask.shape) == expected:
+        by_sequence = mask  # masks are often (batch, token) whatever the layout of the states
+    return by_sequence.movedim(0, states) if tuple(by_sequence.shape) == expected else None

@@ -1,4 +1,4 @@
-"""Trace the operations inside each block during one forward: projections, norms, attention scores, selections."""
+"""Traces of the operations inside each block: projections, norms, attention scores and selections."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from workbench.models.anatomy import Anatomy
-from workbench.models.block_hooks import BlockCall, BlockHooks, refuse_unknown
-from workbench.models.calling import run_foreign
+from workbench.models.block_hooks import BlockCall, BlockHooks, raise_on_unknown
+from workbench.models.calling import run_model
 from workbench.models.computed_weights import effective_map, linear_widths
 from workbench.models.config_options import config_options, visible_attention
 from workbench.models.probing import HookRequest, storage_pointer, undisturbed, watch
-from workbench.models.readable_weights import whole
+from workbench.models.readable_weights import full_tensor
 from workbench.models.site import Site
 from workbench.models.wrapping import is_split
 
@@ -27,14 +27,14 @@ Finding = TypeVar("Finding")
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """The place of the rows or columns of an operand in a parameter.
+    """Rows or columns of a parameter that form an operand.
 
     Attributes:
         name: Path of the parameter in the model.
         axis: Axis of the parameter that counts outputs: 0 for [out, in], 1 for [in, out]; 0 for a vector.
         start: Index of the first output along that axis.
         size: Number of outputs.
-        is_module: Whether the name is the path of a module instead, whose matrix is no parameter but computed.
+        is_module: Whether the name is the path of a module whose matrix is computed, not a parameter.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Projection:
     """A linear map that was applied.
 
     Attributes:
-        weight: Matrix of the map; None if that is no parameter.
+        weight: Matrix of the map; None if it is no parameter.
         bias: Bias as part of a parameter; None if there is none or it is no parameter.
-        bias_value: Bias that was added, if any.
+        bias_value: Bias that was added; None if there is none.
         into: Inputs of the map, shape (..., feature).
         out: Outputs of the map, shape (..., output).
     """
@@ -65,7 +65,16 @@ class Projection:
 
 @dataclass(frozen=True)
 class Normalization:
-    """A norm that was applied: what entered, what left, its gain and bias, and their names if they are parameters."""
+    """A norm that was applied.
+
+    Attributes:
+        into: Input of the norm.
+        out: Output of the norm.
+        gain: Name of the gain; None if it is no parameter.
+        bias: Name of the bias; None if it is no parameter.
+        gain_value: Gain; None if there is none.
+        bias_value: Bias; None if there is none.
+    """
 
     into: Tensor
     out: Tensor
@@ -82,7 +91,7 @@ class Scores:
     Attributes:
         query: Shape (..., token, head_dim).
         key: Shape (..., token, head_dim).
-        n_projections: Number of linear maps that the block had applied before.
+        n_projections: Number of linear maps that the block applied before.
     """
 
     query: Tensor
@@ -92,7 +101,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """A call of PyTorch's own multi-head attention, whose layout PyTorch documents."""
+    """A call of PyTorch's multi-head attention, whose layout PyTorch documents."""
 
     query: Tensor
     key: Tensor
@@ -105,12 +114,13 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class TopChoice:
-    """A choice of the largest along the last dimension.
+    """A selection of the largest values along the last dimension.
 
     Attributes:
         scores: Values that were compared.
-        n_selected: Number of values taken.
-        is_top_k: Whether it is a choice of the k largest for certain; a maximum may also keep an exponential in range.
+        n_selected: Number of values selected.
+        is_top_k: Whether it is certainly a selection of the k largest; a maximum may also be taken to keep an
+            exponential in range.
     """
 
     scores: Tensor
@@ -130,18 +140,18 @@ class BlockTrace:
 
 
 def trace_blocks(
-    model: nn.Module, inputs: Any, anatomy: Anatomy, analyse: Callable[[int, Site, BlockTrace], Finding]
+    model: nn.Module, inputs: Any, anatomy: Anatomy, analyze: Callable[[int, Site, BlockTrace], Finding]
 ) -> list[Finding]:
-    """Run the model once and analyse each block as soon as it is through, so that one trace at a time is in memory.
+    """Run the model once and analyze each block when it has finished, so that only one trace is in memory at a time.
 
     Args:
         model: Model to run; it is not changed.
         inputs: Inputs as for `call_model`.
         anatomy: Anatomy of the model's blocks.
-        analyse: Function of layer, site and trace.
+        analyze: Function of layer, site and trace.
 
     Returns:
-        What ``analyse`` returned, in the order of the sites.
+        The values that ``analyze`` returned, in the order of the sites.
     """
     findings: dict[int, Finding] = {}
     recorder = _Recorder(model)
@@ -153,20 +163,20 @@ def trace_blocks(
         trace, recorder.trace = recorder.trace, None
         if trace is not None:
             with torch._C.DisableTorchFunction():
-                findings[call.layer] = analyse(call.layer, call.site, trace)
+                findings[call.layer] = analyze(call.layer, call.site, trace)
 
     def leaf(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         recorder.record_leaf(module, args, output)
 
-    hooks = BlockHooks(anatomy.sites, enter, leave, on_unknown=refuse_unknown)
+    hooks = BlockHooks(anatomy.sites, enter, leave, on_unknown=raise_on_unknown)
     leaves = [part for part in hooks.parts if not any(True for _ in part.children())]
     requests: list[HookRequest] = [(part, leaf, False) for part in leaves]
-    for part in hooks.parts if not is_split(model) else ():  # a part of a split model cannot be run by itself
+    for part in hooks.parts if not is_split(model) else ():  # a part of a sharded model cannot be run by itself
         if linear_widths(part) is not None:
             requests += [(part, recorder.begin_linear, True), (part, recorder.end_linear, False)]
     options = config_options(visible_attention(model))
     with undisturbed(model), options, hooks, watch(requests), recorder:
-        run_foreign(model, inputs)
+        run_model(model, inputs)
     return [findings[layer] for layer in sorted(findings)]
 
 
@@ -174,7 +184,7 @@ _CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "double", "contig
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes the calls of interest while a block runs; computes nothing and changes nothing."""
+    """Mode that records the relevant calls while a block runs, without changing them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -184,7 +194,7 @@ class _Recorder(TorchFunctionMode):
             self._note(name, parameter)
         self._paths = {module: name for name, module in model.named_modules()}
         self._linear: list[tuple[nn.Module, int]] = []
-        # Copies of parameters in another precision: their address, and the copy itself lest the address be reused.
+        # Copies of parameters in another precision, kept so that their addresses are not reused.
         self._copies: list[Tensor] = []
 
     def _note(self, name: str, tensor: Tensor) -> None:
@@ -200,7 +210,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def record_leaf(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Note a norm that is a module of its own making; PyTorch's own are seen as functions."""
+        """Record a norm that is a custom module; those of PyTorch are recorded as functions."""
         if self.trace is None or not args or type(module).__module__.startswith("torch.nn.modules"):
             return
         if not isinstance(output, Tensor) or not isinstance(args[0], Tensor):
@@ -215,12 +225,12 @@ class _Recorder(TorchFunctionMode):
         self.trace.norms.append(self.norm(args[0], output, gain, bias))
 
     def begin_linear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """A module that should be one linear map begins."""
+        """Note the beginning of a call of a module that should be one linear map."""
         if self.trace is not None:
             self._linear.append((module, len(self.trace.projections)))
 
     def end_linear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Note the module itself as a linear map if it multiplied by no parameter, or by more than one."""
+        """Record the module itself as a linear map if it multiplied by no parameter, or by more than one."""
         trace = self.trace
         if trace is None or not self._linear or self._linear[-1][0] is not module:
             return
@@ -228,7 +238,7 @@ class _Recorder(TorchFunctionMode):
         if not args or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
             return
         inside = trace.projections[begin:]
-        is_adapted = hasattr(module, "base_layer")  # its adapter may be zero now, and will not be
+        is_adapted = hasattr(module, "base_layer")  # its adapter may still be zero
         if not is_adapted and any(p.weight is not None and torch.equal(p.out, output) for p in inside):
             return
         self.trace = None
@@ -247,16 +257,16 @@ class _Recorder(TorchFunctionMode):
         )
 
     def norm(self, into: Tensor, out: Tensor, gain: Tensor | None, bias: Tensor | None) -> Normalization:
-        """A norm that was applied."""
+        """Return the record of a norm."""
         return Normalization(_keep(into), _keep(out), self.name(gain), self.name(bias), gain, bias)
 
     def name(self, tensor: Any) -> str | None:
-        """Name of a full parameter."""
+        """Return the name of a parameter; None if the tensor is no full parameter."""
         place = self.locate(tensor)
         return place[0] if place is not None and place[1].shape == tensor.shape else None
 
     def locate(self, tensor: Any) -> tuple[str, Tensor] | None:
-        """The parameter in whose memory a tensor lies."""
+        """Return name and value of the parameter whose memory a tensor views; None if there is none."""
         pointer = storage_pointer(tensor)
         owners = self._parameters.get(pointer, []) if pointer is not None else []
         inside = [
@@ -267,7 +277,7 @@ class _Recorder(TorchFunctionMode):
         return inside[0] if inside else None
 
     def slice(self, operand: Any, *, outputs_last: bool = False) -> ParameterSlice | None:
-        """Which outputs of which parameter an operand holds; None if it is no parameter or a stranger view of one."""
+        """Return the part of a parameter that an operand is; None if it is no parameter or another kind of view."""
         place = self.locate(operand)
         if place is None:
             return None
@@ -286,7 +296,7 @@ class _Recorder(TorchFunctionMode):
         return None
 
     def note_copy(self, source: Any, result: Any) -> None:
-        """Remember that a tensor is a parameter in another precision."""
+        """Record that a tensor is a copy of a parameter in another precision."""
         name = self.name(source)
         if name is None or not isinstance(result, Tensor) or result.shape != source.shape:
             return
@@ -296,7 +306,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _Before:
-    """One call of a torch function: arguments now, result later."""
+    """Arguments of one call of a torch function, recorded before its result is known."""
 
     def __init__(self, recorder: _Recorder, trace: BlockTrace, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self.recorder, self.trace, self.func, self.args, self.kwargs = recorder, trace, func, args, kwargs
@@ -400,5 +410,5 @@ class _Before:
 
 
 def _keep(tensor: Tensor) -> Tensor:
-    """A copy, for what comes next may be written in place."""
-    return whole(tensor.detach()).clone()
+    """Return a copy, because later operations may write in place."""
+    return full_tensor(tensor.detach()).clone()

@@ -1,4 +1,4 @@
-"""Out of what wraps a model or an optimizer: subjects, ``torch.compile``, DDP, Lightning, accelerate."""
+"""Unwrapping of models and optimizers: subjects, ``torch.compile``, DDP, Lightning, accelerate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def unwrap(model: Subject | nn.Module) -> nn.Module:
-    """The module of a subject, out of ``torch.compile``: compiled code ignores hooks that come later.
+    """Return the module of a subject or of ``torch.compile``, whose compiled code ignores hooks that are added later.
 
     Raises:
         AnatomyError: As `module_of`.
@@ -28,10 +28,10 @@ def unwrap(model: Subject | nn.Module) -> nn.Module:
 
 
 def runnable(model: Subject | nn.Module) -> nn.Module:
-    """The module to call: `unwrap`, and out of a shell without forward, as a LightningModule may be.
+    """Return the module to call: unwrapped, and taken out of modules without forward, such as a LightningModule.
 
     Raises:
-        AnatomyError: As `module_of`; or if a module without forward holds several parts.
+        AnatomyError: As `module_of`; or if a module without forward does not contain exactly one part with parameters.
     """
     module = unwrap(model)
     if not isinstance(module, nn.Module) or _has_forward(module):
@@ -41,8 +41,11 @@ def runnable(model: Subject | nn.Module) -> nn.Module:
         return runnable(*parts.values())
     example = f", such as model.{next(iter(parts))}" if parts else ""
     raise AnatomyError(
-        f"{type(module).__name__} has no forward, and {len(parts) or 'none'} of its parts hold parameters, expected "
-        f"one; pass the part that maps inputs to outputs{example}."
+        f"{type(module).__name__} has no forward, and {len(parts) or 'none'} of its parts have parameters, expected "
+        f"one; pass the part that maps inputs to outputs{example}.",
+        name="model",
+        value=type(module),
+        expected="a module with forward, or with one part that has parameters",
     )
 
 
@@ -52,17 +55,17 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def subject_in(model: Subject | nn.Module) -> Subject | None:
-    """The subject, if it is one rather than a module."""
+    """Return the subject; None for a module."""
     return None if isinstance(model, nn.Module) or unwrap(model) is model else model
 
 
 def as_written() -> AbstractContextManager:
-    """Modules run as they were written: compiled code ignores hooks that come later."""
+    """Return a context in which modules run uncompiled, because compiled code ignores hooks that are added later."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module itself, out of ``torch.compile`` and DDP."""
+    """Return the module inside ``torch.compile`` and DDP."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return bare(model.module)
     inner = unwrap(model)
@@ -70,9 +73,10 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def entrances(model: nn.Module) -> list[nn.Module]:
-    """Modules by which a loop may run the whole model, outermost first: each holds every trainable weight.
+    """Return the modules that a training loop may call to run the full model, outermost first.
 
-    A LightningModule, for one, is often a shell around the model that its training step calls.
+    Each contains every trainable parameter. A LightningModule, for example, often only wraps the model that its
+    training step calls.
     """
     chain, weights = [model], {id(p) for p in model.parameters() if p.requires_grad}
     while True:
@@ -83,7 +87,7 @@ def entrances(model: nn.Module) -> list[nn.Module]:
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that moves the parameters, without its wrappers (accelerate, Lightning, SAM)."""
+    """Return the optimizer that updates the parameters, without its wrappers (accelerate, Lightning, SAM)."""
     for name in ("base_optimizer", "optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, torch.optim.Optimizer):
@@ -94,18 +98,19 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
 def acting_on_gradients(
     optimizer: torch.optim.Optimizer, args: tuple, kwargs: Mapping[str, Any], act: Callable[[Any], None]
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """Act between the gradients of an update and the update, from a hook of the optimizer before its step.
+    """Run an action between the computation of gradients and the update, from a pre-hook of the optimizer's step.
 
-    Where the optimizer has a closure make the gradients, as under Lightning, the batch is yet to come.
+    If a closure computes the gradients, as in Lightning, the action runs after the closure.
 
     Args:
-        optimizer: Optimizer whose step it is.
-        args: Positional arguments of the step, as the hook gets them.
+        optimizer: Optimizer of the step.
+        args: Positional arguments of the step, as the hook receives them.
         kwargs: Keyword arguments of the step.
-        act: Called with what the closure returns, every time that it ran; once with None where there is no closure.
+        act: Action, called with the return value of the closure each time that it ran; once with None if there is no
+            closure.
 
     Returns:
-        What the hook returns.
+        The return value of the hook: new arguments of the step, or None.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -122,6 +127,6 @@ def acting_on_gradients(
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether a rank holds only parts of the weights (FSDP, tensor parallel, DeepSpeed)."""
+    """Return whether a rank holds only parts of the weights (FSDP, tensor parallelism, DeepSpeed)."""
     is_flat = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
     return is_flat or any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Weights that DeepSpeed's ZeRO-3 divided among ranks, put together as its zero_to_fp32.py does."""
+"""Weights that DeepSpeed's ZeRO-3 partitioned among ranks, merged as its zero_to_fp32.py does."""
 
 from __future__ import annotations
 
@@ -16,52 +16,62 @@ from workbench.models.lazy_tensor import LazyTensor
 from workbench.models.state_files import read_objects
 
 _RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_(model|optim)_states\.pt")
-#: Key of the weights in float32 that a rank holds: all its parts, one after the other.
+#: Key of the float32 weights of a rank: all its parts, concatenated.
 _FLAT = "fp32_flat_groups"
 
 
 def is_partitioned(folder: Path) -> bool:
-    """Whether a folder holds the files of ranks that ZeRO-3 divided the weights among, and nothing else did."""
+    """Return whether a folder contains the files of ranks among which only ZeRO-3 partitioned the weights."""
     is_divided_otherwise = any("mp_rank_00_" not in file.name for file in folder.glob("*mp_rank_*_states.pt"))
     return bool(_files(folder, "model")) and not is_divided_otherwise
 
 
 def partitioned_state(folder: Path) -> dict[str, LazyTensor]:
-    """The weights of a folder in float32, each put together from the parts of all ranks when it is read.
+    """Return the weights of a folder in float32, each merged from the parts of all ranks when it is read.
 
-    Of each parameter, in the order in which they are listed, every rank holds an equal part, padded at the end. Frozen
-    parameters and buffers are kept apart, in the precision of training.
+    Every rank holds an equal part of each parameter, in the listed order and padded at the end. Frozen parameters and
+    buffers are stored separately, in the precision of training.
 
     Raises:
-        CheckpointError: If files are missing, damaged, hold code, or do not agree.
+        CheckpointError: If files are missing or damaged, contain code, or do not agree.
     """
     models = [read_objects(file) for file in _files(folder, "model")]
     optimizers = [read_objects(file) for file in _files(folder, "optim")]
-    damaged = f"{folder} does not hold all parts of its weights"
-    remedy = "fetch the checkpoint again, or run the zero_to_fp32.py beside it and pass the file it makes."
+    damaged = f"{folder} does not contain all parts of its weights"
+    remedy = "download the checkpoint again, or run the zero_to_fp32.py next to it and pass the file that it writes."
     try:
-        held = [optimizer["optimizer_state_dict"] for optimizer in optimizers]
-        counts = held[0]["partition_count"] if held else 0
+        parts = [optimizer["optimizer_state_dict"] for optimizer in optimizers]
+        counts = parts[0]["partition_count"] if parts else 0
         n_ranks = max(counts) if isinstance(counts, list | tuple) else counts
         if not n_ranks == len(models) == len(optimizers):
-            raise CheckpointError(f"{damaged}: there are files of {len(optimizers)} of {n_ranks} ranks; {remedy}")
-        state = _divided(models[0], [list(part[_FLAT]) for part in held])
+            raise CheckpointError(
+                f"{damaged}: there are files of {len(optimizers)} of {n_ranks} ranks; {remedy}",
+                name=str(folder),
+                value=len(optimizers),
+                expected=f"a folder with the files of {n_ranks} ranks",
+            )
+        state = _merged(models[0], [list(part[_FLAT]) for part in parts])
         state |= _frozen(models)
         state |= {name: LazyTensor.of(models[0]["module"][name]) for name in models[0]["buffer_names"]}
         shared = dict(models[0].get("shared_params") or {})
         return state | {name: state[other] for name, other in shared.items() if other in state}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{damaged}, or in another layout; {remedy}") from error
+        raise CheckpointError(
+            f"{damaged}, or has another layout; {remedy}",
+            name=str(folder),
+            value=str(error),
+            expected="a folder with the files of all ranks in the layout of ZeRO-3",
+        ) from error
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
-    """Files of a kind in the order of their ranks."""
+    """Return the files of a kind in the order of their ranks."""
     found = {int(m[1]): f for f in folder.glob("*_states.pt") if (m := _RANK.fullmatch(f.name)) and m[2] == kind}
     return [found[rank] for rank in sorted(found)]
 
 
-def _divided(model: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> dict[str, LazyTensor]:
-    """The trained parameters; the tensors of a rank, one for each group of parameters, count as one."""
+def _merged(model: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> dict[str, LazyTensor]:
+    """Return the trained parameters; the tensors of a rank, one per group of parameters, count as concatenated."""
     state: dict[str, LazyTensor] = {}
     start = 0
     for shapes in model["param_shapes"]:
@@ -71,12 +81,12 @@ def _divided(model: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> di
             state[name] = _joined(pieces, tuple(shape))
             start += length
     if any(sum(map(torch.numel, tensors)) != start for tensors in groups):
-        raise ValueError("the parts have other lengths than the shapes say")
+        raise ValueError("the lengths of the parts do not match the shapes")
     return state
 
 
 def _within(tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-    """Views of the elements from a start on, of tensors that count as one."""
+    """Return views of a range of elements of tensors that count as concatenated."""
     found = []
     for tensor in tensors:
         if start < len(tensor) and start + length > 0:
@@ -86,6 +96,7 @@ def _within(tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
 
 
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:
+    """Return the frozen parameters, which each rank stores separately."""
     shapes = models[0].get("frozen_param_shapes") or {}
     state = {}
     for name, shape in shapes.items():
@@ -97,5 +108,6 @@ def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> LazyTensor:
+    """Return the tensor of a given shape whose parts are concatenated, without padding, when it is read."""
     dtype, n = parts[0].dtype, math.prod(shape)
     return LazyTensor(shape, dtype, lambda: torch.cat(list(parts))[:n].reshape(shape).clone(), n * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Attention and routing of the block that is running, from the calls that it makes; nothing is changed."""
+"""Attention and routing of the block that is running, read from its torch calls without changing them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from workbench.monitors.attention_health import AttentionHealth, measure_attenti
 
 @dataclass(frozen=True)
 class Products:
-    """Attention of a block's tokens among themselves, from the arguments of `scaled_dot_product_attention`.
+    """Self-attention of a block's tokens, given by arguments of `scaled_dot_product_attention`.
 
     Attributes:
         q: Queries, shape (batch, query head, token, head_dim).
         k: Keys, shape (batch, key head, token, head_dim).
-        rows: Querying tokens that count, shape (batch, token); None: all.
+        rows: Mask of the querying tokens to include, shape (batch, token); None for all.
         scale: Scale, as in that function.
         is_causal: Whether attention is causal, as in that function.
         mask: Mask, as in that function; broadcast to (batch, head, token, token).
@@ -38,7 +38,7 @@ class Products:
     mask: Tensor | None = None
 
     def health(self) -> AttentionHealth:
-        """See `measure_attention`."""
+        """Measure the attention, see `measure_attention`."""
         return measure_attention(
             self.q, self.k, scale=self.scale, is_causal=self.is_causal, mask=self.mask, rows=self.rows
         )
@@ -46,13 +46,18 @@ class Products:
 
 @dataclass(frozen=True)
 class Logits:
-    """The same from the input of its softmax, shape (batch, head, token, token), or with a sink as last column."""
+    """Self-attention of a block's tokens, given by the input of its softmax.
+
+    Attributes:
+        logits: Shape (batch, head, token, token), or with a sink as last column.
+        rows: Mask of the querying tokens to include, shape (batch, token); None for all.
+    """
 
     logits: Tensor
     rows: Tensor | None
 
     def health(self) -> AttentionHealth:
-        """See `measure_logits`."""
+        """Measure the attention, see `measure_logits`."""
         return measure_logits(self.logits, rows=self.rows)
 
 
@@ -62,19 +67,19 @@ class BlockNotes:
 
     Attributes:
         leading: Shape of the residual stream without its features, such as (batch, token).
-        rows: Boolean mask of the tokens that count, of that shape; None: all.
-        wants_attention: Whether to measure its attention.
-        router: Its router; None: there is none, or it is not measured.
+        rows: Boolean mask of the tokens to include, of that shape; None for all.
+        measures_attention: Whether to measure the attention.
+        router: Router of the block; None if there is none or it is not measured.
         router_weight: The parameter that contains the router's weight.
-        attention: Its first attention of its own tokens among themselves; None: not seen.
-        logits: Logits of the router, shape (token, expert); None: not seen.
-        choices: Experts that it chose, shape (token, k); None: not seen.
+        attention: First self-attention of the block's tokens; None if not seen.
+        logits: Logits of the router, shape (token, expert); None if not seen.
+        choices: Experts chosen by the router, shape (token, k); None if not seen.
         batch_axis: Axis of ``leading`` that counts sequences.
     """
 
     leading: torch.Size
     rows: Tensor | None
-    wants_attention: bool = True
+    measures_attention: bool = True
     router: Router | None = None
     router_weight: Tensor | None = None
     attention: AttentionHealth | None = None
@@ -84,11 +89,14 @@ class BlockNotes:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all rows together."""
+        """Number of tokens of the batch."""
         return self.leading.numel()
 
     def rows_as(self, n_rows: int, n_tokens: int) -> Tensor | None:
-        """Which tokens count, shape (batch, token), also for a token-first stream."""
+        """Return the mask of the tokens to include, shape (batch, token), also for a token-first stream.
+
+        None if all tokens are included, or if the shape does not match.
+        """
         if self.rows is None:
             return None
         rows = self.rows.movedim(self.batch_axis, 0)
@@ -96,34 +104,34 @@ class BlockNotes:
 
 
 class BlockCalls(TorchFunctionMode):
-    """While active, fills in `block`, if there is one.
+    """Function mode that records attention and routing of the running block in `block`.
 
     Attributes:
-        block: Notes on the block that is running; None between blocks.
+        block: Measurements of the block that is running; None between blocks.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.block: BlockNotes | None = None
-        self._maximum: tuple[Tensor, Tensor] | None = None  # of scores, which may be subtracted from them
-        self._casts: list[Tensor] = []  # copies of a router's weight; kept, so that their addresses are not reused
+        self._maximum: tuple[Tensor, Tensor] | None = None  # scores and their maximum, which may be subtracted
+        self._casts: list[Tensor] = []  # copies of a router's weight; stored so that their addresses are not reused
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.block is not None and (note := _NOTES.get(getattr(func, "__name__", "").strip("_"))):
-            with torch.no_grad():  # measuring needs no graph, the call itself may
+            with torch.no_grad():  # unlike the call itself, the measurement needs no graph
                 note(self, self.block, _Arguments(args, kwargs), result)
         return result
 
     def measure(self, block: BlockNotes, call: Products | Logits) -> None:
-        """Fill in the attention of a block."""
+        """Measure and store the attention of a block."""
         block.attention = call.health()
 
     def on_fused_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
-        """`scaled_dot_product_attention`."""
+        """Handle a call of `scaled_dot_product_attention`."""
         del result
-        if not block.wants_attention or block.attention is not None:
+        if not block.measures_attention or block.attention is not None:
             return
         q, k = given.get(0, "query"), given.get(1, "key")
         if not _is_own_attention(block, q, k):
@@ -143,10 +151,10 @@ class BlockCalls(TorchFunctionMode):
         self.measure(block, call)
 
     def on_softmax(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
-        """A softmax over as many columns as there are tokens, or one more: a sink, which counts as a token."""
+        """Handle a softmax over as many columns as tokens, or one more for a sink, which counts as a token."""
         del result
         logits, dim = given.get(0, "input"), given.get(1, "dim")
-        if not block.wants_attention or block.attention is not None or not isinstance(logits, Tensor):
+        if not block.measures_attention or block.attention is not None or not isinstance(logits, Tensor):
             return
         if logits.ndim < 3 or dim not in (-1, logits.ndim - 1) or logits.shape[-1] - logits.shape[-2] not in (0, 1):
             return
@@ -163,9 +171,9 @@ class BlockCalls(TorchFunctionMode):
             self.measure(block, Logits(logits, block.rows_as(n_rows, n_tokens)))
 
     def on_packed_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
-        """The call behind `torch.nn.MultiheadAttention`, inside which no other is seen."""
+        """Handle the call behind `torch.nn.MultiheadAttention`, whose inner calls are not visible."""
         del result
-        if not block.wants_attention or block.attention is not None:
+        if not block.measures_attention or block.attention is not None:
             return
         bound = inspect.signature(functional.multi_head_attention_forward).bind(*given.args, **given.kwargs)
         bound.apply_defaults()
@@ -189,16 +197,16 @@ class BlockCalls(TorchFunctionMode):
         self.measure(block, Products(q, k, block.rows_as(n_rows, n_tokens), mask=mask))
 
     def on_projection(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
-        """A linear map: is it the router's?"""
+        """Handle a linear map, and store its output if it is the router's."""
         if block.router is None or not isinstance(result, Tensor) or result.shape[-1:] != (block.router.n_experts,):
             return
         if any(self._is_router_weight(block, operand) for operand in given.values()):
             block.logits = result.detach().reshape(-1, block.router.n_experts).clone()
 
     def on_choice(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
-        """The largest of something: of one value per expert, as many as the router takes? The last such counts."""
+        """Handle a maximum or top-k, and store the choices if it selects the router's experts; the last one counts."""
         scores = given.get(0, "input")
-        if block.wants_attention and block.attention is None and isinstance(scores, Tensor) and scores.ndim == 4:
+        if block.measures_attention and block.attention is None and isinstance(scores, Tensor) and scores.ndim == 4:
             maximum = getattr(result, "values", None)
             if isinstance(maximum, Tensor) and maximum.shape == (*scores.shape[:-1], 1):
                 self._maximum = scores, maximum
@@ -213,7 +221,7 @@ class BlockCalls(TorchFunctionMode):
             block.choices = chosen.detach().reshape(-1, router.top_k).clone()
 
     def on_cast(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
-        """A copy of the router's weight in another precision."""
+        """Handle a cast, and store the result if it is a copy of the router's weight."""
         if block.router is not None and isinstance(result, Tensor) and self._is_router_weight(block, given.args[0]):
             self._casts.append(result)
 
@@ -249,7 +257,7 @@ _NOTES: dict[str, Callable[[BlockCalls, BlockNotes, _Arguments, Any], None]] = {
 
 
 def _is_own_attention(block: BlockNotes, q: Any, k: Any) -> bool:
-    """Whether queries and keys are those of the block's tokens, head by head."""
+    """Return whether queries and keys are those of the block's tokens, head by head."""
     if not isinstance(q, Tensor) or not isinstance(k, Tensor) or q.ndim not in (3, 4) or q.shape[-2] != k.shape[-2]:
         return False
     n_rows, rest = divmod(block.n_tokens, q.shape[-2])
@@ -257,7 +265,7 @@ def _is_own_attention(block: BlockNotes, q: Any, k: Any) -> bool:
 
 
 def _packed_mask(mask: Tensor | None, padding: Tensor | None, n_rows: int) -> Tensor | None:
-    """What is added to the scores; in these masks True marks hidden tokens."""
+    """Return the sum of the masks as added to the scores; in boolean masks True marks hidden tokens."""
     parts = []
     if mask is not None:
         mask = mask.reshape(n_rows, -1, *mask.shape[-2:]) if mask.ndim == 3 else mask[None, None]

@@ -1,4 +1,4 @@
-"""Health of attention: how its query-key products move, how large its logits are, how sharp it is."""
+"""Measures of attention: changes of query-key products, size of logits, and entropy."""
 
 from __future__ import annotations
 
@@ -11,39 +11,40 @@ from torch import Tensor
 from workbench.errors import OptionError
 from workbench.monitors.matrices import singular_values, upper_factor, widened, without_rounding
 
-#: Scores to hold at a time: on the host what fits its caches, elsewhere enough to keep the device busy.
+#: Number of scores to hold at a time: on the host as many as fit its caches, elsewhere enough to occupy the device.
 _SCORES_ON_HOST, _SCORES_ON_DEVICE = 2**17, 2**23
-#: Largest score of a masked token, in models that add such a number.
+#: Largest score of a masked token, in models that add a finite number as mask.
 _CUSTOMARY_MASK = -1e4
 
 
 def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> dict[str, Tensor]:
-    """Singular values of the change of the query-key products between two states of the weights.
+    """Return the singular values of the change of the query-key products between two states of the weights.
 
-    With dWq = wq1 - wq0 and dWk = wk1 - wk0 the product moves by D2 + D3 (Huang et al. 2026, arXiv:2606.28116). No
+    With dWq = wq1 - wq0 and dWk = wk1 - wk0 the product changes by D2 + D3 (Huang et al. 2026, arXiv:2606.28116). No
     matrix of feature x feature is formed: with R_q and R_k the triangular factors of [dWq, wq0] and [dWk, wk0],
-    each product is a small matrix between orthonormal columns. Only products are compared, so that a change of basis
-    within a head (wq R, wk R^-T at both states) leaves D2, D3 and W as they are.
+    each product is a small matrix between orthonormal columns. Since only products are compared, D2, D3 and W are
+    invariant under a change of basis within a head (wq R, wk R^-T at both states).
 
     Args:
-        wq0: Query weights at the base point, shape (..., query head, feature, head_dim); layers of one shape can be
-            stacked in front.
+        wq0: Query weights at the base point, shape (..., query head, feature, head_dim); layers of equal shape can be
+            stacked along leading dimensions.
         wk0: Key weights at the base point, shape (..., key head, feature, head_dim). With fewer key than query heads,
-            each serves several consecutive query heads.
-        wq1: Query weights now.
-        wk1: Key weights now.
+            each key head serves several consecutive query heads.
+        wq1: Current query weights.
+        wk1: Current key weights.
 
     Returns:
-        Singular values in the unit of the weights (squared for the products), falling, shape (..., query head, n):
+        Singular values in the unit of the weights (squared for the products), in decreasing order, shape
+        (..., query head, n):
 
         - ``D2``: of dWq wk0' + wq0 dWk', n = min(2 head_dim, feature);
         - ``D3``: of dWq dWk'; ``dWq``; ``dWk``; ``W``: of wq1 wk1'; each n = min(head_dim, feature).
 
-        Those that are zero within rounding are 0, as in `singular_values`: a head that did not move gives zeros, so
-        norm 0 and effective rank NaN. NaN for a head of which a query or key weight is not finite.
+        Values that are zero within rounding are 0, as in `singular_values`: a head that did not change has norm 0 and
+        effective rank NaN. NaN for a head with a query or key weight that is not finite.
 
     Raises:
-        OptionError: If shapes do not fit, or the query heads cannot be shared out among the key heads.
+        OptionError: If the shapes do not match, or if the number of query heads is not a multiple of that of key heads.
 
     Example:
         >>> import torch
@@ -54,26 +55,30 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
         {'D2': (3, 8), 'D3': (3, 4), 'dWq': (3, 4), 'dWk': (3, 4), 'W': (3, 4)}
         >>> spectrum["D3"].max().item()
         0.0
+
+    See Also:
+        `workbench.monitors.effective_rank`: Effective rank of the singular values.
+        `workbench.Recorder`: Records these spectra for every head.
     """
     _check_heads(wq0, wk0, wq1, wk1)
-    n_shares = wq0.shape[-3] // wk0.shape[-3]
+    n_per_key = wq0.shape[-3] // wk0.shape[-3]
     n_features, head_dim = wq0.shape[-2:]
-    r_q, r_k = upper_factor(_moved_and_base(wq0, wq1)), upper_factor(_moved_and_base(wk0, wk1))
+    r_q, r_k = upper_factor(_change_and_base(wq0, wq1)), upper_factor(_change_and_base(wk0, wk1))
     n = min(n_features, head_dim)
     of_dwk = singular_values(r_k[..., :n, :head_dim])
-    # A head is judged as a whole: its dWk is not known if its queries are not.
-    unknown = ~torch.isfinite(r_q).flatten(-2).all(-1) | ~torch.isfinite(_spread(r_k, n_shares)).flatten(-2).all(-1)
-    # Both factors begin with what moved, so that the first rows of R are its own factor.
+    # All values of a head are NaN if a query or key weight is not finite, including dWk, which needs only the keys.
+    unknown = ~torch.isfinite(r_q).flatten(-2).all(-1) | ~torch.isfinite(_spread(r_k, n_per_key)).flatten(-2).all(-1)
+    # The changes come first in both matrices, so that the first rows of R are the factor of the change alone.
     (dq, q0), (dk, k0) = r_q.split(head_dim, -1), r_k.split(head_dim, -1)
     q1, k1 = upper_factor(dq + q0), upper_factor(dk + k0)
-    dk, k0, k1 = (_spread(part, n_shares) for part in (dk, k0, k1))
+    dk, k0, k1 = (_spread(part, n_per_key) for part in (dk, k0, k1))
     parts = dq @ k0.mT, q0 @ dk.mT
-    size = sum(torch.linalg.matrix_norm(part) for part in parts)  # of which little is left where the two cancel
+    size = sum(torch.linalg.matrix_norm(part) for part in parts)  # much larger than D2 if the two parts cancel
     spectra = {
         "D2": without_rounding(singular_values(parts[0] + parts[1]), n_features, largest=size),
         "D3": singular_values(dq[..., :n, :] @ dk[..., :n, :].mT),
         "dWq": singular_values(dq[..., :n, :]),
-        "dWk": of_dwk.repeat_interleave(n_shares, -2),
+        "dWk": of_dwk.repeat_interleave(n_per_key, -2),
         "W": singular_values(q1 @ k1.mT),
     }
     return {
@@ -84,22 +89,25 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
 
 @dataclass(frozen=True)
 class AttentionHealth:
-    """Logits and entropy of the attention of one layer on some tokens; NaN for a head with a score that is not finite.
+    """Logits and entropy of the attention of one layer; NaN for a head with a score that is not finite.
 
     Attributes:
-        logit_max: Largest score before the softmax of what may be seen, shape (..., head). Training worsens near 1e3,
+        logit_max: Largest score of a visible token before the softmax, shape (..., head). Training worsens near 1e3,
             and above 1e4 it always diverged (arXiv:2309.14322).
         entropy: Mean over tokens of the entropy of their attention, in nat, shape (..., head). Its collapse to 0
             precedes divergence (arXiv:2303.06296).
-        entropy_share: Mean over tokens of that entropy over its largest value, log(number of tokens seen), between 0
-            and 1; tokens that see but one are left out. Shape (..., head).
+        entropy_share: Mean over tokens of that entropy over its largest value, log(number of visible tokens), between 0
+            and 1; tokens that see only one token are left out. Shape (..., head).
 
     Example:
         >>> import torch
         >>> import workbench as wb
         >>> health = wb.monitors.measure_attention(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))
-        >>> health.logit_max.tolist(), [round(share, 3) for share in health.entropy_share.tolist()]
+        >>> health.logit_max.tolist(), [round(fraction, 3) for fraction in health.entropy_share.tolist()]
         ([0.0, 0.0], [1.0, 1.0])
+
+    See Also:
+        `workbench.monitors.measure_attention`: Computes it.
     """
 
     logit_max: Tensor
@@ -116,24 +124,27 @@ def measure_attention(
     mask: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> AttentionHealth:
-    """Scores and entropy of the attention softmax(scale q k' + mask), as `scaled_dot_product_attention` defines it.
+    """Measure logits and entropy of the attention softmax(scale q k' + mask).
 
-    Computed in the precision of the queries, at least float32, a few rows of scores at a time.
+    Attention is defined as in `scaled_dot_product_attention`. It is computed in the precision of the queries, at least
+    float32, a few rows of scores at a time.
 
     Args:
         q: Queries, shape (batch, query head, token, head_dim), as they enter the scores.
-        k: Keys, shape (batch, key head, token, head_dim); fewer heads serve several query heads in a row each.
-        scale: Factor on the products; None: 1 / sqrt(head_dim).
-        is_causal: Whether a token attends only to itself and those before it.
-        mask: Boolean, True for what may be seen, or added to the scores; shaped like them, (batch, head, token,
-            token), or broadcast to it.
-        rows: Querying tokens that count, boolean, shape (batch, token); None: all. Tokens that see nothing never count.
+        k: Keys, shape (batch, key head, token, head_dim); with fewer key than query heads, each serves several
+            consecutive query heads.
+        scale: Factor of the products; None for 1 / sqrt(head_dim).
+        is_causal: Whether a token attends only to itself and to earlier tokens.
+        mask: Boolean mask, True for visible tokens, or a number added to the scores; shape (batch, head, token, token)
+            or broadcast to it.
+        rows: Boolean mask of the querying tokens to include, shape (batch, token); None for all. Tokens that see no
+            token are never included.
 
     Returns:
-        One number per query head, over all rows of the batch; NaN where no token counts.
+        One number per query head, over all tokens of the batch; NaN if no token is included.
 
     Raises:
-        OptionError: If the query heads cannot be shared out among the key heads.
+        OptionError: If the number of query heads is not a multiple of that of key heads.
 
     Example:
         >>> import torch
@@ -142,12 +153,11 @@ def measure_attention(
         >>> health = wb.monitors.measure_attention(q, q[:, :2], is_causal=True)
         >>> tuple(health.logit_max.shape), bool((health.entropy_share <= 1).all())
         ((4,), True)
+
+    See Also:
+        `workbench.monitors.ModelProbe`: Measures the attention of all layers of a model.
     """
-    if q.shape[-3] % k.shape[-3]:
-        raise OptionError(
-            f"{q.shape[-3]} query heads cannot be shared out among {k.shape[-3]} key heads; their number must be a "
-            "multiple."
-        )
+    _check_groups(q.shape[-3], k.shape[-3])
     q, k = _at_least_float32(q), _at_least_float32(k)
     k = _spread(k, q.shape[-3] // k.shape[-3])
     (n_rows, n_heads, n_queries), n_keys = q.shape[:3], k.shape[-2]
@@ -172,15 +182,16 @@ def measure_attention(
 
 
 def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHealth:
-    """The same from what enters the softmax, the mask added.
+    """Measure attention from the input of its softmax, that is, from scores with the mask added.
 
     Args:
-        logits: Shape (batch, head, token, token). Scores at the lowest value of the precision are masked; as masks of
-            -1e4 are about as well, what is there or lower does not count among the tokens that could be seen.
+        logits: Shape (batch, head, token, token). Scores at the lowest value of the number format are masked. Since
+            masks of -1e4 are common too, tokens with such a score or a lower one do not count as visible in the largest
+            value of the entropy.
         rows: As in `measure_attention`.
 
     Returns:
-        As `measure_attention`.
+        The same as `measure_attention`.
     """
     lowest = torch.finfo(logits.dtype).min / 2
     n_rows, n_heads, n_queries, n_keys = logits.shape
@@ -193,11 +204,11 @@ def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHe
 
 
 class _Tally:
-    """Accumulates a layer's rows of scores, part by part."""
+    """Accumulator of a layer's scores, part by part."""
 
     def __init__(self, n_heads: int, device: torch.device) -> None:
         zeros = widened(torch.zeros(4, n_heads, device=device))
-        self.entropy, self.share, self.n_entropies, self.n_shares = zeros
+        self.entropy, self.fraction, self.n_entropies, self.n_fractions = zeros
         self.largest = torch.full_like(self.entropy, -torch.inf)
 
     def add(
@@ -207,14 +218,15 @@ class _Tally:
 
         Args:
             logits: Shape (row, head, token, token).
-            is_visible: What may be seen, broadcast to it; None: all.
-            rows: Querying tokens that count, shape (row, 1, token); None: all.
-            n_choices: Tokens that could be seen, shape (row, head, token); None: as many as are visible.
+            is_visible: Mask of the visible tokens, broadcast to that shape; None for all.
+            rows: Mask of the querying tokens to include, shape (row, 1, token); None for all.
+            n_choices: Number of tokens that could be seen, shape (row, head, token); None for the number of visible
+                tokens.
         """
         if is_visible is None:
             n_seen = torch.full_like(logits[..., 0], logits.shape[-1])
         else:
-            # Finite, and still nothing after the exponential: 0 * inf would be NaN.
+            # Finite, since 0 * inf would be NaN, but still 0 after the exponential.
             logits = logits.masked_fill(~is_visible, torch.finfo(logits.dtype).min / 4)
             n_seen = is_visible.sum(-1).to(logits.dtype).expand(logits.shape[:-1])
         n_choices = n_seen if n_choices is None else n_choices.to(logits.dtype)
@@ -228,20 +240,20 @@ class _Tally:
         highest = widened(largest.squeeze(-1)).masked_fill(~counts, -torch.inf).amax((0, -1))
         self.largest = torch.maximum(self.largest, highest)
         self.entropy += entropy.masked_fill(~counts, 0).sum((0, -1))
-        self.share += (entropy / n_choices.log()).masked_fill(~is_choice, 0).sum((0, -1))
+        self.fraction += (entropy / n_choices.log()).masked_fill(~is_choice, 0).sum((0, -1))
         self.n_entropies += counts.sum((0, -1))
-        self.n_shares += is_choice.sum((0, -1))
+        self.n_fractions += is_choice.sum((0, -1))
 
     def result(self) -> AttentionHealth:
-        """The result; 0 / 0 is NaN."""
+        """Return the result; NaN for heads without an included token."""
         largest = self.largest.masked_fill(self.n_entropies == 0, torch.nan)
-        return AttentionHealth(largest, self.entropy / self.n_entropies, self.share / self.n_shares)
+        return AttentionHealth(largest, self.entropy / self.n_entropies, self.fraction / self.n_fractions)
 
 
 def _parts(
     n_rows: int, n_heads: int, n_queries: int, n_keys: int, device: torch.device
 ) -> Iterator[tuple[slice, slice]]:
-    """Rows of the batch, and their queries, to take together: whole rows where they fit, else pieces of one."""
+    """Yield slices of batch and queries to process together: full sequences where they fit, otherwise parts of one."""
     at_a_time = _SCORES_ON_HOST if device.type == "cpu" else _SCORES_ON_DEVICE
     rows_at_a_time = max(1, at_a_time // max(1, n_heads * n_queries * n_keys))
     queries_at_a_time = max(1, at_a_time // max(1, n_heads * n_keys))
@@ -255,12 +267,12 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _added(logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores with a mask added, and what may be seen."""
+    """Return the scores with a mask added, and the mask of visible tokens."""
     return logits + mask, ~(mask < torch.finfo(mask.dtype).min / 2)
 
 
-def _moved_and_base(before: Tensor, after: Tensor) -> Tensor:
-    """[after - before, before], (..., head, feature, 2 head_dim), filled in place: the matrices are large."""
+def _change_and_base(before: Tensor, after: Tensor) -> Tensor:
+    """Return [after - before, before], (..., head, feature, 2 head_dim), filled in place to save memory."""
     head_dim = before.shape[-1]
     both = widened(before[..., :0]).new_empty(*before.shape[:-1], 2 * head_dim)
     both[..., :head_dim] = after.detach()
@@ -269,24 +281,37 @@ def _moved_and_base(before: Tensor, after: Tensor) -> Tensor:
     return both
 
 
-def _spread(per_key_head: Tensor, n_shares: int) -> Tensor:
-    """(..., key head, ., .) -> (..., query head, ., .)."""
-    return per_key_head.repeat_interleave(n_shares, dim=-3) if n_shares > 1 else per_key_head
+def _spread(per_key_head: Tensor, n_per_key: int) -> Tensor:
+    """Repeat key heads: (..., key head, ., .) -> (..., query head, ., .)."""
+    return per_key_head.repeat_interleave(n_per_key, dim=-3) if n_per_key > 1 else per_key_head
+
+
+def _check_groups(n_query: int, n_key: int) -> None:
+    """Raise OptionError if query heads cannot be divided equally among key heads."""
+    if n_key == 0 or n_query % n_key:
+        raise OptionError(
+            f"The number of query heads must be a multiple of that of key heads, got {n_query} and {n_key}.",
+            name="query heads",
+            value=n_query,
+            expected=f"a multiple of {n_key}",
+        )
 
 
 def _check_heads(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> None:
     if wq0.shape != wq1.shape or wk0.shape != wk1.shape:
         raise OptionError(
-            f"The weights at the base point have shapes {tuple(wq0.shape)} and {tuple(wk0.shape)}, those now "
-            f"{tuple(wq1.shape)} and {tuple(wk1.shape)}; pass the same heads twice."
+            f"The weights at the base point have shapes {tuple(wq0.shape)} and {tuple(wk0.shape)}, the current ones "
+            f"{tuple(wq1.shape)} and {tuple(wk1.shape)}; pass the same heads twice.",
+            name="wq1, wk1",
+            value=(tuple(wq1.shape), tuple(wk1.shape)),
+            expected="of the shapes of wq0 and wk0",
         )
     if wq0.ndim < 3 or wq0.shape[-2:] != wk0.shape[-2:] or wq0.shape[:-3] != wk0.shape[:-3]:
         raise OptionError(
             f"Query weights of shape {tuple(wq0.shape)} and key weights of shape {tuple(wk0.shape)} have no product; "
-            "expected (..., head, feature, head_dim) with the same feature and head_dim."
+            "expected (..., head, feature, head_dim) with the same feature and head_dim.",
+            name="wk0",
+            value=tuple(wk0.shape),
+            expected="of shape (..., head, feature, head_dim), with the feature and head_dim of wq0",
         )
-    if wk0.shape[-3] == 0 or wq0.shape[-3] % wk0.shape[-3]:
-        raise OptionError(
-            f"{wq0.shape[-3]} query heads cannot be shared out among {wk0.shape[-3]} key heads; their number must be a "
-            "multiple."
-        )
+    _check_groups(wq0.shape[-3], wk0.shape[-3])

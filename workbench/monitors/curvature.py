@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import OptionError
 from workbench.models.config_options import config_options, visible_attention
+from workbench.models.loss_graph import require_graph
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import unwrap
 
@@ -30,32 +31,32 @@ def sharpness(
     n_vectors: int = 20,
     n_products: int = 200,
 ) -> float:
-    """Largest eigenvalue of the Hessian of a loss with respect to all trainable parameters.
+    """Compute the largest eigenvalue of the Hessian of a loss with respect to all trainable parameters.
 
-    Gradient descent at learning rate eta is stable up to 2 / eta (Cohen et al. 2021, arXiv:2103.00065). The eigenvalue
-    comes from the implicitly restarted Lanczos method (ARPACK, by way of SciPy) on Hessian-vector products by double
-    backward; attention runs in PyTorch's plain kernel, as the fused ones have no second derivative. The start vector is
-    the same every time.
+    Gradient descent with learning rate eta is stable up to a sharpness of 2 / eta (Cohen et al. 2021,
+    arXiv:2103.00065). The eigenvalue is computed by the implicitly restarted Lanczos method (ARPACK, through SciPy) on
+    Hessian-vector products by double backward. Attention runs in PyTorch's unfused kernel, since the fused ones have no
+    second derivative. The start vector is fixed.
 
-    The loss is taken in eval mode, so without dropout. Parameters, their ``.grad``, modes, hooks and random states are
-    left as they were.
+    The loss is evaluated in eval mode, so without dropout. Parameters, their ``.grad``, modes, hooks and random states
+    are left unchanged.
 
     Args:
         model: Module whose operations can be differentiated twice.
         loss_of: Function from the model to its loss on fixed examples, a 0-dim tensor; called once. The forward
-            graph stays in memory meanwhile, so use few examples.
-        tolerance: Tolerated relative error of the eigenvalue; 0: as exact as the precision allows.
-        n_vectors: Number of Lanczos vectors, each as large as all parameters together; at least 3. More converge
-            sooner.
-        n_products: Approximate largest number of Hessian-vector products; each costs about as much as two training
+            graph stays in memory during the computation, so use few examples.
+        tolerance: Tolerated relative error of the eigenvalue; 0 for the precision of the number format.
+        n_vectors: Number of Lanczos vectors, each as large as all parameters together; at least 3. Convergence is
+            faster with more.
+        n_products: Approximate maximum number of Hessian-vector products; each costs about as much as two training
             steps.
 
     Returns:
-        In units of the loss (per squared unit of weight), negative at a maximum; NaN if loss or gradient is not finite,
-        or if it has not converged within ``n_products``.
+        Eigenvalue in units of the loss (per squared unit of the parameters), negative at a maximum; NaN if loss or
+        gradient is not finite, or if the method has not converged within ``n_products``.
 
     Raises:
-        OptionError: If an option is out of range, if no weight can be trained, or if the loss is no 0-dim tensor
+        OptionError: If an option is out of range, if no parameter can be trained, or if the loss is not a 0-dim tensor
             with a graph.
 
     Example:
@@ -65,6 +66,10 @@ def sharpness(
         >>> inputs = torch.tensor([[2.0, 0.0], [0.0, 1.0]])
         >>> round(wb.monitors.sharpness(model, lambda model: (model(inputs) ** 2).sum()), 1)
         8.0
+
+    See Also:
+        `workbench.monitors.preconditioned_sharpness`: Sharpness as Adam sees it.
+        `workbench.Recorder`: Records it with ``every={"curvature": ...}``.
     """
     model = unwrap(model)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -80,24 +85,25 @@ def preconditioned_sharpness(
     n_vectors: int = 20,
     n_products: int = 200,
 ) -> float:
-    """Largest eigenvalue of P^(-1/2) H P^(-1/2) with Adam's preconditioner P (Cohen et al. 2022, arXiv:2207.14484).
+    """Compute the largest eigenvalue of P^(-1/2) H P^(-1/2) with the Hessian H and Adam's preconditioner P.
 
-    P = diag(sqrt(v / (1 - beta2^t)) + eps), with v, t, beta2 and eps as the optimizer holds them now (with amsgrad, the
-    largest v so far). The momentum's bias correction is not in P: it is 1 within 1e-4 after 90 steps at beta1 = 0.9.
-    Full-batch Adam is stable up to (2 + 2 beta1) / ((1 - beta1) eta), 38 / eta at 0.9. Weight decay is not part of H.
+    Defined by Cohen et al. 2022 (arXiv:2207.14484): P = diag(sqrt(v / (1 - beta2^t)) + eps), with the optimizer's
+    current v, t, beta2 and eps (with amsgrad, the largest v so far). P does not include the bias correction of the
+    momentum, which is 1 within 1e-4 after 90 steps at beta1 = 0.9. Full-batch Adam is stable up to
+    (2 + 2 beta1) / ((1 - beta1) eta), which is 38 / eta at beta1 = 0.9. Weight decay is not part of H.
 
     Args:
         model: As in `sharpness`.
         loss_of: As in `sharpness`.
-        optimizer: Adam or one that keeps ``exp_avg_sq`` and ``step`` like it, after at least one step. H is taken with
-            respect to the weights that it holds and that can be trained.
+        optimizer: Adam, or an optimizer that stores ``exp_avg_sq`` and ``step`` in the same way, after at least one
+            step. H is taken with respect to its trainable parameters.
         tolerance: As in `sharpness`.
         n_vectors: As in `sharpness`.
         n_products: As in `sharpness`.
 
     Returns:
-        In units of the loss per unit of the gradient, that is 1 / learning rate; NaN as in `sharpness`, and if a second
-        moment is not finite.
+        Eigenvalue in units of the loss per unit of the gradient, that is 1 / learning rate; NaN as in `sharpness`, and
+        if a second moment is not finite.
 
     Raises:
         OptionError: As in `sharpness`, and if the optimizer has no second moments.
@@ -113,6 +119,9 @@ def preconditioned_sharpness(
         >>> optimizer.step()
         >>> wb.monitors.preconditioned_sharpness(model, loss_of, optimizer) > 0
         True
+
+    See Also:
+        `workbench.monitors.sharpness`: Sharpness without a preconditioner.
     """
     model = unwrap(model)
     weights, roots = [], []
@@ -128,8 +137,11 @@ def _root_of_preconditioner(optimizer: torch.optim.Optimizer, group: dict, weigh
     state = optimizer.state.get(weight, {})
     if "exp_avg_sq" not in state or "step" not in state or "betas" not in group:
         raise OptionError(
-            f"{type(optimizer).__name__} holds no second moment of a weight of shape {tuple(weight.shape)}; pass Adam "
-            "or AdamW after a step with gradients for all weights."
+            f"{type(optimizer).__name__} has no second moment of a parameter of shape {tuple(weight.shape)}; pass Adam "
+            "or AdamW after a step with gradients of all parameters.",
+            name="optimizer",
+            value=optimizer,
+            expected="Adam or AdamW after a step with gradients of all parameters",
         )
     second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     correction = 1 - group["betas"][1] ** float(state["step"])
@@ -162,7 +174,7 @@ def _largest_eigenvalue(
         if n_weights <= 3:  # too small for Lanczos
             rows = np.stack([product(row) for row in np.eye(n_weights)])
             return float(np.linalg.eigvalsh((rows + rows.T) / 2)[-1])
-        if not product(start).any():  # no curvature at all, which ARPACK refuses
+        if not product(start).any():  # ARPACK rejects a matrix of zeros
             return 0.0
         value = eigsh(
             LinearOperator((n_weights, n_weights), matvec=product, dtype=dtype),
@@ -171,7 +183,7 @@ def _largest_eigenvalue(
             v0=start,
             ncv=n_held,
             tol=tolerance,
-            maxiter=max(1, n_products // (n_held - 1)),  # a restart costs at most that many products
+            maxiter=max(1, n_products // (n_held - 1)),  # a restart costs at most n_held - 1 products
             return_eigenvectors=False,
             rng=rng,
         )
@@ -181,16 +193,14 @@ def _largest_eigenvalue(
 
 
 class _NotFiniteError(Exception):
-    """A Hessian-vector product is not finite: ARPACK must not see it."""
+    """A Hessian-vector product is not finite and must not be passed to ARPACK."""
 
 
 def _hessian_product(
     model: nn.Module, loss_of: LossOf, weights: Sequence[Tensor], roots: Sequence[Tensor] | None
 ) -> Callable[[np.ndarray], np.ndarray] | None:
-    """The map v -> P^(-1/2) H P^(-1/2) v on flat vectors; None if the loss, a gradient or P is not finite."""
-    loss = loss_of(model)
-    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        raise OptionError("loss_of must return the loss as a 0-dim tensor with a graph; compute it with gradients on.")
+    """Return the map v -> P^(-1/2) H P^(-1/2) v on flat vectors; None if the loss, a gradient or P is not finite."""
+    loss = require_graph(loss_of(model))
     gradients = torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
     known = [loss, *gradients, *(roots or [])]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in known):
@@ -202,7 +212,7 @@ def _hessian_product(
         if roots is not None:
             vectors = [vector / root for vector, root in zip(vectors, roots, strict=True)]
         with_graph = [vector for vector, g in zip(vectors, gradients, strict=True) if g.requires_grad]
-        parts: Sequence[Tensor] = [torch.zeros_like(weight) for weight in weights]  # the loss may be linear in them
+        parts: Sequence[Tensor] = [torch.zeros_like(weight) for weight in weights]  # if the loss is linear in all
         if curved:
             parts = torch.autograd.grad(curved, weights, with_graph, retain_graph=True, materialize_grads=True)
         if roots is not None:
@@ -222,10 +232,15 @@ def _split(flat: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor]:
 
 def _check(n_weights: int, tolerance: float, n_vectors: int, n_products: int) -> None:
     if not n_weights:
-        raise OptionError("The model has no weights to train; sharpness is the curvature along such weights.")
+        raise OptionError(
+            "The model has no trainable parameters, along which sharpness is the curvature; set requires_grad.",
+            name="model",
+            value=0,
+            expected="a model with trainable parameters",
+        )
     if not tolerance >= 0:
-        raise OptionError(f"tolerance is {tolerance}, expected a number of at least 0 such as 1e-3.")
+        raise OptionError.of("tolerance", tolerance, "at least 0", remedy="pass a number such as 1e-3")
     if n_vectors < 3:
-        raise OptionError(f"n_vectors is {n_vectors}, expected at least 3.")
+        raise OptionError.of("n_vectors", n_vectors, "at least 3")
     if n_products < 1:
-        raise OptionError(f"n_products is {n_products}, expected at least 1.")
+        raise OptionError.of("n_products", n_products, "at least 1")

@@ -1,4 +1,4 @@
-"""Measures of a matrix from its singular values; singular values of products that are never formed."""
+"""Measures of a matrix from its singular values, and singular values of products that are never formed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 
-#: Above this condition number the Gram matrix has lost too many digits.
+#: Condition number above which the Gram matrix has lost too many digits.
 _LARGEST_CONDITION = 1e3
 
 
 def frobenius_norm(s: Tensor) -> Tensor:
-    """Frobenius norm of a matrix, sqrt(sum s^2).
+    """Return the Frobenius norm of a matrix from its singular values, sqrt(sum s^2).
 
     Args:
-        s: Its singular values, shape (..., n), in any order.
+        s: Singular values, shape (..., n), in any order.
 
     Returns:
         Shape (...), in the unit of the matrix; NaN where a singular value is NaN.
@@ -25,37 +25,47 @@ def frobenius_norm(s: Tensor) -> Tensor:
         >>> import workbench as wb
         >>> wb.monitors.frobenius_norm(torch.tensor([4.0, 3.0])).item()
         5.0
+
+    See Also:
+        `workbench.monitors.singular_values`: Computes the singular values.
     """
     return torch.linalg.vector_norm(widened(s), dim=-1)
 
 
 def stable_rank(s: Tensor) -> Tensor:
-    """Stable rank |M|_F^2 / |M|_2^2, between 1 and the rank (Rudelson and Vershynin 2007, arXiv:math/0503442).
+    """Return the stable rank |M|_F^2 / |M|_2^2 of a matrix from its singular values.
+
+    It lies between 1 and the rank (Rudelson and Vershynin 2007, arXiv:math/0503442).
 
     Args:
         s: Singular values, shape (..., n), in any order.
 
     Returns:
-        Shape (...), a number; NaN for a zero matrix and where a singular value is NaN.
+        Shape (...), dimensionless; NaN for a zero matrix and where a singular value is NaN.
 
     Example:
         >>> import torch
         >>> import workbench as wb
         >>> wb.monitors.stable_rank(torch.tensor([2.0, 2.0, 0.0])).item()
         2.0
+
+    See Also:
+        `workbench.monitors.effective_rank`: Rank by the entropy of the singular values.
     """
     return _scaled(s).square().sum(-1)
 
 
 def effective_rank(s: Tensor, *, alpha: float = 2.0) -> Tensor:
-    """Effective rank exp(H), H the `spectral_entropy`; between 1 and the rank (Huang et al. 2026, arXiv:2606.28116).
+    """Return the effective rank exp(H) of a matrix, where H is the `spectral_entropy`.
+
+    It lies between 1 and the rank (Huang et al. 2026, arXiv:2606.28116).
 
     Args:
         s: Singular values, shape (..., n), in any order.
-        alpha: Power of the singular values: 2 weighs by energy; 1 is the effective rank of Roy and Vetterli (2007).
+        alpha: Power of the singular values: 2 weights by energy; 1 is the effective rank of Roy and Vetterli (2007).
 
     Returns:
-        Shape (...), a number; NaN for a zero matrix and where a singular value is NaN.
+        Shape (...), dimensionless; NaN for a zero matrix and where a singular value is NaN.
 
     Raises:
         OptionError: If ``alpha`` is not a positive number.
@@ -65,15 +75,19 @@ def effective_rank(s: Tensor, *, alpha: float = 2.0) -> Tensor:
         >>> import workbench as wb
         >>> round(wb.monitors.effective_rank(torch.tensor([2.0, 2.0, 0.0])).item(), 3)
         2.0
+
+    See Also:
+        `workbench.monitors.spectral_entropy`: Its logarithm.
+        `workbench.monitors.stable_rank`: Rank by the norms of the matrix.
     """
     return spectral_entropy(s, alpha=alpha).exp()
 
 
 def spectral_entropy(s: Tensor, *, alpha: float = 2.0) -> Tensor:
-    """Entropy -sum p log p of p_i = s_i^alpha / sum s^alpha (Huang et al. 2026, arXiv:2606.28116).
+    """Return the entropy -sum p log p of p_i = s_i^alpha / sum s^alpha (Huang et al. 2026, arXiv:2606.28116).
 
     Args:
-        s: Singular values, shape (..., n), in any order; zeros do not count.
+        s: Singular values, shape (..., n), in any order; zeros do not contribute.
         alpha: Power of the singular values.
 
     Returns:
@@ -87,23 +101,26 @@ def spectral_entropy(s: Tensor, *, alpha: float = 2.0) -> Tensor:
         >>> import workbench as wb
         >>> round(wb.monitors.spectral_entropy(torch.tensor([1.0, 1.0])).item(), 3)
         0.693
+
+    See Also:
+        `workbench.monitors.effective_rank`: Its exponential.
     """
     if not 0 < alpha < float("inf"):
-        raise OptionError(f"alpha is {alpha}, expected a positive number such as 2.")
+        raise OptionError.of("alpha", alpha, "positive and finite", remedy="pass a number such as 2")
     weight = _scaled(s) ** alpha
     return torch.special.entr(weight / weight.sum(-1, keepdim=True)).sum(-1)
 
 
 def singular_values(matrix: Tensor) -> Tensor:
-    """Singular values, falling; those that are zero within rounding are 0.
+    """Return the singular values of a matrix in decreasing order; those that are zero within rounding are 0.
 
     Args:
         matrix: Shape (..., row, column).
 
     Returns:
-        Shape (..., min(row, column)), in the unit of the matrix; NaN for a matrix of which the Frobenius norm is not
-        finite, which never reaches LAPACK. What is below max(row, column) * (rounding unit of float64) * (largest) is
-        set to 0, as is customary for a numerical rank: otherwise noise would count in an effective rank with a small
+        Shape (..., min(row, column)), in the unit of the matrix; NaN for a matrix whose Frobenius norm is not finite
+        (it is never passed to LAPACK). Values below max(row, column) * (rounding unit of float64) * (largest) are set
+        to 0, as is customary for a numerical rank; otherwise noise would contribute to an effective rank with a small
         alpha.
 
     Example:
@@ -111,6 +128,10 @@ def singular_values(matrix: Tensor) -> Tensor:
         >>> import workbench as wb
         >>> wb.monitors.singular_values(torch.diag(torch.tensor([1.0, 3.0, 0.0]))).tolist()
         [3.0, 1.0, 0.0]
+
+    See Also:
+        `workbench.monitors.effective_rank`: A measure of the singular values.
+        `workbench.monitors.product_singular_values`: Singular values of a product.
     """
     matrix = widened(matrix)
     is_finite = torch.isfinite(torch.linalg.matrix_norm(matrix))
@@ -120,21 +141,21 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """Singular values of a b', falling, without forming the product.
+    """Return the singular values of a b' in decreasing order, without forming the product.
 
-    With a = Q_a R_a and b = Q_b R_b, orthonormal columns times a triangle (`upper_factor`), they are those of the small
-    matrix R_a R_b'.
+    With a = Q_a R_a and b = Q_b R_b, orthonormal columns times a triangular matrix (`upper_factor`), they are those of
+    the small matrix R_a R_b'.
 
     Args:
         a: Shape (..., d_a, r).
-        b: Shape (..., d_b, r), the same leading dimensions.
+        b: Shape (..., d_b, r), with the same leading dimensions.
 
     Returns:
-        Shape (..., min(d_a, d_b, r)); NaN where a factor or the product is not finite. What is zero within rounding is
-        0, as in `singular_values`.
+        Shape (..., min(d_a, d_b, r)); NaN where a factor or the product is not finite. Values that are zero within
+        rounding are 0, as in `singular_values`.
 
     Raises:
-        OptionError: If the factors do not fit.
+        OptionError: If the shapes of the factors do not match.
 
     Example:
         >>> import torch
@@ -142,11 +163,18 @@ def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
         >>> a, b = torch.eye(4, 2), 3.0 * torch.eye(5, 2)
         >>> [round(value, 3) for value in wb.monitors.product_singular_values(a, b).tolist()]
         [3.0, 3.0]
+
+    See Also:
+        `workbench.monitors.singular_values`: Singular values of one matrix.
+        `workbench.monitors.qk_update_spectrum`: Changes of query-key products.
     """
     if a.shape[-1] != b.shape[-1] or a.shape[:-2] != b.shape[:-2]:
         raise OptionError(
             f"Factors of shape {tuple(a.shape)} and {tuple(b.shape)} have no product a b'; their last and their "
-            "leading dimensions must be the same."
+            "leading dimensions must be the same.",
+            name="b",
+            value=tuple(b.shape),
+            expected="of the same last and leading dimensions as a",
         )
     small = upper_factor(a) @ upper_factor(b).mT
     n = min(*small.shape[-2:], a.shape[-1])
@@ -154,17 +182,18 @@ def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
 
 
 def upper_factor(matrix: Tensor) -> Tensor:
-    """An upper triangular R with R'R = M'M, as the thin QR factorization gives it, up to the signs of its rows.
+    """Return an upper triangular R with R'R = M'M, that of the thin QR factorization up to the signs of its rows.
 
-    Where M has more rows than columns R is the Cholesky factor of the Gram matrix of the columns, each first scaled to
-    length 1; that is several times quicker than Householder's QR, and its relative error is about 1e-16 times the
-    square of the condition number. Where that number may exceed 1,000, QR is used.
+    If M has more rows than columns, R is the Cholesky factor of the Gram matrix of the columns, each first scaled to
+    length 1. This is several times faster than Householder QR, with a relative error of about 1e-16 times the square of
+    the condition number. QR is used if the condition number may exceed 1,000.
 
     Args:
         matrix: M, shape (..., row, column).
 
     Returns:
-        Shape (..., min(row, column), column); NaN for a matrix that is not finite, or whose squares are not.
+        Shape (..., min(row, column), column); NaN for a matrix with entries that are not finite, or whose squares are
+        not.
     """
     matrix = widened(matrix)
     if matrix.shape[-2] <= matrix.shape[-1]:
@@ -179,7 +208,7 @@ def upper_factor(matrix: Tensor) -> Tensor:
     r, _ = torch.linalg.cholesky_ex(gram, upper=True)
     eye = torch.eye(r.shape[-1], dtype=r.dtype, device=r.device)
     inverse_norm = torch.linalg.matrix_norm(torch.linalg.solve_triangular(r, eye, upper=True))
-    is_unsafe = is_finite & ~(inverse_norm * r.shape[-1] ** 0.5 <= _LARGEST_CONDITION)  # also where Cholesky gave NaN
+    is_unsafe = is_finite & ~(inverse_norm * r.shape[-1] ** 0.5 <= _LARGEST_CONDITION)  # true for NaN from Cholesky
     r = r * length[..., None, :]
     if bool(is_unsafe.any()):
         r[is_unsafe] = torch.linalg.qr(matrix[is_unsafe], mode="r").R
@@ -187,12 +216,12 @@ def upper_factor(matrix: Tensor) -> Tensor:
 
 
 def without_rounding(s: Tensor, size: int, *, largest: Tensor | None = None) -> Tensor:
-    """Singular values, with those within rounding set to 0.
+    """Set singular values within rounding to 0.
 
     Args:
-        s: Shape (..., n).
-        size: Rows or columns of the matrix, whichever are more.
-        largest: Size of the terms that the matrix is a sum of, shape (...); None: the largest singular value.
+        s: Singular values, shape (..., n).
+        size: Number of rows or columns of the matrix, whichever is larger.
+        largest: Size of the terms whose sum the matrix is, shape (...); None for the largest singular value.
     """
     largest = s.amax(-1) if largest is None else largest
     floor = size * torch.finfo(s.dtype).eps * largest
@@ -200,11 +229,11 @@ def without_rounding(s: Tensor, size: int, *, largest: Tensor | None = None) -> 
 
 
 def widened(x: Tensor) -> Tensor:
-    """The tensor in float64; in float32 on a device that has no float64, such as Apple's."""
+    """Return the tensor in float64, or in float32 on a device without float64, such as Apple's."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def _scaled(s: Tensor) -> Tensor:
-    """Singular values over the largest: powers of them neither overflow nor vanish. 0 / 0 is NaN."""
+    """Return singular values over the largest, whose powers neither overflow nor vanish; NaN for a zero matrix."""
     s = widened(s)
     return s / s.amax(-1, keepdim=True)

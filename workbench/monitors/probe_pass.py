@@ -1,4 +1,4 @@
-"""One pass over a few fixed examples: measures of attention, routers and the residual stream."""
+"""Measures of attention, routers and the residual stream in one pass over a few fixed examples."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ _OF_ROUTING = (
 
 
 class ModelProbe:
-    """Measures a model by running it on the same examples repeatedly.
+    """Measurements of a model on fixed examples, repeated during training.
 
     The pass is separate from training: eval mode, no gradients, in the precision of the parameters. Modes, random
-    states, weights, buffers, plain attributes and hooks are left as they were, so training goes on unchanged.
+    states, parameters, buffers, attributes and hooks are left unchanged, so that training is not affected.
 
     Args:
         model: Module to measure.
         anatomy: Anatomy of its blocks.
-        inputs: One batch, as `call_model` takes it; a few examples; or a task. Tokens that an
-            ``attention_mask`` hides do not count.
-        routers: Result of `router_weights` for this model; None: it is called, which runs the model once.
+        inputs: One batch of a few examples, in a form that `call_model` accepts, or a task. Tokens hidden by an
+            ``attention_mask`` are excluded.
+        routers: Result of `router_weights` for this model; None to call it, which runs the model once.
 
     Attributes:
         router_layers: Indices of the blocks with a router that can be read, in order.
-        n_experts: Experts of each of them.
-        unreadable: Reasons for values that are NaN in every measurement, one sentence each; filled by `take`. A value
-            that is NaN because the model's numbers are NaN gets no sentence.
+        n_experts: Number of experts of each of them.
+        unreadable: Reasons for values that are NaN in every measurement, one sentence each; filled by `take`. Values
+            that are NaN because the model's activations or parameters are NaN are not included.
 
     Example:
         >>> import torch
@@ -84,6 +84,10 @@ class ModelProbe:
         >>> taken = probe.take(["activations"])
         >>> sorted(taken), sorted(taken["activations"])
         (['activations'], ['activation_max', 'kurtosis', 'log_z', 'outlier_ratio', 'state_norm'])
+
+    See Also:
+        `workbench.Recorder`: Measures a model during training.
+        `workbench.read_anatomy`: Reads the blocks of a model.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class ModelProbe:
         self._choices: dict[int, Tensor] = {}
 
     def take(self, parts: Collection[str] = PARTS) -> dict[str, dict[str, np.ndarray]]:
-        """Run the model and measure.
+        """Run the model on the examples and measure it.
 
         Args:
             parts: Parts to measure: "attention", "router", "activations".
@@ -112,22 +116,31 @@ class ModelProbe:
             One entry per part that the model has, float64:
 
             - ``attention``: ``attention_logit_max``, ``attention_entropy`` (nat) and ``attention_entropy_share``, each
-              (layer, head), see `AttentionHealth`; padded with NaN where a layer has fewer heads. Scores are the
-              model's own, with its masks, positions and scale; those of its own tokens if there is cross-attention too.
+              (layer, head), see `AttentionHealth`; padded with NaN where a layer has fewer heads. The scores are those
+              of the model, with its masks, positions and scale; if there is cross-attention, those of self-attention.
               Absent if no layer has attention that can be seen.
             - ``router``: ``routing_entropy`` (nat), ``routing_entropy_share``, ``max_violation``, ``dead_experts`` and
               ``routing_change`` since the last measurement of this part (NaN at the first), each (router layer,), and
-              ``expert_load``, (router layer, expert). All are NaN where a logit is. Absent in dense models.
-            - ``activations``: of the states that leave a block, ``activation_max``, ``outlier_ratio``, ``kurtosis``,
-              ``state_norm``, each (layer,), and ``log_z``, 0-dim, of what the model returns: its ``logits``, or the
-              tensor that it returns or that comes first.
+              ``expert_load``, (router layer, expert). All are NaN if a logit is NaN. Absent in dense models.
+            - ``activations``: ``activation_max``, ``outlier_ratio``, ``kurtosis`` and ``state_norm`` of the states that
+              leave a block, each (layer,), and ``log_z`` of the model's output, 0-dim: of its ``logits``, or of the
+              (first) tensor that it returns.
 
         Raises:
-            OptionError: If a part is none of the three.
-            AnatomyError: If the stream is not where it was when the anatomy was read.
+            OptionError: If a part is not one of the three.
+            AnatomyError: If the residual stream is not where it was when the anatomy was read.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=4)
+            >>> tokens = torch.arange(16).reshape(2, 8)
+            >>> probe = wb.monitors.ModelProbe(model, wb.read_anatomy(model, tokens), tokens)
+            >>> probe.take(["attention"])["attention"]["attention_entropy"].shape  # (layer, head)
+            (2, 4)
         """
         if unknown := [part for part in parts if part not in PARTS]:
-            raise OptionError(f"There is no part {unknown[0]!r} to measure; expected some of {', '.join(PARTS)}.")
+            raise OptionError.of("parts", unknown[0], PARTS)
         run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
         taken: dict[str, dict[str, _Column]] = {}
         if "attention" in parts and (attention := self._attention(self._with_attention(run))):
@@ -139,7 +152,7 @@ class ModelProbe:
         return _read(taken)
 
     def _with_attention(self, run: _Pass) -> _Pass:
-        """A pass in which attention is visible: an additional one if kernels hide it, so that the rest is unchanged."""
+        """Return a pass in which attention is visible: an additional one if kernels hide it in the normal pass."""
         if not (options := visible_attention(self.model)):
             return run
         with config_options(options):
@@ -151,9 +164,9 @@ class ModelProbe:
             notes = run.notes.get(layer)
             found.append(notes.attention if notes else None)
             if found[-1] is None:
-                self._say(
-                    f"The attention of {site.name} cannot be seen: it computes no scores of its tokens among "
-                    "themselves, or in a kernel of its own (try the model's 'sdpa' or 'eager' attention)."
+                self._note(
+                    f"The attention of {site.name} cannot be observed: it has no self-attention, or computes it in a "
+                    "custom kernel (try the model's 'sdpa' or 'eager' attention)."
                 )
         if not any(found):
             return {}
@@ -175,7 +188,7 @@ class ModelProbe:
     def _routing_of(self, layer: int, notes: BlockNotes | None) -> dict[str, Tensor]:
         router = self._routers[layer]
         if notes is None or notes.logits is None:
-            self._say(f"The router of {router.site} was not called by way of {router.name}, so its logits are unknown.")
+            self._note(f"The router of {router.site} was not called through {router.name}, so its logits are unknown.")
             return {}
         logits, choices = notes.logits, notes.choices
         if choices is None and not router.is_corrected:
@@ -186,7 +199,7 @@ class ModelProbe:
             choices = choices[counts] if choices is not None and len(choices) == len(counts) else choices
         values = {"routing_entropy": routing_entropy(logits), "routing_entropy_share": routing_entropy_share(logits)}
         if choices is None:
-            self._say(f"The choices of the router of {router.site} cannot be seen, only its logits.")
+            self._note(f"The choices of the router of {router.site} cannot be observed, only its logits.")
             return values
         if bool(logits.isnan().any()):  # the choice is not defined for NaN
             return values
@@ -203,12 +216,12 @@ class ModelProbe:
         values = {name: _Column([run.states.get(i, {}).get(name) for i in layers]) for name in _OF_STATES}
         logits = _logits_in(run.output)
         if logits is None:
-            self._say("The model returns no logits, so that log_z is unknown.")
+            self._note("The model returns no logits, so log_z is unknown.")
             return values | {"log_z": _Column([None], is_single=True)}
         rows = run.rows_of(logits.shape[:-1])
         return values | {"log_z": _Column([log_z(logits if rows is None else logits[rows])], is_single=True)}
 
-    def _say(self, reason: str) -> None:
+    def _note(self, reason: str) -> None:
         if reason not in self.unreadable:
             self.unreadable.append(reason)
 
@@ -217,11 +230,11 @@ class ModelProbe:
 
 
 class _Pass:
-    """One forward pass of a `ModelProbe`, and its measurements.
+    """One forward pass of a `ModelProbe` and its measurements.
 
     Attributes:
-        notes: Measurements of each block that ran.
-        states: Name -> value of each block that ran.
+        notes: Attention and routing of each block that ran.
+        states: Measures of the state that leaves each block that ran, by name.
         output: Output of the model.
     """
 
@@ -239,7 +252,7 @@ class _Pass:
             self.output = call_model(model, batch)
 
     def rows_of(self, leading: torch.Size) -> Tensor | None:
-        """Boolean mask of the tokens that count, of that leading shape; None: all."""
+        """Return the boolean mask of the tokens to include, of the given leading shape; None for all."""
         if leading not in self._rows:
             chosen = TokenSelection(None, layout=self.layout).choose(leading, self.batch)
             rows = torch.zeros(leading.numel(), dtype=torch.bool)
@@ -251,8 +264,8 @@ class _Pass:
         leading = call.state_in.shape[:-1]
         router = self.routers.get(call.layer) if "router" in self.parts else None
         weight = self.model.get_parameter(router.name) if router else None
-        axis, wants_attention = self.layout.states or 0, "attention" in self.parts
-        notes = BlockNotes(leading, self.rows_of(leading), wants_attention, router, weight, batch_axis=axis)
+        axis, measures_attention = self.layout.states or 0, "attention" in self.parts
+        notes = BlockNotes(leading, self.rows_of(leading), measures_attention, router, weight, batch_axis=axis)
         self.notes[call.layer] = self._calls.block = notes
 
     def _leave(self, call: BlockCall) -> None:
@@ -266,7 +279,7 @@ class _Pass:
 
 
 def _logits_in(output: Any) -> Tensor | None:
-    """The logits of a model, shape (..., class): by that name, or the output itself or its first tensor."""
+    """Return the logits in an output, shape (..., class): those named ``logits``, or the output or its first tensor."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif hasattr(output, "logits"):
@@ -279,7 +292,7 @@ def _logits_in(output: Any) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Column:
-    """Measured tensors on their device: rows of at most that width, or 0-dim with no width; None for missing ones."""
+    """Measured tensors on their device: of at most ``width`` entries, or 0-dim without a width; None if missing."""
 
     values: Sequence[Tensor | None]
     width: int | None = None
@@ -287,7 +300,7 @@ class _Column:
 
 
 def _read(taken: Mapping[str, Mapping[str, _Column]]) -> dict[str, dict[str, np.ndarray]]:
-    """The values on the host, NaN for missing ones; the host waits for the device once for all."""
+    """Return the values on the host, NaN if missing; the host waits for the device only once."""
     columns = [column for part in taken.values() for column in part.values()]
     rows = iter(read_arrays([value for column in columns for value in column.values if value is not None]))
 

@@ -1,4 +1,4 @@
-"""Numbers of the whole model, one per step: spikes in a curve, and the normalizer of the output."""
+"""Scalar monitors of a model, one value per step: spikes of a curve, and the normalizer of the output."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workbench.monitors.matrices import widened
 
 
 def log_z(logits: Tensor) -> Tensor:
-    """Root mean square over tokens, sqrt(mean(log(Z)^2)), of log Z, Z = sum exp(logits) the softmax's normalizer.
+    """Return sqrt(mean(log(Z)^2)) over tokens, where Z = sum exp(logits) is the normalizer of the softmax.
 
-    Near 0 where a z-loss holds it (Chowdhery et al. 2022, arXiv:2204.02311); far from it, logits drift.
+    A z-loss keeps it near 0 (Chowdhery et al. 2022, arXiv:2204.02311); large values show that the logits drift.
 
     Args:
-        logits: Output logits, shape (..., class); every leading dimension counts tokens.
+        logits: Output logits, shape (..., class); all leading dimensions count tokens.
 
     Returns:
         0-dim, in nat; NaN where a logit is NaN.
@@ -30,22 +30,25 @@ def log_z(logits: Tensor) -> Tensor:
         >>> import workbench as wb
         >>> round(wb.monitors.log_z(torch.zeros(5, 8)).item(), 3)
         2.079
+
+    See Also:
+        `workbench.monitors.ModelProbe`: Measures it on fixed examples.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # a vocabulary in float64 would double memory
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 logits would double the memory
     return widened(wide.logsumexp(-1)).square().mean().sqrt()
 
 
 class SpikeScore:
-    """`spike_score` of values that come one by one; memory is bounded by the window.
+    """Incremental `spike_score` of a stream of values, with memory bounded by the window.
 
     Args:
-        window: Number of latest values for mean and deviation.
-        n_sigma: Number of standard deviations of a spike.
-        n_least: Number of values needed before one is judged.
+        window: Number of latest values for mean and standard deviation.
+        n_sigma: Distance of a spike from the mean, in standard deviations.
+        n_least: Number of values required before one is evaluated.
 
     Attributes:
         n_spikes: Number of spikes so far.
-        n_judged: Number of values judged so far.
+        n_evaluated: Number of values evaluated so far.
 
     Raises:
         OptionError: If an option is out of range.
@@ -57,54 +60,63 @@ class SpikeScore:
         [False, False, False, False, True]
         >>> spikes.score
         0.5
+
+    See Also:
+        `workbench.monitors.spike_score`: Spike score of a full curve.
     """
 
     def __init__(self, *, window: int = 1000, n_sigma: float = 7.0, n_least: int = 100) -> None:
         if not 2 <= n_least <= window:
-            raise OptionError(f"n_least is {n_least}, expected 2 or more and at most the window, {window}.")
+            raise OptionError.of("n_least", n_least, f"at least 2 and at most the window, {window}")
         if not n_sigma > 0:
-            raise OptionError(f"n_sigma is {n_sigma}, expected a positive number such as 7.")
+            raise OptionError.of("n_sigma", n_sigma, "positive", remedy="pass a number such as 7")
         self.n_sigma, self.n_least = n_sigma, n_least
-        self.n_spikes = self.n_judged = 0
+        self.n_spikes = self.n_evaluated = 0
         self._latest: deque[float] = deque(maxlen=window)
 
     @property
     def score(self) -> float:
-        """Share of the judged values that were spikes; NaN before any was judged."""
-        return self.n_spikes / self.n_judged if self.n_judged else math.nan
+        """Fraction of the evaluated values that were spikes; NaN if none was evaluated."""
+        return self.n_spikes / self.n_evaluated if self.n_evaluated else math.nan
 
     def update(self, value: float) -> bool:
-        """Add the next value; return whether it is a spike."""
+        """Add the next value, and return whether it is a spike.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.monitors.SpikeScore().update(float("nan"))  # a value that is not finite is always a spike
+            True
+        """
         value, is_spike = float(value), False
         if not math.isfinite(value):
-            is_spike, is_judged = True, True
-        elif is_judged := len(self._latest) >= self.n_least:
+            is_spike, is_evaluated = True, True
+        elif is_evaluated := len(self._latest) >= self.n_least:
             latest = np.array(self._latest)
             deviation = abs(value - latest.mean())
             is_spike = bool(deviation > 0 and deviation >= self.n_sigma * latest.std())
         if math.isfinite(value):
             self._latest.append(value)
-        self.n_judged += is_judged
+        self.n_evaluated += is_evaluated
         self.n_spikes += is_spike
         return is_spike
 
 
 def spike_score(values: Iterable[float], *, window: int = 1000, n_sigma: float = 7.0, n_least: int = 100) -> float:
-    """Share of the values of a curve, such as loss or gradient norm, that are spikes (OLMo 2, arXiv:2501.00656).
+    """Return the fraction of spikes among the values of a curve, such as loss or gradient norm.
 
-    A value is a spike if it lies at least ``n_sigma`` standard deviations from the mean of the ``window`` finite values
-    before it, or of all before it while there are fewer; the value itself is not among them, the deviation is theirs
-    (dividing by their number). The first ``n_least`` finite values are not judged. A value that is not finite is a
-    spike at any position, and enters no mean.
+    Defined by OLMo 2 (arXiv:2501.00656): a value is a spike if it lies at least ``n_sigma`` standard deviations from
+    the mean of the ``window`` finite values before it, or of all before it if there are fewer. Mean and (population)
+    standard deviation do not include the value itself. The first ``n_least`` finite values are not evaluated. A value
+    that is not finite is a spike at any position, and enters no mean.
 
     Args:
-        values: One per step, in order.
-        window: Number of latest values for mean and deviation.
-        n_sigma: Number of standard deviations of a spike.
-        n_least: Number of values needed before one is judged.
+        values: One value per step, in order.
+        window: Number of latest values for mean and standard deviation.
+        n_sigma: Distance of a spike from the mean, in standard deviations.
+        n_least: Number of values required before one is evaluated.
 
     Returns:
-        Between 0 and 1; the paper gives it in percent. NaN if there were too few values to judge any.
+        Between 0 and 1; the paper states it in percent. NaN if there are too few values to evaluate any.
 
     Raises:
         OptionError: If an option is out of range.
@@ -114,6 +126,10 @@ def spike_score(values: Iterable[float], *, window: int = 1000, n_sigma: float =
         >>> curve = [1.0, 1.1, 0.9] * 40 + [9.0]
         >>> round(wb.monitors.spike_score(curve), 3)
         0.048
+
+    See Also:
+        `workbench.monitors.SpikeScore`: Computes it incrementally.
+        `workbench.rates.count_lasting_spikes`: Counts rises of the loss that do not recover.
     """
     tracker = SpikeScore(window=window, n_sigma=n_sigma, n_least=n_least)
     for value in values:

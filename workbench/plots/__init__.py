@@ -1,4 +1,18 @@
-"""Figures: spectra in, holoviews objects out, for bokeh or matplotlib; nothing is styled or loaded at import."""
+"""Figures as holoviews objects, drawn with bokeh or matplotlib.
+
+Every function takes a dataset or runs and returns a figure. Importing the module loads no drawing package.
+
+Example:
+    >>> import workbench as wb
+    >>> bins = wb.risk.reliability([0.9, 0.8, 0.2, 0.1], [True, True, False, False])
+    >>> figure = wb.plots.reliability(bins, backend="matplotlib")
+    >>> wb.plots.save(figure, "reliability.png").name
+    'reliability.png'
+
+See Also:
+    `workbench.report`: Combines figures, tables and text in one document.
+    `workbench.widgets.show`: Shows a figure in a notebook.
+"""
 
 from workbench.plots.comparison_table_figure import comparison_table
 from workbench.plots.criteria_bands_figure import criteria_bands

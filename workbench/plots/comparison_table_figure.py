@@ -1,4 +1,4 @@
-"""A comparison of architectures as a table of numbers."""
+"""Table of the numbers of a comparison of architectures."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
-from workbench.plots.radar_axes import DEFAULT_MEASURES
+from workbench.errors import OptionError
+from workbench.plots.radar_axes import DEFAULT_MEASURES, comparison_measures
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-#: Variables of a run besides its spectra, in the order of the columns; integers first.
+#: Variables of a run other than its spectra, in the order of the columns; integers come first.
 _COUNTS = ("step", "divergence_step")
 _RESULTS = ("final_loss", "final_accuracy", "best_accuracy")
 
 
 def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None = None, digits: int = 3) -> pd.DataFrame:
-    """A comparison as a table: one row per architecture, our values next to published ones.
+    """Return a comparison as a table: one row per architecture, our values next to the published ones.
 
     Args:
         comparison: Dataset from `workbench.compare`.
-        measures: Names of its variables by ``architecture`` and ``source``; None takes those of the radar chart, the
-            share of reliable modes and the divergence rate.
+        measures: Names of variables with dims ``architecture`` and ``source``; None selects those of the radar chart,
+            the fraction of reliable modes and the divergence rate.
         digits: Significant digits; at least 1.
 
     Returns:
-        Numbers under two rows of names: the variable, then "ours" or "published". Columns without any value are
-        left out; NaN elsewhere means unknown. The step of the spectra comes first, the outcome of the training last.
+        Numbers under two header rows: the variable, then "ours" or "published". Columns without any value are
+        omitted; NaN means unknown. The step of the spectra comes first, the outcome of the training last.
 
     Raises:
-        SchemaError: If the dataset is no comparison, or has no such measure.
+        SchemaError: If the dataset is not a comparison, or lacks a measure.
         OptionError: If ``digits`` is below 1.
 
     Example:
@@ -43,18 +43,16 @@ def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None =
         >>> table = wb.plots.comparison_table(comparison, measures=["near_unit_mass"])
         >>> list(table.index)[:2]
         ['Pre-LN', 'Post-LN']
+
+    See Also:
+        `workbench.compare`: Creates the comparison.
+        `workbench.plots.radar`: Draws the same values.
     """
     import pandas as pd
 
-    known = [name for name, v in comparison.data_vars.items() if v.dims == ("architecture", "source")]
-    if not known:
-        raise SchemaError("The dataset has no variables by architecture and source; make it with wb.compare().")
-    measures = list(measures or (*DEFAULT_MEASURES, "reliable_fraction", "divergence_rate"))
-    for measure in measures:
-        if measure not in known:
-            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(map(str, known))}.")
+    measures = comparison_measures(comparison, measures or (*DEFAULT_MEASURES, "reliable_fraction", "divergence_rate"))
     if digits < 1:
-        raise OptionError(f"digits is {digits}, expected at least 1.")
+        raise OptionError.of("digits", digits, "at least 1")
     columns = {
         (measure, source): comparison[measure].sel(source=source)
         for measure in measures

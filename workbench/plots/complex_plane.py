@@ -1,6 +1,6 @@
-"""One panel of the complex plane: unit circle, near-unit band and modes coloured by depth, for both backends.
+"""One panel of the complex plane: unit circle, near-unit band and modes colored by depth, for both backends.
 
-Figures, the live canvas and the timeline have the same plane: see `workbench.plots.plane_view`.
+The figures, the live canvas and the timeline share its geometry; see `workbench.plots.plane_view`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class PlaneStyle:
 
     Attributes:
         title: Text above the panel.
-        note: One small line under the title.
+        note: Small line under the title.
         key: Small lines below the panel.
-        view: Part of the plane that the panel shows.
-        scale: Colour scale of the depth.
-        has_scale: Whether the colour bar is drawn on the right.
+        view: Visible part of the plane.
+        scale: Color scale of the depth.
+        has_scale: Whether a color bar is drawn on the right.
         side: Width and height of the frame in pixels (bokeh).
         inches: Width and height of the panel (matplotlib).
-        row: Name of the row of panels that begins with this one, on its left.
-        has_axis: Whether the real and the imaginary axis have a name and numbers, where all is true to scale.
-        word: Text in the middle, for a panel without modes.
+        row: Name of the row of panels that begins with this one, written on its left.
+        has_axis: Whether the real and the imaginary axis have a label and numbers, where the view is true to scale.
+        word: Text in the center of a panel without modes.
     """
 
     title: str
@@ -57,51 +57,51 @@ class PlaneStyle:
 
 @dataclass(frozen=True)
 class Scale:
-    """Colour scale of depth, one step per layer of the deepest model; numbered only if all models are equally deep."""
+    """Color scale of depth: one step per layer of the deepest model, numbered only if all models are equally deep."""
 
     n_layers: int
     is_shared: bool
 
     @property
     def colors(self) -> list[str]:
-        """One colour per layer of the deepest model."""
+        """One color per layer of the deepest model."""
         return style.depth_colors(self.n_layers)
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Depth where the colour bar begins and ends; each layer gets a band of its own."""
+        """Depth at both ends of the color bar, such that each layer has a band of equal width."""
         half = 0.5 / max(self.n_layers - 1, 1)
         return -half, 1 + half
 
     @property
     def ticks(self) -> dict[float, str]:
-        """Depth -> label of the colour bar at that depth."""
+        """Depth -> label of the color bar at that depth."""
         if not self.is_shared:
-            return {0.0: "first layer", 1.0: "last"}
+            return {0.0: "first layer", 1.0: "last layer"}
         numbers = range(0, self.n_layers, max(1, -(-self.n_layers // 8)))
         return {i / max(self.n_layers - 1, 1): f"layer {i}" if i == 0 else str(i) for i in numbers}
 
     def paint(self, depth: np.ndarray) -> np.ndarray:
-        """Colour of each mode, shape (mode,)."""
+        """Return the color of each mode, shape (mode,)."""
         step = np.rint(depth * (self.n_layers - 1)).astype(int)
         return np.array(self.colors, dtype=object)[step]
 
 
-#: Lines of the ground: the axes and the circle of radius 0.5.
+#: Faint lines of the background: the axes and the circle of radius 0.5.
 _FAINT = [np.array([[-9.0, 0.0], [9.0, 0.0]]), np.array([[0.0, -9.0], [0.0, 9.0]]), ring(0.5)]
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What lies below the modes, as holoviews elements without options.
+    """Background of the modes, as holoviews elements without options.
 
     Attributes:
-        axes: The two dimensions of the plane, as drawn.
+        axes: The two dimensions of the plane.
         band: The near-unit band.
-        faint: Axes, and the circle of radius 0.5.
+        faint: Axes and the circle of radius 0.5.
         rings: Circles at the powers of ten.
         circle: The unit circle.
-        density: Image of the modes where there are too many to draw each.
+        density: Image of the density of the modes, where they are too many to draw one by one.
         labels: Names of rings and axes.
     """
 
@@ -114,10 +114,10 @@ class Ground:
     labels: Any
 
     @classmethod
-    def of(cls, hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: PlaneStyle) -> Ground:
-        """Make it for a panel."""
+    def of(cls, hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], styling: PlaneStyle) -> Ground:
+        """Create the background of a panel."""
         axes = [hv.Dimension("x", label="Re λ"), hv.Dimension("y", label="Im λ")]
-        labels, view = look.view.labels(), look.view
+        labels, view = styling.view.labels(), styling.view
         return cls(
             axes=axes,
             band=hv.Polygons([band_outline(spectra)], axes, label="near-unit band"),
@@ -125,7 +125,7 @@ class Ground:
             rings=hv.Path(view.rings(), axes, label="powers of ten"),
             circle=hv.Curve(ring(1.0), *axes, label="unit circle"),
             density=hv.RGB(
-                density_image(columns, view, look.scale.n_layers)[::-1],  # the first row of an RGB is the highest
+                density_image(columns, view, styling.scale.n_layers)[::-1],  # the first row of an RGB is the highest
                 bounds=(view.real[0], view.imag[0], view.real[1], view.imag[1]),
                 kdims=axes,
                 vdims=[hv.Dimension(channel, range=(0, 255)) for channel in "RGBA"],
@@ -136,27 +136,27 @@ class Ground:
 
 
 def density_image(columns: dict[str, np.ndarray], view: PlaneView, n_layers: int) -> np.ndarray:
-    """The image of the density, or one that is transparent where each mode is drawn; shape (row, column, 4)."""
+    """Return the image of the density, shape (row, column, 4); transparent where each mode is drawn."""
     if len(columns["x"]) <= DENSE:
         return np.zeros((2, 2, 4), np.uint8)
     return density(columns, view, n_layers)
 
 
-def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: PlaneStyle) -> Any:
-    """One panel for bokeh; ``columns`` as `modes.mode_columns` gives them."""
-    ground = Ground.of(hv, spectra, columns, look)
+def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], styling: PlaneStyle) -> Any:
+    """Return one panel for bokeh; ``columns`` are those of `mode_columns.mode_columns`."""
+    ground = Ground.of(hv, spectra, columns, styling)
     n_modes = len(columns["x"])
     modes = hv.Points(columns, ground.axes, [name for name in columns if name not in ("x", "y")], label="modes")
     options = {"default_tools": [], "backend": "bokeh"}
-    hooks = [style.dress_bokeh, style.note_bokeh(look.note)]
-    if look.key:
-        hooks.append(style.note_bokeh(look.key, place="below"))
-    hooks.append(style.bare_bokeh(look.has_axis))
-    hooks.append(_axes_bokeh(look.view))
-    if look.row:
-        hooks.append(style.note_bokeh(look.row, place="left"))
-    if look.has_scale:
-        hooks.append(_scale_bokeh(look.scale))
+    hooks = [style.dress_bokeh, style.note_bokeh(styling.note)]
+    if styling.key:
+        hooks.append(style.note_bokeh(styling.key, place="below"))
+    hooks.append(style.bare_bokeh(styling.has_axis))
+    hooks.append(_axes_bokeh(styling.view))
+    if styling.row:
+        hooks.append(style.note_bokeh(styling.row, place="left"))
+    if styling.has_scale:
+        hooks.append(_scale_bokeh(styling.scale))
     line = {"color": style.NEUTRAL, **options}
     panel = hv.Overlay(
         [
@@ -166,26 +166,26 @@ def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], lo
             ground.circle.opts(line_width=1.4, **line),
             ground.density.opts(**options),
             modes.opts(
-                size=(7 if n_modes < 300 else 5.5 if n_modes < 2000 else 4) * min(1, look.side / 240),
+                size=(7 if n_modes < 300 else 5.5 if n_modes < 2000 else 4) * min(1, styling.side / 240),
                 tools=list(_TOOLS),
                 hover_tooltips=_TOOLTIPS,
-                hooks=[_markers_bokeh(look.scale)],
+                hooks=[_markers_bokeh(styling.scale)],
                 **options,
             ),
             ground.labels.opts(text_color=style.NEUTRAL, text_font_size=f"{style.TICK_SIZE}pt", **options),
         ]
     )
-    if look.word:
-        panel = panel * hv.Text(look.view.real[0] + look.view.half, 0, look.word, fontsize=style.TICK_SIZE).opts(
-            text_color=style.NEUTRAL, **options
-        )
-    view = {"xlim": look.view.real, "ylim": look.view.imag, "show_legend": False}
-    frame = {"frame_width": look.side, "frame_height": look.side, "show_grid": True}
-    return panel.opts(**view, **frame, title=look.title, hooks=hooks, backend="bokeh")
+    if styling.word:
+        panel = panel * hv.Text(
+            styling.view.real[0] + styling.view.half, 0, styling.word, fontsize=style.TICK_SIZE
+        ).opts(text_color=style.NEUTRAL, **options)
+    view = {"xlim": styling.view.real, "ylim": styling.view.imag, "show_legend": False}
+    frame = {"frame_width": styling.side, "frame_height": styling.side, "show_grid": True}
+    return panel.opts(**view, **frame, title=styling.title, hooks=hooks, backend="bokeh")
 
 
 def _axes_bokeh(view: PlaneView) -> Any:
-    """A holoviews hook: numbers along the axes only where they are true to scale; the panel keeps its proportions."""
+    """Return a holoviews hook: numbers along the axes only where they are true to scale, and fixed proportions."""
 
     def hook(plot: Any, element: Any) -> None:
         plot.state.tags = [*plot.state.tags, "fixed aspect"]
@@ -196,10 +196,10 @@ def _axes_bokeh(view: PlaneView) -> Any:
 
 
 def _markers_bokeh(scale: Scale) -> Any:
-    """A holoviews hook: colour, filling and marker follow the columns.
+    """Return a holoviews hook: color, fill and marker follow the columns.
 
-    holoviews would turn a column whose values are all the same into a constant, and a widget that writes other data
-    into the source later would see no effect.
+    holoviews turns a column of equal values into a constant, so that data which a widget writes into the source later
+    would have no effect.
     """
 
     def hook(plot: Any, element: Any) -> None:
@@ -219,10 +219,10 @@ def _markers_bokeh(scale: Scale) -> Any:
     return hook
 
 
-def panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], look: PlaneStyle) -> Any:
-    """One panel for matplotlib; ``columns`` as `modes.mode_columns` gives them."""
-    ground = Ground.of(hv, spectra, columns, look)
-    table = columns | {"paint": look.scale.paint(columns["depth"])}
+def panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], styling: PlaneStyle) -> Any:
+    """Return one panel for matplotlib; ``columns`` are those of `mode_columns.mode_columns`."""
+    ground = Ground.of(hv, spectra, columns, styling)
+    table = columns | {"paint": styling.scale.paint(columns["depth"])}
     others = [name for name in table if name not in ("x", "y")]
     crossed, hollow, drawn = columns["marker"] != "circle", columns["fill"] == 0, columns["edge"] > 0
     paint = hv.dim("paint")
@@ -242,31 +242,33 @@ def panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray
     ]
     for label, (chosen, marker) in kinds.items():
         points = hv.Points({name: column[chosen] for name, column in table.items()}, ground.axes, others, label=label)
-        elements.append(points.opts(s=16 if look.inches > 3 else 11, linewidth=0.9, **marker, **options))
+        elements.append(points.opts(s=16 if styling.inches > 3 else 11, linewidth=0.9, **marker, **options))
     elements.append(ground.labels.opts(size=style.TICK_SIZE - 1, **(line | {"color": style.INK})))
-    if look.word:
-        word = hv.Text(look.view.real[0] + look.view.half, 0, look.word, fontsize=style.TICK_SIZE)
+    if styling.word:
+        word = hv.Text(styling.view.real[0] + styling.view.half, 0, styling.word, fontsize=style.TICK_SIZE)
         elements.append(word.opts(color=style.INK, backend="matplotlib"))
     hooks = [
         style.dress_matplotlib,
-        _frame_matplotlib(look.view),
-        style.title_matplotlib(look.title, note=look.note, key=look.key, key_at=-0.17 if look.view.is_near else -0.02),
+        _frame_matplotlib(styling.view),
+        style.title_matplotlib(
+            styling.title, note=styling.note, key=styling.key, key_at=-0.17 if styling.view.is_near else -0.02
+        ),
     ]
-    if look.row:
-        hooks.append(style.row_matplotlib(look.row))
-    if look.has_scale:
-        hooks.append(_scale_matplotlib(look.scale))
-    view = {"xlim": look.view.real, "ylim": look.view.imag, "show_legend": False}
-    if look.view.is_near:
-        view |= {name: "bare" for name, has in zip(("xaxis", "yaxis"), look.has_axis, strict=True) if not has}
+    if styling.row:
+        hooks.append(style.row_matplotlib(styling.row))
+    if styling.has_scale:
+        hooks.append(_scale_matplotlib(styling.scale))
+    view = {"xlim": styling.view.real, "ylim": styling.view.imag, "show_legend": False}
+    if styling.view.is_near:
+        view |= {name: "bare" for name, has in zip(("xaxis", "yaxis"), styling.has_axis, strict=True) if not has}
     else:
         view |= {"xaxis": None, "yaxis": None}
-    frame = {"aspect": 1, "fig_inches": look.inches}
+    frame = {"aspect": 1, "fig_inches": styling.inches}
     return hv.Overlay(elements).opts(**view, **frame, title="", hooks=hooks, backend="matplotlib")
 
 
 def _frame_matplotlib(view: PlaneView) -> Any:
-    """A holoviews hook: grid and frame only where the numbers along the axes are true to scale."""
+    """Return a holoviews hook: grid and frame only where the numbers along the axes are true to scale."""
 
     def hook(plot: Any, element: Any) -> None:
         axis = plot.handles["axis"]
@@ -278,6 +280,8 @@ def _frame_matplotlib(view: PlaneView) -> Any:
 
 
 def _scale_bokeh(scale: Scale) -> Any:
+    """Return a holoviews hook: a color bar of depth on the right."""
+
     def hook(plot: Any, element: Any) -> None:
         from bokeh.models import ColorBar, FixedTicker, LinearColorMapper
 
@@ -302,6 +306,8 @@ def _scale_bokeh(scale: Scale) -> Any:
 
 
 def _scale_matplotlib(scale: Scale) -> Any:
+    """Return a holoviews hook: a color bar of depth on the right."""
+
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import ListedColormap, Normalize

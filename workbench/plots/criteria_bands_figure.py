@@ -1,4 +1,4 @@
-"""Criteria of any unit in one figure, each relative to its own healthy band."""
+"""Criteria with different units in one figure, each relative to its own healthy band."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from workbench.schema.statuses import CriterionState
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Width of the axis and height of a row in bokeh's pixels, and the width of a letter next to it.
+#: Width of the axis, height of a row and width of a letter, in pixels of bokeh.
 _WIDTH, _ROW, _LETTER = 360, 24, 6.3
-#: Largest distance of a mark from the band; values further away are drawn there.
+#: Largest distance of a mark from the band; values further away are drawn at this distance.
 _REACH = 1.6
-#: State -> colour and marker; states differ in shape as well as in colour.
-STATE_LOOKS: dict[str, tuple[str, str]] = {
-    CriterionState.HEALTHY: (outcome_colors.SURVIVED, "circle"),
+#: State -> color and marker; states differ in both.
+STATE_MARKS: dict[str, tuple[str, str]] = {
+    CriterionState.HEALTHY: (outcome_colors.CONVERGED, "circle"),
     CriterionState.AT_RISK: ("#8f7a00", "triangle"),
     CriterionState.FAILING: (outcome_colors.DIVERGED, "square"),
     CriterionState.NOT_MEASURED: (style.NEUTRAL, "circle"),
@@ -36,12 +36,12 @@ _LONGEST_TITLE = 46
 def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw criteria against their healthy bands: one row per criterion, all bands scaled to one shaded column.
 
-    Inside the band the axis is linear, or logarithmic where the band is wide (with one end, the ratio to it decides);
-    outside it is compressed; values too far out are at the edge. Shape and colour show the state; a hollow mark
-    was not measured or has no band.
+    Inside the band the axis is linear, or logarithmic where the band spans more than a factor of ten. Outside it is
+    compressed, and values beyond the axis are drawn at its end. Shape and color show the state. A hollow mark has no
+    value or no band.
 
     Args:
-        criteria: Dim ``criterion``: title, value, units, low, high (NaN: the band is open there), state.
+        criteria: Dataset with dim ``criterion``: title, value, units, low, high (NaN where the band is open), state.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -60,6 +60,10 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
         >>> figure = wb.plots.criteria_bands(criteria)
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.assess`: Measures the criteria of a design.
+        `workbench.report`: Shows this figure with the assessment.
     """
     needed = ["title", "value", "units", "low", "high", "state"]
     rows = columns_of(criteria, needed, what="table of criteria", source="wb.assess()", dim="criterion")
@@ -68,19 +72,19 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
     height = -np.arange(len(places), dtype=float)
     lowest = 0.5 - len(places)
     left, right = -_REACH - 0.15, 1 + _REACH + 0.15
-    told = [_told(rows, i) for i in range(len(places))]
-    beside = int(24 + _LETTER * max(map(len, told), default=0))
+    texts = [_value_and_band(rows, i) for i in range(len(places))]
+    margin = int(24 + _LETTER * max(map(len, texts), default=0))
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "place", "criterion")
-        draw.boxes(0, lowest, 1, 0.5, colors=outcome_colors.SURVIVED, alpha=0.12)
+        draw.boxes(0, lowest, 1, 0.5, colors=outcome_colors.CONVERGED, alpha=0.12)
         draw.bars(left, height, right, height, color=style.NEUTRAL, width=0.6, alpha=0.5)
-        for state, (color, marker) in STATE_LOOKS.items():
+        for state, (color, marker) in STATE_MARKS.items():
             is_it = np.array([str(its) == state for its in rows["state"]])
             is_known = np.isfinite(places)
             for is_hollow in (False, True):
                 chosen = is_it & (is_known != is_hollow)
                 if chosen.any():
-                    texts = {"name": rows["title"][chosen], "told": [told[i] for i in np.flatnonzero(chosen)]}
+                    columns = {"name": rows["title"][chosen], "text": np.array(texts)[chosen]}
                     draw.dots(
                         np.where(is_known, places, 0.5)[chosen],
                         height[chosen],
@@ -88,21 +92,21 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
                         marker=marker,
                         size=11,
                         is_hollow=is_hollow,
-                        columns={key: np.array(value) for key, value in texts.items()},
-                        tips=[("", "@name"), ("", "@told")],
+                        columns=columns,
+                        tips=[("", "@name"), ("", "@text")],
                         label="" if is_hollow and (is_it & is_known).any() else state,
                     )
         for end, sign in ((-_REACH, "‹"), (1 + _REACH, "›")):
             is_out = places == end
             column_of_words(draw, end + math.copysign(0.1, end), height[is_out], [sign] * is_out.sum(), align="center")
-        column_of_words(draw, right + 0.12, height, told)
-        # In its own row: text above the frame of a matplotlib figure moves with the frame's height.
-        draw.words(left + 0.1, 1.0, "shaded: healthy   compressed outside   ‹ ›: further out than drawn")
+        column_of_words(draw, right + 0.12, height, texts)
+        # In a row of the frame, because text above the frame of a matplotlib figure moves with the frame's height.
+        draw.words(left + 0.1, 1.0, "shaded: healthy band   compressed outside   ‹ ›: off scale")
         titles = [clipped(str(title), _LONGEST_TITLE) for title in rows["title"]]
         panel = draw.panel(
             title="Criteria against their healthy bands",
-            view=((left, right + (right - left) * beside / _WIDTH), (lowest - 0.1, 1.5)),
-            size=(_WIDTH + beside, _ROW * (len(titles) + 1) + 14),
+            view=((left, right + (right - left) * margin / _WIDTH), (lowest - 0.1, 1.5)),
+            size=(_WIDTH + margin, _ROW * (len(titles) + 1) + 14),
             names=("", ""),
             ticks=(
                 [(-_REACH / 2, "below"), (0.5, CriterionState.HEALTHY.value), (1 + _REACH / 2, "above")],
@@ -116,11 +120,11 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 
 def place_in_band(value: float, low: float, high: float) -> float:
-    """Position of a value on an axis on which the band reaches from 0 to 1; NaN where there is no value or no band.
+    """Return the position of a value on an axis where the band is [0, 1]; NaN without a value or without a band.
 
-    With both ends it is linear inside, logarithmic where the band spans more than a factor of ten. With an upper end
-    alone, 1 is that end and 0 is zero; with a lower end alone, 0 is that end and a value twice as large is at one
-    half. Outside, the distance is compressed up to the reach.
+    A band with both ends is linear inside, or logarithmic where it spans more than a factor of ten. If only the upper
+    end exists, it is at 1 and zero is at 0. If only the lower end exists, it is at 0 and twice its value at 0.5.
+    Outside the band, the logarithm compresses the distance, up to a largest one.
     """
     has_low, has_high = math.isfinite(low), math.isfinite(high)
     if math.isnan(value) or not (has_low or has_high):
@@ -143,7 +147,8 @@ def _above(distance: float) -> float:
     return distance / (1 + distance) if distance >= 0 else distance
 
 
-def _told(rows: dict[str, np.ndarray], row: int) -> str:
+def _value_and_band(rows: dict[str, np.ndarray], row: int) -> str:
+    """Return the value of a criterion with its unit, and its band, as text."""
     value, low, high = (float(rows[name][row]) for name in ("value", "low", "high"))
     unit = "" if str(rows["units"][row]) in ("1", "") else f" {rows['units'][row]}"
     if math.isnan(value):

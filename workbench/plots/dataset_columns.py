@@ -1,8 +1,8 @@
-"""Read the columns of a dataset for the figures of divergence prediction, and report missing ones."""
+"""Checks of the datasets and names that figures receive, and the columns that they draw."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,43 +24,94 @@ def columns_of(
     optional: Sequence[str] = (),
     dim: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Variables along one dimension, as arrays.
+    """Return variables along one dimension as arrays.
 
     Args:
         data: Dataset to read.
         needed: Names of the variables that must exist.
         what: Kind of dataset expected, such as "ROC curve", for the error message.
-        source: Function that makes one, such as "wb.profile()".
+        source: Function that creates one, such as "wb.profile()", for the error message.
         optional: Names of variables that are read if they exist.
-        dim: Dimension of the variables; None: any that they share.
+        dim: Dimension of the variables; None accepts any that they share.
 
     Raises:
-        SchemaError: If it is no dataset, lacks a variable, has one of another shape, or is empty.
+        SchemaError: If it is not a dataset, lacks a variable, has one with other dimensions, or is empty.
     """
     import xarray as xr
 
     if not isinstance(data, xr.Dataset):
-        raise SchemaError(f"The {what} is {_described(data)}, expected a dataset of {source}.")
-    if missing := [name for name in needed if name not in data.variables]:
-        raise SchemaError(f"The dataset is no {what}: it lacks {', '.join(missing)}; make it with {source}.")
+        raise SchemaError(
+            f"The {what} is {_described(data)}, expected a dataset from {source}.",
+            name=what,
+            value=data,
+            expected=f"a dataset from {source}",
+        )
+    require_variables(data, needed, what=what, source=source)
     names = [*needed, *(name for name in optional if name in data.variables)]
     dim = dim or next((str(d) for d in data[needed[0]].dims), "run")
     for name in names:
         if data[name].dims != (dim,):
             has = ", ".join(map(str, data[name].dims)) or "no dimension"
-            raise SchemaError(f"In the {what}, {name} runs over {has}, expected {dim} alone; select or average first.")
+            raise SchemaError(
+                f"In the {what}, {name} has dimensions {has}, expected only {dim}; select or average first.",
+                name=name,
+                value=data[name].dims,
+                expected=f"a variable with the single dimension {dim}",
+            )
     if not data.sizes[dim]:
-        raise SchemaError(f"The {what} has no {dim}; select less narrowly.")
+        raise SchemaError(
+            f"The {what} is empty along {dim}; select less narrowly.", name=dim, value=0, expected="at least one entry"
+        )
     return {name: data[name].values for name in names}
+
+
+def require_variables(data: xr.Dataset, needed: Sequence[str], *, what: str, source: str) -> None:
+    """Raise an exception if a dataset lacks variables.
+
+    Args:
+        data: Dataset to check.
+        needed: Names of the variables.
+        what: Kind of dataset expected, such as "ROC curve".
+        source: Function that creates one, such as "wb.profile()".
+
+    Raises:
+        SchemaError: Names the missing variables.
+    """
+    if missing := [name for name in needed if name not in data.variables]:
+        raise SchemaError(
+            f"The {what} lacks {', '.join(missing)}; create it with {source}.",
+            name=", ".join(missing),
+            expected=f"a variable of the {what}",
+        )
+
+
+def require_choices(name: str, chosen: Sequence[str], choices: Iterable[str]) -> None:
+    """Raise an exception if no name is chosen, or one is not among the choices.
+
+    Args:
+        name: Name of the argument.
+        chosen: Names that were passed.
+        choices: Allowed names.
+
+    Raises:
+        SchemaError: Names the first invalid choice.
+    """
+    choices = tuple(choices)
+    for each in chosen:
+        if each not in choices:
+            raise SchemaError.of(name, each, choices)
+    if not len(chosen):
+        listed = f"; choose from {', '.join(choices)}" if choices else ""
+        raise SchemaError(f"{name} is empty{listed}.", name=name, value=(), expected=choices or "at least one name")
 
 
 def by_name(
     data: xr.Dataset | Mapping[str, xr.Dataset], *, what: str, source: str, name: str = ""
 ) -> dict[str, xr.Dataset]:
-    """Datasets by name; a single one gets the given name.
+    """Return datasets by name; a single dataset receives the given name.
 
     Raises:
-        SchemaError: If there is none.
+        SchemaError: If there is no dataset.
     """
     import xarray as xr
 
@@ -69,13 +120,16 @@ def by_name(
     datasets: Mapping[str, xr.Dataset] = data
     if not isinstance(data, Mapping) or not data:
         raise SchemaError(
-            f"The {what} is {_described(data)}, expected a dataset of {source} or a dict of name: dataset."
+            f"The {what} is {_described(data)}, expected a dataset from {source} or a dict of name: dataset.",
+            name=what,
+            value=data,
+            expected=f"a dataset from {source}, or several by name",
         )
     return {str(key): value for key, value in datasets.items()}
 
 
 def names_along(data: xr.Dataset | xr.DataArray, dim: str) -> list[str]:
-    """Labels of the rows: the coordinate ``long_name`` or else the dimension's own; numbers if it has none."""
+    """Return labels along a dimension: its ``long_name``, else its coordinate, else numbers."""
     if "long_name" in data.coords and data["long_name"].dims == (dim,):
         return [str(name) for name in data["long_name"].values]
     if dim in data.coords:

@@ -1,4 +1,4 @@
-"""The paper's decision chart of fresh models: near-unit mass, eigenvector condition, and what became of the runs."""
+"""Decision chart of the RKSP paper for models at initialization, with the outcomes of their runs."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _SIZE = (600, 360)
-#: Largest number of points with names in the figure; with more, they are shown only under the pointer.
+#: Largest number of points whose names are drawn; the names of more points appear only in tooltips.
 _MOST_NAMES = 20
-#: Largest number of points that are drawn large.
+#: Largest number of points that have large markers.
 _MOST_LARGE = 40
 _AXES = ("near-unit mass M", "eigenvector condition κ")
 #: Labels of `published.DECISION_ZONES`.
 _ZONES = ("proceed", "caution", "high risk: use KSS")
-_ZONE_COLORS = (outcome_colors.SURVIVED, style.NEUTRAL, outcome_colors.DIVERGED)
+_ZONE_COLORS = (outcome_colors.CONVERGED, style.NEUTRAL, outcome_colors.DIVERGED)
 _ZONE_ALPHAS = (0.16, 0.10, 0.18)
-_OUTCOMES = ("diverged", "some runs diverged", "survived", "outcome not known")
+_OUTCOMES = ("diverged", "some runs diverged", "converged", "outcome unknown")
 
 
 @redrawable
 def decision_chart(points: xr.Dataset, *, limits: xr.Dataset | None = None, backend: str = "bokeh") -> Any:
-    """Draw fresh models in the zones of the paper's decision chart (RKSP, Fig. 7), with the outcomes of their runs.
+    """Draw models at initialization in the decision chart of RKSP (Fig. 7), with the outcomes of their runs.
 
-    Near-unit mass M to the right, eigenvector condition kappa upwards; the zones are the paper's proceed, caution and
-    high risk. The paper gives no number for kappa, so that without ``limits`` M alone decides. Points that diverged are
-    filled, those that survived hollow; each zone says how many of its runs diverged. Up to 20 points are named.
+    The axes are the near-unit mass M and the eigenvector condition kappa; the zones are the paper's proceed, caution
+    and high risk. The paper states no threshold for kappa: without ``limits`` only M decides. Points that diverged are
+    filled, those that converged hollow. Each zone states how many of its runs diverged. Up to 20 points are named.
 
     Args:
-        points: Dataset of one dimension with near_unit_mass and eigenvector_condition, one value per model (the mean
-            over layers of the fresh model); where known, has_diverged or divergence_rate. Names are those of its
-            coordinate or ``name``.
-        limits: Borders of the zones, from `workbench.published.decision_chart`; None: published.
+        points: Dataset with one dimension: near_unit_mass and eigenvector_condition, one value per model (mean over
+            layers at initialization), and optionally has_diverged or divergence_rate. Names are taken from its
+            coordinate or from ``name``.
+        limits: Boundaries of the zones, from `workbench.published.decision_chart`; None selects the published ones.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If the points lack a variable, or none has a place in the chart.
+        SchemaError: If the points lack a variable, or no point has both values.
         OptionError: If the backend does not exist.
 
     Example:
@@ -66,6 +66,10 @@ def decision_chart(points: xr.Dataset, *, limits: xr.Dataset | None = None, back
         >>> figure = wb.plots.decision_chart(models)
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.published.decision_chart`: Boundaries of the zones.
+        `workbench.summarize`: Reduces spectra to one value per model.
     """
     chart = chart_of(points, limits)
     with style.drawing(backend) as hv:
@@ -74,7 +78,7 @@ def decision_chart(points: xr.Dataset, *, limits: xr.Dataset | None = None, back
         _draw_points(draw, chart)
         n_unnamed = _draw_names(draw, chart, taken)
         panel = draw.panel(
-            title="The paper's decision chart for a fresh model",
+            title="RKSP decision chart at initialization",
             note=[*chart.note, f"{n_unnamed} names not shown" if n_unnamed else ""],
             view=chart.view,
             size=_SIZE,
@@ -90,18 +94,18 @@ def decision_chart(points: xr.Dataset, *, limits: xr.Dataset | None = None, back
 
 @dataclass(frozen=True)
 class DecisionChart:
-    """Points and zones, ready to be drawn.
+    """Points and zones of a chart, ready to be drawn.
 
     Attributes:
         view: Ranges of the axes.
-        largest: Largest eigenvector condition with a tick; points above it are drawn there.
-        cells: Zones as boxes: left, bottom, right, top and the index of the zone; together they fill the view.
+        largest: Largest eigenvector condition with a tick; points above it are drawn at this value.
+        cells: Zones as boxes (left, bottom, right, top, index of the zone), which together fill the view.
         x: Near-unit mass of each point.
-        y: Its eigenvector condition, inside the view.
-        zone: Index of its zone.
+        y: Eigenvector condition of each point, at most ``largest``.
+        zone: Index of the zone of each point.
         names: Names of the points; an empty name is not drawn.
-        told: Text under the pointer for each point.
-        outcome: Index into the possible outcomes: diverged, some did, survived, not known.
+        tips: Text of the tooltip of each point.
+        outcome: Index of the outcome: 0 diverged, 1 some runs diverged, 2 converged, 3 unknown.
         note: Phrases under the title.
     """
 
@@ -112,34 +116,34 @@ class DecisionChart:
     y: np.ndarray
     zone: np.ndarray
     names: tuple[str, ...]
-    told: tuple[str, ...]
+    tips: tuple[str, ...]
     outcome: np.ndarray
     note: list[str]
 
     def pixels(self, x: Any, y: Any) -> np.ndarray:
-        """Positions of points on the frame, in pixels from its lower left corner, shape (point, 2)."""
+        """Return positions on the frame in pixels from its lower left corner, shape (point, 2)."""
         (left, right), (bottom, top) = self.view
         up = np.log(np.asarray(y) / bottom) / np.log(top / bottom)
         return np.stack([(np.asarray(x) - left) / (right - left) * _SIZE[0], up * _SIZE[1]], axis=-1)
 
     def point(self, left: float, bottom: float) -> tuple[float, float]:
-        """The position of a pixel in the units of the axes."""
+        """Return the position of a pixel in the units of the axes."""
         (x, right), (y, top) = self.view
         return float(x + (right - x) * left / _SIZE[0]), float(y * (top / y) ** (bottom / _SIZE[1]))
 
     def words(self, zone: int) -> list[str]:
-        """The label of a zone: what to do, and how many of its runs diverged; one text a line."""
-        is_told = (self.zone == zone) & np.isin(self.outcome, (0, 2))
-        if not is_told.any() or (self.outcome == 1).any():
+        """Return the lines of the label of a zone: the recommendation, and how many of its runs diverged."""
+        is_known = (self.zone == zone) & np.isin(self.outcome, (0, 2))
+        if not is_known.any() or (self.outcome == 1).any():
             return [_ZONES[zone]]
-        return [_ZONES[zone], f"{int((self.outcome[is_told] == 0).sum())}/{int(is_told.sum())} diverged"]
+        return [_ZONES[zone], f"{int((self.outcome[is_known] == 0).sum())}/{int(is_known.sum())} diverged"]
 
 
 def chart_of(points: xr.Dataset, limits: xr.Dataset | None = None) -> DecisionChart:
-    """What `decision_chart` draws.
+    """Return the points and zones that `decision_chart` draws.
 
     Raises:
-        SchemaError: If the points lack a variable, or none has a place in the chart.
+        SchemaError: If the points lack a variable, or no point has both values.
     """
     needed = ("near_unit_mass", "eigenvector_condition")
     columns = columns_of(
@@ -150,13 +154,17 @@ def chart_of(points: xr.Dataset, limits: xr.Dataset | None = None) -> DecisionCh
     mass, condition = (columns[name] for name in needed)
     is_placed = np.isfinite(mass) & ~np.isnan(condition)
     if not is_placed.any():
-        raise SchemaError("No point has a near_unit_mass and an eigenvector_condition; measure at least one.")
+        raise SchemaError(
+            "No point has both near_unit_mass and eigenvector_condition; measure at least one.",
+            name="points",
+            expected="points with finite values of near_unit_mass and eigenvector_condition",
+        )
     if limits is None:
         limits = published.decision_chart()
     finite = condition[np.isfinite(condition)]
     borders = limits["eigenvector_condition"].values
     high = max(100.0, 1.6 * max([*finite, *borders[np.isfinite(borders)]], default=1.0))
-    # Room at the sides for points on the frame, and below for the labels: no condition number is less than 1.
+    # The margins hold points on the frame and, below 1, the labels: no condition number is less than 1.
     view = ((-0.03, 1.03), (high**-0.16, high**1.05))
     x_edges = [view[0][0], *limits["near_unit_mass"].values.tolist(), view[0][1]]
     y_edges = [view[1][0], *np.unique(borders[np.isfinite(borders)]).tolist(), view[1][1]]
@@ -166,15 +174,17 @@ def chart_of(points: xr.Dataset, limits: xr.Dataset | None = None) -> DecisionCh
             middle = (left + right) / 2, np.sqrt(bottom * top)
             zone = published.DECISION_ZONES.index(str(published.decision_zones(*middle, chart=limits)))
             cells.append((left, bottom, right, top, zone))
-    note = [f"zones: {limits.attrs.get('source', 'the limits given').split(', ')[-1]}"]
+    note = [f"zones: {limits.attrs.get('source', 'custom').split(', ')[-1]}"]
     if not np.isfinite(borders).any():
-        note.append("the paper gives no number for κ: M alone decides")
+        note.append("the paper states no threshold for κ; only M decides")
     elif not np.isfinite(borders).all():
-        note.append("κ decides in one direction only")
+        note.append("κ has one threshold only")
     else:
-        note.append(f"κ below {borders[0]:g} is modest, above {borders[1]:g} large (our numbers; the paper gives none)")
+        note.append(
+            f"κ is moderate below {borders[0]:g}, large above {borders[1]:g} (our thresholds; the paper states none)"
+        )
     if (n_infinite := int((np.isinf(condition) & is_placed).sum())) > 0:
-        note.append(f"{n_infinite} with infinite κ at the top")
+        note.append(f"{n_infinite} with infinite κ, drawn at the top")
     if n_left_out := int((~is_placed).sum()):
         note.append(f"{n_left_out} point{'s' if n_left_out > 1 else ''} without a value not shown")
     found = published.decision_zones(mass, condition, chart=limits)[is_placed]
@@ -191,14 +201,14 @@ def chart_of(points: xr.Dataset, limits: xr.Dataset | None = None) -> DecisionCh
         y=np.minimum(condition, high),
         zone=np.array([published.DECISION_ZONES.index(name) if name else -1 for name in found.tolist()]),
         names=tuple(str(name) for name in points[label].values[is_placed]) if is_named else (),
-        told=tuple(f"M {m:.3f}, κ {k:.3g}" for m, k in zip(mass, condition, strict=True)),
+        tips=tuple(f"M {m:.3f}, κ {k:.3g}" for m, k in zip(mass, condition, strict=True)),
         outcome=np.select([np.isnan(rate), rate >= 1, rate <= 0], [3, 0, 2], default=1),
         note=note,
     )
 
 
 def _draw_zones(draw: Primitives, chart: DecisionChart) -> list[Box]:
-    """Draw the zones with labels where points are rarest; return the boxes that the labels fill."""
+    """Draw the zones with labels at the bottom, where points are rare; return the boxes that the labels fill."""
     for left, bottom, right, top, zone in chart.cells:
         draw.boxes(left, bottom, right, top, colors=_ZONE_COLORS[zone], alpha=_ZONE_ALPHAS[zone])
     taken = []
@@ -222,26 +232,26 @@ def _draw_zones(draw: Primitives, chart: DecisionChart) -> list[Box]:
 
 def _draw_points(draw: Primitives, chart: DecisionChart) -> None:
     names = np.array(chart.names or [""] * len(chart.x))
-    told = np.array(chart.told)
+    texts = np.array(chart.tips)
     faces: tuple[dict[str, Any], ...] = (
         {"color": outcome_colors.DIVERGED, "marker": "square"},
         {"color": outcome_colors.DIVERGED, "marker": "triangle", "is_hollow": True},
-        {"color": outcome_colors.SURVIVED, "marker": "circle", "is_hollow": True},
+        {"color": outcome_colors.CONVERGED, "marker": "circle", "is_hollow": True},
         {"color": draw.ink, "marker": "diamond"},
     )
-    tips = [("", "@name"), ("", "@told")][not chart.names :]
+    tips = [("", "@name"), ("", "@text")][not chart.names :]
     size = 9 if len(chart.x) <= _MOST_LARGE else 7
-    for index, face in enumerate(faces):  # hollow ones on top of filled ones
+    for index, face in enumerate(faces):  # hollow markers on top of filled ones
         is_it = chart.outcome == index
         if is_it.any():
-            columns = {"name": names[is_it], "told": told[is_it]}
+            columns = {"name": names[is_it], "text": texts[is_it]}
             draw.dots(
                 chart.x[is_it], chart.y[is_it], columns=columns, tips=tips, label=_OUTCOMES[index], size=size, **face
             )
 
 
 def _draw_names(draw: Primitives, chart: DecisionChart, taken: Sequence[Box]) -> int:
-    """Draw names next to the points; return the number of names without room."""
+    """Draw names next to the points; return the number of names that do not fit."""
     if not chart.names or len(chart.x) > _MOST_NAMES:
         return 0
     places = chart.pixels(chart.x, chart.y)

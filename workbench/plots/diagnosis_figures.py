@@ -1,4 +1,4 @@
-"""Figures of a diagnosis: the causes by probability, the evidence for and against them, and its steps."""
+"""Figures of a diagnosis: causes by probability, evidence for and against them, and steps of the symptoms."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
-from workbench.formatting import clipped, percent, title_of
+from workbench.formatting import clipped, percent
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.word_columns import column_of_words
+from workbench.schema.symptoms import symptom_title
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
 _WIDTH, _ROW = 420, 24
 _SOURCE = "wb.diagnose()"
 _TABLE = {"what": "table of evidence", "source": _SOURCE, "dim": "evidence"}
-#: Where marks would cover each other along the steps, their labels are on separate lines.
 _LONGEST_NAME = 40
 
 
 @redrawable
 def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw the probability of each cause as a bar, the most probable one above; those in the set are colored.
+    """Draw the probability of each cause as a bar, the most probable at the top; causes in the set are colored.
 
     Args:
-        causes: Dim ``cause``: title, probability; ``is_possible``, or the first alone is colored.
+        causes: Dataset with dim ``cause``: title, probability and optionally ``is_possible``; without it, only the most
+            probable cause is colored.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -45,6 +46,10 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         >>> figure = wb.plots.cause_bars(tree["causes"].to_dataset())
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.diagnose`: Computes the probabilities.
+        `workbench.plots.evidence_bars`: Draws the evidence behind them.
     """
     rows = columns_of(causes, ["title", "probability"], what="table of causes", source=_SOURCE, dim="cause")
     probability = rows["probability"].astype(float)
@@ -59,13 +64,13 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         is_sound = (
             causes["cause"].values[order] == "nothing" if "cause" in causes.coords else np.zeros(len(order), bool)
         )
-        colored = np.where(is_sound, outcome_colors.SURVIVED, outcome_colors.DIVERGED)
+        colored = np.where(is_sound, outcome_colors.CONVERGED, outcome_colors.DIVERGED)
         colors = np.where(is_possible, colored, style.NEUTRAL)
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
         draw.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
-        told = ["not known" if np.isnan(value) else percent(value) for value in probability]
-        column_of_words(draw, np.nan_to_num(probability) + 0.015, height, told)
+        labels = ["unknown" if np.isnan(value) else percent(value) for value in probability]
+        column_of_words(draw, np.nan_to_num(probability) + 0.015, height, labels)
         panel = draw.panel(
             title="Causes by probability",
             view=((0, 1.12), (height[-1] - 0.6, 0.6)),
@@ -81,11 +86,11 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 @redrawable
 def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -> Any:
-    """Draw the evidence of each symptom for a cause (to the right) or against it (to the left), grouped by cause.
+    """Draw the evidence of each symptom for a cause (right) or against it (left), grouped by cause.
 
     Args:
-        evidence: Dim ``evidence``: cause, weight (signed log-odds), and ``symptom``, their names.
-        n: Number of symptoms of each cause with their own bar, largest weight first; the others share one bar.
+        evidence: Dataset with dim ``evidence``: cause, weight (signed log-odds) and ``symptom`` (name).
+        n: Number of symptoms per cause with a separate bar, largest weight first; the others share one bar.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -101,11 +106,15 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
         >>> figure = wb.plots.evidence_bars(tree["evidence"].to_dataset(), n=3)
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.diagnose`: Computes the evidence.
+        `workbench.plots.evidence_timeline`: Draws the steps of the symptoms.
     """
     if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-        raise OptionError(f"n is {n!r}, expected a whole number of at least 1.")
+        raise OptionError.of("n", n, "an integer of at least 1")
     cause, names, weight = _grouped(evidence, n)
-    # One row for the name of each cause, then its symptoms.
+    # The row with the name of a cause is above the rows of its symptoms.
     height, heads, up = np.zeros(len(weight)), {}, 0.0
     for i, name in enumerate(cause):
         if name not in heads:
@@ -115,25 +124,25 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
     reach = 1.35 * float(np.nanmax(np.abs(weight))) or 1.0
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "log-odds", "symptom")
-        for is_it, color in ((weight >= 0, outcome_colors.DIVERGED), (weight < 0, outcome_colors.SURVIVED)):
+        for is_it, color in ((weight >= 0, outcome_colors.DIVERGED), (weight < 0, outcome_colors.CONVERGED)):
             if is_it.any():
                 columns, tips = {"name": np.array(names)[is_it]}, [("", "@name")]
                 ends = (np.zeros(is_it.sum()), at[is_it] - 0.32, weight[is_it], at[is_it] + 0.32)
                 draw.boxes(*ends, colors=color, alpha=0.85, columns=columns, tips=tips)
         for side, is_it in ((1, weight >= 0), (-1, weight < 0)):
-            told = [f"{value:+.2f}" for value in weight[is_it]]
+            labels = [f"{value:+.2f}" for value in weight[is_it]]
             align = "left" if side > 0 else "right"
-            column_of_words(draw, weight[is_it] + 0.02 * side * reach, at[is_it], told, align=align)
+            column_of_words(draw, weight[is_it] + 0.02 * side * reach, at[is_it], labels, align=align)
         for name, up_here in heads.items():
             draw.words(-0.98 * reach, up_here, name.replace("_", " "), is_bold=True)
         draw.bars([0.0], [up + 0.5], [0.0], [0.5], color=draw.ink, width=1.2)
         step = decades(reach / 4, reach / 1.5)[0]
         ticks = [(k * step, f"{k * step:+g}" if k else "0") for k in range(-4, 5) if abs(k * step) <= 0.95 * reach]
         panel = draw.panel(
-            title="What speaks for and against each cause",
+            title="Evidence for and against each cause",
             view=((-reach, reach), (up + 0.4, 0.6)),
             size=(_WIDTH, int(_ROW * -up) + 12),
-            names=("← against   log-odds   for →", ""),
+            names=("← against   evidence (log-odds)   for →", ""),
             ticks=(ticks, list(zip(at.tolist(), names, strict=True))),
             grid=False,
         )
@@ -142,10 +151,12 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
 
 @redrawable
 def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw at which step each symptom was seen, one row for each, the earliest above; the size is its weight.
+    """Draw the step at which each symptom was observed: one row per symptom, the earliest at the top.
+
+    The size of a mark is the weight of the symptom.
 
     Args:
-        evidence: Dim ``evidence``: ``symptom``, step (below 0 or NaN: no step), weight.
+        evidence: Dataset with dim ``evidence``: ``symptom``, step (negative or NaN if there is none) and weight.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -161,15 +172,23 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
         >>> figure = wb.plots.evidence_timeline(tree["evidence"].to_dataset())
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.diagnose`: Finds the symptoms.
+        `workbench.plots.timeline`: Draws the recorded signals and events.
     """
     rows = columns_of(evidence, [_name_of(evidence), "step", "weight"], **_TABLE)
     step, weight = rows["step"].astype(float), np.abs(rows["weight"].astype(float))
     seen: dict[tuple[str, float], float] = {}
-    for name, at, heavy in zip(_signs(rows[_name_of(evidence)]), step, weight, strict=True):
+    for name, at, strength in zip(_titles(rows[_name_of(evidence)]), step, weight, strict=True):
         if at >= 0:
-            seen[name, at] = max(seen.get((name, at), 0.0), float(np.nan_to_num(heavy)))
+            seen[name, at] = max(seen.get((name, at), 0.0), float(np.nan_to_num(strength)))
     if not seen:
-        raise SchemaError("No symptom of the evidence has a step, so there is no timeline; draw evidence_bars().")
+        raise SchemaError(
+            "No symptom of the evidence has a step; draw evidence_bars() instead.",
+            name="step",
+            expected="at least 0 for one symptom",
+        )
     first: dict[str, float] = {}
     for name, at in seen:
         first[name] = min(at, first.get(name, at))
@@ -181,8 +200,8 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
         draw = Primitives(hv, backend, "step", "symptom")
         heights = np.array(list(lines.values()))
         draw.bars(0, heights, last + margin, heights, color=style.NEUTRAL, width=0.6, alpha=0.5)
-        for (name, at), heavy in seen.items():
-            size = 7 + 9 * heavy / heaviest
+        for (name, at), strength in seen.items():
+            size = 7 + 9 * strength / heaviest
             draw.dots(
                 [at],
                 [lines[name]],
@@ -193,7 +212,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
             )
         note = [f"{n_elsewhere} symptom{'s' * (n_elsewhere > 1)} without a step not shown"] if n_elsewhere else []
         panel = draw.panel(
-            title="When the symptoms were seen",
+            title="Steps at which symptoms were observed",
             note=note,
             view=((-margin, last + 2 * margin), (heights.min() - 0.6, 0.6)),
             size=(_WIDTH, _ROW * len(lines) + 12),
@@ -205,26 +224,27 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 
 def _grouped(evidence: xr.Dataset, n: int) -> tuple[list[str], list[str], np.ndarray]:
-    """Cause, name and weight of each bar: causes by their total evidence, symptoms from for to against."""
+    """Return cause, name and weight of each bar: causes by total evidence, symptoms by decreasing weight."""
     rows = columns_of(evidence, ["cause", _name_of(evidence), "weight"], **_TABLE)
     cause, weight = rows["cause"].astype(str), np.nan_to_num(rows["weight"].astype(float))
-    names = np.array(_signs(rows[_name_of(evidence)]))
+    names = np.array(_titles(rows[_name_of(evidence)]))
     total = {name: weight[cause == name].sum() for name in dict.fromkeys(cause)}
     bars: list[tuple[str, str, float]] = []
     for name in sorted(total, key=lambda name: -total[name]):
-        mine = np.flatnonzero(cause == name)
-        mine = mine[np.argsort(-np.abs(weight[mine]), kind="stable")]
-        n_own = len(mine) if len(mine) == n + 1 else n
-        own, rest = mine[:n_own], mine[n_own:]
+        of_cause = np.flatnonzero(cause == name)
+        of_cause = of_cause[np.argsort(-np.abs(weight[of_cause]), kind="stable")]
+        n_own = len(of_cause) if len(of_cause) == n + 1 else n
+        own, rest = of_cause[:n_own], of_cause[n_own:]
         bars += [(name, str(names[i]), float(weight[i])) for i in sorted(own, key=lambda i: -weight[i])]
         if len(rest):
-            bars.append((name, f"{len(rest)} others together", float(weight[rest].sum())))
+            bars.append((name, f"{len(rest)} others combined", float(weight[rest].sum())))
     return [bar[0] for bar in bars], [bar[1] for bar in bars], np.array([bar[2] for bar in bars])
 
 
 def _name_of(evidence: xr.Dataset) -> str:
+    """Return the variable that names the symptoms; earlier versions called it ``sign`` or ``quantity``."""
     return next(name for name in ("symptom", "sign", "quantity") if name in evidence)
 
 
-def _signs(quantity: np.ndarray) -> list[str]:
-    return [clipped(title_of(str(name)), _LONGEST_NAME) for name in quantity]
+def _titles(quantity: np.ndarray) -> list[str]:
+    return [clipped(symptom_title(str(name)), _LONGEST_NAME) for name in quantity]

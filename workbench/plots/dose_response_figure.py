@@ -1,4 +1,4 @@
-"""Effect of each control, or of each dose: divergence and accuracy, one row for each control, with published values."""
+"""Effect of each control or dose: divergence rate and accuracy, one row per control, with published values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import SchemaError
+from workbench.formatting import capitalized
 from workbench.plots import style
+from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
 from workbench.studies import published as papers
 from workbench.studies.outcomes import RATES, divergence_rates
@@ -33,25 +34,25 @@ def dose_response(
 ) -> Any:
     """Draw the outcomes of each control: one row per control, one panel per measure, as in the paper's Fig. 2.
 
-    A dot with a line is the share of diverged runs with its Wilson interval; for the other measures, the dot is the
-    mean of the runs that converged and the small dots are these runs. A hollow diamond is the published value. The
-    vertical line is our reference. Rows are comparable where the same learning rates and seeds were run; see
-    `workbench.studies.outcomes.shared_cells`.
+    A dot with a line is the fraction of runs that diverged with its Wilson interval. For the other measures, the dot is
+    the mean over the runs that converged, and the small dots are these runs. A hollow diamond is the published value.
+    The vertical line is the value of the reference. Rows are comparable only where the same learning rates and seeds
+    were run; see `workbench.outcomes.shared_cells`.
 
     Args:
-        outcomes: Table with one row per run, as from `workbench.samples.shaping`; it also orders the controls.
+        outcomes: Table with one entry per run, such as `workbench.samples.shaping`; it determines the order of the
+            controls.
         measures: Any of ``"divergence_rate"``, ``"accuracy"`` or ``"near_unit_mass"``.
-        reference: Control whose value is drawn as a line through all rows, if it has runs; None: no line.
-        published: Published figures by control, as `workbench.published.shaping_table` gives them; True: these; False:
-            none.
+        reference: Control whose value is drawn as a line through all rows, if it has runs; None draws no line.
+        published: Published values by control. True selects `workbench.published.shaping_table`, False draws none.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice, or there is no such
-            measure.
+        SchemaError: If the dataset is not a table of outcomes, is empty, or holds a run twice, or if a measure does not
+            exist.
         OptionError: If the backend does not exist.
 
     Example:
@@ -59,13 +60,13 @@ def dose_response(
         >>> figure = wb.plots.dose_response(wb.samples.shaping("controls"), measures=["divergence_rate"])
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.outcomes.divergence_rates`: Computes the values.
+        `workbench.plots.explosion_edge`: Draws them over the learning rate.
     """
     measures = [measures] if isinstance(measures, str) else list(measures)
-    for measure in measures:
-        if measure not in MEASURES:
-            raise SchemaError(f"There is no measure '{measure}' of outcomes; choose from {', '.join(MEASURES)}.")
-    if not measures:
-        raise SchemaError(f"No measure was named; choose from {', '.join(MEASURES)}.")
+    require_choices("measures", measures, MEASURES)
     figures = (papers.shaping_table() if published else None) if isinstance(published, bool) else published
     panels = [Responses.of(outcomes, measure, reference=reference, published=figures) for measure in measures]
     with style.drawing(backend) as hv:
@@ -80,13 +81,13 @@ class Responses:
 
     Attributes:
         measure: Name of the measure.
-        controls: Names of the controls, from the top row down.
+        controls: Names of the controls, from top to bottom.
         values: Our values, shape (control,); NaN without a usable run.
         intervals: Lower and upper bounds, shape (2, control); NaN for means.
-        n_runs: Number of runs behind each value, shape (control,).
-        runs: Columns ``row`` and ``value`` of the single runs behind a mean; empty for the divergence rate.
+        n_runs: Number of runs of each value, shape (control,).
+        runs: Columns ``row`` and ``value`` of the individual runs of a mean; empty for the divergence rate.
         published: Published values, shape (control,); NaN where there is none.
-        reference: Value of the reference control; NaN: none.
+        reference: Value of the reference control; NaN if there is none.
         reference_name: Name of the reference control.
     """
 
@@ -112,10 +113,13 @@ class Responses:
             runs = {"row": np.zeros(0), "value": np.zeros(0)}
         else:
             single = outcomes[measure].values.astype(float)
-            is_told = ~outcomes["has_diverged"].values.astype(bool) & ~np.isnan(single)
+            has_value = ~outcomes["has_diverged"].values.astype(bool) & ~np.isnan(single)
             row = np.array([controls.index(name) for name in outcomes["control"].values])
-            n_runs, intervals = np.bincount(row[is_told], minlength=len(controls)), np.full((2, len(controls)), np.nan)
-            runs = {"row": row[is_told].astype(float), "value": single[is_told]}
+            n_runs, intervals = (
+                np.bincount(row[has_value], minlength=len(controls)),
+                np.full((2, len(controls)), np.nan),
+            )
+            runs = {"row": row[has_value].astype(float), "value": single[has_value]}
         theirs = [np.nan] * len(controls)
         if published is not None:
             known = published["control"].values.tolist()
@@ -128,7 +132,7 @@ class Responses:
 
     @property
     def title(self) -> str:
-        """The name of the axis: the measure, and which runs it covers."""
+        """Label of the axis: the measure and the runs that it covers."""
         return RATES[self.measure][0] + ("" if self.measure == "divergence_rate" else ", converged runs")
 
     @property
@@ -138,7 +142,7 @@ class Responses:
 
     @property
     def note(self) -> str:
-        """The legend of the markers."""
+        """Explanation of the markers."""
         few, many = self.n_runs.min(), self.n_runs.max()
         n_runs = f"{few}" if few == many else f"{few} to {many}"
         words = [f"● ours, {n_runs} runs" + (", 95 % interval" if self.measure == "divergence_rate" else "")]
@@ -150,14 +154,14 @@ class Responses:
 
     @property
     def view(self) -> tuple[float, float]:
-        """Range of the axis: all of it for the divergence rate, else from zero to a little beyond what is drawn."""
+        """Range of the axis: [0, 1] for the divergence rate, otherwise from 0 to the largest value, with a margin."""
         drawn = np.concatenate([self.values, self.runs["value"], self.published])
         highest = 1.0 if self.measure == "divergence_rate" else np.nanmax(drawn, initial=0.1)
         return -0.03 * highest, 1.05 * highest
 
 
 def _elements(hv: Any, panel: Responses) -> dict[str, Any]:
-    """The elements of a panel by name; rows count downwards from 0."""
+    """Return the elements of a panel by name; rows are numbered from 0 at the top."""
     x, y = hv.Dimension("value", label=panel.title), hv.Dimension("place", label="control")
     place = -np.arange(len(panel.controls), dtype=float)
     has_ours, has_published = ~np.isnan(panel.values), ~np.isnan(panel.published)
@@ -184,7 +188,7 @@ def _elements(hv: Any, panel: Responses) -> dict[str, Any]:
     if has_published.any():
         parts["published"] = hv.Points({k: v[has_published] for k, v in theirs.items()}, [x, y], ["control"])
     for i in panel.silent:
-        word = "every run diverged" if panel.measure == "accuracy" else "nothing to measure"
+        word = "all runs diverged" if panel.measure == "accuracy" else "no value"
         parts[f"silent {i}"] = hv.Text(0.0, float(place[i]), word, halign="left", fontsize=style.TICK_SIZE - 1)
     return parts
 
@@ -203,8 +207,8 @@ def _view(panel: Responses, *, is_first: bool) -> dict[str, Any]:
 def _draw_bokeh(hv: Any, panel: Responses, *, is_first: bool) -> Any:
     tips = [("", "@control"), (panel.title, "@value{0.0 %}"), ("runs", "@n_runs")]
     if panel.measure == "divergence_rate":
-        tips.insert(2, ("interval", "@low{0 %} to @high{0 %}"))
-    looks: dict[str, dict[str, Any]] = {
+        tips.insert(2, ("95 % interval", "@low{0 %} to @high{0 %}"))
+    styles: dict[str, dict[str, Any]] = {
         "reference": {"color": style.NEUTRAL, "line_width": 1},
         "runs": {"color": OURS, "alpha": 0.35, "size": 4},
         "intervals": {"color": OURS, "line_width": 2},
@@ -220,10 +224,10 @@ def _draw_bokeh(hv: Any, panel: Responses, *, is_first: bool) -> Any:
         },
         "silent": {"text_color": style.NEUTRAL, "text_font_size": "9pt"},
     }
-    parts = [part.opts(**looks[name.split()[0]], backend="bokeh") for name, part in _elements(hv, panel).items()]
+    parts = [part.opts(**styles[name.split()[0]], backend="bokeh") for name, part in _elements(hv, panel).items()]
     return hv.Overlay(parts).opts(
         **_view(panel, is_first=is_first),
-        title=panel.title,
+        title=capitalized(panel.title),
         frame_width=340,
         frame_height=26 * len(panel.controls) + 20,
         show_grid=True,
@@ -236,7 +240,7 @@ def _draw_bokeh(hv: Any, panel: Responses, *, is_first: bool) -> Any:
 
 
 def _draw_matplotlib(hv: Any, panel: Responses, *, is_first: bool) -> Any:
-    looks: dict[str, dict[str, Any]] = {
+    styles: dict[str, dict[str, Any]] = {
         "reference": {"color": style.NEUTRAL, "linewidth": 0.8},
         "runs": {"color": OURS, "alpha": 0.35, "s": 6, "edgecolors": "none"},
         "intervals": {"color": OURS, "linewidth": 1.4},
@@ -244,7 +248,7 @@ def _draw_matplotlib(hv: Any, panel: Responses, *, is_first: bool) -> Any:
         "published": {"color": "none", "marker": "D", "s": 34, "edgecolors": PUBLISHED, "linewidth": 1.3},
         "silent": {"color": style.NEUTRAL},
     }
-    parts = [part.opts(**looks[name.split()[0]], backend="matplotlib") for name, part in _elements(hv, panel).items()]
+    parts = [part.opts(**styles[name.split()[0]], backend="matplotlib") for name, part in _elements(hv, panel).items()]
     ratio = 5.0 / (0.23 * len(panel.controls) + 0.3)
     return hv.Overlay(parts).opts(
         **_view(panel, is_first=is_first),
@@ -253,7 +257,7 @@ def _draw_matplotlib(hv: Any, panel: Responses, *, is_first: bool) -> Any:
         hooks=[
             style.dress_matplotlib,
             _percent_matplotlib(ratio),
-            style.title_matplotlib(panel.title, note=panel.note),
+            style.title_matplotlib(capitalized(panel.title), note=panel.note),
         ],
         backend="matplotlib",
     )
@@ -267,7 +271,7 @@ def _percent_bokeh(plot: Any, element: Any) -> None:
 
 
 def _percent_matplotlib(ratio: float) -> Any:
-    """A holoviews hook: percent below, and a frame ``ratio`` times as wide as high."""
+    """Return a holoviews hook: percent on the x axis, and a frame with width / height = ``ratio``."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.ticker import PercentFormatter

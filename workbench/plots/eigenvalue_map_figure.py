@@ -1,4 +1,4 @@
-"""The eigenvalues of every layer in the complex plane, one panel per model."""
+"""Eigenvalues of every layer in the complex plane, one panel per model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-# What a widget that redraws these panels needs besides the figure.
-
 
 @redrawable
 def eigenvalue_map(
@@ -34,19 +32,20 @@ def eigenvalue_map(
 ) -> Any:
     """Draw the eigenvalues of each layer in the complex plane, one panel per model, all on the same linked axes.
 
-    The unit circle is drawn and the near-unit band shaded. Colour is depth. Modes whose residual is too large are
-    hollow; modes of a layer whose update is too small to say anything are crosses. A panel of more than 5,000 modes
-    shows their density instead.
+    The unit circle is drawn and the near-unit band is shaded. The color is the depth of the layer. Modes whose residual
+    exceeds the threshold are hollow; modes of a layer whose update is too small for a spectrum are crosses. A panel
+    with more than 5,000 modes shows their density instead.
 
     Args:
-        spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if you name one.
-        step: Step to show: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
-            titles name the step.
+        spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if ``step`` is
+            given.
+        step: Step to show: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The titles state
+            the step. None if the data hold no steps.
         layers: Layer numbers to show, for example ``range(4)``; None shows all.
-        reliable_only: Leave out modes whose residual is too large, from the figure and from the masses.
-        zoom: ``"all modes"``, true to scale up to a modulus of 1.25 and logarithmic beyond; or ``"near 1"``:
-            the square from 0.7 to 1.3, true to scale, where most modes of deep models are. Each panel states how many
-            lie outside.
+        reliable_only: Whether to exclude modes whose residual exceeds the threshold, also from the masses.
+        zoom: ``"all modes"``: true to scale up to a modulus of 1.25 and logarithmic beyond. ``"near 1"``: the square of
+            half width 0.3 around 1, true to scale, which holds most modes of deep models. Each panel states how many
+            modes are outside.
         columns: Panels per row.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
@@ -55,8 +54,8 @@ def eigenvalue_map(
         with ``workbench.plots.save()``.
 
     Raises:
-        SchemaError: If a dataset is no spectra dataset, or runs over runs, or over steps and none is named.
-        OptionError: If the backend, the zoom, the step or all layers do not exist.
+        SchemaError: If a dataset is not a spectra dataset, or holds several runs, or several steps without ``step``.
+        OptionError: If the backend, the zoom, the step or all of the layers do not exist.
 
     Example:
         >>> import workbench as wb
@@ -65,6 +64,10 @@ def eigenvalue_map(
         >>> figure = wb.plots.eigenvalue_map({"Pre-LN": spectra})
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.profile`: Measures the spectra.
+        `workbench.plots.step_grid`: Draws the eigenvalues at several steps of a run.
     """
     layers = None if layers is None else list(layers)
     models, depths = {}, {}
@@ -73,7 +76,7 @@ def eigenvalue_map(
         models[name] = select_layers(measured, layers)
         depths[name] = depth_of(data)
     if not any(data.sizes["layer"] for data in models.values()):
-        raise OptionError(f"None of the layers {layers} exists; choose from 0 to {max(depths.values()) - 1}.")
+        raise OptionError.of("layers", layers, f"numbers from 0 to {max(depths.values()) - 1}")
     modes = {
         name: mode_columns(data, n_layers=depths[name], reliable_only=reliable_only) for name, data in models.items()
     }
@@ -84,7 +87,7 @@ def eigenvalue_map(
         panels = []
         for index, (name, data) in enumerate(models.items()):
             is_known = index > 0 and key(data) == first_key
-            look = PlaneStyle(
+            styling = PlaneStyle(
                 title=name,
                 note=headline(data, modes[name], view),
                 key="\n".join(filter(None, ["" if is_known else key(data), silent_layers(data)])),
@@ -94,5 +97,5 @@ def eigenvalue_map(
                 side={1: 420, 2: 300}.get(len(models), 240),
             )
             panel = panel_bokeh if backend == "bokeh" else panel_matplotlib
-            panels.append(panel(hv, data, modes[name], look))
+            panels.append(panel(hv, data, modes[name], styling))
         return style.laid_out(hv, panels, backend, n_columns=columns, tight=True, hspace=0.3, vspace=0.5)

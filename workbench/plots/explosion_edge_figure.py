@@ -1,4 +1,4 @@
-"""The explosion edge under several controls: the share of diverged runs over the learning rate."""
+"""Explosion edge under several controls: the fraction of runs that diverged against the learning rate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Smallest distance of two labels, as a share of the y axis.
+#: Smallest distance of two labels, as a fraction of the y axis.
 _LABEL_GAP = 0.085
-#: Share of the width for the labels.
-_LABEL_SHARE = 0.36
-#: Horizontal offset between controls at one rate, as a share of the distance of two rates.
+#: Fraction of the width for the labels.
+_LABEL_FRACTION = 0.36
+#: Horizontal offset between controls at the same rate, as a fraction of the distance between two rates.
 _DODGE = 0.13
 _RATIO = 2.3
+_TITLE, _FRACTION = "Explosion edge", "fraction of runs that diverged"
 
 
 @redrawable
@@ -33,51 +34,54 @@ def explosion_edge(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw the share of diverged runs against the learning rate: one line per control, with Wilson intervals.
+    """Draw the fraction of runs that diverged against the learning rate: one line per control, with Wilson intervals.
 
-    At each rate the controls are slightly offset, so that none hides another. The large marker on each line is the
-    largest rate up to which less than ``below`` of the runs diverge; the label at the line's end gives its value.
+    At each learning rate the controls are slightly offset, so that none hides another. The large marker on each line is
+    the largest rate up to which a fraction of less than ``below`` diverged; the label at the end of the line states its
+    value.
 
     Args:
-        outcomes: Table with one row per run, as `workbench.samples.shaping` gives them.
-        below: Share of diverged runs as in `workbench.outcomes.largest_rate_without_explosion`; a horizontal line.
-        places: Style number of each control (`style.model_style`), by name; None: in the order of the runs.
+        outcomes: Table with one entry per run, such as `workbench.samples.shaping`.
+        below: Fraction of diverged runs as in `workbench.outcomes.largest_rate_without_explosion`, drawn as a
+            horizontal line.
+        places: Style number (color, marker, dash) of each control, by name; None numbers them in the order of the runs.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
-        OptionError: If the backend or a control's place does not exist, or ``below`` is no share.
+        SchemaError: If the dataset is not a table of outcomes, is empty, or holds a run twice.
+        OptionError: If the backend does not exist, a control has no style number, or ``below`` is not a fraction.
 
     Example:
         >>> import workbench as wb
         >>> figure = wb.plots.explosion_edge(wb.samples.shaping("controls"))
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.outcomes.largest_rate_without_explosion`: Computes the large markers.
+        `workbench.plots.rate_curve`: Draws the loss over the learning rate.
     """
     edges = edges_of(outcomes, below=below)
     order = style.model_places([edge.control for edge in edges], places)
     with style.drawing(backend) as hv:
         draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
-        layout = hv.Layout([draw(hv, edges, order, below)])
-        if backend == "matplotlib":
-            return layout.opts(sublabel_format="", tight=True, fig_size=220, backend=backend)
-        return layout.opts(toolbar="above", backend=backend)
+        return style.laid_out(hv, [draw(hv, edges, order, below)], backend, tight=True, fig_size=220)
 
 
 @dataclass(frozen=True)
 class EdgeCurve:
-    """The values of one control.
+    """Values of one control.
 
     Attributes:
         control: Name of the control.
-        columns: ``learning_rate``, ``share`` of diverged runs, ``low`` and ``high`` of its interval, ``n_runs``; only
-            rates with runs.
-        largest: Index in `columns` of the largest rate up to which few runs diverge; None: there is none.
-        is_lower_bound: Whether it is the largest rate that was run.
-        missing: Rates of the other controls at which this one did not run.
+        columns: ``learning_rate``, ``fraction`` of runs that diverged, ``low`` and ``high`` of its interval, and
+            ``n_runs``; only rates with runs.
+        largest: Index in ``columns`` of the largest rate up to which few runs diverge; None if there is none.
+        is_lower_bound: Whether this is the largest rate that was run.
+        missing: Rates of the other controls at which this control has no run.
     """
 
     control: str
@@ -88,7 +92,7 @@ class EdgeCurve:
 
     @property
     def label(self) -> str:
-        """The label at the end of the line."""
+        """Label at the end of the line."""
         if self.largest is None:
             return f"{self.control}: no rate"
         rate = self.columns["learning_rate"][self.largest]
@@ -96,19 +100,19 @@ class EdgeCurve:
 
 
 def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[EdgeCurve]:
-    """The controls of a table of outcomes, as `explosion_edge` draws them.
+    """Return the controls of a table of outcomes, as `explosion_edge` draws them.
 
     Raises:
-        SchemaError: If it is no table of outcomes.
-        OptionError: If ``below`` is no share.
+        SchemaError: If it is not a table of outcomes.
+        OptionError: If ``below`` is not a fraction.
     """
     largest_rates = largest_rate_without_explosion(outcomes, below=below)
-    rates = divergence_rates(outcomes, by_rate=True).rename(divergence_rate="share")
+    rates = divergence_rates(outcomes, by_rate=True).rename(divergence_rate="fraction")
     edges = []
     for control in rates["control"].values:
         of_control = rates.sel(control=control)
         has_runs = (of_control["n_runs"] > 0).values
-        names = ("learning_rate", "share", "low", "high", "n_runs")
+        names = ("learning_rate", "fraction", "low", "high", "n_runs")
         columns = {name: of_control[name].values[has_runs] for name in names}
         largest = largest_rates.sel(control=control)
         found = np.flatnonzero(columns["learning_rate"] == float(largest))
@@ -122,7 +126,7 @@ def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[EdgeCurve]:
 
 
 def spread(values: Sequence[float], gap: float, *, lowest: float = 0.0) -> list[float]:
-    """Heights near the values, at least a gap apart, none below the lowest; equal values keep their order downwards."""
+    """Return heights near the values, at least a gap apart and at least ``lowest``; equal values keep their order."""
     order = sorted(range(len(values)), key=lambda i: -values[i])
     heights = [0.0] * len(values)
     above = np.inf
@@ -133,17 +137,20 @@ def spread(values: Sequence[float], gap: float, *, lowest: float = 0.0) -> list[
 
 
 def dodged(rates: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The rates of each control, slightly offset so that none hides another."""
+    """Return the rates of each control, slightly offset so that none hides another."""
     known = np.unique(np.concatenate(rates))
     gap = np.diff(np.log(known)).min() if len(known) > 1 else 0.0
     shifts = _DODGE * gap * (np.arange(len(rates)) - (len(rates) - 1) / 2)
     return [of_control * np.exp(shift) for of_control, shift in zip(rates, shifts, strict=True)]
 
 
-def _note(edges: Sequence[EdgeCurve]) -> str:
+def _note(edges: Sequence[EdgeCurve], below: float) -> str:
     counts = np.concatenate([edge.columns["n_runs"] for edge in edges])
     n_runs = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
-    remarks = [f"{n_runs} runs a point, 95 % Wilson intervals"]
+    remarks = [
+        f"{n_runs} runs per point, 95 % Wilson intervals",
+        f"large marker: largest rate with less than {100 * below:g} % diverged",
+    ]
     remarks += [
         f"{edge.control} not run at {', '.join(f'{x:g}' for x in edge.missing)}" for edge in edges if edge.missing
     ]
@@ -151,17 +158,17 @@ def _note(edges: Sequence[EdgeCurve]) -> str:
 
 
 def _view(edges: Sequence[EdgeCurve]) -> tuple[list[float], float, tuple[float, float]]:
-    """The rates, the position of the labels and the range of the axis, which includes them."""
+    """Return the rates, the position of the labels, and the range of the axis, which includes the labels."""
     rates = sorted({float(x) for edge in edges for x in edge.columns["learning_rate"]})
     width = np.log(rates[-1] / rates[0]) or 1.0
     left, start = rates[0] * np.exp(-0.06 * width), rates[-1] * np.exp(0.06 * width)
-    return rates, start, (left, start * np.exp(width * _LABEL_SHARE / (1 - _LABEL_SHARE)))
+    return rates, start, (left, start * np.exp(width * _LABEL_FRACTION / (1 - _LABEL_FRACTION)))
 
 
 def _elements(hv: Any, edges: Sequence[EdgeCurve], start: float) -> list[tuple[Any, Any, Any, Any, Any]]:
-    """Intervals, line, markers, marker of the largest rate with few diverged runs (or None), label of each control."""
-    x, y = hv.Dimension("place", label="learning rate"), hv.Dimension("share", label="runs that diverged")
-    heights = spread([edge.columns["share"][-1] for edge in edges], _LABEL_GAP)
+    """Return by control: intervals, line, markers, marker of the largest rate with few divergences (or None), label."""
+    x, y = hv.Dimension("place", label="learning rate"), hv.Dimension("fraction", label=_FRACTION)
+    heights = spread([edge.columns["fraction"][-1] for edge in edges], _LABEL_GAP)
     places = dodged([edge.columns["learning_rate"] for edge in edges])
     elements = []
     for edge, place, height in zip(edges, places, heights, strict=True):
@@ -191,27 +198,27 @@ def _draw_bokeh(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int], belo
     for place, edge, (whiskers, line, dots, ring, label) in zip(
         places, edges, _elements(hv, edges, start), strict=True
     ):
-        look = style.model_style(place)
-        color, options = look["color"], {"color": look["color"], "marker": look["marker"], "backend": "bokeh"}
+        styling = style.model_style(place)
+        color, options = styling["color"], {"color": styling["color"], "marker": styling["marker"], "backend": "bokeh"}
         tips = [
             ("", edge.control),
             ("learning rate", "@learning_rate"),
-            ("diverged", "@share{0 %} of @n_runs"),
-            ("interval", "@low{0 %} to @high{0 %}"),
+            ("diverged", "@fraction{0 %} of @n_runs runs"),
+            ("95 % interval", "@low{0 %} to @high{0 %}"),
         ]
         lines.append(whiskers.opts(color=color, line_width=1.2, line_alpha=0.6, backend="bokeh"))
-        lines.append(line.opts(color=color, line_dash=look["dash"], line_width=2, backend="bokeh"))
+        lines.append(line.opts(color=color, line_dash=styling["dash"], line_width=2, backend="bokeh"))
         lines.append(dots.opts(size=7, tools=["hover"], hover_tooltips=tips, **options))
         if ring is not None:
             lines.append(ring.opts(size=17, fill_alpha=0.35, line_width=2, **options))
         lines.append(label.opts(text_color=color, text_font_size="9.5pt", backend="bokeh"))
     return hv.Overlay(lines).opts(
-        title=_title(below),
+        title=_TITLE,
         xlim=span,
         ylim=(-0.04, 1.04),
         logx=True,
         xlabel="learning rate",
-        ylabel="runs that diverged",
+        ylabel=_FRACTION,
         xticks=rates,
         frame_width=720,
         frame_height=300,
@@ -220,7 +227,7 @@ def _draw_bokeh(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int], belo
         default_tools=[],
         tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"],
         active_tools=[],
-        hooks=[style.dress_bokeh, _axes_bokeh, style.note_bokeh(_note(edges))],
+        hooks=[style.dress_bokeh, _axes_bokeh, style.note_bokeh(_note(edges, below))],
         backend="bokeh",
     )
 
@@ -230,10 +237,10 @@ def _draw_matplotlib(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int],
     rule = hv.HLine(below).opts(color=style.NEUTRAL, linewidth=0.8, linestyle="dashed", backend="matplotlib")
     lines = [rule]
     for place, (whiskers, line, dots, ring, label) in zip(places, _elements(hv, edges, start), strict=True):
-        look = style.model_style(place)
-        color, marker = look["color"], style.MATPLOTLIB_MARKERS[look["marker"]]
+        styling = style.model_style(place)
+        color, marker = styling["color"], style.MATPLOTLIB_MARKERS[styling["marker"]]
         lines.append(whiskers.opts(color=color, linewidth=0.9, alpha=0.6, backend="matplotlib"))
-        lines.append(line.opts(color=color, linestyle=look["dash"], linewidth=1.4, backend="matplotlib"))
+        lines.append(line.opts(color=color, linestyle=styling["dash"], linewidth=1.4, backend="matplotlib"))
         lines.append(dots.opts(color=color, marker=marker, s=22, edgecolors="none", backend="matplotlib"))
         if ring is not None:
             lines.append(
@@ -246,25 +253,21 @@ def _draw_matplotlib(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int],
         ylim=(-0.04, 1.04),
         logx=True,
         xlabel="learning rate",
-        ylabel="runs that diverged",
+        ylabel=_FRACTION,
         show_legend=False,
         aspect=_RATIO,
         fig_inches=(7.6, 3.3),
         hooks=[
             style.dress_matplotlib,
             _axes_matplotlib(rates),
-            style.title_matplotlib(_title(below), note=_note(edges)),
+            style.title_matplotlib(_TITLE, note=_note(edges, below)),
         ],
         backend="matplotlib",
     )
 
 
-def _title(below: float) -> str:
-    return f"Explosion edge; large marker: last rate with less than {100 * below:g} % diverged"
-
-
 def _axes_bokeh(plot: Any, element: Any) -> None:
-    """Plain rates on the x axis, percent on the y axis."""
+    """Format the x axis as plain numbers and the y axis in percent, as a holoviews hook."""
     from bokeh.models import BasicTickFormatter, NumeralTickFormatter
 
     for axis in plot.state.xaxis:
@@ -274,7 +277,7 @@ def _axes_bokeh(plot: Any, element: Any) -> None:
 
 
 def _axes_matplotlib(rates: Sequence[float]) -> Any:
-    """A holoviews hook: plain rates on the x axis, percent on the y axis."""
+    """Return a holoviews hook: plain numbers on the x axis, percent on the y axis."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, StrMethodFormatter

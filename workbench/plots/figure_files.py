@@ -1,4 +1,4 @@
-"""Figures as files: PNG and SVG for print, HTML that works anywhere and without a network."""
+"""Figures as files: PNG, SVG and PDF for print, and HTML that needs no network."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ Bokeh.embed.embed_item({item}, "figure").then((views) => {{
   new ResizeObserver(fit).observe(element);
 }});</script></body></html>
 """
-#: Pixels per inch and colours of the pictures that stay in a notebook.
+#: Pixels per inch and number of colors of the pictures that are saved in a notebook.
 _PICTURE_DPI, _N_COLORS = 100, 200
 _BACKEND_OF = {".png": "matplotlib", ".svg": "matplotlib", ".pdf": "matplotlib", ".html": "bokeh"}
 
 
 def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, dpi: int = 200) -> Path:
-    """Write a figure to a file, completely or not at all.
+    """Write a figure to a file atomically.
 
     Args:
-        figure: Figure from ``eigenvalue_map()`` or another function of this package, for either backend.
-        path: File to write: ``.html``, a page on which zoom and hover work, or ``.png``, ``.svg`` or ``.pdf``.
+        figure: Figure from a function of `workbench.plots`, for either backend.
+        path: File to write. The suffix selects the format: ``.html`` (with zoom and tooltips), ``.png``, ``.svg`` or
+            ``.pdf``.
         overwrite: Whether to replace an existing file.
         dpi: Pixels per inch of a PNG.
 
@@ -48,30 +49,47 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
         The path.
 
     Raises:
-        StoreError: If the ending is unknown, the folder is missing, the file exists, or the disk is full; or if the
-            figure was not drawn by a function of this package, and for another backend than the ending needs.
-        MissingPackageError: If the packages that draw are not installed.
+        StoreError: If the suffix is unknown, the folder is missing, the file exists, the disk is full, or the figure
+            was not drawn by a function of this package and is for another backend than the suffix needs.
+        MissingPackageError: If the drawing packages are not installed.
 
     Example:
         >>> import workbench as wb
         >>> figure = wb.plots.reliability(wb.risk.reliability([0.9, 0.1], [True, False]))
         >>> wb.plots.save(figure, "reliability.html").name
         'reliability.html'
+
+    See Also:
+        `workbench.report`: Writes several figures, tables and text to one file.
+        `workbench.widgets.show`: Shows a figure in a notebook.
     """
     path = Path(path)
     backend = _BACKEND_OF.get(path.suffix.lower())
     if backend is None:
-        raise StoreError(f"'{path.name}' ends in '{path.suffix}', expected one of {', '.join(_BACKEND_OF)}.")
+        raise StoreError(
+            f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(_BACKEND_OF)}.",
+            name="path",
+            value=path,
+            expected=tuple(_BACKEND_OF),
+        )
     require_lab("Figures", "holoviews", backend)
     figure = for_backend(figure, backend)
     drawn_for = drawn_backends(figure)
     if drawn_for and backend not in drawn_for:
         raise StoreError(
-            f"A {path.suffix} file needs a figure of backend {backend}, this one is drawn for {drawn_for[0]}; "
-            f"draw it with backend='{backend}' or choose another ending."
+            f"A {path.suffix} file needs a figure for {backend}, this one is drawn for {drawn_for[0]}; "
+            f"draw it with backend='{backend}' or choose another suffix.",
+            name="figure",
+            value=drawn_for[0],
+            expected=f"a figure for {backend}",
         )
     if not path.parent.is_dir():
-        raise StoreError(f"The folder '{path.parent}' does not exist; make it first.")
+        raise StoreError(
+            f"The folder '{path.parent}' does not exist; create it first.",
+            name="path",
+            value=path,
+            expected="in an existing folder",
+        )
     check_free(path, overwrite=overwrite)
     content = _html(figure) if backend == "bokeh" else _image(figure, path.suffix[1:].lower(), dpi)
     with replacing(path) as partial:
@@ -80,7 +98,7 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
 
 
 def redrawable(function: F) -> F:
-    """Let a function's figures know how they were drawn, so that `for_backend` can draw them again."""
+    """Store in each figure of a function how it was drawn, so that `for_backend` can redraw it."""
 
     @wraps(function)
     def draw(*args: Any, backend: str = "bokeh", **options: Any) -> Any:
@@ -92,9 +110,9 @@ def redrawable(function: F) -> F:
 
 
 def for_backend(figure: Any, backend: str) -> Any:
-    """The same figure, drawn for a backend.
+    """Return the same figure drawn for a backend.
 
-    A figure that does not come from a function of this package, or was composed of several, is taken as it is.
+    A figure that was not drawn by a function of this package, or was composed of several, is returned unchanged.
     """
     if backend in drawn_backends(figure) or not hasattr(figure, "drawn_by"):
         return figure
@@ -102,14 +120,14 @@ def for_backend(figure: Any, backend: str) -> Any:
 
 
 def picture_of(figure: Any) -> bytes:
-    """A figure as a small PNG, about as wide as a page of a notebook."""
+    """Return a figure as a small PNG, about as wide as a page of a notebook."""
     from PIL import Image
 
     return small_png(Image.open(io.BytesIO(_image(for_backend(figure, "matplotlib"), "png", _PICTURE_DPI))))
 
 
 def small_png(image: PIL.Image.Image) -> bytes:
-    """An image as PNG with a palette, a third as large; lines and text do not change visibly."""
+    """Return an image as PNG with a palette: a third of the size, without a visible change of lines and text."""
     from PIL import Image
 
     small = io.BytesIO()
@@ -119,11 +137,11 @@ def small_png(image: PIL.Image.Image) -> bytes:
 
 
 def bokeh_plot(figure: Any) -> Any:
-    """The holoviews plot of a figure of backend bokeh, in a document of its own; ``.state`` is the bokeh layout."""
+    """Return the holoviews plot of a bokeh figure in a new document; its ``.state`` is the bokeh layout."""
     from bokeh.document import Document
 
     with style.drawing("bokeh") as hv:
-        # Several figures on one page lose their glyphs with webgl; an instance leaves the global renderer alone.
+        # With webgl, several figures on one page lose their glyphs. The instance leaves the global renderer unchanged.
         renderer = hv.renderer("bokeh").instance(webgl=False)
         document = Document()
         plot = renderer.get_plot(figure, doc=document)
@@ -134,7 +152,7 @@ def bokeh_plot(figure: Any) -> Any:
 
 
 def _set_toolbars(layout: Any) -> None:
-    """No logo; dragging selects modes if there are any to select. By default, bokeh starts with panning."""
+    """Remove the logo, and let dragging select modes where they can be selected; bokeh's default is panning."""
     from bokeh.models import BoxSelectTool, Toolbar
 
     for toolbar in layout.select({"type": Toolbar}):
@@ -145,7 +163,7 @@ def _set_toolbars(layout: Any) -> None:
 
 
 def drawn_backends(figure: Any) -> list[str]:
-    """The backends that a holoviews object carries options for."""
+    """Return the backends for which a holoviews object has options."""
     import holoviews as hv
 
     ids = {item.id for item in figure.traverse(lambda item: item) if item.id is not None}
@@ -155,7 +173,7 @@ def drawn_backends(figure: Any) -> list[str]:
 
 @cache
 def fit_script() -> str:
-    """The script that makes a figure as wide as the page."""
+    """Return the script that fits the width of a figure to the page."""
     return Path(__file__).with_name("fit_width.js").read_text(encoding="utf-8")
 
 
@@ -165,7 +183,7 @@ def _html(figure: Any) -> bytes:
 
     from bokeh.embed import json_item
 
-    # bokeh's own file_html() adds links to all other loaded extensions; this page has none.
+    # bokeh's file_html() would add links to all other loaded extensions.
     library = files("bokeh").joinpath("server/static/js/bokeh.min.js").read_text(encoding="utf-8")
     item = json.dumps(json_item(bokeh_plot(figure).state)).replace("</", "<\\/")
     return _PAGE.format(library=library, item=item, fit=fit_script()).encode()

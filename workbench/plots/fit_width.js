@@ -1,7 +1,7 @@
-// Makes a bokeh layout as wide as its element: all frames of a figure grow by one factor. Those with the tag
-// "fixed aspect" keep their shape and fit into the window; the others grow less in height than in width.
+// Fits the width of a bokeh layout to its element: all frames of a figure are scaled by one factor. Frames with the tag
+// "fixed aspect" keep their aspect ratio and fit into the window; the height of the others changes less than the width.
 function fittedWidth(views, element) {
-  const natural = new Map(); // plot -> size as it was made, and as it was set here
+  const natural = new Map(); // plot -> original size, and the width that was set here
   const plotViews = (view) => (view.model.type === "Figure" ? [view] : (view.child_views ?? []).flatMap(plotViews));
   const keepsShape = (model) => model.tags.includes("fixed aspect");
   const fit = () => {
@@ -13,9 +13,9 @@ function fittedWidth(views, element) {
     for (const view of shown) {
       const { model } = view, was = natural.get(model);
       if (!was || was.setTo !== model.frame_width) natural.set(model, { width: model.frame_width, height: model.frame_height });
-      const { top, width: whole } = view.el.getBoundingClientRect(), place = Math.round(top / 8);
+      const { top, width: outer } = view.el.getBoundingClientRect(), place = Math.round(top / 8);
       const row = rows.get(place) ?? { around: 8, frames: 0 };
-      row.around += whole - model.frame_width;
+      row.around += outer - model.frame_width;
       row.frames += natural.get(model).width;
       rows.set(place, row);
       if (keepsShape(model)) factor = Math.min(factor, Math.max(0.72 * window.innerHeight, 260) / natural.get(model).height);

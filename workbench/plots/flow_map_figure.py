@@ -1,4 +1,4 @@
-"""Gains along depth, of the signal in the forward pass and of the gradient in the backward pass."""
+"""Signal gains of the forward pass and gradient gains of the backward pass along the depth of a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.formatting import clipped, three_digits
 from workbench.plots import style
-from workbench.plots.dataset_columns import by_name
+from workbench.plots.dataset_columns import by_name, require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades, flowed
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Both have a contrast of at least 3 on white and on #111111, and differ with any colour vision.
+#: Both have a contrast of at least 3 on white and on #111111, and differ with any color vision.
 AMPLIFIED, ATTENUATED = "#d55e00", "#1f77d4"
 _MOST_MODELS = 6
-#: Largest number of models with room for the names of their sub-layers.
+#: Largest number of models for which the names of the sub-layers fit.
 _MOST_NAMED = 3
-#: Largest number of models in one row; more are wrapped.
+#: Largest number of models in one row, and the number per row if there are more.
 _MOST_COLUMNS, _WRAPPED_COLUMNS = 4, 3
-#: Width of a bokeh figure, and the parts of it for axes and legend, and for the gap next to each frame.
+#: Width of a bokeh figure, the part of it for axes and legend, and the gap next to each frame.
 _TOTAL_WIDTH, _BESIDE, _BETWEEN_COLUMNS = 1200, 152, 54
 _MOST_WIDTH, _HEIGHT, _GAP = 460, 190, 30
 #: Distance of the lower frame from the upper one on a matplotlib figure, and of a row of models from the next.
@@ -37,30 +37,30 @@ _NEEDED = (
     *("state_rms", "gradient_norm", "signal_gain", "gradient_gain"),
     *("sublayer_signal_gain", "sublayer_gradient_gain"),
 )
-#: A size that spans less than this factor in all models is drawn on an axis that spans it.
+#: Smallest ratio of the ends of an axis of sizes.
 _LEAST_SPAN = 2.0
 
 
 @redrawable
 def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bokeh") -> Any:
-    """Draw how signal and gradient grow or fade from block to block, several models side by side on common scales.
+    """Draw the growth and decay of signal and gradient from block to block, several models side by side.
 
-    Above, the size of the residual stream from the first block to the last, over that of the state that enters; below,
-    the size of the loss's gradient, over that of the state that leaves the last block. Each box is a
-    sub-layer, or a block whose sub-layers were not seen: as wide as its part of the block and as high as its gain, in
-    one colour if it amplifies in that direction and in another if it attenuates. The axes are logarithmic: equal gains
-    are equally high. The small line names the sub-layers of a block from left to right.
+    The upper panels show the RMS of the residual stream relative to that of the state entering the first block; the
+    lower panels show the norm of the gradient of the loss relative to that at the output of the last block. Each box is
+    a sub-layer, or a block whose sub-layers were not measured: its width is its part of the block, its height is its
+    gain, and its color states whether it amplifies or attenuates. The axes are logarithmic, so that equal gains are
+    equally high, and shared by all models. The small line lists the sub-layers of a block from left to right.
 
     Args:
-        flow: Dataset from `workbench.flow.measure` for one step, or several by name.
+        flow: Dataset from `workbench.flow.measure` at one step, or up to six by name.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
-        A holoviews Layout with one column per model, more than four in two rows of three, and options for that backend
-        only.
+        A holoviews Layout with one column per model (more than four models: two rows of three) and options for that
+        backend only.
 
     Raises:
-        SchemaError: If there is no flow, one lacks a variable or has several steps, or there are more than six.
+        SchemaError: If there is no dataset, one lacks a variable or has several steps, or there are more than six.
         OptionError: If the backend does not exist.
 
     Example:
@@ -70,14 +70,18 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
         >>> figure = wb.plots.flow_map({"Pre-LN": flow})
         >>> len(figure)  # panels
         2
+
+    See Also:
+        `workbench.flow.measure`: Measures the gains.
+        `workbench.plots.layer_profile`: Draws spectral measures against depth.
     """
     paths = paths_of(flow)
     n_columns = len(paths) if len(paths) <= _MOST_COLUMNS else _WRAPPED_COLUMNS
     width = min(_MOST_WIDTH, int((_TOTAL_WIDTH - _BESIDE) / n_columns - _BETWEEN_COLUMNS))
-    spans = [_span([getattr(path, way) for path in paths]) for way in ("forward", "backward")]
-    notes = [_notes(paths, way, width) for way in ("forward", "backward")]
-    # Frames of a matplotlib figure have fixed places, and their notes need room between them.
-    above = [_HEIGHT + 13 * (1 + ways[0].count("\n")) for ways in notes]
+    spans = [_span([getattr(path, direction) for path in paths]) for direction in ("forward", "backward")]
+    notes = [_notes(paths, direction, width) for direction in ("forward", "backward")]
+    # Frames of a matplotlib figure have fixed positions; the distances leave space for the notes.
+    above = [_HEIGHT + 13 * (1 + directions[0].count("\n")) for directions in notes]
     height = sum(above) + _BETWEEN + _BETWEEN_ROWS
     n_rows = -(-len(paths) // n_columns)
     with style.drawing(backend) as hv:
@@ -86,17 +90,17 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
             shown = range(first, min(first + n_columns, len(paths)))
             for row, (axis, span) in enumerate(zip(("forward", "backward"), spans, strict=True)):
                 for i in shown:
-                    path, way, column = paths[i], getattr(paths[i], axis), i - first
+                    path, direction, column = paths[i], getattr(paths[i], axis), i - first
                     draw = Primitives(hv, backend, f"depth {path.name}", axis)
                     has_legend = row == 0 and i == n_columns - 1
-                    _draw(draw, way, has_legend=has_legend)
+                    _draw(draw, direction, has_legend=has_legend)
                     bottom = (n_rows - 1 - first // n_columns) * height
                     panel = draw.panel(
                         title=clipped(path.name, int(width / _LETTER_OF_TITLE)) if row == 0 else "",
                         note=[notes[row][i]],
                         view=((-0.15, path.n_layers + 0.15), span),
                         size=(width, _HEIGHT),
-                        names=(f"← {axis}, block" if row else f"{axis}, block →", _UNITS[row]),
+                        names=(_DEPTH[row], _SIZES[row]),
                         ticks=(_depth_ticks(path.n_layers, width), _size_ticks(*span)),
                         is_log=(False, True),
                         legend=has_legend,
@@ -108,16 +112,18 @@ def flow_map(flow: xr.Dataset | Mapping[str, xr.Dataset], *, backend: str = "bok
         return style.laid_out(hv, panels, backend, n_columns=n_columns)
 
 
-_UNITS = ("signal over entering", "gradient over leaving")
+#: Labels of the axes of the upper and of the lower panels.
+_DEPTH = ("block (forward pass) →", "← block (backward pass)")
+_SIZES = ("signal RMS (relative)", "gradient norm (relative)")
 
 
 @dataclass(frozen=True)
-class Way:
-    """The sizes and gains along one direction through a model.
+class Direction:
+    """Sizes and gains along one direction through a model.
 
     Attributes:
         axis: Name of the direction.
-        size: Size at the block boundaries, relative to the first in this direction, shape (boundary,); NaN: not known.
+        size: Size at the block boundaries, relative to the first in this direction, shape (boundary,); NaN if unknown.
         left: Left edge of each box, in blocks.
         right: Right edge of each box.
         before: Size before each box, in the direction of the flow.
@@ -137,35 +143,54 @@ class Way:
 
     @property
     def gain(self) -> np.ndarray:
-        """The gain of each box."""
+        """Gain of each box."""
         return self.after / self.before
 
 
 @dataclass(frozen=True)
 class FlowPath:
-    """What is drawn for one model: its name, how many blocks it has, both directions, and a block's sub-layers."""
+    """Content of the panels of one model.
+
+    Attributes:
+        name: Name of the model.
+        n_layers: Number of blocks.
+        forward: Sizes and gains of the signal.
+        backward: Sizes and gains of the gradient.
+        parts: Names of the sub-layers, if they are those of every block; otherwise empty.
+    """
 
     name: str
     n_layers: int
-    forward: Way
-    backward: Way
+    forward: Direction
+    backward: Direction
     parts: str
 
 
 def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[FlowPath]:
-    """Compute what is drawn; see `flow_map`."""
+    """Compute the content of `flow_map`.
+
+    Raises:
+        SchemaError: If there is no dataset, one lacks a variable or has several steps, or there are more than six.
+    """
     flows = by_name(flow, what="flow", source="wb.flow.measure()")
     if len(flows) > _MOST_MODELS:
         raise SchemaError(
-            f"There are {len(flows)} flows, expected at most {_MOST_MODELS} side by side; draw some of them."
+            f"There are {len(flows)} flows, expected at most {_MOST_MODELS}; draw some of them.",
+            name="flow",
+            value=len(flows),
+            expected=f"at most {_MOST_MODELS} datasets",
         )
     paths = []
     for given, data in flows.items():
         name = given or str(data.attrs.get("subject", "flow"))
-        if missing := [variable for variable in _NEEDED if variable not in data]:
-            raise SchemaError(f"The flow '{name}' lacks {', '.join(missing)}; make it with wb.flow.measure().")
+        require_variables(data, _NEEDED, what=f"flow '{name}'", source="wb.flow.measure()")
         if "step" in data["state_rms"].dims:
-            raise SchemaError(f"The flow '{name}' has several steps; select one, for example flow.isel(step=-1).")
+            raise SchemaError(
+                f"The flow '{name}' has several steps; select one, for example flow.isel(step=-1).",
+                name="step",
+                value=data["state_rms"].dims,
+                expected="a single step",
+            )
         paths.append(_path_of(name, data))
     return paths
 
@@ -173,15 +198,23 @@ def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[FlowPath]:
 def _path_of(name: str, flow: xr.Dataset) -> FlowPath:
     n = flow.sizes["layer"]
     forward, backward = (
-        _way(flow, "forward", "state_rms", "signal"),
-        _way(flow, "backward", "gradient_norm", "gradient"),
+        _direction(flow, "forward", "state_rms", "signal"),
+        _direction(flow, "backward", "gradient_norm", "gradient"),
     )
     kinds = {tuple(label.partition(": ")[2] for label in forward.name[forward.left.astype(int) == i]) for i in range(n)}
     kind = kinds.pop() if len(kinds) == 1 else ()
-    return FlowPath(name, n, forward, backward, f"in a block: {', '.join(kind)}" if len(kind) > 1 else "")
+    return FlowPath(name, n, forward, backward, f"sub-layers: {', '.join(kind)}" if len(kind) > 1 else "")
 
 
-def _way(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Way:
+def _direction(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Direction:
+    """Return sizes and boxes of one direction.
+
+    Args:
+        flow: Dataset of one step.
+        axis: ``"forward"`` or ``"backward"``.
+        of_state: Variable with the size at the block boundaries.
+        kind: Kind of the gains, ``"signal"`` or ``"gradient"``.
+    """
     n, is_forward = flow.sizes["layer"], axis == "forward"
     names = flow["layer_name"].values if "layer_name" in flow.coords else np.arange(n).astype(str)
     size = _positive(flow[of_state].values)
@@ -198,47 +231,48 @@ def _way(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Way:
             before = after
         boxes += of_block if is_forward else of_block[::-1]
     columns: list[Any] = [np.array(column) for column in zip(*boxes, strict=True)]
-    way = Way(axis, size, *columns)
-    return _with_note(way, size[n] if is_forward else size[0], n)
+    direction = Direction(axis, size, *columns)
+    return _with_note(direction, size[n] if is_forward else size[0], n)
 
 
 def _sublayers(flow: xr.Dataset, layer: int, kind: str) -> tuple[np.ndarray, list[str]]:
-    """Gains of a block's sub-layers and their names; where one is not known, the gain of the block."""
+    """Return gains and names of the sub-layers of a block; the gain of the block if one of them is unknown."""
     gains = flow[f"sublayer_{kind}_gain"].values[layer]
     labels = flow["sublayer_name"].values[layer] if "sublayer_name" in flow.coords else np.full(len(gains), "")
     is_there = (labels != "") | np.isfinite(gains)
     gains, labels = _positive(gains[is_there]), labels[is_there]
     if len(gains) and np.isfinite(gains).all():
         return gains, [str(label) for label in labels]
-    return _positive(flow[f"{kind}_gain"].values[layer : layer + 1]), ["whole block"]
+    return _positive(flow[f"{kind}_gain"].values[layer : layer + 1]), ["block"]
 
 
-def _with_note(way: Way, total: float, n_layers: int) -> Way:
-    if not np.isfinite(way.size).any():
-        way.note.append("not seen")
+def _with_note(direction: Direction, total: float, n_layers: int) -> Direction:
+    """Add phrases on the total gain, the gain per block and unknown states."""
+    if not np.isfinite(direction.size).any():
+        direction.note.append("not measured")
     elif np.isfinite(total):
-        way.note.extend([f"in all ×{three_digits(total)}", f"a block ×{three_digits(total ** (1 / n_layers))}"])
-    unknown = int(np.isnan(way.size).sum())
-    if 0 < unknown < len(way.size):
-        way.note.append(f"{unknown} of {len(way.size)} states not seen or zero")
-    return way
+        direction.note.extend([f"total ×{three_digits(total)}", f"per block ×{three_digits(total ** (1 / n_layers))}"])
+    unknown = int(np.isnan(direction.size).sum())
+    if 0 < unknown < len(direction.size):
+        direction.note.append(f"{unknown} of {len(direction.size)} states not measured or zero")
+    return direction
 
 
-def _draw(draw: Primitives, way: Way, *, has_legend: bool) -> None:
-    x = np.arange(len(way.size))
-    corners = [(way.left, way.before), (way.right, way.after)]
-    if way.axis == "backward":
-        corners = [(way.left, way.after), (way.right, way.before)]
+def _draw(draw: Primitives, direction: Direction, *, has_legend: bool) -> None:
+    x = np.arange(len(direction.size))
+    corners = [(direction.left, direction.before), (direction.right, direction.after)]
+    if direction.axis == "backward":
+        corners = [(direction.left, direction.after), (direction.right, direction.before)]
     depth, size = (np.stack(side, axis=1).ravel() for side in zip(*corners, strict=True))
     draw.band(depth, np.ones(len(depth)), size, color=style.NEUTRAL, alpha=0.14)
     draw.bars(-0.15, 1.0, len(x) - 0.85, 1.0, color=style.NEUTRAL, width=1, dash="dashed")
-    is_known = np.isfinite(way.gain)
+    is_known = np.isfinite(direction.gain)
     if is_known.any():
-        low, high = np.minimum(way.before, way.after), np.maximum(way.before, way.after)
-        columns = {"name": way.name[is_known], "gain": way.gain[is_known]}
-        colors = np.where(way.gain >= 1, AMPLIFIED, ATTENUATED)[is_known]
-        tips = [("", "@name"), (f"{way.axis} gain", "@gain{0.000}")]
-        ends = (end[is_known] for end in (way.left, low, way.right, high))
+        low, high = np.minimum(direction.before, direction.after), np.maximum(direction.before, direction.after)
+        columns = {"name": direction.name[is_known], "gain": direction.gain[is_known]}
+        colors = np.where(direction.gain >= 1, AMPLIFIED, ATTENUATED)[is_known]
+        tips = [("", "@name"), (f"{direction.axis} gain", "@gain{0.000}")]
+        ends = (end[is_known] for end in (direction.left, low, direction.right, high))
         draw.boxes(*ends, colors=colors, alpha=0.9, columns=columns, tips=tips)
     draw.line(depth, size, color=draw.ink, width=1.2)
     if has_legend:
@@ -246,9 +280,11 @@ def _draw(draw: Primitives, way: Way, *, has_legend: bool) -> None:
             draw.line([np.nan, np.nan], [np.nan, np.nan], color=color, width=9, label=label)
 
 
-def _span(ways: Sequence[Way]) -> tuple[float, float]:
-    """A logarithmic axis that holds all sizes, with room at both ends."""
-    values = np.concatenate([np.concatenate([way.size, way.before, way.after]) for way in ways])
+def _span(directions: Sequence[Direction]) -> tuple[float, float]:
+    """Return the range of a logarithmic axis that holds all sizes, with a margin."""
+    values = np.concatenate(
+        [np.concatenate([direction.size, direction.before, direction.after]) for direction in directions]
+    )
     values = np.append(values[np.isfinite(values)], 1.0)
     low, high = np.log(values.min()), np.log(values.max())
     middle, half = (low + high) / 2, max(high - low, np.log(_LEAST_SPAN)) / 2
@@ -256,14 +292,14 @@ def _span(ways: Sequence[Way]) -> tuple[float, float]:
 
 
 def _depth_ticks(n_layers: int, width: int) -> list[tuple[float, str]]:
-    """Ticks with the number of a block in its middle; only every second, fifth, ... without room for all."""
+    """Return ticks with the number of each block at its center; if not all fit, of every second, fourth, ... block."""
     most = max(2, width // 34)
     every = next(step for step in (1, 2, 4, 5, 8, 10, 16, 20, 32, 50, 100, 10**6) if n_layers / step <= most)
     return [(layer + 0.5, str(layer)) for layer in range(0, n_layers, every)]
 
 
 def _size_ticks(low: float, high: float) -> list[float]:
-    """Ticks at 1, 2 and 5 of each decade, or fewer; more if only one or two would remain."""
+    """Return ticks at 1, 2 and 5 of each decade, or fewer; more if there would be at most two."""
     ticks = decades(low, high, n_most=6)
     if len(ticks) > 2:
         return ticks
@@ -273,7 +309,7 @@ def _size_ticks(low: float, high: float) -> list[float]:
 
 
 def _notes(paths: Sequence[FlowPath], axis: str, width: int) -> list[str]:
-    """The small lines of each frame, equally many for all: bokeh cuts off frames that it has to move down."""
+    """Return the small lines of each frame, equally many for all: bokeh crops frames that it has to move down."""
     named = axis == "forward" and len(paths) <= _MOST_NAMED
     phrases = [[*getattr(path, axis).note, *([path.parts] if named else [])] for path in paths]
     notes = [flowed(of_path, n_characters=width / _LETTER) for of_path in phrases]

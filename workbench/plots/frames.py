@@ -1,4 +1,4 @@
-"""Axes, frames, titles and legends of the panels that `workbench.plots.primitives` draws, as holoviews hooks."""
+"""Axes, frames, titles and legends of the panels of `workbench.plots.primitives`, as holoviews hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIXELS_AN_INCH = 100
 
 
 def axes_bokeh(formats: tuple[str, str], is_log: tuple[bool, bool]) -> Callable[..., None]:
-    """A holoviews hook: percent or plain numbers where bokeh chooses the ticks."""
+    """Return a holoviews hook: percent or plain numbers where bokeh chooses the ticks."""
 
     def hook(plot: Any, element: Any) -> None:
         from bokeh.models import BasicTickFormatter, FixedTicker, NumeralTickFormatter
@@ -34,11 +34,11 @@ def axes_bokeh(formats: tuple[str, str], is_log: tuple[bool, bool]) -> Callable[
 
 
 def frame_bokeh(grid: bool, bounds: tuple[float, float] | None) -> Callable[..., None]:
-    """A holoviews hook: rules or none, the length of the horizontal axis, and the legend next to the frame's top."""
+    """Return a holoviews hook: the grid, the length of the horizontal axis, and the legend at the top of the frame."""
 
     def hook(plot: Any, element: Any) -> None:
         figure = plot.state
-        figure.min_border_right = 24  # or the last number is moved to the left of its tick
+        figure.min_border_right = 24  # without it, the last number is moved to the left of its tick
         for rules in figure.grid:
             rules.visible = grid
         for axis in figure.xaxis:
@@ -50,7 +50,7 @@ def frame_bokeh(grid: bool, bounds: tuple[float, float] | None) -> Callable[...,
 
 
 def axes_matplotlib(ticks: tuple[Any, Any], formats: tuple[str, str]) -> Callable[..., None]:
-    """A holoviews hook: percent or plain numbers, and no minor ticks if the ticks are given."""
+    """Return a holoviews hook: percent or plain numbers, and no minor ticks if the ticks are given."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter, StrMethodFormatter
@@ -71,9 +71,9 @@ def axes_matplotlib(ticks: tuple[Any, Any], formats: tuple[str, str]) -> Callabl
 def frame_matplotlib(
     grid: bool, bounds: tuple[float, float] | None, box: tuple[int, int, int, int]
 ) -> Callable[..., None]:
-    """A holoviews hook: rules or none, the length of the horizontal axis, and the frame's place on the figure.
+    """Return a holoviews hook: the grid, the length of the horizontal axis, and the position of the frame.
 
-    The place may be outside of the figure, which is cropped to its content when it is rendered.
+    The position may be outside of the figure, which is cropped to its content when it is rendered.
     """
 
     def hook(plot: Any, element: Any) -> None:
@@ -87,7 +87,7 @@ def frame_matplotlib(
         frame.set_aspect("auto")
         frame.set_box_aspect(None)
         inches = Bbox.from_bounds(*(side / PIXELS_AN_INCH for side in box))
-        # Only when the figure is drawn: holoviews changes the figure's size after the hooks.
+        # Evaluated when the figure is drawn, because holoviews changes the size of the figure after the hooks.
         frame.set_axes_locator(
             lambda axes, renderer: inches.transformed(axes.figure.dpi_scale_trans + axes.figure.transFigure.inverted())
         )
@@ -96,7 +96,7 @@ def frame_matplotlib(
 
 
 def bare_matplotlib(bare: tuple[bool, bool]) -> Callable[..., None]:
-    """A holoviews hook: no name and no numbers along the x axis, the y axis or both."""
+    """Return a holoviews hook: no label and no numbers along the x axis, the y axis or both."""
 
     def hook(plot: Any, element: Any) -> None:
         frame = plot.handles["axis"]
@@ -109,19 +109,19 @@ def bare_matplotlib(bare: tuple[bool, bool]) -> Callable[..., None]:
 
 
 def head_matplotlib(title: str, note: str) -> Callable[..., None]:
-    """A holoviews hook: a title and, between it and the frame, the lines of the note in small letters."""
+    """Return a holoviews hook: a title and, between it and the frame, the lines of the note in small type."""
 
     def hook(plot: Any, element: Any) -> None:
         style.title_matplotlib(title, note=note)(plot, element)
         pad = 8 + 13 * (note.count("\n") + 1 if note else 0)  # some symbols in the notes are taller than letters
-        look = {"fontsize": style.TITLE_SIZE, "fontweight": "bold", "color": style.INK}
-        plot.handles["axis"].set_title(title, loc="left", pad=pad, **look)
+        styling = {"fontsize": style.TITLE_SIZE, "fontweight": "bold", "color": style.INK}
+        plot.handles["axis"].set_title(title, loc="left", pad=pad, **styling)
 
     return hook
 
 
 def weight_matplotlib(weight: str) -> Callable[..., None]:
-    """A holoviews hook: text in bold, or not."""
+    """Return a holoviews hook: the font weight of text."""
 
     def hook(plot: Any, element: Any) -> None:
         for artist in np.ravel(plot.handles.get("artist", [])):
@@ -131,21 +131,21 @@ def weight_matplotlib(weight: str) -> Callable[..., None]:
 
 
 def legend_matplotlib(entries: Sequence[Mapping[str, Any]]) -> Callable[..., None]:
-    """A holoviews hook: the labels to the right of the frame; entries with the same label are merged."""
+    """Return a holoviews hook: a legend to the right of the frame; entries with the same label are merged."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.lines import Line2D
 
-        looks: dict[str, dict[str, Any]] = {}
+        styles: dict[str, dict[str, Any]] = {}
         for entry in entries:
-            look = looks.setdefault(entry["label"], {"linestyle": "none", "color": entry["color"]})
+            styling = styles.setdefault(entry["label"], {"linestyle": "none", "color": entry["color"]})
             if "dash" in entry:
-                look |= {"linestyle": entry["dash"], "linewidth": 0.8 * entry["width"]}
+                styling |= {"linestyle": entry["dash"], "linewidth": 0.8 * entry["width"]}
             else:
-                look |= {"marker": style.MATPLOTLIB_MARKERS[entry["marker"]], "markersize": 6}
-                look |= {"markeredgecolor": entry["edge"]}
-                look |= {"markerfacecolor": "none" if entry["hollow"] else entry["color"]}
-        handles = [Line2D([], [], label=label, **look) for label, look in looks.items()]
+                styling |= {"marker": style.MATPLOTLIB_MARKERS[entry["marker"]], "markersize": 6}
+                styling |= {"markeredgecolor": entry["edge"]}
+                styling |= {"markerfacecolor": "none" if entry["hollow"] else entry["color"]}
+        handles = [Line2D([], [], label=label, **styling) for label, styling in styles.items()]
         place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "frameon": False}
         plot.handles["axis"].legend(
             handles=handles, fontsize=style.TICK_SIZE, labelcolor=style.INK, handlelength=2.8, **place

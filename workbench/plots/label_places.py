@@ -1,4 +1,4 @@
-"""Place names next to points so that none covers another name or a point."""
+"""Placement of names next to points so that no name covers another name or a point."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Size of the letters that `workbench.plots.primitives.Primitives.words` writes, in pixels.
+#: Width of a letter and height of a line of `workbench.plots.primitives.Primitives.words`, in pixels.
 LETTER, LINE = 6.9, 13.0
 _GAP, _RADIUS = 8.0, 5.0
 
@@ -21,9 +21,9 @@ class Box(NamedTuple):
     top: float
 
     def meets(self, other: Box) -> bool:
-        """Whether the two overlap."""
-        is_beside = self.right <= other.left or other.right <= self.left
-        return not (is_beside or self.top <= other.bottom or other.top <= self.bottom)
+        """Return whether two boxes overlap."""
+        is_disjoint = self.right <= other.left or other.right <= self.left
+        return not (is_disjoint or self.top <= other.bottom or other.top <= self.bottom)
 
 
 def place_labels(
@@ -32,16 +32,16 @@ def place_labels(
     frame: tuple[float, float],
     taken: Sequence[Box] = (),
 ) -> list[Box | None]:
-    """Choose the place of each label: next to, above or below its point, the first with room.
+    """Choose the position of each label: next to, above or below its point, the first that is free.
 
     Args:
         points: Positions in pixels from the frame's lower left corner.
-        labels: One label per point; an empty one needs no place.
+        labels: One label per point; an empty one is not placed.
         frame: Width and height in pixels.
-        taken: Rectangles that other texts fill.
+        taken: Rectangles that other texts occupy.
 
     Returns:
-        Box of each label; None where there is no room. Earlier labels choose first.
+        Box of each label; None if no position is free. Earlier labels choose first.
     """
     filled = [*taken, *(Box(x - _RADIUS, y - _RADIUS, x + _RADIUS, y + _RADIUS) for x, y in points)]
     boxes: list[Box | None] = []

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import OptionError
+from workbench.formatting import capitalized
 from workbench.plots import style
+from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
 from workbench.plots.spectra_inputs import given_name, named_spectra
 from workbench.schema.runs import SPECTRA
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MEASURES = ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio")
 LOGARITHMIC = frozenset({"eigenvector_condition", "kreiss_constant", "covariance_condition"})
-#: The value that separates decay from growth, if there is one.
+#: Measure -> the value that separates decay from growth.
 REFERENCE = {"spectral_radius": 1.0, "energy_gain": 1.0, "kreiss_constant": 1.0}
 
 
@@ -36,27 +38,28 @@ def layer_profile(
 ) -> Any:
     """Draw each measure against depth: one panel per measure, one line per model.
 
-    Layers whose update is too small to say anything have hollow markers. Values that are not finite are left out and
-    named in the panel's second line.
+    Layers whose update is too small for a spectrum have hollow markers. Values that are not finite are omitted; the
+    second line of the panel lists them.
 
     Args:
-        spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if you name one.
-        step: Step to show: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The
-            legend names the step.
+        spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if ``step`` is
+            given.
+        step: Step to show: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The legend states
+            the step. None if the data hold no steps.
         measures: Names of per-layer variables of the schema.
-        depth: ``"index"`` (layer number) or ``"fraction"`` (0 first layer, 1 last). None takes the fraction only if
-            the models differ in depth.
+        depth: ``"index"`` (layer number) or ``"fraction"`` (0 for the first layer, 1 for the last). None selects the
+            fraction only if the models differ in depth.
         columns: Panels per row.
-        places: Style number of each model (`style.model_style`), by name; None: in the order given.
+        places: Style number (color, marker, dash) of each model, by name; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout with options for that backend only.
 
     Raises:
-        SchemaError: If a dataset is no spectra dataset, holds several steps and none is named, or a measure is not in
-            the schema.
-        OptionError: If the backend, the step, the kind of depth or a model's place does not exist.
+        SchemaError: If a dataset is not a spectra dataset, holds several steps and ``step`` is None, or a measure is
+            not in the schema.
+        OptionError: If the backend, the step or the kind of depth does not exist, or a model has no style number.
 
     Example:
         >>> import workbench as wb
@@ -65,19 +68,19 @@ def layer_profile(
         >>> figure = wb.plots.layer_profile({"Pre-LN": spectra}, measures=["near_unit_mass", "spectral_radius"])
         >>> len(figure)  # panels
         2
+
+    See Also:
+        `workbench.profile`: Measures the spectra.
+        `workbench.plots.eigenvalue_map`: Draws the eigenvalues.
     """
     models = named_spectra(spectra, step=step)
     measures = [measures] if isinstance(measures, str) else list(measures)
     known = [name for name, variable in SPECTRA.items() if variable.dims == ("layer",) and variable.kind != "b"]
-    for measure in measures:
-        if measure not in known:
-            raise SchemaError(f"There is no measure '{measure}' of a layer; choose from {', '.join(known)}.")
-    if not measures:
-        raise SchemaError(f"No measure was named; choose from {', '.join(known)}.")
+    require_choices("measures", measures, known)
     if depth is None:
         depth = "index" if len({data.sizes["layer"] for data in models.values()}) == 1 else "fraction"
     if depth not in ("index", "fraction"):
-        raise OptionError(f"The depth is '{depth}', expected 'index' or 'fraction'.")
+        raise OptionError.of("depth", depth, ("index", "fraction"))
     names = models if step is None else [given_name(label, data) for label, data in models.items()]
     order = dict(zip(models, style.model_places(names, places), strict=True))
     with style.drawing(backend) as hv:
@@ -92,7 +95,7 @@ def layer_profile(
 
 
 def measure_columns(spectra: xr.Dataset, measure: str, *, depth: str = "index") -> dict[str, np.ndarray]:
-    """One measure as columns: ``depth``, the measure (NaN where it is not finite), ``layer``, ``fill`` opacity."""
+    """Return one measure as columns: ``depth``, the measure (NaN where not finite), ``layer`` and ``fill`` opacity."""
     layer = spectra["layer"].values
     value = spectra[measure].values.astype(float)
     return {
@@ -104,7 +107,7 @@ def measure_columns(spectra: xr.Dataset, measure: str, *, depth: str = "index") 
 
 
 def remark(models: Mapping[str, xr.Dataset], measure: str) -> str:
-    """A note on the layers whose measure is not finite and therefore not drawn; empty if there are none."""
+    """Return a note on layers whose measure is not finite and therefore not drawn; empty if there are none."""
     remarks = []
     for name, data in models.items():
         value = data[measure].values.astype(float)
@@ -128,7 +131,7 @@ def _panel(
     has_legend: bool,
     backend: str,
 ) -> Any:
-    x = hv.Dimension("depth", label="layer" if depth == "index" else "depth (0 first, 1 last layer)")
+    x = hv.Dimension("depth", label="layer" if depth == "index" else "depth (0: first layer, 1: last layer)")
     y = hv.Dimension(measure, label=SPECTRA[measure].long_name)
     elements = []
     is_bokeh = backend == "bokeh"
@@ -137,15 +140,17 @@ def _panel(
         width = {"line_width": 1} if is_bokeh else {"linewidth": 0.8}
         elements.append(rule.opts(color=style.NEUTRAL, **width, backend=backend))
     for name, data in models.items():
-        look = style.model_style(order[name])
+        styling = style.model_style(order[name])
         columns = measure_columns(data, measure, depth=depth)
         line = hv.Curve(columns, x, y, label=name)
         if is_bokeh:
-            elements.append(line.opts(color=look["color"], line_dash=look["dash"], line_width=1.8, backend=backend))
+            elements.append(
+                line.opts(color=styling["color"], line_dash=styling["dash"], line_width=1.8, backend=backend)
+            )
             elements.append(
                 hv.Scatter(columns, x, [y, "layer", "fill"], label=name).opts(
-                    color=look["color"],
-                    marker=look["marker"],
+                    color=styling["color"],
+                    marker=styling["marker"],
                     fill_alpha=hv.dim("fill"),
                     size=8,
                     line_width=1.4,
@@ -155,12 +160,14 @@ def _panel(
                 )
             )
         else:
-            elements.append(line.opts(color=look["color"], linestyle=look["dash"], linewidth=1.5, backend=backend))
-            marker = style.MATPLOTLIB_MARKERS[look["marker"]]
-            for inside, chosen in ((look["color"], columns["fill"] > 0), ("none", columns["fill"] == 0)):
+            elements.append(
+                line.opts(color=styling["color"], linestyle=styling["dash"], linewidth=1.5, backend=backend)
+            )
+            marker = style.MATPLOTLIB_MARKERS[styling["marker"]]
+            for inside, chosen in ((styling["color"], columns["fill"] > 0), ("none", columns["fill"] == 0)):
                 part = {key: np.asarray(column)[chosen] for key, column in columns.items()}
                 dots = hv.Scatter(part, x, [y, "layer", "fill"], label=name)
-                edge = {"edgecolors": look["color"], "linewidth": 1.1}
+                edge = {"edgecolors": styling["color"], "linewidth": 1.1}
                 elements.append(dots.opts(color=inside, marker=marker, s=26, **edge, backend=backend))
     note = remark(models, measure)
     has_notes = any(remark(models, other) for other in measures)
@@ -174,7 +181,7 @@ def _panel(
             view |= {"legend_position": "right"}
         return hv.Overlay(elements).opts(
             **view,
-            title=SPECTRA[measure].long_name,
+            title=capitalized(SPECTRA[measure].long_name),
             frame_width=300,
             frame_height=175,
             show_grid=True,
@@ -184,7 +191,7 @@ def _panel(
             hooks=hooks,
             backend=backend,
         )
-    hooks = [style.dress_matplotlib, style.title_matplotlib(SPECTRA[measure].long_name, note=note)]
+    hooks = [style.dress_matplotlib, style.title_matplotlib(capitalized(SPECTRA[measure].long_name), note=note)]
     if depth == "index":
         hooks.append(_layer_ticks_matplotlib)
     if view["logy"]:

@@ -1,4 +1,4 @@
-"""The modes of a spectrum as columns to draw, and their labels."""
+"""Modes of a spectrum as columns to draw, and their labels."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 
 def depth_of(spectra: xr.Dataset) -> int:
-    """Number of layers of the model, as far as the layers of the spectra tell."""
+    """Return the number of layers of the model up to the last layer of the spectra."""
     return int(spectra["layer"].max()) + 1 if spectra.sizes["layer"] else 0
 
 
 def mode_columns(
     spectra: xr.Dataset, *, n_layers: int | None = None, reliable_only: bool = False
 ) -> dict[str, np.ndarray]:
-    """The modes of one spectra dataset as columns of equal length, one row per mode, ready to draw.
+    """Return the modes of one spectra dataset as columns of equal length, ready to draw.
 
     Args:
-        spectra: Dims ``layer`` and ``mode``; modes whose eigenvalue is NaN do not exist and are dropped.
+        spectra: Dims ``layer`` and ``mode``; modes whose eigenvalue is NaN do not exist and are omitted.
         n_layers: Number of layers of the model, if the dataset holds only some of them.
-        reliable_only: Whether to drop also the modes that are not reliable.
+        reliable_only: Whether to omit modes that are not reliable.
 
     Returns:
-        ``x``, ``y`` (where it is drawn), ``real``, ``imag``, ``modulus``, ``residual`` (float32), ``layer``, ``mode``
-        (int), ``depth`` (0 the model's first layer, 1 its last), ``fill`` (opacity of the marker's inside: 0 where the
-        mode is not reliable), ``edge`` (opacity of its outline; both are 0 where the density is drawn instead) and
-        ``marker`` (a bokeh name).
+        ``x`` and ``y`` (position in the figure), ``real``, ``imag``, ``modulus``, ``residual`` (float32), ``layer``,
+        ``mode`` (int), ``depth`` (0 for the first layer of the model, 1 for the last), ``fill`` (opacity of the inside
+        of the marker: 0 if the mode is not reliable), ``edge`` (opacity of its outline) and ``marker`` (its name in
+        bokeh). ``fill`` and ``edge`` are 0 where the density is drawn instead.
     """
     eigenvalue = spectra["eigenvalue"].transpose("layer", "mode").values
     reliable = spectra["is_reliable"].transpose("layer", "mode").values
     row, mode = np.nonzero(np.isfinite(eigenvalue) & (reliable | (not reliable_only)))
-    # Hollow markers first and deep layers last, so that reliable modes are on top.
+    # Hollow markers come first and deep layers last, so that reliable modes are drawn on top.
     order = np.lexsort((row, reliable[row, mode]))
     row, mode = row[order], mode[order]
     chosen = eigenvalue[row, mode]
@@ -70,9 +70,9 @@ def headline(
     *,
     template: str = "mean M {:.2f}   max ρ {:.3g}",
 ) -> str:
-    """One line above a panel: mean near-unit mass, largest spectral radius, and the modes outside the view."""
+    """Return the line above a panel: mean near-unit mass, largest spectral radius, and modes outside the view."""
     if not spectra.sizes["layer"]:
-        return "no layer in this range"
+        return "no layers in this range"
     masses, radii = (spectra[name].values.astype(float) for name in ("near_unit_mass", "spectral_radius"))
     line = template.format(_mean(masses), _largest(radii))
     n_outside = view.n_outside(columns)
@@ -80,12 +80,12 @@ def headline(
         line += (
             f"   {n_outside} outside"
             if view.is_near
-            else f"   {n_outside} beyond {power_of_ten(FARTHEST)}, on its ring"
+            else f"   {n_outside} beyond {power_of_ten(FARTHEST)}, drawn there"
         )
     return line
 
 
-# As `spectral.measures.summarize` gives them, in a hundredth of the time: a slider redraws a dozen panels at once.
+# Same values as `workbench.summarize`, in a hundredth of the time: a slider redraws a dozen panels at once.
 def _mean(values: np.ndarray) -> float:
     is_known = ~np.isnan(values)
     return float(values.sum(where=is_known) / is_known.sum()) if is_known.any() else np.nan
@@ -97,26 +97,30 @@ def _largest(values: np.ndarray) -> float:
 
 
 def key(spectra: xr.Dataset) -> str:
-    """Short lines below a panel: the meaning of filled and hollow markers, or of the density, and of the shading."""
+    """Return the lines below a panel that explain filled and hollow markers, or the density, and the shading."""
     lower, upper, residual = (
         spectra.attrs[name] for name in ("near_unit_lower", "near_unit_upper", "reliable_residual")
     )
     n_modes = int(spectra["eigenvalue"].notnull().sum(("layer", "mode")).max())
-    marks = f"density of {n_modes:,} modes" if n_modes > DENSE else f"● residual ≤ {residual:.3g}\n○ residual larger"
-    return f"{marks}\n▒ near unit: {lower:.3g} to {upper:.3g}\n┄ log scale beyond {KNEE:g}"
+    marks = (
+        f"density of {n_modes:,} modes"
+        if n_modes > DENSE
+        else f"● residual ≤ {residual:.3g}\n○ residual > {residual:.3g}"
+    )
+    return f"{marks}\n▒ near-unit band: {lower:.3g} to {upper:.3g}\n┄ log scale for |λ| > {KNEE:g}"
 
 
 def silent_layers(spectra: xr.Dataset) -> str:
-    """One line that names the layers whose update is too small to say anything; empty if there are none."""
+    """Return a line that lists the layers whose update is too small for a spectrum; empty if there are none."""
     silent = spectra["layer"].values[~spectra["is_informative"].values]
     if not len(silent):
         return ""
     shown = ", ".join(map(str, silent[:4])) + ("…" if len(silent) > 4 else "")
-    return f"× update too small to say anything: layer {shown}"
+    return f"× update too small for a spectrum: layer {shown}"
 
 
 def band_outline(spectra: xr.Dataset) -> dict[str, np.ndarray]:
-    """The near-unit band as one closed ring, ``x`` and ``y``: outer circle, then the inner one backwards."""
+    """Return the near-unit band as one closed ring ``x``, ``y``: the outer circle, then the inner one in reverse."""
     angle = np.linspace(0, 2 * np.pi, 129)
     lower, upper = drawn_radius([spectra.attrs["near_unit_lower"], spectra.attrs["near_unit_upper"]])
     ring = np.concatenate([upper * np.exp(1j * angle), lower * np.exp(-1j * angle)])

@@ -1,4 +1,4 @@
-"""Colours of the outcome of a run and of a predicted risk: one pair of colours and a ramp between them."""
+"""Colors of the outcomes of runs and of predicted risks: a pair of colors and a ramp between them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from workbench.plots import style
 if TYPE_CHECKING:
     from workbench.plots.primitives import Primitives
 
-#: Blue and vermilion: distinguishable with any colour vision, and visible on white and on #111111.
-SURVIVED, DIVERGED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
+#: Blue and vermilion: distinguishable with any color vision, and with enough contrast on white and on #111111.
+CONVERGED, DIVERGED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
 #: Paler than these two, so that marks and text are readable on a cell.
 _RAMP = ("#5f9fe2", "#f7f4ee", "#ea8a3e")
-#: Colour of a cell without a prediction.
+#: Color of a cell without a prediction.
 UNKNOWN = "#b4b4b4"
-#: Colour of marks on coloured cells, which are equally bright in a dark theme.
+#: Colors of marks on colored cells; the cells are equally bright in a dark theme.
 MARK, MARK_GROUND = "#1a1a1a", "#ffffff"
 
 
 def probability_colors(probability: np.ndarray) -> np.ndarray:
-    """Colours from that of survival over a pale middle at one half to that of divergence; grey for NaN."""
+    """Return colors from that of convergence (0) over a pale middle (0.5) to that of divergence (1); gray for NaN."""
     anchors = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in _RAMP])
     flat = np.asarray(probability, dtype=float).ravel()
     known = np.where(np.isnan(flat), 0.0, flat)
@@ -32,6 +32,6 @@ def probability_colors(probability: np.ndarray) -> np.ndarray:
 
 
 def draw_color_key(draw: Primitives) -> None:
-    """A strip from 0 to 1 in the colours of `probability_colors`."""
+    """Draw a strip from 0 to 1 in the colors of `probability_colors`."""
     edges = np.linspace(0, 1, 61)
     draw.boxes(edges[:-1], 0, edges[1:], 1, colors=probability_colors((edges[:-1] + edges[1:]) / 2))

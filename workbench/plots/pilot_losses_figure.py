@@ -1,4 +1,4 @@
-"""Losses of a pilot over the learning rate, and the rates that follow for the planned training."""
+"""Losses of a pilot against the learning rate, and the rates estimated for the planned training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.formatting import counted
 from workbench.plots import style
+from workbench.plots.dataset_columns import require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.run_losses import draw_runs
@@ -20,26 +21,26 @@ if TYPE_CHECKING:
 _SIZE = (640, 340)
 _USEFUL = style.MODEL_COLORS[2]
 _ESTIMATES = ("slow_edge", "best_rate", "useful_edge", "useful_edge_low", "useful_edge_high")
-#: Losses are cut above the trivial predictor's by this share of the range.
+#: The axis ends above the trivial loss, by this fraction of the range.
 _HEADROOM = 0.3
 
 
 @redrawable
 def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw the losses of a pilot: one line for each number of updates, a dot for each run.
+    """Draw the held-out losses of a pilot: one line for each number of updates, one dot for each run.
 
-    The green band holds the rates that are estimated to be useful for the whole training; the dotted line is the best
-    one, the upright line the largest useful one, and the bar at its foot the interval of that.
+    The green band is the estimated range of useful rates of the full training. The dotted line is the best rate, the
+    solid vertical line the useful edge, and the bar at its foot the interval of that edge.
 
     Args:
-        data: The ``data`` of what `workbench.find_rate` returns.
+        data: Field ``data`` of the result of `workbench.find_rate`.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset is another one, or has no finite loss.
+        SchemaError: If the dataset is not that of a pilot, or has no finite loss.
         OptionError: If the backend does not exist.
 
     Example:
@@ -49,12 +50,17 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
         >>> found = wb.find_rate(model, task, n_steps=1000, budget=200, progress=False)
         >>> len(wb.plots.pilot_losses(found.data))  # panels
         1
+
+    See Also:
+        `workbench.find_rate`: Runs the pilot.
+        `workbench.plots.rate_curve`: Draws the losses of full training runs.
     """
-    if missing := [name for name in ("loss", "trivial_loss", *_ESTIMATES) if name not in data.variables]:
-        raise SchemaError(f"The dataset lacks {', '.join(missing)}; pass the data of what wb.find_rate returns.")
+    require_variables(data, ("loss", "trivial_loss", *_ESTIMATES), what="pilot", source="wb.find_rate()")
     loss = data["loss"].values
     if not np.isfinite(loss).any():
-        raise SchemaError("The pilot has no finite loss; there is nothing to draw.")
+        raise SchemaError(
+            "The pilot has no finite loss; repeat it with a smaller start=.", name="loss", expected="finite for one run"
+        )
     rate, lengths = data["rate"].values, data["n_updates"].values.tolist()
     slow, best, edge, low, high = (float(data[name]) for name in _ESTIMATES)
     known = [one for one in (slow, best, high) if np.isfinite(one)]
@@ -69,11 +75,11 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
             height = losses[0] + 0.03 * (losses[1] - losses[0])
             draw.bars(low, height, high, height, color=_USEFUL, width=5)
             draw.bars(best, losses[0], best, losses[1], color=_USEFUL, width=2, dash="dotted")
-            notes.append(f"green: useful rates over {counted(data.attrs['n_steps'], 'update')}, up to the line")
-            notes += ["bar: its interval", "dotted: best rate"]
+            notes.append(f"green: useful rates for {counted(data.attrs['n_steps'], 'update')}")
+            notes += ["bar: interval of the useful edge", "dotted: best rate"]
         if np.isfinite(trivial := float(data["trivial_loss"])):
             draw.bars(rates[0], trivial, rates[1], trivial, color=style.NEUTRAL, width=1, dash="dashed")
-            notes.append("dashed: knows the frequencies of the targets alone")
+            notes.append("dashed: trivial loss (target frequencies only)")
         for at, (n_updates, color) in enumerate(zip(lengths, style.depth_colors(len(lengths)), strict=True)):
             name, is_tried = counted(n_updates, "update"), ~np.isnan(loss[at])
             is_any = is_tried.any(axis=1)
@@ -81,7 +87,7 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
             draw.line(rate[is_any], np.where(np.isfinite(mean), mean, np.nan), color=color, width=2.2, label=name)
             notes += draw_runs(draw, name, rate, loss[at], color, losses)
         panel = draw.panel(
-            title="Losses of the pilot",
+            title="Held-out loss of the pilot runs",
             note=[*dict.fromkeys(notes)],
             view=(rates, losses),
             size=_SIZE,

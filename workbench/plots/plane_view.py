@@ -1,4 +1,4 @@
-"""Where modes are drawn in the complex plane: true to scale around the unit circle, logarithmic farther out."""
+"""Positions of modes in the complex plane: true to scale around the unit circle, logarithmic beyond."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-#: Moduli up to KNEE are drawn as they are; beyond, a factor of ten is as long as PER_DECADE. plane.js has the same.
+#: Moduli up to KNEE are true to scale; beyond, a factor of ten has length PER_DECADE. plane.js has the same values.
 KNEE, PER_DECADE = 1.25, 0.3
-#: Moduli beyond ten to this power are drawn on its ring.
+#: Moduli beyond ten to this power are drawn at this power.
 FARTHEST = 9
 #: Half the width of the square around 1 in the view "near 1".
 NEAR = 0.3
 #: The views of a plane.
 ZOOMS = ("all modes", "near 1")
-#: From this many modes on, a panel shows their density, in so many cells on a side.
+#: A panel with more modes shows their density, in this many cells per side.
 DENSE, N_CELLS = 5000, 160
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def drawn_radius(modulus: ArrayLike) -> np.ndarray:
-    """Distance from the origin at which a modulus is drawn; continuous, and the identity up to `KNEE`.
+    """Return the distance from the origin at which a modulus is drawn: continuous, and the identity up to `KNEE`.
 
     Example:
         >>> from workbench.plots.plane_view import drawn_radius
@@ -41,24 +41,24 @@ def drawn_radius(modulus: ArrayLike) -> np.ndarray:
 
 
 def drawn_places(eigenvalue: np.ndarray) -> np.ndarray:
-    """Where eigenvalues are drawn, complex: the angle is theirs, the radius as in `drawn_radius`."""
+    """Return the positions of eigenvalues as complex numbers: the same angle, the radius from `drawn_radius`."""
     modulus = np.abs(eigenvalue)
     radius = np.minimum(drawn_radius(modulus), drawn_radius(10.0**FARTHEST))
     return eigenvalue * np.divide(radius, modulus, out=np.ones_like(modulus), where=modulus > 0)
 
 
 def power_of_ten(exponent: int) -> str:
-    """Name of a ring."""
+    """Return the label of a power of ten."""
     return str(10**exponent) if exponent <= 2 else "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
 @dataclass(frozen=True)
 class PlaneView:
-    """The part of the plane that all panels show: up to a power of ten, or the square around 1.
+    """Part of the plane that all panels show: up to a power of ten, or the square around 1.
 
     Attributes:
-        decades: The largest power of ten inside, from 1.
-        is_near: Whether it is the square around 1, where everything is true to scale.
+        decades: Exponent of the largest power of ten in view, at least 1.
+        is_near: Whether it is the square around 1, which is true to scale.
     """
 
     decades: int = 1
@@ -66,35 +66,35 @@ class PlaneView:
 
     @property
     def half(self) -> float:
-        """Half the width, as drawn."""
+        """Half the width, in drawn units."""
         return NEAR if self.is_near else 1.05 * float(drawn_radius(10.0**self.decades))
 
     @property
     def real(self) -> tuple[float, float]:
-        """Horizontal range, as drawn."""
+        """Horizontal range, in drawn units."""
         middle = 1.0 if self.is_near else 0.0
         return middle - self.half, middle + self.half
 
     @property
     def imag(self) -> tuple[float, float]:
-        """Vertical range, as drawn."""
+        """Vertical range, in drawn units."""
         return -self.half, self.half
 
     def n_outside(self, columns: Mapping[str, np.ndarray]) -> int:
-        """Number of modes that the view does not show where they are."""
+        """Return the number of modes that are outside of the view or drawn at its largest modulus."""
         if not self.is_near:
             return int(np.count_nonzero(columns["modulus"] > 10.0**FARTHEST))
         return int(np.count_nonzero(np.maximum(np.abs(columns["x"] - 1), np.abs(columns["y"])) > NEAR))
 
     def rings(self) -> list[np.ndarray]:
-        """The circles at the powers of ten, as closed lines, shape (point, 2)."""
+        """Return the circles at the powers of ten as closed lines, shape (point, 2)."""
         return [ring(float(drawn_radius(10.0**k))) for k in range(1, self.decades + 1)]
 
     def labels(self) -> dict[str, np.ndarray]:
-        """Names of some rings, on a diagonal where few modes are, and of the axes: ``x``, ``y`` and ``text``."""
+        """Return labels of some circles, on a diagonal with few modes, and of the axes: ``x``, ``y`` and ``text``."""
         if self.is_near:
             return {"x": np.zeros(0), "y": np.zeros(0), "text": np.zeros(0, object)}
-        # In a small panel there is room for three names alone; on the right of the real axis there are modes.
+        # Only three labels fit in a small panel. They are on the left, because most modes are on the right.
         exponents = sorted({0, self.decades} | ({self.decades // 2} if self.decades > 3 else set()))
         place = -drawn_radius(10.0 ** np.array(exponents)) * np.sqrt(0.5)
         return {
@@ -105,35 +105,35 @@ class PlaneView:
 
 
 def view_of(modes: Mapping[str, Mapping[str, np.ndarray]], zoom: str = "all modes") -> PlaneView:
-    """The view that all panels share: of every mode, or of the square around 1.
+    """Return the view that all panels share: all modes, or the square around 1.
 
     Args:
         modes: Columns of each panel; see `workbench.plots.mode_columns.mode_columns`.
         zoom: ``"all modes"`` or ``"near 1"``.
 
     Raises:
-        OptionError: If there is no such zoom.
+        OptionError: If the zoom does not exist.
     """
     if zoom not in ZOOMS:
-        raise OptionError(f"The zoom is {zoom!r}, expected one of {', '.join(map(repr, ZOOMS))}.")
+        raise OptionError.of("zoom", zoom, ZOOMS)
     largest = max((float(columns["modulus"].max(initial=0)) for columns in modes.values()), default=0.0)
     decades = int(np.ceil(np.log10(max(largest, 1.0)) - 1e-9))
     return PlaneView(min(max(decades, 1), FARTHEST), zoom == "near 1")
 
 
 def ring(radius: float) -> np.ndarray:
-    """A circle around the origin as a closed line, shape (point, 2)."""
+    """Return a circle around the origin as a closed line, shape (point, 2)."""
     angle = np.linspace(0, 2 * np.pi, 181)
     return radius * np.stack([np.cos(angle), np.sin(angle)], -1)
 
 
 def density(columns: Mapping[str, np.ndarray], view: PlaneView, n_layers: int) -> np.ndarray:
-    """The density of modes as an image: colour is the mean depth of a cell, opacity the logarithm of its modes.
+    """Return the density of modes as an image: the color of a cell is their mean depth, its opacity their log count.
 
     Args:
         columns: Columns of one panel.
-        view: The part of the plane; the image covers it.
-        n_layers: Number of layers of the colour scale.
+        view: Part of the plane that the image covers.
+        n_layers: Number of layers of the color scale.
 
     Returns:
         Red, green, blue and alpha from 0 to 255, uint8, shape (row, column, 4), the lowest row first.

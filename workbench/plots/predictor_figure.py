@@ -1,4 +1,4 @@
-"""Our and published single predictors of divergence, as a chart and as a table."""
+"""Individual predictors of divergence, ours and published, as a chart and as a table."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ _OURS_AT, _PUBLISHED_AT, _END = 1.06, 1.5, 1.92
 
 @redrawable
 def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw the area under the ROC curve of each predictor, ours and the published one, with intervals and numbers.
+    """Draw the area under the ROC curve of each predictor, ours and published, with intervals.
 
-    One row per predictor. A dot with a line is our value with its interval, a hollow diamond the published one, and a
-    small hollow triangle ours among runs of one architecture: where it falls to the vertical line at .5, the score
-    only separates architectures. Below .5, higher scores are the safer ones.
+    There is one row per predictor. A dot with a line is our value with its interval, a hollow diamond the published
+    value. A small hollow triangle is our value among runs of the same architecture: if it is near the vertical line at
+    0.5, the score only separates architectures. Below 0.5, higher scores belong to runs that converge.
 
     Args:
-        table: Dataset with dim ``predictor`` (and perhaps a coordinate ``long_name``, shown instead): auroc, low, high;
-            where known n_runs, n_diverged, published_auroc, published_low, published_high, auroc_within_architecture
-            and auroc_within_cell; NaN: not known. attrs ``level``: that of our intervals.
+        table: Dataset with dim ``predictor``, whose coordinate ``long_name`` is shown if it exists: auroc, low, high;
+            optionally n_runs, n_diverged, published_auroc, published_low, published_high, auroc_within_architecture
+            and auroc_within_cell; NaN if unknown. The attribute ``level`` is the confidence level of our intervals.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset is no table of predictors, or is empty.
+        SchemaError: If the dataset is not a table of predictors, or is empty.
         OptionError: If the backend does not exist.
 
     Example:
@@ -55,6 +55,11 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
         >>> figure = wb.plots.predictor_table(table)
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.outcomes.predictor_table`: Computes the table.
+        `workbench.plots.predictor_frame`: Returns it as numbers.
+        `workbench.plots.roc`: Draws the curves.
     """
     names, columns = _columns(table)
     row = -np.arange(len(names), dtype=float)
@@ -74,15 +79,15 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
             theirs = {key: column[has_published] for key, column in shown.items()}
             below = row[has_published] - shift
             draw.bars(theirs["published_low"], below, theirs["published_high"], below, color=PUBLISHED, width=1.6)
-            look: dict[str, Any] = {"color": PUBLISHED, "marker": "diamond", "size": 10, "is_hollow": True}
+            styling: dict[str, Any] = {"color": PUBLISHED, "marker": "diamond", "size": 10, "is_hollow": True}
             tips = [("", "@predictor_"), ("published", "@published_auroc{0.000}")]
-            draw.dots(theirs["published_auroc"], below, columns=theirs, tips=tips, **look)
+            draw.dots(theirs["published_auroc"], below, columns=theirs, tips=tips, **styling)
         within = columns["auroc_within_architecture"]
         if (has_within := np.isfinite(within)).any():
-            tips = [("", "@predictor_"), ("within one architecture", "@auroc_within_architecture{0.000}")]
-            look = {"color": OURS, "marker": "triangle", "size": 7, "is_hollow": True, "tips": tips}
+            tips = [("", "@predictor_"), ("within architectures", "@auroc_within_architecture{0.000}")]
+            styling = {"color": OURS, "marker": "triangle", "size": 7, "is_hollow": True, "tips": tips}
             kept = {key: column[has_within] for key, column in shown.items()}
-            draw.dots(within[has_within], row[has_within] + shift, columns=kept, **look)
+            draw.dots(within[has_within], row[has_within] + shift, columns=kept, **styling)
         heads = [(_OURS_AT, "ours", OURS, _OURS), (_PUBLISHED_AT, "published", PUBLISHED, _PUBLISHED)]
         for at, head, color, keys in heads if has_published.any() else heads[:1]:
             draw.words(at, 0.62, head, color=color, valign="bottom", is_bold=True)
@@ -102,18 +107,18 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 
 def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
-    """The same table as numbers: one row per predictor, our values next to published ones.
+    """Return the table of predictors as numbers: one row per predictor, our values next to the published ones.
 
     Args:
         table: Dataset as for `predictor_table`.
         digits: Number of decimals; at least 1.
 
     Returns:
-        Numbers under two rows of names: "ours" or "published", then the quantity. Columns without any value are left
-        out; NaN elsewhere means unknown.
+        Numbers under two header rows: "ours" or "published", then the quantity. Columns without any value are omitted;
+        NaN means unknown.
 
     Raises:
-        SchemaError: If the dataset is no table of predictors, or is empty.
+        SchemaError: If the dataset is not a table of predictors, or is empty.
         OptionError: If ``digits`` is below 1.
 
     Example:
@@ -122,11 +127,15 @@ def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
         >>> frame = wb.plots.predictor_frame(table)
         >>> frame["published"]["AUROC"].iloc[0].item()
         0.995
+
+    See Also:
+        `workbench.outcomes.predictor_table`: Computes the table.
+        `workbench.plots.predictor_table`: Draws it.
     """
     import pandas as pd
 
     if digits < 1:
-        raise OptionError(f"digits is {digits}, expected at least 1.")
+        raise OptionError.of("digits", digits, "at least 1")
     names, columns = _columns(table)
     words = {"auroc": "AUROC", "low": "low", "high": "high", "n_runs": "runs", "n_diverged": "diverged"}
     words |= {"auroc_within_architecture": "within architecture", "auroc_within_cell": "within cell"}
@@ -143,11 +152,15 @@ def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
 
 
 def _columns(table: xr.Dataset) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Names of the rows and all columns, NaN for unknown values."""
+    """Return the names of the rows and all columns, with NaN for unknown values."""
     optional = (*_WITHIN, *_COUNTS, *_PUBLISHED)
     columns = columns_of(table, _OURS, optional=optional, what="table of predictors", source=_SOURCE, dim="predictor")
     if np.isnan(columns["auroc"].astype(float)).all():
-        raise SchemaError("The table of predictors has no AUROC; it needs runs that diverged and runs that survived.")
+        raise SchemaError(
+            "The table of predictors has no AUROC, which needs both runs that diverged and runs that converged.",
+            name="auroc",
+            expected="known for one predictor",
+        )
     unknown = np.full(len(columns["auroc"]), np.nan)
     return names_along(table, "predictor"), {
         key: columns.get(key, unknown).astype(float) for key in (*_OURS, *optional)
@@ -159,8 +172,8 @@ def _note(columns: dict[str, np.ndarray], *, has_published: bool, level: float) 
     if has_published:
         words.append("◇ published")
     if np.isfinite(columns["auroc_within_architecture"]).any():
-        words.append("△ ours within one architecture")
-    words.append("┆ no better than chance")
+        words.append("△ ours within architectures")
+    words.append("┆ chance level")
     if (
         np.isfinite(columns["n_runs"]).all()
         and len(set(columns["n_runs"])) == 1

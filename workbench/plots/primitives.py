@@ -1,4 +1,4 @@
-"""Lines, dots, bars and texts of one panel, described once and drawn by both backends."""
+"""Lines, dots, bars and texts of one panel, described once and drawn by either backend."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from workbench.plots import frames, style
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-#: Width of a letter of the notes, and the room beyond the frame that legend and margins leave to them.
+#: Width of a letter of the notes, which may extend beyond the frame below the legend.
 _PIXELS_A_LETTER = 5.4
 _TICK_FORMATS: dict[str, Callable[[float], str]] = {"plain": "{:g}".format, "percent": percent}
 
 
 class Primitives:
-    """Draws on one panel whose axes have names, so that panels of equal names are linked.
+    """Builder of one panel; panels whose axes have equal names are linked.
 
     Args:
-        hv: The holoviews module, as `style.drawing` gives it.
+        hv: The holoviews module that `style.drawing` yields.
         backend: ``"bokeh"`` or ``"matplotlib"``.
         x: Name of the horizontal axis.
         y: Name of the vertical axis.
@@ -37,7 +37,7 @@ class Primitives:
 
     @property
     def ink(self) -> str:
-        """Colour of texts and rules."""
+        """Color of texts and reference lines."""
         return style.NEUTRAL if self.is_bokeh else style.INK
 
     def line(
@@ -50,14 +50,14 @@ class Primitives:
         width: float = 1.6,
         label: str = "",
     ) -> None:
-        """A line through the points; NaN interrupts it."""
+        """Draw a line through points; NaN interrupts it."""
         curve = self.hv.Curve((np.asarray(x, float), np.asarray(y, float)), self.x, self.y, label=label)
         self._add(curve, **self._stroke(color, width, dash))
         if label:
             self._legend.append({"label": label, "color": color, "dash": dash, "width": width})
 
     def band(self, x: Any, low: Any, high: Any, *, color: str, alpha: float = 0.18) -> None:
-        """A filled strip between two lines; nothing where either is NaN."""
+        """Fill the area between two lines, except where either is NaN."""
         x, low, high = (np.asarray(column, float) for column in (x, low, high))
         for piece in stretches(np.isfinite(low) & np.isfinite(high)):
             columns = (x[piece], low[piece], high[piece])
@@ -76,7 +76,7 @@ class Primitives:
         dash: str = "solid",
         alpha: float = 1.0,
     ) -> None:
-        """Straight segments between two ends each, such as intervals; those with a NaN are left out."""
+        """Draw straight segments, such as intervals; those with a NaN are omitted."""
         ends = np.array(np.broadcast_arrays(*(np.atleast_1d(np.asarray(v, float)) for v in (x0, y0, x1, y1))))
         ends = ends[:, np.isfinite(ends).all(0)]
         if ends.size:
@@ -95,7 +95,7 @@ class Primitives:
         columns: Mapping[str, Any] | None = None,
         tips: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Filled boxes without a border, with columns to show under the pointer."""
+        """Draw filled boxes without a border, with columns for tooltips."""
         corners = [self.x, self.y, self.hv.Dimension(f"{self.x} to"), self.hv.Dimension(f"{self.y} to")]
         ends = np.broadcast_arrays(*(np.atleast_1d(np.asarray(v, float)) for v in (x0, y0, x1, y1)))
         columns = dict(columns or {})
@@ -104,7 +104,7 @@ class Primitives:
         else:
             columns["fill"] = np.asarray(colors)
             fill = self._fill(self.hv.dim("fill"), alpha)
-            if self.is_bokeh:  # or neighbours are a hair's breadth apart
+            if self.is_bokeh:  # without a line, adjacent boxes have a thin gap
                 fill |= {"line_color": self.hv.dim("fill"), "line_alpha": alpha}
         data = dict(zip([str(corner) for corner in corners], ends, strict=True)) | columns
         self._add(self.hv.Rectangles(data, corners, list(columns)), **fill, **self._hover(tips))
@@ -124,19 +124,19 @@ class Primitives:
         tips: Sequence[tuple[str, str]] = (),
         label: str = "",
     ) -> None:
-        """Markers, with columns to show under the pointer.
+        """Draw markers, with columns for tooltips.
 
         Args:
             x: Horizontal positions.
             y: Vertical positions.
-            color: Colour of the marker.
-            edge: Colour of its edge; None: that of the marker.
+            color: Color of the marker.
+            edge: Color of its edge; None selects that of the marker.
             marker: One of the names in `style.MODEL_MARKERS`.
             size: Diameter in pixels.
             alpha: Opacity.
-            is_hollow: Whether only the edge is drawn.
+            is_hollow: Whether to draw only the edge.
             columns: Further columns, for ``tips``.
-            tips: Lines shown under the pointer; empty: none.
+            tips: Lines of the tooltip; without any there is no tooltip.
             label: Entry in the legend.
         """
         columns = dict(columns or {})
@@ -144,13 +144,13 @@ class Primitives:
         points = self.hv.Points(data, [self.x, self.y], list(columns), label=label)
         rim = edge or color
         if self.is_bokeh:
-            size *= 1.35 if marker == "diamond" else 1.0  # bokeh's are narrow
-            look = {"fill_color": color, "line_color": rim, "marker": marker, "size": size, "line_width": 1.5}
-            look |= {"fill_alpha": 0.0 if is_hollow else alpha, "line_alpha": alpha}
+            size *= 1.35 if marker == "diamond" else 1.0  # the diamonds of bokeh are narrow
+            styling = {"fill_color": color, "line_color": rim, "marker": marker, "size": size, "line_width": 1.5}
+            styling |= {"fill_alpha": 0.0 if is_hollow else alpha, "line_alpha": alpha}
         else:
-            look = {"marker": style.MATPLOTLIB_MARKERS[marker], "s": (0.62 * size) ** 2, "linewidth": 1.1}
-            look |= {"facecolors": "none" if is_hollow else color, "edgecolors": rim, "alpha": alpha}
-        self._add(points, **look, **self._hover(tips))
+            styling = {"marker": style.MATPLOTLIB_MARKERS[marker], "s": (0.62 * size) ** 2, "linewidth": 1.1}
+            styling |= {"facecolors": "none" if is_hollow else color, "edgecolors": rim, "alpha": alpha}
+        self._add(points, **styling, **self._hover(tips))
         if label:
             self._legend.append({"label": label, "color": color, "marker": marker, "edge": rim, "hollow": is_hollow})
 
@@ -166,25 +166,25 @@ class Primitives:
         size: float = style.TICK_SIZE - 0.5,
         is_bold: bool = False,
     ) -> None:
-        """A text whose ``align`` and ``valign`` edge is at the point."""
+        """Write a text whose ``align`` and ``valign`` edge is at a point."""
         word = self.hv.Labels(
             {(str(self.x), str(self.y)): [(float(x), float(y))], "text": [text]}, [self.x, self.y], "text"
         )
         color, weight = color or self.ink, "bold" if is_bold else "normal"
-        look: dict[str, Any]
+        styling: dict[str, Any]
         if self.is_bokeh:
             baseline = {"center": "middle"}.get(valign, valign)
-            look = {
+            styling = {
                 "text_align": align,
                 "text_baseline": baseline,
                 "text_color": color,
                 "text_font_size": f"{size}pt",
             }
-            self._add(word, **look, text_font_style=weight)
+            self._add(word, **styling, text_font_style=weight)
         else:
-            look = {"horizontalalignment": align, "verticalalignment": valign, "color": color, "size": size}
+            styling = {"horizontalalignment": align, "verticalalignment": valign, "color": color, "size": size}
             hook = frames.weight_matplotlib(weight)
-            self._add(word, **look, hooks=[hook])
+            self._add(word, **styling, hooks=[hook])
 
     def panel(
         self,
@@ -203,28 +203,28 @@ class Primitives:
         bounds: tuple[float, float] | None = None,
         at: tuple[int, int] = (0, 0),
     ) -> Any:
-        """Everything drawn so far as one holoviews Overlay with options for this backend only.
+        """Return everything drawn so far as a holoviews Overlay with options for this backend only.
 
         Args:
             title: Title above the frame.
-            note: Phrases for the small lines under the title, as many on a line as the frame is wide.
-            view: Ranges of the axes, x then y, as are the pairs below.
-            size: Size of the frame in bokeh's pixels.
-            names: Names of the axes.
-            ticks: Positions, or pairs of position and text; None: chosen by the backend.
+            note: Phrases for the small lines under the title, wrapped at the width of the frame.
+            view: Ranges of the axes: x, then y, as in the pairs below.
+            size: Size of the frame in pixels of bokeh.
+            names: Labels of the axes.
+            ticks: Positions, or pairs of position and text; None lets the backend choose.
             formats: Format of the numbers, ``"plain"`` or ``"percent"``.
             is_log: Whether the axis is logarithmic.
-            legend: Whether the labels are listed to the right.
+            legend: Whether there is a legend to the right.
             grid: Whether grid lines are drawn.
-            bare: Whether the axis has neither name nor numbers.
-            bounds: Ends of the horizontal axis line; None: the whole frame.
+            bare: Whether the axis has neither label nor numbers.
+            bounds: Ends of the horizontal axis line; None selects the full frame.
             at: Left and lower edge of the frame on a matplotlib figure, in the same pixels; bokeh ignores it.
         """
         note = flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
         ticks = tuple(_worded(at, form) for at, form in zip(ticks, formats, strict=True))
-        look: dict[str, Any] = {"xlim": view[0], "ylim": view[1], "xlabel": names[0], "ylabel": names[1]}
-        look |= {"logx": is_log[0], "logy": is_log[1], "backend": self.backend}
-        look |= {key: at for key, at in zip(("xticks", "yticks"), ticks, strict=True) if at is not None}
+        styling: dict[str, Any] = {"xlim": view[0], "ylim": view[1], "xlabel": names[0], "ylabel": names[1]}
+        styling |= {"logx": is_log[0], "logy": is_log[1], "backend": self.backend}
+        styling |= {key: at for key, at in zip(("xticks", "yticks"), ticks, strict=True) if at is not None}
         overlay = self.hv.Overlay(self.parts)
         if self.is_bokeh:
             hooks = [
@@ -233,15 +233,15 @@ class Primitives:
                 frames.axes_bokeh(formats, is_log),
             ]
             hooks += [frames.frame_bokeh(grid, bounds)] + ([style.note_bokeh(note)] if note else [])
-            look |= {"title": title, "frame_width": size[0], "frame_height": size[1], "show_grid": grid}
-            look |= {"show_legend": legend, "default_tools": [], "active_tools": [], "hooks": hooks}
-            look |= {"legend_position": "right"} if legend else {}
-            return overlay.opts(tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"], **look)
+            styling |= {"title": title, "frame_width": size[0], "frame_height": size[1], "show_grid": grid}
+            styling |= {"show_legend": legend, "default_tools": [], "active_tools": [], "hooks": hooks}
+            styling |= {"legend_position": "right"} if legend else {}
+            return overlay.opts(tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"], **styling)
         hooks = [style.dress_matplotlib, frames.head_matplotlib(title, note), frames.axes_matplotlib(ticks, formats)]
         hooks += [frames.frame_matplotlib(grid, bounds, (*at, *size)), frames.bare_matplotlib(bare)]
         hooks += [frames.legend_matplotlib(self._legend)] if legend else []
-        look |= {"title": "", "show_legend": False, "aspect": size[0] / size[1]}
-        return overlay.opts(hooks=hooks, **look)
+        styling |= {"title": "", "show_legend": False, "aspect": size[0] / size[1]}
+        return overlay.opts(hooks=hooks, **styling)
 
     def _add(self, element: Any, **options: Any) -> None:
         self.parts.append(element.opts(**options, backend=self.backend))
@@ -261,13 +261,13 @@ class Primitives:
 
 
 def stretches(is_in: np.ndarray) -> list[slice]:
-    """Stretches of consecutive True values, as slices."""
+    """Return runs of consecutive True values as slices."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(is_in, int), [0]])))
     return [slice(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
 
 
 def flowed(phrases: Sequence[str], *, n_characters: float) -> str:
-    """Phrases side by side, on a new line where the next would not fit."""
+    """Join phrases with spaces, with a line break before each phrase that would not fit."""
     lines: list[str] = []
     for phrase in filter(None, phrases):
         longer = f"{lines[-1]}   {phrase}" if lines else phrase
@@ -279,7 +279,7 @@ def flowed(phrases: Sequence[str], *, n_characters: float) -> str:
 
 
 def decades(low: float, high: float, *, n_most: int = 7) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2 and 5 of each decade, or fewer where these are more than ``n_most``."""
+    """Return ticks of a logarithmic axis: 1, 2 and 5 of each decade, or fewer if these exceed ``n_most``."""
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
     for mantissas, every in (((1, 2, 5), 1), ((1, 3), 1), ((1,), 1), ((1,), 2), ((1,), 4), ((1,), 8), ((1,), 64)):
         ticks = [float(f"{m}e{power}") for power in powers if power % every == 0 for m in mantissas]
@@ -290,7 +290,7 @@ def decades(low: float, high: float, *, n_most: int = 7) -> list[float]:
 
 
 def _worded(places: Any, form: str) -> Any:
-    """Ticks as pairs of position and text."""
+    """Return ticks as pairs of position and text."""
     if places is None or (len(places) and isinstance(places[0], tuple)):
         return places
     return [(float(at), _TICK_FORMATS[form](at)) for at in places]

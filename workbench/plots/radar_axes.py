@@ -1,4 +1,4 @@
-"""The content of a radar chart: axes with stated ranges, outlines on them, and labels."""
+"""Content of a radar chart: axes with stated ranges, outlines on them, and labels."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import three_digits
+from workbench.plots.dataset_columns import require_choices
 from workbench.studies.comparison import SOURCES
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Ordered so that published measures are adjacent, and their line has few gaps.
+#: The order keeps published measures adjacent, so that their line has few gaps.
 DEFAULT_MEASURES = (
     "expansive_mass",
     "near_unit_mass",
@@ -26,7 +27,7 @@ DEFAULT_MEASURES = (
     "nonlinearity_ratio",
     "eigenvector_condition",
 )
-#: Measures without an upper bound, drawn on a logarithmic axis, with their smallest possible value if any.
+#: Measures without an upper bound, drawn on a logarithmic axis -> smallest possible value; None if there is none.
 LOGARITHMIC = {
     "spectral_radius": None,
     "eigenvector_condition": 1.0,
@@ -43,7 +44,7 @@ class RadarAxis:
     Attributes:
         measure: Name of the variable.
         title: Title of the axis.
-        lowest: Value at the centre.
+        lowest: Value at the center.
         highest: Value at the rim.
         is_logarithmic: Whether the scale is logarithmic.
         angle: Direction, in radians from the right, counter-clockwise.
@@ -57,38 +58,52 @@ class RadarAxis:
     angle: float
 
     def place(self, value: float) -> float:
-        """Distance from the centre, 0 to 1; NaN if it cannot be drawn: NaN, infinite, or 0 on a logarithmic axis."""
+        """Return the distance from the center, 0 to 1.
+
+        The result is NaN if the value cannot be drawn: NaN, infinite, or not positive on a logarithmic axis.
+        """
         if not math.isfinite(value) or (self.is_logarithmic and value <= 0):
             return math.nan
         scale = math.log if self.is_logarithmic else float
         return (scale(value) - scale(self.lowest)) / (scale(self.highest) - scale(self.lowest))
 
     def point(self, distance: float) -> tuple[float, float]:
-        """Coordinates of the point at a distance from the centre."""
+        """Return the coordinates of the point at a distance from the center."""
         return distance * math.cos(self.angle), distance * math.sin(self.angle)
 
     @property
     def span(self) -> str:
-        """The range as text."""
+        """Range as text."""
         return f"{self.lowest:g} to {self.highest:g}"
 
 
-def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> list[RadarAxis]:
-    """The axes of a comparison, from the top clockwise; see `radar`.
+def comparison_measures(comparison: xr.Dataset, measures: Sequence[str]) -> list[str]:
+    """Return the names of measures after checking that the comparison has them.
 
     Raises:
-        SchemaError: If the dataset is no comparison, or has no such measure.
+        SchemaError: If the dataset is not a comparison, or lacks a measure.
+    """
+    known = [str(name) for name, v in comparison.data_vars.items() if v.dims == ("architecture", "source")]
+    if not known:
+        raise SchemaError(
+            "The dataset has no variables by architecture and source; create it with wb.compare().",
+            name="comparison",
+            expected="a dataset from workbench.compare()",
+        )
+    require_choices("measures", measures, known)
+    return list(measures)
+
+
+def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> list[RadarAxis]:
+    """Return the axes of a comparison, clockwise from the top; see `radar`.
+
+    Raises:
+        SchemaError: If the dataset is not a comparison, or lacks a measure.
         OptionError: If there are fewer than three measures.
     """
-    known = [name for name, v in comparison.data_vars.items() if v.dims == ("architecture", "source")]
-    if not known:
-        raise SchemaError("The dataset has no variables by architecture and source; make it with wb.compare().")
-    measures = list(measures or DEFAULT_MEASURES)
-    for measure in measures:
-        if measure not in known:
-            raise SchemaError(f"The comparison has no measure '{measure}'; choose from {', '.join(map(str, known))}.")
+    measures = comparison_measures(comparison, measures or DEFAULT_MEASURES)
     if len(measures) < 3:
-        raise OptionError(f"A radar chart needs at least 3 measures, these are {len(measures)}.")
+        raise OptionError.of("measures", measures, "at least 3 names", remedy="a radar chart has one axis per measure")
     axes = []
     for place, measure in enumerate(measures):
         values = comparison[measure].values.ravel()
@@ -106,12 +121,12 @@ def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> li
 
 @dataclass(frozen=True)
 class RadarChart:
-    """The values of one architecture on the axes.
+    """Values of one architecture on the axes.
 
     Attributes:
         name: Name of the architecture.
-        place: Number of its style, see `style.model_style`.
-        values: For ``"ours"`` and ``"published"`` one value per axis; NaN: unknown.
+        place: Number of its style; see `style.model_style`.
+        values: One value per axis for ``"ours"`` and for ``"published"``; NaN if unknown.
         note: Step, divergence, and whether the update was too small for a spectrum.
     """
 
@@ -135,25 +150,25 @@ class RadarChart:
         if "divergence_step" in row and np.isfinite(row["divergence_step"]):
             notes.append(f"diverged at step {int(row['divergence_step'])}")
         if "is_informative" in row and not bool(row["is_informative"]):
-            notes.append("update too small to say anything")
+            notes.append("update too small for a spectrum")
         return cls(str(name), place, values, ", ".join(notes))
 
     @property
     def has_published(self) -> bool:
-        """Whether it has published values."""
+        """Whether there are published values."""
         return any(math.isfinite(value) for value in self.values["published"])
 
 
 def outline(axes: list[RadarAxis], values: list[float]) -> dict[str, np.ndarray]:
-    """A closed line over the axes as columns ``x`` and ``y``, NaN where a value has no place, and ``value``."""
+    """Return a closed line over the axes: columns ``x`` and ``y``, NaN where a value cannot be drawn, and ``value``."""
     points = [axis.point(axis.place(value)) for axis, value in zip(axes, values, strict=True)]
     x, y = np.array([*points, points[0]]).T
     return {"x": x, "y": y, "value": np.array([*values, values[0]])}
 
 
-def labelled_points(axes: list[RadarAxis], columns: dict[str, np.ndarray], *, who: str) -> dict[str, np.ndarray]:
-    """The points of an `outline` that can be drawn, with the text under the pointer for each."""
-    has_place = np.isfinite(columns["x"][:-1])  # the last point only closes the line
+def labeled_points(axes: list[RadarAxis], columns: dict[str, np.ndarray], *, who: str) -> dict[str, np.ndarray]:
+    """Return the points of an `outline` that can be drawn, with the text of the tooltip of each."""
+    has_place = np.isfinite(columns["x"][:-1])  # the last point repeats the first to close the line
     table = {key: column[:-1][has_place] for key, column in columns.items()}
     table["measure"] = np.array([axis.title for axis in axes], dtype=object)[has_place]
     table["who"] = np.full(len(table["x"]), who, dtype=object)
@@ -162,7 +177,7 @@ def labelled_points(axes: list[RadarAxis], columns: dict[str, np.ndarray], *, wh
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of one chart: title, one line under it, lines below, and a label at the end of each axis."""
+    """Texts of one chart: the title, a line under it, a key below the chart, and a label at the end of each axis."""
 
     title: str
     note: str
@@ -171,19 +186,19 @@ class Texts:
 
     @classmethod
     def of_one(cls, axes: list[RadarAxis], chart: RadarChart, *, has_key: bool) -> Texts:
-        """One architecture: its values at the axes, published ones in parentheses."""
+        """Return the texts of one architecture: its values at the axes, published ones in parentheses."""
         at_axes = []
         for axis, ours, published in zip(axes, chart.values["ours"], chart.values["published"], strict=True):
             known = f" ({three_digits(published)})" if math.isfinite(published) else ""
             at_axes.append(_at_axis(axis, three_digits(ours) + known))
-        note = ", ".join(filter(None, [chart.note, "" if chart.has_published else "nothing published"]))
+        note = ", ".join(filter(None, [chart.note, "" if chart.has_published else "no published values"]))
         return cls(chart.name, note or " ", _scales(axes) if has_key else "", at_axes)
 
     @classmethod
     def of_all(cls, axes: list[RadarAxis], charts: list[RadarChart]) -> Texts:
-        """All architectures: ranges at the axes, and values that cannot be drawn below the chart."""
+        """Return the texts of all architectures: ranges at the axes, and a key with the values that cannot be drawn."""
         at_axes = [_at_axis(axis, axis.span + (", log" if axis.is_logarithmic else "")) for axis in axes]
-        lines = ["dashed: published, at initialization"] if any(chart.has_published for chart in charts) else []
+        lines = ["dashed: published values, at initialization"] if any(chart.has_published for chart in charts) else []
         for chart in charts:
             missing = [
                 f"{axis.title} {three_digits(value)}"
@@ -197,27 +212,27 @@ class Texts:
 
 
 def _scales(axes: list[RadarAxis]) -> str:
-    """Lines with the meaning of dashes and the range of each axis."""
+    """Return lines that explain the dashes and give the range of each axis."""
     by_span: dict[str, list[str]] = {}
     for axis in axes:
         by_span.setdefault(f"{axis.span}{', logarithmic' if axis.is_logarithmic else ''}", []).append(axis.title)
-    lines = ["dashed and (in parentheses): published, at initialization", "from centre to rim:"]
+    lines = ["dashed line and (parentheses): published, at initialization", "from center to rim:"]
     for span, titles in by_span.items():
-        # Lines are not broken inside a title.
+        # No-break spaces keep each title on one line.
         items = ", ".join(title.replace(" ", "\xa0") for title in titles)
         lines += textwrap.wrap(f"{items} {span}".replace(f" {span}", "\xa0" + span.replace(" ", "\xa0")), 60)
     return "\n".join(lines)
 
 
 def _at_axis(axis: RadarAxis, text: str) -> str:
-    """The axis's title, in two lines where there is little room beside the chart, and a text below it."""
+    """Return the title of an axis, on two lines where there is little space next to the chart, and a text below it."""
     is_beside = abs(axis.point(1.0)[0]) > 0.1 and len(axis.title) >= 12
     title = textwrap.wrap(axis.title, len(axis.title) // 2 + 3, break_long_words=False) if is_beside else [axis.title]
     return "\n".join([*title, text])
 
 
 def _round(value: float, *, down: bool) -> float:
-    """The next larger or smaller of 1, 2, 5, 10, ..."""
+    """Round up, or down, to the nearest of 1, 2, 5, 10, ..."""
     decade = 10.0 ** math.floor(math.log10(value))
     steps = [factor * decade for factor in (1, 2, 5, 10)]
     fitting = [step for step in steps if (step <= value * 1.0001 if down else step >= value * 0.9999)]

@@ -1,4 +1,4 @@
-"""Radar charts of architectures: one axis per measure, our values solid, published ones dashed."""
+"""Radar charts of architectures: one axis per measure, our values solid, published values dashed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
-from workbench.plots.radar_axes import RadarAxis, RadarChart, Texts, axes_of, labelled_points, outline
+from workbench.plots.radar_axes import RadarAxis, RadarChart, Texts, axes_of, labeled_points, outline
 from workbench.studies.comparison import SOURCES
 
 if TYPE_CHECKING:
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-# What a widget that redraws these charts needs besides the figure.
-
-#: Largest number of filled outlines; more would hide each other.
+#: Largest number of outlines that are filled; more would hide each other.
 _N_FILLED = 4
 _RINGS = (0.25, 0.5, 0.75, 1.0)
 #: View of a chart: half its width, its bottom and its top, where the rim has radius 1.
@@ -35,28 +33,28 @@ def radar(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw a comparison as radar charts (after RKSP Fig. 6): one axis per measure, growing outwards.
+    """Draw a comparison as radar charts (after RKSP Fig. 6): one axis per measure, increasing outwards.
 
-    Fractions run from 0 in the centre to 1 at the rim; measures without a bound run over a logarithmic range of round
-    numbers that holds every architecture, which the figure states. Published figures are dashed with hollow markers. A
-    value that is unknown or infinite leaves a gap, and is written as "–" or "∞".
+    Fractions range from 0 at the center to 1 at the rim. Measures without an upper bound have a logarithmic range of
+    round numbers that covers all architectures and is stated in the figure. Published values are dashed with hollow
+    markers. A value that is unknown or infinite leaves a gap and is written as "–" or "∞".
 
     Args:
         comparison: Dataset from `workbench.compare`.
-        measures: At least three of its variables by ``architecture`` and ``source``; None takes the masses near and
-            beyond 1, the spectral radius, the nonlinearity ratio and the eigenvector condition.
-        overlay: Draw all architectures into one chart, which is readable for about four. By default each has a chart of
-            its own with its values in figures, published ones in parentheses.
+        measures: At least three variables with dims ``architecture`` and ``source``; None selects the expansive and the
+            near-unit mass, the spectral radius, the nonlinearity ratio and the eigenvector condition.
+        overlay: Whether to draw all architectures in one chart, which is readable for about four. By default each has a
+            separate chart with its values as numbers, published ones in parentheses.
         columns: Charts per row.
-        places: Style number of each architecture (`style.model_style`), by name; None: in the order given.
+        places: Style number (color, marker, dash) of each architecture, by name; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset is no comparison, or has no such measure.
-        OptionError: If the backend or an architecture's place does not exist, or there are fewer than three
+        SchemaError: If the dataset is not a comparison, or lacks a measure.
+        OptionError: If the backend does not exist, an architecture has no style number, or there are fewer than three
             measures.
 
     Example:
@@ -65,6 +63,10 @@ def radar(
         >>> figure = wb.plots.radar(comparison)
         >>> len(figure)  # charts
         2
+
+    See Also:
+        `workbench.compare`: Creates the comparison.
+        `workbench.plots.comparison_table`: Returns the same values as a table.
     """
     axes = axes_of(comparison, measures)
     names = comparison["architecture"].values.tolist()
@@ -96,7 +98,7 @@ def radar(
 
 
 def _elements(hv: Any, axes: list[RadarAxis], charts: list[RadarChart]) -> Iterator[tuple[str, Any, RadarChart | None]]:
-    """What is drawn, from bottom to top: kind, element without style, and its architecture."""
+    """Yield what is drawn from bottom to top: kind, element without style, and its architecture."""
     dims = [hv.Dimension("x"), hv.Dimension("y")]
     rings = [np.array([axis.point(ring) for axis in [*axes, axes[0]]]) for ring in _RINGS]
     spokes = [np.array([(0.0, 0.0), axis.point(1.0)]) for axis in axes]
@@ -108,12 +110,12 @@ def _elements(hv: Any, axes: list[RadarAxis], charts: list[RadarChart]) -> Itera
     for chart, source, columns in outlines:
         yield f"{source} line", hv.Curve((columns["x"], columns["y"]), *dims, label=chart.name), chart
     for chart, source, columns in outlines:
-        table = labelled_points(axes, columns, who=f"{chart.name}, {source}")
+        table = labeled_points(axes, columns, who=f"{chart.name}, {source}")
         yield f"{source} points", hv.Points(table, dims, ["value", "measure", "who"], label=chart.name), chart
 
 
 def _labels(hv: Any, axes: list[RadarAxis], texts: Texts) -> Iterator[tuple[Any, str, str]]:
-    """The texts at the ends of the axes, with their horizontal and vertical alignment."""
+    """Yield the texts at the ends of the axes with their horizontal and vertical alignment."""
     for axis, text in zip(axes, texts.at_axes, strict=True):
         x, y = axis.point(1.11)
         side = "center" if abs(x) < 0.1 else "left" if x > 0 else "right"
@@ -127,8 +129,8 @@ def _draw_bokeh(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts:
     parts = []
     for kind, element, chart in _elements(hv, axes, charts):
         options: dict[str, Any] = {"backend": "bokeh", "default_tools": []}
-        look = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": ""}
-        color, marker = look["color"], look["marker"]
+        styling = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": ""}
+        color, marker = styling["color"], styling["marker"]
         if kind.startswith("published") and len(charts) == 1:
             color = style.NEUTRAL
         hover = {"tools": ["hover"], "hover_tooltips": [("", "@who"), ("@measure", "@value")]}
@@ -142,8 +144,8 @@ def _draw_bokeh(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts:
         }[kind]
         parts.append(element.opts(**options))
     for element, side, level in _labels(hv, axes, texts):
-        look = {"text_color": style.NEUTRAL, "text_font_size": f"{style.TICK_SIZE}pt"}
-        parts.append(element.opts(text_align=side, text_baseline=level, **look, backend="bokeh"))
+        styling = {"text_color": style.NEUTRAL, "text_font_size": f"{style.TICK_SIZE}pt"}
+        parts.append(element.opts(text_align=side, text_baseline=level, **styling, backend="bokeh"))
     hooks = [style.dress_bokeh, _no_grid_bokeh, style.note_bokeh(texts.note)]
     if texts.key:
         hooks.append(style.note_bokeh(texts.key, place="below"))
@@ -167,8 +169,8 @@ def _draw_bokeh(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts:
 def _draw_matplotlib(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts: Texts) -> Any:
     parts = []
     for kind, element, chart in _elements(hv, axes, charts):
-        look = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": "circle"}
-        color, marker = look["color"], style.MATPLOTLIB_MARKERS[look["marker"]]
+        styling = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": "circle"}
+        color, marker = styling["color"], style.MATPLOTLIB_MARKERS[styling["marker"]]
         if kind.startswith("published") and len(charts) == 1:
             color = style.INK
         options = {
@@ -215,9 +217,9 @@ def _legend_matplotlib(charts: list[RadarChart]) -> Any:
 
         handles = []
         for chart in charts:
-            look = style.model_style(chart.place)
-            marker = style.MATPLOTLIB_MARKERS[look["marker"]]
-            handles.append(Line2D([], [], color=look["color"], marker=marker, markersize=5, label=chart.name))
+            styling = style.model_style(chart.place)
+            marker = style.MATPLOTLIB_MARKERS[styling["marker"]]
+            handles.append(Line2D([], [], color=styling["color"], marker=marker, markersize=5, label=chart.name))
         plot.handles["axis"].legend(
             handles=handles,
             loc="center left",

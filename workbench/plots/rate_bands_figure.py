@@ -1,4 +1,4 @@
-"""The useful learning rates of several designs, one row each, and what they reach at the best of them."""
+"""Useful learning rates of several designs, one row each, and the loss at the best rate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.plots import outcome_colors, style
+from workbench.plots.dataset_columns import require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 
@@ -28,22 +29,22 @@ def rate_bands(
 ) -> Any:
     """Draw the useful learning rates of several designs: one row each, grouped by architecture.
 
-    The bar ends at slow and useful edge; where an edge was not within the rates tried, it ends in a hollow square at
-    the last of them; without any edge there is no bar. The mark on the bar is the best rate, a hollow triangle the rate
-    from which most runs diverge. The right panel has the held-out loss at the best rate.
+    The bar extends from the slow edge to the useful edge. If an edge is outside of the rates that were tried, the bar
+    ends in a hollow square at the last of them; without any edge there is no bar. The mark on the bar is the best rate,
+    the hollow triangle the explosion edge. The right panel shows the held-out loss at the best rate.
 
     Args:
-        outcomes: Dataset of `workbench.rates.rate_outcomes`.
-        by: Coordinate whose values have a colour each, such as ``"study"``; None: one colour.
-        places: Style number of each of these values (`style.model_style`); None: in the order of the designs.
+        outcomes: Dataset from `workbench.rates.rate_outcomes`.
+        by: Coordinate whose values have different colors, such as ``"study"``; None draws one color.
+        places: Style number (color, marker, dash) of each of these values; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of two panels with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset is another one, has no design, or lacks the coordinate.
-        OptionError: If the backend or a place does not exist.
+        SchemaError: If the dataset lacks a variable or the coordinate, or has no finite loss.
+        OptionError: If the backend does not exist, or a value of the coordinate has no style number.
 
     Example:
         >>> import workbench as wb
@@ -51,11 +52,15 @@ def rate_bands(
         >>> runs = study.isel(run=study.architecture.isin(["GPT-2", "Llama"]).values & (study.stage == "coarse").values)
         >>> len(wb.plots.rate_bands(wb.rates.rate_outcomes(runs)))  # panels
         2
+
+    See Also:
+        `workbench.rates.rate_outcomes`: Computes the rates of each design.
+        `workbench.plots.rate_curve`: Draws the losses behind them.
     """
     _require(outcomes, by)
     kinds = [""] * outcomes.sizes["cell"] if by is None else [str(one) for one in outcomes[by].values]
     names = list(dict.fromkeys(kinds))
-    looks = dict(zip(names, map(style.model_style, style.model_places(names, places)), strict=True))
+    styles = dict(zip(names, map(style.model_style, style.model_places(names, places)), strict=True))
     heights, ticks = _rows(outcomes["architecture"].values.tolist())
     bottom = min(heights) - 1.0
     rates = float(outcomes["smallest_rate"].min()) / 1.3, float(outcomes["largest_rate"].max()) * 1.3
@@ -66,15 +71,17 @@ def rate_bands(
         left, right = Primitives(hv, backend, "learning rate", "row"), Primitives(hv, backend, "best loss", "row")
         for i, (kind, at) in enumerate(zip(kinds, heights, strict=True)):
             one = {name: float(outcomes[name].values[i]) for name in _NEEDED}
-            _draw_rates(left, one, at, looks[kind])
-        for name, look in looks.items():
+            _draw_rates(left, one, at, styles[kind])
+        for name, styling in styles.items():
             is_it = np.array(kinds) == name
             loss, at = outcomes["best_loss"].values[is_it], np.array(heights)[is_it]
-            right.dots(loss, at, color=look["color"], marker=look["marker"], label=name, tips=[("loss", "$x")])
+            right.dots(
+                loss, at, color=styling["color"], marker=styling["marker"], label=name, tips=[("held-out loss", "$x")]
+            )
         panels = [
             left.panel(
                 title="Useful learning rates",
-                note=["bar: useful rates", "mark on it: best rate", "hollow triangle: from here on most runs diverge"],
+                note=["bar: useful rates", "mark: best rate", "hollow triangle: explosion edge"],
                 view=(rates, (bottom, 1.0)),
                 size=(_WIDTHS[0], height),
                 names=("learning rate", ""),
@@ -86,7 +93,7 @@ def rate_bands(
                 note=["held-out examples"],
                 view=((float(losses.min()) - margin, float(losses.max()) + margin), (bottom, 1.0)),
                 size=(_WIDTHS[1], height),
-                names=("loss (nat)", ""),
+                names=("held-out loss (nat)", ""),
                 ticks=(None, ticks),
                 bare=(False, True),
                 at=(_WIDTHS[0] + 60, 0),
@@ -98,16 +105,19 @@ def rate_bands(
 
 def _require(outcomes: xr.Dataset, by: str | None) -> None:
     needed = (*_NEEDED, "architecture", *(() if by is None else (by,)))
-    if missing := [name for name in needed if name not in outcomes.variables]:
-        raise SchemaError(f"The outcomes lack {', '.join(missing)}; take them from wb.rates.rate_outcomes.")
+    require_variables(outcomes, needed, what="table of outcomes", source="wb.rates.rate_outcomes()")
     if not np.isfinite(outcomes["best_loss"].values).any():
-        raise SchemaError("No design has a finite loss; there is nothing to draw.")
+        raise SchemaError(
+            "No design has a finite loss; add runs at smaller learning rates.",
+            name="best_loss",
+            expected="finite for one design",
+        )
 
 
 def _rows(architectures: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Heights of the designs, from 0 down with a gap between architectures, and a tick in the middle of each of these.
+    """Return the heights of the designs, from 0 downwards, and a tick at the center of each architecture.
 
-    The designs of an architecture are beside each other, in the order in which it occurs first.
+    The designs of one architecture are adjacent; architectures are in order of first occurrence, with gaps between.
     """
     heights, ticks, at = [0.0] * len(architectures), [], 0.0
     for name in dict.fromkeys(architectures):
@@ -120,9 +130,9 @@ def _rows(architectures: Sequence[str]) -> tuple[list[float], list[tuple[float, 
     return heights, ticks
 
 
-def _draw_rates(draw: Primitives, one: Mapping[str, float], at: float, look: Mapping[str, str]) -> None:
-    """One row: the band, the best rate, and the explosion edge."""
-    color = look["color"]
+def _draw_rates(draw: Primitives, one: Mapping[str, float], at: float, styling: Mapping[str, str]) -> None:
+    """Draw one row: the band, the best rate, and the explosion edge."""
+    color = styling["color"]
     edges = one["slow_edge"], one["useful_edge"]
     is_known = np.isfinite(one["best_rate"])
     ends = [
@@ -134,9 +144,9 @@ def _draw_rates(draw: Primitives, one: Mapping[str, float], at: float, look: Map
         for edge, end in zip(edges, ends, strict=True):
             if np.isnan(edge):
                 draw.dots([end], [at], color=color, marker="square", size=7, is_hollow=True)
-        tips = [("best rate", "$x"), ("useful", f"{ends[0]:.2g} to {ends[1]:.2g}")]
+        tips = [("best rate", "$x"), ("useful rates", f"{ends[0]:.2g} to {ends[1]:.2g}")]
         draw.dots(
-            [one["best_rate"]], [at], color=color, marker=look["marker"], size=10, edge=outcome_colors.MARK_GROUND,
+            [one["best_rate"]], [at], color=color, marker=styling["marker"], size=10, edge=outcome_colors.MARK_GROUND,
             tips=tips,
         )  # fmt: skip
     if np.isfinite(one["explosion_edge"]):

@@ -1,4 +1,4 @@
-"""Held-out loss over the learning rate, the band of useful rates, and the rate from which runs diverge."""
+"""Held-out loss against the learning rate, with the band of useful rates and the explosion edge."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.plots import outcome_colors, style
+from workbench.plots.dataset_columns import require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.run_losses import draw_runs
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 _SIZE = (640, 340)
 _NEEDED = ("loss", "mean_loss", "best_rate", "slow_edge", "useful_edge", "is_learned")
-#: Losses above the start are cut here, as a share of the range from the best loss to that of the trivial predictor.
+#: The axis ends above the trivial loss, by this fraction of the range from the best loss to it.
 _HEADROOM = 0.25
 
 
@@ -31,15 +32,15 @@ def rate_curve(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw the loss over the learning rate: one line for each design, a dot for each run.
+    """Draw the held-out loss against the learning rate: one line for each design, one dot for each run.
 
-    The band is that of useful rates, open where an edge is not known, the large dot the best rate. Runs that were not
-    finite, or far worse than the trivial predictor (dashed), are triangles at the top. An upright line is the rate from
-    which most runs diverge.
+    The band is the range of useful rates; it extends to the end of the axis where an edge is unknown. The large mark is
+    the best rate, the dashed line the trivial loss, the dotted vertical line the explosion edge. Losses that are not
+    finite or above the axis are triangles at the top.
 
     Args:
         outcome: Dataset from `workbench.rates.loss_over_rates`, or several of them by name.
-        places: Style number of each design (`style.model_style`), by name; None: in the order given.
+        places: Style number (color, marker, dash) of each design, by name; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -47,7 +48,7 @@ def rate_curve(
 
     Raises:
         SchemaError: If a dataset lacks a variable, or has no finite loss.
-        OptionError: If the backend or a place does not exist.
+        OptionError: If the backend does not exist, or a design has no style number.
 
     Example:
         >>> import numpy as np
@@ -59,6 +60,10 @@ def rate_curve(
         >>> outcome = xr.Dataset({**losses, **band}, {"rate": rate, "seed": [0]})
         >>> len(wb.plots.rate_curve(outcome))  # panels
         1
+
+    See Also:
+        `workbench.rates.loss_over_rates`: Computes the losses and edges.
+        `workbench.plots.rate_bands`: Draws the useful rates of many designs.
     """
     import xarray as xr
 
@@ -74,7 +79,7 @@ def rate_curve(
         for (name, data), place in zip(named.items(), order, strict=True):
             notes += _draw(draw, name, data, style.model_style(place), (left, right), (bottom, top))
         panel = draw.panel(
-            title="Loss over the learning rate",
+            title="Held-out loss vs. learning rate",
             note=[*dict.fromkeys(notes)],
             view=((left, right), (bottom, top)),
             size=_SIZE,
@@ -87,13 +92,14 @@ def rate_curve(
 
 
 def _require(name: str, data: xr.Dataset) -> None:
-    missing = [one for one in _NEEDED if one not in data.variables]
-    if missing:
-        raise SchemaError(
-            f"The outcome {name or 'given'} lacks {', '.join(missing)}; take one from wb.rates.loss_over_rates."
-        )
+    what = f"outcome '{name}'" if name else "outcome"
+    require_variables(data, _NEEDED, what=what, source="wb.rates.loss_over_rates()")
     if not np.isfinite(data["loss"].values).any():
-        raise SchemaError(f"The outcome {name or 'given'} has no finite loss; there is nothing to draw.")
+        raise SchemaError(
+            f"The {what} has no finite loss; add runs at smaller learning rates.",
+            name="loss",
+            expected="finite for one run",
+        )
 
 
 def _rates_shown(outcomes: Any) -> tuple[float, float]:
@@ -106,9 +112,9 @@ def _losses_shown(outcomes: Any) -> tuple[float, float]:
     for data in outcomes:
         losses = data["loss"].values
         losses = losses[np.isfinite(losses)]
-        start = float(data["trivial_loss"]) if "trivial_loss" in data else float(np.quantile(losses, 0.9))
+        trivial = float(data["trivial_loss"]) if "trivial_loss" in data else float(np.quantile(losses, 0.9))
         lows.append(float(losses.min()))
-        highs.append(max(start, float(losses.min()) + 0.1))
+        highs.append(max(trivial, float(losses.min()) + 0.1))
     low, high = min(lows), max(highs)
     return low - 0.06 * (high - low), high + _HEADROOM * (high - low)
 
@@ -117,12 +123,12 @@ def _draw(
     draw: Primitives,
     name: str,
     data: xr.Dataset,
-    look: Mapping[str, str],
+    styling: Mapping[str, str],
     rates: tuple[float, float],
     losses: tuple[float, float],
 ) -> Sequence[str]:
-    """Draw one design; returns what the marks mean."""
-    color, notes = look["color"], []
+    """Draw one design, and return the explanations of its marks."""
+    color, notes = styling["color"], []
     rate, loss = data["rate"].values, data["loss"].values
     slow, edge = (float(data[one]) for one in ("slow_edge", "useful_edge"))
     if bool(data["is_learned"]):
@@ -130,18 +136,20 @@ def _draw(
         draw.boxes(first, losses[0], last, losses[1], colors=color, alpha=0.14)
         notes.append("band: useful rates")
     if "trivial_loss" in data:
-        start = float(data["trivial_loss"])
-        draw.bars(rates[0], start, rates[1], start, color=style.NEUTRAL, width=1, dash="dashed")
-        notes.append("dashed: knows the frequencies of the targets alone")
+        trivial = float(data["trivial_loss"])
+        draw.bars(rates[0], trivial, rates[1], trivial, color=style.NEUTRAL, width=1, dash="dashed")
+        notes.append("dashed: trivial loss (target frequencies only)")
     if "explosion_edge" in data and np.isfinite(explosion := float(data["explosion_edge"])):
         draw.bars(explosion, losses[0], explosion, losses[1], color=color, width=2, dash="dotted")
-        notes.append("upright line: from here on most runs diverge")
+        notes.append("dotted vertical line: explosion edge")
     mean = data["mean_loss"].values
-    draw.line(rate, np.where(np.isfinite(mean), mean, np.nan), color=color, dash=look["dash"], width=2.2, label=name)
+    draw.line(rate, np.where(np.isfinite(mean), mean, np.nan), color=color, dash=styling["dash"], width=2.2, label=name)
     notes += draw_runs(draw, name, rate, loss, color, losses)
     best = float(data["best_rate"])
     if np.isfinite(best):
         place = int(np.argmin(np.abs(np.log(rate / best))))
-        draw.dots([best], [mean[place]], color=color, marker=look["marker"], size=13, edge=outcome_colors.MARK_GROUND)
+        draw.dots(
+            [best], [mean[place]], color=color, marker=styling["marker"], size=13, edge=outcome_colors.MARK_GROUND
+        )
         notes.append("large mark: best rate")
     return notes

@@ -1,4 +1,4 @@
-"""Reliability diagram: predicted probabilities of divergence against observed frequencies."""
+"""Reliability diagram: observed frequencies of divergence against predicted probabilities."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-_SOURCE = "workbench.risk.scores.reliability()"
+_SOURCE = "wb.risk.reliability()"
 _WIDTH, _HEIGHT, _BELOW, _GAP = 380, 340, 90, 18
 _SPAN = (-0.02, 1.02)
-#: Horizontal distance between the bins of several predictions.
+#: Horizontal offset between the bins of several predictions.
 _DODGE = 0.012
 
 
@@ -32,17 +32,17 @@ def reliability(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw the observed share of diverged runs against the predicted probability, with the number of runs below.
+    """Draw the observed fraction of runs that diverged against the predicted probability.
 
-    One dot for each bin of runs of similar predicted probability. On the dashed diagonal predictions are calibrated;
-    below it they are too high, above it too low. The bars are the intervals of the observed share, which are wide for
-    bins of few runs; the panel below shows the number of runs.
+    Each dot is a bin of runs with similar predicted probability. On the dashed diagonal predictions are calibrated;
+    below it they are too high, above it too low. The bars are confidence intervals of the observed fraction. The lower
+    panel shows the number of runs of each bin.
 
     Args:
-        reliability: Dataset with dim ``bin``: mean_probability, rate (share that diverged), low, high and n_runs; NaN
-            or 0 runs: an empty bin, which is not drawn; attrs ``ece``, the expected calibration error, and perhaps
-            ``level``, that of the intervals, and ``n_left_out``, runs that got no prediction. Or several by name.
-        places: Style number of each prediction (`style.model_style`), by name; None: in the order given.
+        reliability: Dataset with dim ``bin``: mean_probability, rate (fraction that diverged), low, high and n_runs; an
+            empty bin has 0 runs or NaN and is not drawn. Attributes: ``ece`` (expected calibration error), optionally
+            ``level`` (confidence level) and ``n_left_out`` (runs without a prediction). Or several datasets by name.
+        places: Style number (color, marker, dash) of each prediction, by name; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -50,7 +50,7 @@ def reliability(
 
     Raises:
         SchemaError: If there is no dataset, one lacks a variable, or every bin is empty.
-        OptionError: If the backend or a prediction's place does not exist.
+        OptionError: If the backend does not exist, or a prediction has no style number.
 
     Example:
         >>> import workbench as wb
@@ -58,28 +58,32 @@ def reliability(
         >>> figure = wb.plots.reliability(bins)
         >>> len(figure)  # panels
         2
+
+    See Also:
+        `workbench.risk.reliability`: Computes the bins.
+        `workbench.plots.roc`: Draws how well scores separate the outcomes.
     """
     series = bins_of(reliability)
     order = style.model_places([bins.name for bins in series], places)
     shifts = _DODGE * (np.arange(len(series)) - (len(series) - 1) / 2)
     with style.drawing(backend) as hv:
-        above = Primitives(hv, backend, "predicted probability", "share that diverged")
+        above = Primitives(hv, backend, "predicted probability", "fraction that diverged")
         below = Primitives(hv, backend, "predicted probability", "runs")
         above.line([0, 1], [0, 1], color=style.NEUTRAL, dash="dashed", width=1)
         for bins, place, shift in zip(series, order, shifts, strict=True):
-            look, columns = style.model_style(place), bins.columns
-            color, x = look["color"], columns["mean_probability"] + shift
+            styling, columns = style.model_style(place), bins.columns
+            color, x = styling["color"], columns["mean_probability"] + shift
             above.bars(x, columns["low"], x, columns["high"], color=color, width=1.4, alpha=0.65)
-            above.line(x, columns["rate"], color=color, dash=look["dash"], width=1.6, label=bins.label)
+            above.line(x, columns["rate"], color=color, dash=styling["dash"], width=1.6, label=bins.label)
             tips = [
                 ("", bins.name),
-                ("predicted", "@mean_probability{0.0 %}"),
-                ("diverged", "@rate{0.0 %} of @n_runs"),
+                ("predicted probability", "@mean_probability{0.0 %}"),
+                ("diverged", "@rate{0.0 %} of @n_runs runs"),
                 ("interval", "@low{0 %} to @high{0 %}"),
             ]
             dots: dict[str, Any] = {
                 "color": color,
-                "marker": look["marker"],
+                "marker": styling["marker"],
                 "columns": columns,
                 "tips": tips[not bins.name :],
             }
@@ -88,11 +92,11 @@ def reliability(
         most = max(bins.columns["n_runs"].max() for bins in series)
         panels = [
             above.panel(
-                title="Do predicted probabilities come true?",
+                title="Reliability diagram",
                 note=_note(series),
                 view=(_SPAN, (-0.03, 1.03)),
                 size=(_WIDTH, _HEIGHT),
-                names=("", "runs that diverged"),
+                names=("", "fraction of runs that diverged"),
                 formats=("percent", "percent"),
                 legend=True,
                 bare=(True, False),
@@ -111,14 +115,14 @@ def reliability(
 
 @dataclass(frozen=True)
 class Bins:
-    """The non-empty bins of one prediction.
+    """Non-empty bins of one prediction.
 
     Attributes:
         name: Name of the prediction; may be empty.
-        columns: ``mean_probability``, ``rate``, ``low``, ``high`` and ``n_runs``, ascending.
+        columns: ``mean_probability`` (increasing), ``rate``, ``low``, ``high`` and ``n_runs``.
         ece: Expected calibration error.
         level: Confidence level of the intervals.
-        n_left_out: Runs without a prediction.
+        n_left_out: Number of runs without a prediction.
     """
 
     name: str
@@ -129,13 +133,13 @@ class Bins:
 
     @property
     def label(self) -> str:
-        """The entry in the legend, such as "forward: ECE 0.031"."""
-        left_out = f", {self.n_left_out} runs not predicted" if self.n_left_out else ""
+        """Entry of the legend, such as "forward: ECE 0.031"."""
+        left_out = f", {self.n_left_out} runs without prediction" if self.n_left_out else ""
         return (f"{self.name}: " if self.name else "") + f"ECE {self.ece:.3f}{left_out}"
 
 
 def bins_of(reliability: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Bins]:
-    """The predictions as `reliability` draws them.
+    """Return the predictions as `reliability` draws them.
 
     Raises:
         SchemaError: If there is no dataset, one lacks a variable, or every bin is empty.
@@ -146,9 +150,18 @@ def bins_of(reliability: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Bins]:
         columns = columns_of(data, needed, what="reliability table", source=_SOURCE, dim="bin")
         has_runs = (columns["n_runs"] > 0) & np.isfinite(columns["mean_probability"])
         if not has_runs.any():
-            raise SchemaError(f"No bin of the reliability table '{name}' holds a run; make it with {_SOURCE}.")
+            raise SchemaError(
+                f"No bin of the reliability table '{name}' holds a run; create it with {_SOURCE}.",
+                name="n_runs",
+                value=0,
+                expected="positive in one bin",
+            )
         if "ece" not in data.attrs:
-            raise SchemaError(f"The reliability table '{name}' lacks the attribute ece; make it with {_SOURCE}.")
+            raise SchemaError(
+                f"The reliability table '{name}' lacks the attribute ece; create it with {_SOURCE}.",
+                name="ece",
+                expected="an attribute of the table",
+            )
         order = np.argsort(columns["mean_probability"][has_runs])
         columns = {key: column[has_runs][order] for key, column in columns.items()}
         level, n_left_out = float(data.attrs.get("level", 0.95)), int(data.attrs.get("n_left_out", 0))
@@ -158,5 +171,5 @@ def bins_of(reliability: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Bins]:
 
 def _note(series: list[Bins]) -> list[str]:
     counts = {int(bins.columns["n_runs"].sum()) for bins in series}
-    words = [f"{counts.pop()} runs, one dot a bin" if len(counts) == 1 else "one dot a bin"]
-    return [*words, f"bars: {100 * series[0].level:g} % Wilson intervals", "dashed: perfect"]
+    words = [f"{counts.pop()} runs, one dot per bin" if len(counts) == 1 else "one dot per bin"]
+    return [*words, f"bars: {100 * series[0].level:g} % Wilson intervals", "dashed: perfect calibration"]

@@ -1,4 +1,4 @@
-"""The predicted risk of planned trainings over the learning rate, and the rates that learn well."""
+"""Predicted risk of planned runs against the learning rate, and the rates predicted to learn well."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent
 from workbench.plots import outcome_colors, style
+from workbench.plots.dataset_columns import require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 
@@ -19,30 +20,30 @@ if TYPE_CHECKING:
 _SIZE = (640, 320)
 _USEFUL, _FAILURE = style.MODEL_COLORS[2], style.MODEL_COLORS[0]
 _EDGES = ("slow_edge", "useful_edge", "useful_edge_low", "useful_edge_high")
-_CHANCES = ("failure", "failure_low", "failure_high", "explosion")
+_PROBABILITIES = ("failure", "failure_low", "failure_high", "explosion")
 
 
 @redrawable
 def risk_curve(
     risk: xr.Dataset | Mapping[str, xr.Dataset], *, learning_rate: float | None = None, backend: str = "bokeh"
 ) -> Any:
-    """Draw the probability of not learning well over the learning rate, of one planned training or of several designs.
+    """Draw the probability of not learning well against the learning rate, for one planned run or several designs.
 
-    Of one training: its interval and the probability of an explosion too. The green band holds the rates that are
-    predicted to learn well; the upright line is the largest one, and the bar at its foot its interval. Of several
-    designs: one line each; the large mark is at the largest rate that is predicted to learn well.
+    The figure of one run also shows the interval and the probability of an explosion. The green band holds the rates
+    predicted to learn well; the vertical line is the largest of them, and the bar at its foot the interval of it.
+    The figure of several designs has one line each, with a large mark at the largest rate predicted to learn well.
 
     Args:
-        risk: Dataset of `workbench.risk.over_rates`, or several of them by name.
-        learning_rate: The planned rate, a dot on the curve of one training; None: not drawn.
+        risk: Dataset from `workbench.risk.over_rates`, or several by name.
+        learning_rate: Planned learning rate, drawn as a dot on the curve of one run; None draws no dot.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If a dataset is another one, or its risk is not known.
-        OptionError: If the backend does not exist, or no design is given.
+        SchemaError: If a dataset lacks a variable, or its risk is unknown.
+        OptionError: If the backend does not exist, or there is no design.
 
     Example:
         >>> import numpy as np
@@ -51,13 +52,22 @@ def risk_curve(
         >>> risk = wb.risk.over_rates(wb.sweeps.replan(case, n_steps=400), np.geomspace(1e-4, 1, 5))
         >>> len(wb.plots.risk_curve(risk)), len(wb.plots.risk_curve({"one": risk, "other": risk}))  # panels
         (1, 1)
+
+    See Also:
+        `workbench.risk.over_rates`: Computes the probabilities.
+        `workbench.plots.pilot_losses`: Draws measured losses of short runs.
     """
     import xarray as xr
 
     is_one = isinstance(risk, xr.Dataset)
     named = {"": risk} if isinstance(risk, xr.Dataset) else dict(risk)
     if not named:
-        raise OptionError("There is no design to draw; pass a dataset of wb.risk.over_rates() for each.")
+        raise OptionError(
+            "risk is empty; pass at least one dataset from wb.risk.over_rates().",
+            name="risk",
+            value={},
+            expected="at least one dataset",
+        )
     for name, data in named.items():
         _require(name, data)
     rates = np.concatenate([data["learning_rate"].values.astype(float) for data in named.values()])
@@ -66,7 +76,7 @@ def risk_curve(
         draw = Primitives(hv, backend, "learning rate", "probability")
         notes = _draw_one(draw, named[""], learning_rate) if is_one else _draw_designs(draw, named)
         panel = draw.panel(
-            title="Risk over the learning rate",
+            title="Risk vs. learning rate",
             note=notes,
             view=(view, (0.0, 1.0)),
             size=_SIZE,
@@ -80,58 +90,57 @@ def risk_curve(
 
 
 def _require(name: str, data: xr.Dataset) -> None:
-    if missing := [one for one in (*_CHANCES, *_EDGES) if one not in data.variables]:
-        raise SchemaError(
-            f"The dataset {name or 'given'} lacks {', '.join(missing)}; pass one from wb.risk.over_rates()."
-        )
+    what = f"risk of '{name}'" if name else "risk"
+    require_variables(data, (*_PROBABILITIES, *_EDGES), what=what, source="wb.risk.over_rates()")
     if np.isnan(data["failure"].values.astype(float)).all():
-        raise SchemaError(f"The risk of {name or 'it'} is not known. {data.attrs.get('reason', '')}".strip())
+        reason = str(data.attrs.get("reason", ""))
+        raise SchemaError(f"The {what} is unknown. {reason}".strip(), name="failure", expected="known at one rate")
 
 
 def _draw_one(draw: Primitives, risk: xr.Dataset, learning_rate: float | None) -> Sequence[str]:
-    """Draw all that is known of one training; returns what the marks mean."""
+    """Draw the risk of one planned run, and return the explanations of the marks."""
     rate = risk["learning_rate"].values.astype(float)
-    failure, low, high, explosion = (risk[name].values.astype(float) for name in _CHANCES)
+    failure, low, high, explosion = (risk[name].values.astype(float) for name in _PROBABILITIES)
     slow, edge, *interval = (float(np.clip(float(risk[name]), rate[0], rate[-1])) for name in _EDGES)
     notes = []
     if slow < edge:
         draw.boxes(slow, 0, edge, 1, colors=_USEFUL, alpha=0.22)
         within = f"within {counted(risk.attrs['n_steps'], 'update')} at width {risk.attrs['d_model']}"
-        notes.append(f"green: rates that learn well {within}")
+        notes.append(f"green: rates predicted to learn well {within}")
     if rate[0] < edge < rate[-1]:
         draw.bars(edge, 0, edge, 1, color=_USEFUL, width=2)
     if interval[0] < interval[1]:
         draw.bars(interval[0], 0.02, interval[1], 0.02, color=_USEFUL, width=5)
         notes.append("bar: interval of the largest one")
     draw.band(rate, low, high, color=_FAILURE)
-    draw.line(rate, failure, color=_FAILURE, width=2.4, label="does not learn well")
+    draw.line(rate, failure, color=_FAILURE, width=2.4, label="not learning well")
     if np.isfinite(explosion).any():
-        draw.line(rate, explosion, color=outcome_colors.DIVERGED, dash="dashed", width=2, label="explodes")
+        draw.line(rate, explosion, color=outcome_colors.DIVERGED, dash="dashed", width=2, label="explosion")
     if learning_rate is not None and rate[0] <= learning_rate <= rate[-1]:
         at = _failure_at(risk, learning_rate)
-        tips = [("planned rate", "$x"), ("does not learn well", percent(at))]
+        tips = [("planned learning rate", "$x"), ("not learning well", percent(at))]
         draw.dots([learning_rate], [at], color=_FAILURE, size=13, edge=outcome_colors.MARK_GROUND, tips=tips)
     return notes
 
 
 def _draw_designs(draw: Primitives, named: Mapping[str, xr.Dataset]) -> Sequence[str]:
-    """Draw one line for each design; returns what the marks mean."""
+    """Draw one line for each design, and return the explanations of the marks."""
     notes = []
     for place, (name, risk) in enumerate(named.items()):
-        look = style.model_style(place)
+        styling = style.model_style(place)
         rate, failure = (risk[one].values.astype(float) for one in ("learning_rate", "failure"))
-        draw.line(rate, failure, color=look["color"], dash=look["dash"], width=2.2, label=name)
+        draw.line(rate, failure, color=styling["color"], dash=styling["dash"], width=2.2, label=name)
         edge = float(risk["useful_edge"])
         if rate[0] <= edge <= rate[-1]:
-            tips = [(name, "largest useful rate $x")]
+            tips = [("", name), ("largest useful rate", "$x")]
             draw.dots(
-                [edge], [_failure_at(risk, edge)], color=look["color"], marker=look["marker"], size=13,
+                [edge], [_failure_at(risk, edge)], color=styling["color"], marker=styling["marker"], size=13,
                 edge=outcome_colors.MARK_GROUND, tips=tips,
             )  # fmt: skip
-            notes = ["large mark: largest rate that is predicted to learn well"]
+            notes = ["large mark: largest rate predicted to learn well"]
     return notes
 
 
 def _failure_at(risk: xr.Dataset, rate: float) -> float:
-    """Probability of not learning well at a rate between those of the dataset."""
+    """Return the probability of not learning well at a rate, interpolated between those of the dataset."""
     return float(np.interp(np.log(rate), np.log(risk["learning_rate"].values.astype(float)), risk["failure"].values))

@@ -1,4 +1,4 @@
-"""How well scores separate diverging runs from others: ROC curves."""
+"""ROC curves of scores that predict divergence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-_SOURCE = "workbench.risk.scores.roc_curve()"
+_SOURCE = "wb.risk.roc_curve()"
 _SIDE = 380
 
 
@@ -29,25 +29,24 @@ def roc(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw the ROC curve of one score, or of several by name, with the area under each in the legend.
+    """Draw the ROC curve of one score or of several by name, with the area under each curve in the legend.
 
-    A point is one threshold: the share of the diverging runs that it catches against the share of the surviving runs
-    that it calls dangerous. On the screen the pointer shows the threshold. On the dashed diagonal a score is no
-    better than chance; below it, its sign is wrong.
+    Each point is a threshold: the fraction of diverging runs above it against the fraction of converging runs above it.
+    The tooltip states the threshold. The dashed diagonal is the chance level; a curve below it has the wrong sign.
 
     Args:
-        curves: Dataset with dim ``point``: false_positive_rate, true_positive_rate and threshold (above or at which a
-            run is called dangerous; infinite: none is); attrs ``auroc`` and, where known, ``low`` and ``high`` of its
-            interval, ``n_runs`` and ``n_diverged``. Or several by name.
-        places: Style number of each score (`style.model_style`), by name; None: in the order given.
+        curves: Dataset with dim ``point``: false_positive_rate, true_positive_rate and threshold (a run with at least
+            this score is predicted to diverge; infinite: no run is). Attributes: ``auroc``, optionally ``low`` and
+            ``high`` of its interval, ``n_runs`` and ``n_diverged``. Or several datasets by name.
+        places: Style number (color, marker, dash) of each score, by name; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one panel with options for that backend only.
 
     Raises:
-        SchemaError: If there is no curve, or one lacks a variable or leaves the unit square.
-        OptionError: If the backend or a score's place does not exist.
+        SchemaError: If there is no curve, or one lacks a variable or has values outside of 0 to 1.
+        OptionError: If the backend does not exist, or a score has no style number.
 
     Example:
         >>> import workbench as wb
@@ -55,31 +54,37 @@ def roc(
         >>> figure = wb.plots.roc({"my score": curve})
         >>> len(figure)  # panels
         1
+
+    See Also:
+        `workbench.risk.roc_curve`: Computes a curve.
+        `workbench.plots.predictor_table`: Draws the areas of many scores.
     """
     lines = lines_of(curves)
     order = style.model_places([line.name for line in lines], places)
     with style.drawing(backend) as hv:
-        draw = Primitives(hv, backend, "false-positive rate", "true-positive rate")
+        draw = Primitives(hv, backend, "false positive rate", "true positive rate")
         draw.line([0, 1], [0, 1], color=style.NEUTRAL, dash="dashed", width=1)
         for line, place in zip(lines, order, strict=True):
-            look, columns = style.model_style(place), line.columns
+            styling, columns = style.model_style(place), line.columns
             x, y = columns["false_positive_rate"], columns["true_positive_rate"]
-            draw.line(x, y, color=look["color"], dash=look["dash"], width=2, label=line.label)
-            if draw.is_bokeh:  # invisible, for the pointer
+            draw.line(x, y, color=styling["color"], dash=styling["dash"], width=2, label=line.label)
+            if draw.is_bokeh:  # invisible dots for the tooltips
                 shown = {"threshold": np.array([f"{at:.3g}" for at in columns["threshold"]])}
                 tips = [
                     ("", line.name),
                     ("score at least", "@threshold"),
-                    ("caught", "$y{0 %}"),
-                    ("false alarms", "$x{0 %}"),
+                    ("true positive rate", "$y{0 %}"),
+                    ("false positive rate", "$x{0 %}"),
                 ]
-                draw.dots(x, y, color=look["color"], marker=look["marker"], size=9, alpha=0, columns=shown, tips=tips)
+                draw.dots(
+                    x, y, color=styling["color"], marker=styling["marker"], size=9, alpha=0, columns=shown, tips=tips
+                )
         panel = draw.panel(
-            title="Diverging runs caught against false alarms",
+            title="ROC curve for divergence",
             note=_note(lines),
             view=((-0.02, 1.02), (-0.02, 1.02)),
             size=(_SIDE, _SIDE),
-            names=("surviving runs called dangerous", "diverging runs caught"),
+            names=("false positive rate", "true positive rate"),
             formats=("percent", "percent"),
             legend=True,
         )
@@ -94,8 +99,8 @@ class RocLine:
         name: Name of the score; may be empty.
         columns: ``false_positive_rate``, ``true_positive_rate`` and ``threshold``.
         auroc: Area under the curve.
-        interval: Its lower and upper bound; NaN where none is known.
-        counts: Number of runs, and of those that diverged; empty if not known.
+        interval: Its lower and upper bound; NaN if unknown.
+        counts: Number of runs and of those that diverged; empty if unknown.
     """
 
     name: str
@@ -106,30 +111,42 @@ class RocLine:
 
     @property
     def label(self) -> str:
-        """The entry in the legend, such as "M: 0.912 [0.853, 0.961]"."""
+        """Entry of the legend, such as "M: 0.912 [0.853, 0.961]"."""
         interval = "" if np.isnan(self.interval).any() else " [{:.3f}, {:.3f}]".format(*self.interval)
         return f"{self.name or 'AUROC'}: {self.auroc:.3f}{interval}"
 
 
 def lines_of(curves: xr.Dataset | Mapping[str, xr.Dataset]) -> list[RocLine]:
-    """The curves as `roc` draws them.
+    """Return the curves as `roc` draws them.
 
     Raises:
-        SchemaError: If there is none, or one lacks a variable or leaves the unit square.
+        SchemaError: If there is none, or one lacks a variable or has values outside of 0 to 1.
     """
     lines = []
     for name, data in by_name(curves, what="ROC curve", source=_SOURCE).items():
         names = ["false_positive_rate", "true_positive_rate", "threshold"]
         columns = columns_of(data, names, what="ROC curve", source=_SOURCE, dim="point")
         rates = np.array([columns[key] for key in names[:2]], dtype=float)
-        if not ((rates >= 0) & (rates <= 1)).all():
-            raise SchemaError(f"The ROC curve '{name}' has rates outside 0 to 1; make it with {_SOURCE}.")
+        if not _is_fraction(rates):
+            raise SchemaError(
+                f"The ROC curve '{name}' has rates outside of 0 to 1; create it with {_SOURCE}.",
+                name="false_positive_rate" if not _is_fraction(rates[0]) else "true_positive_rate",
+                expected="from 0 to 1",
+            )
         if "auroc" not in data.attrs:
-            raise SchemaError(f"The ROC curve '{name}' lacks the attribute auroc; make it with {_SOURCE}.")
+            raise SchemaError(
+                f"The ROC curve '{name}' lacks the attribute auroc; create it with {_SOURCE}.",
+                name="auroc",
+                expected="an attribute of the curve",
+            )
         interval = (float(data.attrs.get("low", np.nan)), float(data.attrs.get("high", np.nan)))
         counts = tuple(int(data.attrs[key]) for key in ("n_runs", "n_diverged") if key in data.attrs)
         lines.append(RocLine(name, columns, float(data.attrs["auroc"]), interval, counts))
     return lines
+
+
+def _is_fraction(rates: np.ndarray) -> bool:
+    return bool(((rates >= 0) & (rates <= 1)).all())
 
 
 def _note(lines: list[RocLine]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The losses of single runs as dots over their learning rate, in every figure that shows them."""
+"""Losses of individual runs as dots over their learning rates."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 def draw_runs(
     draw: Primitives, name: str, rate: np.ndarray, loss: np.ndarray, color: str, losses: tuple[float, float]
 ) -> list[str]:
-    """Draw a dot for each run, and a triangle at the top for each whose loss is not finite or beyond the view.
+    """Draw a dot for each run, and a triangle at the top for each run whose loss is not finite or above the axis.
 
     Args:
-        draw: What draws.
-        name: Name of the runs in tooltips; empty: none.
+        draw: Primitives of the panel.
+        name: Name of the runs in tooltips; may be empty.
         rate: Shape (rate,).
-        loss: Shape (rate, seed); NaN: not tried.
-        color: Their colour.
-        losses: First and last loss shown.
+        loss: Shape (rate, seed); NaN where there is no run.
+        color: Color of the marks.
+        losses: Ends of the axis of losses.
 
     Returns:
-        What the triangles mean, where there are some.
+        Explanation of the triangles; empty without any.
     """
     at, seed = np.nonzero(~np.isnan(loss))
     value = loss[at, seed]
     is_high = ~(value <= losses[1])
-    tips = [("", name), ("learning rate", "$x"), ("loss", "@shown")][not name :]
+    tips = [("", name), ("learning rate", "$x"), ("held-out loss (nat)", "@shown")][not name :]
     for of, marker in ((~is_high, "circle"), (is_high, "triangle")):
         if of.any():
             shown = np.array([f"{one:.3f}" if np.isfinite(one) else "not finite" for one in value[of]])
@@ -37,4 +37,4 @@ def draw_runs(
             draw.dots(
                 rate[at][of], y, color=color, marker=marker, size=6, alpha=0.7, columns={"shown": shown}, tips=tips
             )
-    return ["triangles: beyond the top, or not finite"] if is_high.any() else []
+    return ["triangles: loss above the axis or not finite"] if is_high.any() else []

@@ -1,4 +1,4 @@
-"""Draw how a quantity scales with the size of a model, and its extrapolation to a larger one."""
+"""Trend of a quantity over the size of a model, and its extrapolation to a larger model."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
+from workbench.formatting import capitalized
 from workbench.plots import outcome_colors, style
-from workbench.plots.dataset_columns import by_name
+from workbench.plots.dataset_columns import by_name, require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades, flowed
 from workbench.schema.statuses import CoordinateState
@@ -28,9 +29,9 @@ _NEEDED = (
 _SIZE, _CHECK_WIDTH, _ROW = (520, 320), 330, 17
 #: Width of a letter of a note.
 _LETTER = 6.2
-#: Largest number of glyphs for which holoviews shows a legend; a study has nine at most.
+#: Largest number of glyphs for which holoviews shows a legend.
 _MOST_GLYPHS = 1000
-_CHECK_NOTE = "shaded: no significant growth or vanishing of updates with the width"
+_CHECK_NOTE = "shaded: no significant growth or vanishing of updates with width"
 _STATES: dict[str, str] = {
     CoordinateState.GROWS: "updates grow",
     CoordinateState.VANISHES: "updates vanish",
@@ -53,26 +54,26 @@ def scaling_trend(
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
-    """Draw a ladder of sizes: what was measured, the trend with its interval, and its prediction at the target.
+    """Draw a ladder of sizes: the measurements, the trend with its interval, and the prediction for the target.
 
-    Small dots are single seeds, the line is the trend and the strip its prediction interval. The large mark is the
-    predicted value, filled if the ladder supports it and hollow if not; a cross is the measurement at the
-    target. For one study with a coordinate check a second panel shows, for each layer group, the power of the width
-    that its updates grow with: in the standard parametrization above the shaded range, in muP within.
+    Small dots are individual seeds, the line is the trend and the shaded band its prediction interval. The large mark
+    is the prediction, filled if the ladder supports it and hollow if not; a cross is the measurement at the target. For
+    a single study with a coordinate check, a second panel shows for each layer group the exponent p in
+    "size of the update ~ width^p": above the shaded range in the standard parametrization, within it in muP.
 
     Args:
-        study: Dataset from `workbench.scaling_study`; several by name, or with a dimension ``architecture``.
+        study: Dataset from `workbench.scaling_study`; several by name or along a dimension ``architecture``.
         quantity: Name of a quantity of the study.
-        along: ``"width"`` or ``"depth"``; None: the width if the first ladder has several.
-        places: Style number of each study (`style.model_style`), by name; None: in the order given.
+        along: ``"width"`` or ``"depth"``; None selects the width if the first ladder has several widths.
+        places: Style number (color, marker, dash) of each study, by name; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of one or two panels with options for that backend only.
 
     Raises:
-        SchemaError: If a dataset is no scaling study, or has no such quantity.
-        OptionError: If the backend, the direction or a place does not exist.
+        SchemaError: If a dataset is not a scaling study, or lacks the quantity.
+        OptionError: If the backend or the direction does not exist, or a study has no style number.
 
     Example:
         >>> import workbench as wb
@@ -80,10 +81,14 @@ def scaling_trend(
         >>> figure = wb.plots.scaling_trend(study)
         >>> len(figure)  # panels
         2
+
+    See Also:
+        `workbench.scaling_study`: Measures the ladder and fits the trend.
+        `workbench.scaling.coordinate_check`: Computes the exponents.
     """
     studies = _studies(study)
     if along not in (None, "width", "depth"):
-        raise OptionError(f"along is {along!r}, expected 'width' or 'depth'.")
+        raise OptionError.of("along", along, ("width", "depth", None))
     first = next(iter(studies.values()))
     along = along or ("width" if len(np.unique(first["width"])) > 1 else "depth")
     ladders = [Ladder.of(name, data, quantity, along) for name, data in studies.items()]
@@ -101,21 +106,21 @@ def scaling_trend(
 
 @dataclass(frozen=True)
 class Ladder:
-    """What is drawn for one study.
+    """Values of one study, ready to be drawn.
 
     Attributes:
         name: Name of the study.
-        size: Widths or depths of the runs with single seeds.
-        value: Values measured in these runs.
+        size: Width or depth of each run.
+        value: Value measured in each run.
         curve_size: Widths or depths of the trend.
-        curve: Trend, its lower and its upper end, shape (3, point).
+        curve: Trend, and lower and upper end of its interval, shape (3, point).
         goal: Width or depth of the target.
-        at_target: Predicted value, and the ends of its interval.
-        measured_at_target: Mean over seeds, lower and upper end; NaN: not measured.
-        is_supported: Whether the ladder supports it.
+        at_target: Predicted value and the ends of its interval.
+        measured_at_target: Mean over seeds, lower and upper end; NaN if not measured.
+        is_supported: Whether the ladder supports the prediction.
         reason: Why the ladder does not support it.
         is_log: Whether the axis of the values is logarithmic.
-        is_off: Whether the target differs from the line in the other direction too.
+        is_off: Whether the target differs from the ladder in the other dimension too.
     """
 
     name: str
@@ -133,14 +138,14 @@ class Ladder:
 
     @classmethod
     def of(cls, name: str, data: xr.Dataset, quantity: str, along: str) -> Ladder:
-        """Read what is drawn from a study.
+        """Read the values from a study.
 
         Raises:
-            SchemaError: If it has no such quantity.
+            SchemaError: If it lacks the quantity.
         """
         names = data["quantity"].values.tolist()
         if quantity not in names:
-            raise SchemaError(f"'{name}' has no {quantity}, expected one of {', '.join(names)}.")
+            raise SchemaError.of("quantity", quantity, tuple(names))
         one = data.sel(quantity=quantity)
         other = "depth" if along == "width" else "width"
         fixed = data[other].values.min() if other == "depth" else data[other].values.max()
@@ -154,7 +159,7 @@ class Ladder:
             measured = np.array([float(one["measured_at_target"]), seeds.min(), seeds.max()])
             if quantity == "explosion_edge":
                 measured[1:] = float(data["measured_edge_low"]), float(data["measured_edge_high"])
-        target = {side: float(_told(data, f"target_{side}")) for side in ("width", "depth")}
+        target = {side: float(_setting(data, f"target_{side}")) for side in ("width", "depth")}
         return cls(
             name,
             sizes.astype(float),
@@ -172,10 +177,10 @@ class Ladder:
 
 
 def _studies(study: Any) -> dict[str, xr.Dataset]:
-    """Studies by name.
+    """Return studies by name.
 
     Raises:
-        SchemaError: If one is no scaling study.
+        SchemaError: If one is not a scaling study.
     """
     import xarray as xr
 
@@ -184,13 +189,12 @@ def _studies(study: Any) -> dict[str, xr.Dataset]:
     name = study.attrs.get("subject", "") if isinstance(study, xr.Dataset) else ""
     studies = by_name(study, what="scaling study", source=_SOURCE, name=name)
     for label, data in studies.items():
-        if missing := [name for name in _NEEDED if name not in data]:
-            raise SchemaError(f"'{label}' is no scaling study: it lacks {', '.join(missing)}; make it with {_SOURCE}.")
+        require_variables(data, _NEEDED, what=f"scaling study '{label}'" if label else "scaling study", source=_SOURCE)
     return studies
 
 
-def _told(data: xr.Dataset, name: str) -> Any:
-    """A setting of a study: an attribute of a single study, a variable of several together."""
+def _setting(data: xr.Dataset, name: str) -> Any:
+    """Return a setting: an attribute of a single study, or a variable of several studies in one dataset."""
     return data[name].item() if name in data else data.attrs[name]
 
 
@@ -208,7 +212,7 @@ def _trend_panel(
     view_x = (sizes.min() / 1.25, sizes.max() * 1.25)
     view_y = _view(values, is_log)
     panel = draw.panel(
-        title=f"{title[0].upper()}{title[1:]} and {along}",
+        title=f"{capitalized(title)} vs. {along}",
         note=[note],
         view=(view_x, view_y),
         size=_SIZE,
@@ -220,34 +224,36 @@ def _trend_panel(
     return panel.opts(legend_limit=_MOST_GLYPHS, backend="bokeh") if draw.is_bokeh else panel
 
 
-def _draw_ladder(draw: Primitives, ladder: Ladder, look: Mapping[str, str], *, is_named: bool) -> None:
-    color, marker = look["color"], look["marker"]
+def _draw_ladder(draw: Primitives, ladder: Ladder, styling: Mapping[str, str], *, is_named: bool) -> None:
+    color, marker = styling["color"], styling["marker"]
     draw.band(ladder.curve_size, ladder.curve[1], ladder.curve[2], color=color, alpha=0.14)
     label = ladder.name if is_named or ladder.name else "trend"
     has_line = bool(np.isfinite(ladder.curve[0]).any())
     if has_line:
-        draw.line(ladder.curve_size, ladder.curve[0], color=color, dash=look["dash"], width=2.0, label=label)
+        draw.line(ladder.curve_size, ladder.curve[0], color=color, dash=styling["dash"], width=2.0, label=label)
     is_there = np.isfinite(ladder.value) & (ladder.value > 0 if ladder.is_log else True)
-    tips = [("", ladder.name), ("size", "$x"), ("value", "$y")]
+    tips = [("", ladder.name), ("width or depth", "$x"), ("value", "$y")]
     draw.dots(ladder.size[is_there], ladder.value[is_there], color=color, size=6, alpha=0.75, tips=tips)
     value, low, high = ladder.at_target
     if np.isfinite(value):
         draw.bars(ladder.goal, low, ladder.goal, high, color=color, width=2)
-        tips = [("", ladder.name), ("extrapolated", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
+        tips = [("", ladder.name), ("prediction", "$y"), ("interval", f"{low:.3g} to {high:.3g}")]
         goal: dict[str, Any] = {"edge": outcome_colors.MARK_GROUND} if ladder.is_supported else {"is_hollow": True}
         label = "" if has_line else label
         draw.dots([ladder.goal], [value], color=color, marker=marker, size=13, tips=tips, label=label, **goal)
     value, low, high = ladder.measured_at_target
     if np.isfinite(value):
-        place = ladder.goal * 1.06  # next to the predicted value, so that neither hides the other
+        place = ladder.goal * 1.06  # next to the prediction, so that neither hides the other
         draw.bars(place, low, place, high, color=color, width=1.2, dash="dashed")
-        tips = [("", ladder.name), ("measured", "$y"), ("between", f"{low:.3g} and {high:.3g}")]
-        draw.dots([place], [value], color=color, size=9, is_hollow=True, alpha=0.0, tips=tips)  # for the pointer
+        tips = [("", ladder.name), ("measured", "$y"), ("range", f"{low:.3g} to {high:.3g}")]
+        draw.dots(
+            [place], [value], color=color, size=9, is_hollow=True, alpha=0.0, tips=tips
+        )  # invisible, for the tooltip
         draw.words(place, value, "×", color=color, align="center", size=17, is_bold=True)
 
 
 def _extent(ladder: Ladder) -> np.ndarray:
-    """Values that have to be within the view; a wide strip may leave it."""
+    """Return the values that have to be in view; a wide interval may extend beyond it."""
     ends = ladder.at_target.copy()
     if ladder.is_log and np.isfinite(ends).all():
         ends[1:] = np.clip(ends[1:], ends[0] / 10, ends[0] * 10)
@@ -265,17 +271,17 @@ def _view(values: np.ndarray, is_log: bool) -> tuple[float, float]:
 
 
 def _note(ladders: list[Ladder]) -> str:
-    """The small lines: the meaning of the marks, then each remark with the ladders that it applies to."""
-    words = ["dots: seeds", "strip: prediction interval", "large mark: predicted at the target"]
+    """Return the small lines: explanations of the marks, then each remark with the ladders that it applies to."""
+    words = ["dots: seeds", "band: prediction interval", "large mark: prediction for the target"]
     if any(np.isfinite(ladder.measured_at_target[0]) for ladder in ladders):
-        words.append("× measured there")
-    said: dict[str, list[str]] = {}
+        words.append("×: measured at the target")
+    remarks: dict[str, list[str]] = {}
     for ladder in ladders:
         for sentence in _sentences(ladder):
-            said.setdefault(sentence, []).append(ladder.name)
+            remarks.setdefault(sentence, []).append(ladder.name)
     lines = [flowed(words, n_characters=_SIZE[0] / _LETTER)]
     return "\n".join(
-        lines + [_wrapped(f"{', '.join(names)}: {sentence}", _SIZE[0]) for sentence, names in said.items()]
+        lines + [_wrapped(f"{', '.join(names)}: {sentence}", _SIZE[0]) for sentence, names in remarks.items()]
     )
 
 
@@ -284,17 +290,17 @@ def _wrapped(sentence: str, width: int) -> str:
 
 
 def _equally_high(*notes: str) -> list[str]:
-    """The notes with equally many lines: bokeh cuts off a frame that it has to move down next to another."""
+    """Return the notes padded to the same number of lines: bokeh crops a frame that it has to move down."""
     n_breaks = max(note.count("\n") for note in notes)
     return [note + "\n" * (n_breaks - note.count("\n")) for note in notes]
 
 
 def _sentences(ladder: Ladder) -> list[str]:
-    """The remarks on one ladder."""
-    parts = [] if ladder.is_supported else [f"not supported (hollow). {ladder.reason}"]
+    """Return the remarks on one ladder."""
+    parts = [] if ladder.is_supported else [f"not supported (hollow mark). {ladder.reason}"]
     n_outside = int((~np.isfinite(ladder.value)).sum())
-    parts += [f"{n_outside} values outside of what was tried are not shown."] if n_outside else []
-    return parts + (["the target differs from the line in width and depth."] if ladder.is_off else [])
+    parts += [f"{n_outside} values outside the range tried are not shown."] if n_outside else []
+    return parts + (["the target differs from the ladder in width and depth."] if ladder.is_off else [])
 
 
 def _check_panel(hv: Any, backend: str, data: xr.Dataset, note: str) -> Any:
@@ -303,19 +309,19 @@ def _check_panel(hv: Any, backend: str, data: xr.Dataset, note: str) -> Any:
     is_there = np.isfinite(exponent)
     groups, exponent, low, high = groups[is_there], exponent[is_there], low[is_there], high[is_there]
     rows = np.arange(len(groups))[::-1].astype(float)
-    draw = Primitives(hv, backend, "power of the width", "layer group")
+    draw = Primitives(hv, backend, "exponent", "layer group")
     least, most = (float(data["coordinate_exponent"].attrs[f"{name}_healthy"]) for name in ("smallest", "largest"))
-    left = min(least, max(np.nanmin(low), exponent.min() - 1)) - 0.1  # an interval may leave the view where it is wide
+    left = min(least, max(np.nanmin(low), exponent.min() - 1)) - 0.1  # a wide interval may extend beyond the view
     right = max(most, min(np.nanmax(high), exponent.max() + 1)) + 0.1
     draw.boxes(least, -0.7, most, len(groups) - 0.3, colors=style.NEUTRAL, alpha=0.15)
     draw.bars(0, -0.7, 0, len(groups) - 0.3, color=style.NEUTRAL, width=1, dash="dashed")
-    for is_off, color in ((False, outcome_colors.SURVIVED), (True, outcome_colors.DIVERGED)):
+    for is_off, color in ((False, outcome_colors.CONVERGED), (True, outcome_colors.DIVERGED)):
         chosen = ((low > most) | (high < least)) == is_off
         if chosen.any():
             ends = np.clip(low[chosen], left, right), np.clip(high[chosen], left, right)
             draw.bars(ends[0], rows[chosen], ends[1], rows[chosen], color=color, width=1.4)
             columns = {"group": groups[chosen].astype(object)}
-            tips = [("", "@group"), ("power", "$x")]
+            tips = [("", "@group"), ("exponent", "$x")]
             draw.dots(exponent[chosen], rows[chosen], color=color, size=7, columns=columns, tips=tips)
     state = str(data["coordinate_state"].values)
     return draw.panel(
@@ -323,7 +329,7 @@ def _check_panel(hv: Any, backend: str, data: xr.Dataset, note: str) -> Any:
         note=[note],
         view=((left, right), (-0.7, len(groups) - 0.3)),
         size=(_CHECK_WIDTH, max(_SIZE[1], _ROW * len(groups))),
-        names=("updates ~ width^power", ""),
+        names=("exponent p of update size ~ width^p", ""),
         ticks=(None, [(float(row), str(group)) for row, group in zip(rows, groups, strict=True)]),
         at=(_SIZE[0] + 330, 0),
     )

@@ -1,4 +1,4 @@
-"""Names of models shortened to the width that a figure has for them."""
+"""Names of models shortened to the available width in a figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @cache
 def shortened(name: str, width: float) -> str:
-    """A name shortened to a width in pixels; its ends are kept, because they distinguish runs."""
+    """Return a name shortened to a width in pixels; both ends are kept, because they distinguish runs."""
     font, title = _title_font(), name
     n_kept = len(name)
     while font.getlength(title) > width and n_kept > 2:
@@ -25,7 +25,7 @@ def shortened(name: str, width: float) -> str:
 
 @cache
 def _title_font() -> FreeTypeFont:
-    """A font as wide as any that a page takes for titles; it comes with matplotlib."""
+    """Return a font as wide as any that a page uses for titles; it is part of matplotlib."""
     from matplotlib import get_data_path
     from PIL import ImageFont
 

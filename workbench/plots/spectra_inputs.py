@@ -1,4 +1,4 @@
-"""The inputs that every figure of spectra accepts, and the selection of step and layers."""
+"""Inputs that all figures of spectra accept, and the selection of step and layers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 def named_spectra(
     spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree], *, step: int | str | None = None
 ) -> dict[str, xr.Dataset]:
-    """Spectra by name; a single dataset or run is named after its subject.
+    """Return spectra by name; a single dataset or run is named after its subject.
 
     Args:
         spectra: Spectra datasets or runs.
-        step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. Names state the step that
-            is shown, such as "Pre-LN, step 100". None: the data hold one step or none.
+        step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. The step is added to the name,
+            such as "Pre-LN, step 100". None if the data hold at most one step.
 
     Raises:
         SchemaError: If there is no dataset, one does not follow the schema, or one holds several steps or runs.
-        OptionError: If a run has no such step.
+        OptionError: If a run does not have the step.
     """
     import xarray as xr
 
@@ -38,44 +38,55 @@ def named_spectra(
         spectra = {spectra.attrs["subject"]: spectra}
     if not isinstance(spectra, Mapping) or not spectra:
         raise SchemaError(
-            f"The spectra are {_described(spectra)}, expected a dataset of wb.profile() "
-            "or a non-empty dict of name: dataset."
+            f"The spectra are {_described(spectra)}, expected a dataset from wb.profile() "
+            "or a non-empty dict of name: dataset.",
+            name="spectra",
+            value=spectra,
+            expected="a dataset or run, or several by name",
         )
     models = {}
     for name, data in spectra.items():
         if not isinstance(data, xr.Dataset | xr.DataTree):
-            raise SchemaError(f"'{name}' is {_described(data)}, expected a dataset of wb.profile().")
+            raise SchemaError(
+                f"'{name}' is {_described(data)}, expected a dataset from wb.profile().",
+                name=str(name),
+                value=data,
+                expected="a dataset or run",
+            )
         model = spectra_of(named_runs({str(name): data})[str(name)]) if isinstance(data, xr.DataTree) else data
         validate_spectra(model)
         label = str(name)
         if step is not None:
             model = at_step(model, step, name=label)
-            label += _step_in_words(model)
+            label += _step_label(model)
         extra = [dim for dim in model["eigenvalue"].dims if dim in CONCAT_DIMS]
         if extra:
             choice = ", or draw with step='last'" if extra == ["step"] else ""
             raise SchemaError(
-                f"'{name}' runs over {', '.join(extra)} and a figure shows one spectrum a layer; select one, "
-                f"for example spectra.isel({extra[0]}=-1){choice}."
+                f"'{name}' has dimensions {', '.join(extra)}, but a figure shows one spectrum per layer; select one, "
+                f"for example spectra.isel({extra[0]}=-1){choice}.",
+                name=str(name),
+                value=tuple(extra),
+                expected="without these dimensions",
             )
         models[label] = model
     return models
 
 
 def given_name(label: str, spectra: xr.Dataset) -> str:
-    """The original name of a model whose name `named_spectra` extended by its step."""
-    return label.removesuffix(_step_in_words(spectra))
+    """Return the original name of a model to whose name `named_spectra` added the step."""
+    return label.removesuffix(_step_label(spectra))
 
 
 def select_layers(spectra: xr.Dataset, layers: Iterable[int] | None) -> xr.Dataset:
-    """The requested layers that exist in one dataset, possibly none; None means all."""
+    """Return the requested layers that exist in a dataset, possibly none; None selects all."""
     if layers is None:
         return spectra
     is_chosen = np.isin(spectra["layer"].values, np.fromiter(layers, dtype=int))
     return spectra if is_chosen.all() else spectra.isel(layer=is_chosen)
 
 
-def _step_in_words(spectra: xr.Dataset) -> str:
+def _step_label(spectra: xr.Dataset) -> str:
     return f", step {int(spectra['step'])}" if "step" in spectra.coords else ""
 
 

@@ -1,4 +1,4 @@
-"""Eigenvalues during training: one row per run, one column per step, all on the same axes."""
+"""Eigenvalues during training: one row per run, one column per step, on common axes."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def step_grid(
 ) -> Any:
     """Draw the eigenvalues of each run at several steps: one row per run, one column per step, linked axes.
 
-    Each panel is one of `eigenvalue_map` and states the mean near-unit mass and the largest radius. A run shows the
-    latest spectra up to the column's step, and names their step; where it had ended before, the panel says why it is
-    empty.
+    Each panel is drawn as in `eigenvalue_map` and states the mean near-unit mass and the largest spectral radius. It
+    shows the latest spectra up to the step of its column and states their step. A panel without spectra states why it
+    is empty.
 
     Args:
-        runs: One run, or several by name. Spectra that name no step are shown in the first column.
-        steps: Steps of the columns; None takes up to four recorded ones, as evenly spaced as possible.
+        runs: One run, or several by name. Spectra without a step are shown in the first column.
+        steps: Steps of the columns; None selects up to four recorded steps, as evenly spaced as possible.
         layers: Layer numbers to show; None shows all.
         zoom: ``"all modes"`` or ``"near 1"``, as in `eigenvalue_map`.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
@@ -54,7 +54,7 @@ def step_grid(
 
     Raises:
         SchemaError: If there is no run, or one has no spectra.
-        OptionError: If no run reaches a step, or the backend, the zoom or all layers do not exist.
+        OptionError: If no run reaches a step, or the backend, the zoom or all of the layers do not exist.
 
     Example:
         >>> import workbench as wb
@@ -62,6 +62,10 @@ def step_grid(
         >>> figure = wb.plots.step_grid({"a failed run": run}, steps=[0, 100])
         >>> len(figure)  # panels
         2
+
+    See Also:
+        `workbench.plots.eigenvalue_map`: Draws one step of several models.
+        `workbench.train`: Records spectra during training.
     """
     layers = None if layers is None else list(layers)
     trees = named_runs(runs)
@@ -73,7 +77,7 @@ def step_grid(
     ]
     depths = [depth_of(tree["spectra"].dataset) for tree in trees.values()]
     if not any(cell.spectra.sizes["layer"] for cell in cells):
-        raise OptionError(f"None of the layers {layers} exists; choose from 0 to {max(depths) - 1}.")
+        raise OptionError.of("layers", layers, f"numbers from 0 to {max(depths) - 1}")
     modes = [
         mode_columns(cell.spectra.isel(layer=[]) if cell.word else cell.spectra, n_layers=depths[i // len(columns)])
         for i, cell in enumerate(cells)
@@ -88,7 +92,7 @@ def step_grid(
         for index, cell in enumerate(cells):
             row, column = divmod(index, n)
             is_last_row = row == len(trees) - 1
-            look = PlaneStyle(
+            styling = PlaneStyle(
                 title=cell.title,
                 note=_note(cell, modes[index], view),
                 key=keys if is_last_row and column == 0 else "",
@@ -102,7 +106,7 @@ def step_grid(
                 word=cell.word,
             )
             panel = panel_bokeh if backend == "bokeh" else panel_matplotlib
-            panels.append(panel(hv, cell.spectra, modes[index], look))
+            panels.append(panel(hv, cell.spectra, modes[index], styling))
         return style.laid_out(hv, panels, backend, n_columns=n, tight=True, hspace=0.06, vspace=0.15)
 
 
@@ -112,8 +116,8 @@ class GridCell:
 
     Attributes:
         title: The step that is shown.
-        spectra: Spectra at this step; the run's last ones if ``word`` is not empty.
-        word: Why nothing is shown; empty if something is.
+        spectra: Spectra at this step; those of another step if ``word`` is not empty.
+        word: Why nothing is shown; empty if the spectra are shown.
     """
 
     title: str
@@ -124,19 +128,19 @@ class GridCell:
 def cell_of(
     run: xr.DataTree, step: int, *, name: str, layers: Iterable[int] | None = None, is_first: bool = True
 ) -> GridCell:
-    """What is shown of a run in the column of one step.
+    """Return the panel of a run in the column of one step.
 
     Args:
         run: Run with spectra.
         step: Step of the column.
-        name: Name of the run, for messages.
+        name: Name of the run, for error messages.
         layers: Layer numbers to show; None shows all.
         is_first: Whether this is the first column, where spectra without a step are shown.
     """
     spectra = select_layers(spectra_of(run), layers)
     steps = recorded_steps(spectra)
     if not len(steps):
-        return GridCell("no step named", at_step(spectra, "last", name=name), "" if is_first else "no step named")
+        return GridCell("no step recorded", at_step(spectra, "last", name=name), "" if is_first else "no step recorded")
     if step < steps[0]:
         return GridCell(f"step {step}", at_step(spectra, "first", name=name), f"recorded from step {steps[0]}")
     diverged, last = divergence_step(run), last_step(run)
@@ -154,15 +158,20 @@ def cell_of(
 def _columns(runs: Mapping[str, xr.DataTree], steps: Iterable[int] | None) -> list[int]:
     recorded = sorted({int(step) for run in runs.values() for step in recorded_steps(spectra_of(run))}) or [0]
     if steps is None:
-        wanted = np.linspace(recorded[0], recorded[-1], _N_COLUMNS)
-        return sorted({min(recorded, key=lambda step: abs(step - target)) for target in wanted})
+        targets = np.linspace(recorded[0], recorded[-1], _N_COLUMNS)
+        return sorted({min(recorded, key=lambda step: abs(step - target)) for target in targets})
     steps = [int(step) for step in steps]
     last = max(filter(None, (last_step(run) for run in runs.values())), default=recorded[-1])
     for step in steps:
         if not recorded[0] <= step <= last:
-            raise OptionError(f"No run has spectra for step {step}; choose from {recorded[0]} to {last}.")
+            raise OptionError.of("steps", step, f"from {recorded[0]} to {last}")
     if not steps:
-        raise OptionError(f"No step was named; choose from {recorded[0]} to {last}, or leave steps out.")
+        raise OptionError(
+            f"steps is empty; choose steps from {recorded[0]} to {last}, or pass None.",
+            name="steps",
+            value=(),
+            expected=f"numbers from {recorded[0]} to {last}",
+        )
     return steps
 
 
@@ -170,14 +179,14 @@ def _note(cell: GridCell, columns: Mapping[str, np.ndarray], view: PlaneView) ->
     if cell.word:
         return " "
     if cell.spectra.sizes["layer"] and not cell.spectra["is_informative"].any():
-        return "update too small to say anything"
+        return "update too small for a spectrum"
     return headline(cell.spectra, columns, view, template="M {:.2f}   ρ {:.3g}")
 
 
 def _keys(runs: Mapping[str, xr.DataTree], cells: list[GridCell]) -> str:
-    """Meaning of the markers and the shading, each kind once."""
-    lines = {"M: mean over layers\nρ: largest": None}
+    """Return the explanations of markers and shading, each once."""
+    lines = {"M: mean near-unit mass\nρ: largest spectral radius": None}
     lines |= dict.fromkeys(key(spectra_of(run)) for run in runs.values())
     if any(not cell.spectra["is_informative"].all() for cell in cells if not cell.word):
-        lines["× update too small to say anything"] = None
+        lines["× update too small for a spectrum"] = None
     return "\n".join(lines)

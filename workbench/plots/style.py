@@ -1,4 +1,4 @@
-"""The style of all figures: colours for white and for JupyterLab's dark theme, and the two drawing backends."""
+"""Style of all figures: colors for white and for the dark theme of JupyterLab, and the two drawing backends."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 BACKENDS = ("bokeh", "matplotlib")
 
-#: Shallow to deep. Found by a numerical search: a contrast of at least 3 on white and on #111111, and the
-#: largest smallest step for normal, protan, deutan and tritan vision (``tests/plots/test_style.py`` measures both).
+#: Shallow to deep. Found by a numerical search: a contrast of at least 3 on white and on #111111, and the largest
+#: minimum step for normal, protan, deutan and tritan vision (``tests/plots/test_style.py`` measures both).
 DEPTH_RAMP = ("#6244fb", "#996ef7", "#ba78d9", "#b05d95", "#a43e55", "#bb3233", "#ea2e0f")
 
-#: One colour per model, always with the marker and dash of the same number, so that colour is never the only cue.
+#: One color per model, always with the marker and dash of the same number, so that color is never the only cue.
 MODEL_COLORS = ("#1f77d4", "#d55e00", "#0f8f66", "#b25ac8", "#8f7a00", "#7f7f7f", "#e00b4b", "#7656f5")
 MODEL_MARKERS = ("circle", "square", "triangle", "diamond", "inverted_triangle", "star")
 #: The same markers for matplotlib.
@@ -33,15 +33,15 @@ MATPLOTLIB_MARKERS = {
 }
 MODEL_DASHES = ("solid", "dashed", "dotted", "dashdot", "solid", "dashed")
 
-#: Text, axes and grid: the grey with equal contrast (4.3) on white and on #111111.
+#: Text, axes and grid: the gray with equal contrast (4.3) on white and on #111111.
 NEUTRAL = "#7a7a7a"
-#: Text and axes of matplotlib figures, which have a white ground of their own in any theme.
+#: Text and axes of matplotlib figures, whose background is white in any theme.
 INK = "#333333"
 
-#: Marks of measurements that found a fault.
+#: Color of marks of measurements that found a fault.
 BROKEN = MODEL_COLORS[6]
 
-#: holoviews has one current backend, and its figures for matplotlib set parameters that all of a process share.
+#: holoviews has one current backend, and its matplotlib figures set parameters of the entire process.
 _drawing = threading.RLock()
 
 TITLE_SIZE = 11
@@ -50,7 +50,7 @@ TICK_SIZE = 9
 
 
 def depth_colors(n_layers: int) -> list[str]:
-    """One colour per layer, shallow to deep, as ``#rrggbb``; evenly spaced on the ramp."""
+    """Return one color per layer, shallow to deep, as ``#rrggbb``; evenly spaced on the ramp."""
     anchors = np.array([[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in DEPTH_RAMP])
     place = np.linspace(0, len(anchors) - 1, max(n_layers, 1))
     channels = [np.interp(place, np.arange(len(anchors)), channel) for channel in anchors.T]
@@ -58,7 +58,7 @@ def depth_colors(n_layers: int) -> list[str]:
 
 
 def model_style(index: int) -> dict[str, str]:
-    """Colour, marker and dash with one number; combinations repeat only after many models."""
+    """Return color, marker and dash of a style number; combinations repeat only after many models."""
     return {
         "color": MODEL_COLORS[index % len(MODEL_COLORS)],
         "marker": MODEL_MARKERS[index % len(MODEL_MARKERS)],
@@ -67,43 +67,48 @@ def model_style(index: int) -> dict[str, str]:
 
 
 def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) -> list[int]:
-    """The style number of each model, for `model_style`.
+    """Return the style number of each model, for `model_style`.
 
     Args:
         names: Names of the models that are drawn.
-        places: Style numbers by name, perhaps also of other models; None: in the order given.
+        places: Style numbers by name, possibly also of other models; None numbers the models in the order given.
 
     Raises:
-        OptionError: If a model has no style number, or one is not an integer from 0.
+        OptionError: If a model has no style number, or one is not an integer of at least 0.
     """
     names = list(names)
     if places is None:
         return list(range(len(names)))
     for name in names:
         if name not in places:
-            raise OptionError(f"The places lack the model '{name}'; they are for {', '.join(map(str, places))}.")
+            raise OptionError(
+                f"places has no style number for '{name}', only for {', '.join(map(str, places)) or 'none'}; add one.",
+                name="places",
+                value=tuple(places),
+                expected=f"a dict with a style number for '{name}'",
+            )
         place = places[name]
         if isinstance(place, bool) or not isinstance(place, int | np.integer) or place < 0:
-            raise OptionError(f"The place of '{name}' is {place!r}, expected a whole number from 0.")
+            raise OptionError.of(f"places['{name}']", place, "an integer of at least 0")
     return [int(places[name]) for name in names]
 
 
 @contextmanager
 def drawing(backend: str) -> Iterator[Any]:
-    """Load holoviews with one backend and leave its global choice of backend as it was; one thread at a time.
+    """Load holoviews with one backend, and restore its global backend afterwards; one thread at a time.
 
     Args:
         backend: ``"bokeh"`` or ``"matplotlib"``.
 
     Yields:
-        The holoviews module, able to take options for that backend.
+        The holoviews module with options for that backend.
 
     Raises:
-        OptionError: If there is no such backend.
+        OptionError: If the backend does not exist.
         MissingPackageError: If its packages are not installed.
     """
     if backend not in BACKENDS:
-        raise OptionError(f"The backend is '{backend}', expected one of {', '.join(BACKENDS)}.")
+        raise OptionError.of("backend", backend, BACKENDS)
     require_lab("Figures", "holoviews", backend)
     import holoviews as hv
     import pandas  # noqa: F401  (holoviews imports it lazily, which fails when two threads draw first)
@@ -115,7 +120,7 @@ def drawing(backend: str) -> Iterator[Any]:
                 import holoviews.plotting.bokeh
             else:
                 import holoviews.plotting.mpl
-            # Options of one backend are looked up through the tree of the current one.
+            # holoviews looks up the options of any backend through the tree of the current one.
             hv.Store.current_backend = backend
             yield hv
         finally:
@@ -123,7 +128,7 @@ def drawing(backend: str) -> Iterator[Any]:
 
 
 def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1, **of_matplotlib: Any) -> Any:
-    """The panels as one holoviews Layout.
+    """Return the panels as one holoviews Layout.
 
     Args:
         hv: Module from `drawing`.
@@ -139,7 +144,7 @@ def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1
 
 
 def dress_bokeh(plot: Any, element: Any) -> None:
-    """A holoviews hook: transparent background, neutral text and grid, no frame on top and right."""
+    """Style a bokeh figure, as a holoviews hook: transparent background, gray text and grid, no outline."""
     figure = plot.state
     figure.background_fill_alpha = 0
     figure.border_fill_alpha = 0
@@ -168,7 +173,7 @@ def dress_bokeh(plot: Any, element: Any) -> None:
 
 
 def note_bokeh(text: str, *, place: str = "above") -> Any:
-    """A holoviews hook: one small line, named ``note_above`` or ``note_below``, next to a bokeh figure.
+    """Return a holoviews hook: a small line next to a bokeh figure, named ``note_above`` or ``note_below``.
 
     On the ``left`` it is the bold name of a row of figures.
     """
@@ -179,21 +184,21 @@ def note_bokeh(text: str, *, place: str = "above") -> Any:
         name = f"note_{place}"
         if plot.state.select({"name": name}):
             return
-        look = {"text_font_size": "9pt", "text_font_style": "normal"}
+        styling = {"text_font_size": "9pt", "text_font_style": "normal"}
         if place == "left":
-            look = {"text_font_size": f"{TITLE_SIZE}pt", "text_font_style": "bold", "align": "center"}
-        note = Title(text=text, name=name, text_color=NEUTRAL, **look)
+            styling = {"text_font_size": f"{TITLE_SIZE}pt", "text_font_style": "bold", "align": "center"}
+        note = Title(text=text, name=name, text_color=NEUTRAL, **styling)
         plot.state.add_layout(note, place)
-        if place == "above":  # later titles are drawn further out: put ours below the figure's own
+        if place == "above":  # the last title is outermost: move ours below that of the figure
             plot.state.above = [note, *(item for item in plot.state.above if item is not note)]
 
     return hook
 
 
 def bare_bokeh(has_axis: tuple[bool, bool]) -> Any:
-    """A holoviews hook: no numbers and no name along the x axis, the y axis or both; after `dress_bokeh`.
+    """Return a holoviews hook: no numbers and no label along the x axis, the y axis or both; after `dress_bokeh`.
 
-    The left border is at least as wide for every panel, otherwise bokeh cuts off frames that it stacks.
+    The left border has a minimum width, because bokeh crops stacked frames whose borders differ.
     """
 
     def hook(plot: Any, element: Any) -> None:
@@ -207,7 +212,7 @@ def bare_bokeh(has_axis: tuple[bool, bool]) -> Any:
 
 
 def dress_matplotlib(plot: Any, element: Any) -> None:
-    """A holoviews hook: thin axes on two sides, pale grid, dark text on white."""
+    """Style a matplotlib axis, as a holoviews hook: two thin spines, a pale grid, dark text."""
     axis = plot.handles["axis"]
     axis.set_axisbelow(True)
     axis.grid(visible=True, color=NEUTRAL, alpha=0.22, linewidth=0.6)
@@ -220,14 +225,14 @@ def dress_matplotlib(plot: Any, element: Any) -> None:
 
 
 def title_matplotlib(title: str, *, note: str = "", key: str = "", key_at: float = -0.17) -> Any:
-    """A holoviews hook that writes a title, one small line under it, and a key below the frame, at this height."""
+    """Return a holoviews hook that writes a title, a small line under it, and a key below the frame at a height."""
 
     def hook(plot: Any, element: Any) -> None:
         axis = plot.handles["axis"]
         axis.set_title("", loc="center")
         axis.set_title(title, loc="left", fontsize=TITLE_SIZE, fontweight="bold", color=INK, pad=18 if note else 7)
         small = {"transform": axis.transAxes, "fontsize": TICK_SIZE - 1, "color": INK}
-        # In points, not in shares of the height, which on a tall panel would reach into the title.
+        # In points: a fraction of the height would reach into the title of a tall panel.
         axis.annotate(
             note, (0, 1), (0, 3), xycoords="axes fraction", textcoords="offset points", ha="left", va="bottom",
             fontsize=TICK_SIZE - 1, color=INK,
@@ -238,18 +243,18 @@ def title_matplotlib(title: str, *, note: str = "", key: str = "", key_at: float
 
 
 def row_matplotlib(name: str) -> Any:
-    """A holoviews hook that writes the name of a row of panels to the left of its first one."""
+    """Return a holoviews hook that writes the name of a row of panels to the left of its first panel."""
 
     def hook(plot: Any, element: Any) -> None:
         axis = plot.handles["axis"]
-        look = {"fontsize": TITLE_SIZE, "fontweight": "bold", "color": INK, "rotation": 90}
-        axis.text(-0.36, 0.5, name, transform=axis.transAxes, ha="right", va="center", **look)
+        styling = {"fontsize": TITLE_SIZE, "fontweight": "bold", "color": INK, "rotation": 90}
+        axis.text(-0.36, 0.5, name, transform=axis.transAxes, ha="right", va="center", **styling)
 
     return hook
 
 
 def log_ticks_bokeh(plot: Any, element: Any) -> None:
-    """A holoviews hook for a logarithmic y axis: plain numbers, and 1-2-5 steps where it spans less than a hundred."""
+    """Set the ticks of a logarithmic y axis, as a holoviews hook: plain numbers, 1-2-5 steps below two decades."""
     from bokeh.models import BasicTickFormatter, LogTicker
 
     lowest, highest = plot.state.y_range.start, plot.state.y_range.end
@@ -259,7 +264,7 @@ def log_ticks_bokeh(plot: Any, element: Any) -> None:
 
 
 def log_ticks_matplotlib(ratio: float) -> Any:
-    """A holoviews hook for a logarithmic y axis: plain numbers, and a frame ``ratio`` times as wide as high."""
+    """Return a holoviews hook for a logarithmic y axis: plain numbers, and a frame with width / height = ``ratio``."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -276,17 +281,17 @@ def log_ticks_matplotlib(ratio: float) -> Any:
 
 
 def legend_matplotlib(labels: Mapping[str, int], *, has_markers: bool = True) -> Any:
-    """A holoviews hook that writes a legend of all models to the right of a panel; label -> style number."""
+    """Return a holoviews hook that draws a legend to the right of a panel; ``labels`` maps label to style number."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.lines import Line2D
 
         handles = []
         for label, place in labels.items():
-            look = model_style(place)
-            line: dict[str, Any] = {"color": look["color"], "linestyle": look["dash"], "label": label}
+            styling = model_style(place)
+            line: dict[str, Any] = {"color": styling["color"], "linestyle": styling["dash"], "label": label}
             if has_markers:
-                line |= {"marker": MATPLOTLIB_MARKERS[look["marker"]], "markersize": 5}
+                line |= {"marker": MATPLOTLIB_MARKERS[styling["marker"]], "markersize": 5}
             handles.append(Line2D([], [], **line))
         plot.handles["axis"].legend(
             handles=handles,

@@ -1,4 +1,4 @@
-"""The first alarm of a run and what it was put down to, as sentences."""
+"""Summary of the first alarm of a run and its likely cause, as sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from workbench.plots.timeline_events import TimelineEvent
 
-#: What the probes check, by the source of their alarms.
+#: Source of an alarm of a probe -> what the probe checks.
 _CHECKED = {
     "arithmetic": "arithmetic",
     "gradients": "gradients on their way to the optimizer",
@@ -22,16 +22,16 @@ _CHECKED = {
 
 
 def account_of(events: Sequence[TimelineEvent], *, last_step: int, is_watched: bool) -> str:
-    """The first alarm after the first fault, or the first of all, and its likely cause.
+    """Return sentences on the first alarm after the first fault (or the first of all) and its likely cause.
 
     Args:
-        events: Events of a run, by rising step.
+        events: Events of a run by increasing step.
         last_step: Last step of the run so far.
-        is_watched: Whether it is known that alarms listened to the run.
+        is_watched: Whether the run is known to have been monitored by alarms.
 
     Returns:
-        Sentences such as "First alarm: step 265, arithmetic of attention, layer 1, head 0 (probe). Likely cause: low
-        precision attention (100 %)."; that there was no alarm; empty if nobody listened.
+        Sentences such as "First alarm: step 265: arithmetic of attention, layer 1, head 0 (probe). Likely cause: low
+        precision attention (100 %).", or that there was no alarm; empty if the run was not monitored.
     """
     alarms, spans = alarms_of(events), fault_spans(events)
     start = spans[0].start if spans else None
@@ -55,7 +55,7 @@ def _steps(n: int) -> str:
 
 
 def _subject(alarm: TimelineEvent, settings: set[str]) -> str:
-    """What the alarm is about, where, and how it is known."""
+    """Return what an alarm is about, where, and how it was detected."""
     if alarm.source in _CHECKED:
         what, how = _CHECKED[alarm.source], "probe"
         what += " of attention" if alarm.source == "arithmetic" and alarm.head is not None else ""
@@ -67,12 +67,12 @@ def _subject(alarm: TimelineEvent, settings: set[str]) -> str:
 
 
 def _cause(events: Sequence[TimelineEvent], first: TimelineEvent) -> str:
-    """What the first alarm was put down to, and what later ones are, if that differs."""
+    """Return the cause attributed to the first alarm, and a later attribution that differs."""
     found = [event for event in events if event.kind == "attribution"]
-    # It is recorded where it changes: without one at the alarm, that before still holds.
+    # An attribution is recorded when it changes; without one at the alarm, the previous one is still valid.
     known = [event for event in found if event.step <= first.step] or found
     if not known:
-        return "Likely cause: not known."
+        return "Likely cause: unknown."
     likely, latest = known[-1], found[-1]
     later = ""
     if latest.source != likely.source and latest.step > likely.step:
@@ -81,5 +81,5 @@ def _cause(events: Sequence[TimelineEvent], first: TimelineEvent) -> str:
 
 
 def _named(attribution: TimelineEvent) -> str:
-    share = f" ({percent(attribution.score)})" if math.isfinite(attribution.score) else ""
-    return f"{attribution.source.replace('_', ' ')}{share}"
+    probability = f" ({percent(attribution.score)})" if math.isfinite(attribution.score) else ""
+    return f"{attribution.source.replace('_', ' ')}{probability}"

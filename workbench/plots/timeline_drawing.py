@@ -1,4 +1,4 @@
-"""The panels of the timeline as holoviews elements for bokeh: one lane per run, one panel per signal."""
+"""Panels of the timeline as holoviews elements for bokeh: one lane per run, one panel per signal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.formatting import clipped
+from workbench.formatting import capitalized, clipped
 from workbench.plots import style
 from workbench.plots.timeline_evidence import ALARM
 from workbench.plots.timeline_matplotlib import CROWDED
-from workbench.plots.timeline_words import accounts, landmarks, lead_in_words, marks_in_words
+from workbench.plots.timeline_words import EVIDENCE_TITLE, accounts, landmarks, lead_in_words, marks_in_words
 from workbench.studies.lines import decimate
 
 if TYPE_CHECKING:
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from workbench.plots.timeline_events import TimelineEvent
     from workbench.plots.timeline_evidence import EvidencePanel
-    from workbench.plots.timeline_panels import SignalPanel, Story
+    from workbench.plots.timeline_panels import RunEvents, SignalPanel
     from workbench.plots.traces_figure import Trace
 
-#: Number of buckets of the envelope that is drawn for a line, about two per pixel.
+#: Number of buckets of the envelope that represents a line, about two per pixel.
 _N_BUCKETS = 1200
 _WIDTH, _HEIGHT, _ROW = 660, 112, 54
 _LONGEST_NAME = 24
@@ -31,59 +31,67 @@ _LONGEST_LINE = 105
 
 
 class Drawing:
-    """Draws panels on one axis of steps.
+    """Drawing of panels with a common axis of steps.
 
     Args:
         hv: The holoviews module.
         span: Steps in view.
-        stories: Events of each run, in the order of the runs.
-        selected: A step to mark; None: none.
+        all_events: Events of each run, in the order of the runs.
+        selected: Step to mark; None marks none.
     """
 
     def __init__(
-        self, hv: Any, span: tuple[float, float], stories: Sequence[Story], selected: int | None = None
+        self, hv: Any, span: tuple[float, float], all_events: Sequence[RunEvents], selected: int | None = None
     ) -> None:
-        self.hv, self.span, self.stories, self.selected = hv, span, list(stories), selected
+        self.hv, self.span, self.all_events, self.selected = hv, span, list(all_events), selected
         self._cursor: Any = None
 
     def lane(self, band: str = "") -> Any:
         """Draw the events, one lane per run."""
-        hv, n = self.hv, len(self.stories)
+        hv, n = self.hv, len(self.all_events)
         dims = [hv.Dimension("step"), hv.Dimension("row", label="run")]
         parts = []
-        for index, story in enumerate(self.stories):
-            row, color = n - 1 - index, style.model_style(story.place)["color"]
+        for index, run_events in enumerate(self.all_events):
+            row, color = n - 1 - index, style.model_style(run_events.place)["color"]
             spans = [
-                (fault.start, row - 0.26, story.last_step if fault.stop is None else fault.stop, row + 0.26, fault.name)
-                for fault in story.faults
+                (
+                    fault.start,
+                    row - 0.26,
+                    run_events.last_step if fault.stop is None else fault.stop,
+                    row + 0.26,
+                    fault.name,
+                )
+                for fault in run_events.faults
             ]
             if spans:
                 boxes = hv.Rectangles(spans, kdims=self._corners("row"), vdims=["fault"])
                 parts.append(self._opts(boxes, **self._fill(color, 0.22), **self._hover([("fault", "@fault")])))
-            end = story.diverged.step if story.diverged is not None else story.last_step
-            line = hv.Curve({"step": [story.first_step, end], "row": [row, row]}, *dims)
-            parts.append(self._opts(line, **self._line(story.place, 2.0)))
-            parts += self._marks(story, row, color, dims)
-        for index, story in enumerate(self.stories):  # on top of all
-            parts += self._lead(story, n - 1 - index, dims)
+            end = run_events.diverged.step if run_events.diverged is not None else run_events.last_step
+            line = hv.Curve({"step": [run_events.first_step, end], "row": [row, row]}, *dims)
+            parts.append(self._opts(line, **self._line(run_events.place, 2.0)))
+            parts += self._marks(run_events, row, color, dims)
+        for index, run_events in enumerate(self.all_events):  # on top of everything else
+            parts += self._lead(run_events, n - 1 - index, dims)
         ticks = [
-            (n - 1 - index, clipped(story.run, _LONGEST_NAME, keep_end=True))
-            for index, story in enumerate(self.stories)
+            (n - 1 - index, clipped(run_events.run, _LONGEST_NAME, keep_end=True))
+            for index, run_events in enumerate(self.all_events)
         ]
-        told = [part for line in accounts(self.stories) for part in textwrap.wrap(line, _LONGEST_LINE)]
-        note = "\n".join(filter(None, [*told, "   ".join(marks_in_words(self.stories)), band]))
-        has_lead = any(story.lead is not None for story in self.stories)
+        summary = [part for line in accounts(self.all_events) for part in textwrap.wrap(line, _LONGEST_LINE)]
+        note = "\n".join(filter(None, [*summary, "   ".join(marks_in_words(self.all_events)), band]))
+        has_lead = any(run_events.lead is not None for run_events in self.all_events)
         view = (-0.45, n - 0.15 if has_lead else n - 0.55)
         height = round(_ROW * (view[1] - view[0]))
-        return self._framed(parts, "What happened", note, view=view, height=height, ticks=ticks)
+        return self._framed(parts, "Events", note, view=view, height=height, ticks=ticks)
 
-    def evidence(self, story: Story, evidence: EvidencePanel) -> Any:
-        """Draw the evidence of a run: its strongest signals, by name, and the line at which an alarm is raised."""
-        hv, title = self.hv, "evidence of a change (1: an alarm)"
-        if len(self.stories) > 1:
-            title += f": {story.run}"
+    def evidence(self, run_events: RunEvents, evidence: EvidencePanel) -> Any:
+        """Draw the evidence of a run: its strongest signals and the line at which an alarm is raised."""
+        hv, title = self.hv, EVIDENCE_TITLE
+        if len(self.all_events) > 1:
+            title += f": {run_events.run}"
         dims = [hv.Dimension("step"), hv.Dimension("value", label=title)]
-        parts = self._shades([story], title, evidence.view) + self._uprights([story], evidence.view, dims)
+        parts = self._shades([run_events], title, evidence.view) + self._vertical_lines(
+            [run_events], evidence.view, dims
+        )
         limit = hv.Curve({"step": self.span, "value": [ALARM] * 2}, *dims)
         parts.append(self._opts(limit, color=style.NEUTRAL, line_width=1.2, line_dash="dashed"))
         for line, dash in zip(evidence.lines, cycle(style.MODEL_DASHES)):
@@ -98,84 +106,90 @@ class Drawing:
         """Draw one signal of all runs."""
         hv, panel = self.hv, signal.panel
         dims = [hv.Dimension("step"), hv.Dimension("value", label=panel.title)]
-        parts = self._shades(self.stories, panel.title, panel.view)
+        parts = self._shades(self.all_events, panel.title, panel.view)
         for place, band in signal.bands:
             if len(band["step"]):
                 columns = (band["step"], band["lower"], band["upper"])
                 edges = [hv.Dimension(edge, label=f"{edge} {panel.title}") for edge in ("lower", "upper")]
                 area = hv.Area(columns, kdims=dims[:1], vdims=edges)
-                look = {"color": style.NEUTRAL, "dash": "solid"} if place is None else style.model_style(place)
-                fill = self._fill(look["color"], 0.28 if place is None else 0.16)
-                if len(signal.bands) >= CROWDED:  # edges alone
-                    edge = {"line_color": look["color"], "line_dash": look["dash"], "line_alpha": 0.7}
+                styling = {"color": style.NEUTRAL, "dash": "solid"} if place is None else style.model_style(place)
+                fill = self._fill(styling["color"], 0.28 if place is None else 0.16)
+                if len(signal.bands) >= CROWDED:  # only the edges
+                    edge = {"line_color": styling["color"], "line_dash": styling["dash"], "line_alpha": 0.7}
                     fill = {"fill_alpha": 0.0, **edge}
                 parts.append(self._opts(area, **fill))
-        parts += self._uprights(self.stories, panel.view, dims)
-        for line, story in zip(panel.lines, self.stories, strict=True):
-            parts += self._drawn(line, story, panel, dims)
-        for line, onset, story in zip(panel.lines, signal.onsets, self.stories, strict=True):
+        parts += self._vertical_lines(self.all_events, panel.view, dims)
+        for line, run_events in zip(panel.lines, self.all_events, strict=True):
+            parts += self._drawn(line, run_events, panel, dims)
+        for line, onset, run_events in zip(panel.lines, signal.onsets, self.all_events, strict=True):
             if onset is not None:
                 event, value = onset
                 marked = _columns([event]) | {"value": [value]}
-                parts.append(self._alarm(marked, dims, style.model_style(story.place)["color"], event.is_established))
+                parts.append(
+                    self._alarm(marked, dims, style.model_style(run_events.place)["color"], event.is_established)
+                )
             if line.cross is not None:
                 step, value = line.cross
-                parts.append(self._cross(step, float(np.clip(value, *panel.limits)), story, dims))
+                parts.append(self._cross(step, float(np.clip(value, *panel.limits)), run_events, dims))
         frame: dict[str, Any] = {"view": panel.view, "is_log": panel.is_logarithmic, "is_last": is_last}
-        return self._framed(parts, panel.title, panel.note, height=_HEIGHT, **frame)
+        return self._framed(parts, capitalized(panel.title), panel.note, height=_HEIGHT, **frame)
 
-    def _shades(self, stories: Sequence[Story], title: str, view: tuple[float, float]) -> list[Any]:
-        """Stretches with a fault on, over the height of a panel; where there are many, in the lanes alone."""
+    def _shades(self, all_events: Sequence[RunEvents], title: str, view: tuple[float, float]) -> list[Any]:
+        """Shade the steps with an active fault; nothing if many runs have faults, which the lanes show as well."""
         parts: list[Any] = []
-        is_crowded = sum(bool(story.faults) for story in stories) >= CROWDED
-        for story in [] if is_crowded else stories:
-            spans = [(s.start, view[0], story.last_step if s.stop is None else s.stop, view[1]) for s in story.faults]
+        is_crowded = sum(bool(run_events.faults) for run_events in all_events) >= CROWDED
+        for run_events in [] if is_crowded else all_events:
+            spans = [
+                (s.start, view[0], run_events.last_step if s.stop is None else s.stop, view[1])
+                for s in run_events.faults
+            ]
             if spans:
                 boxes = self.hv.Rectangles(spans, kdims=self._corners(title))
-                parts.append(self._opts(boxes, **self._fill(style.model_style(story.place)["color"], 0.09)))
+                parts.append(self._opts(boxes, **self._fill(style.model_style(run_events.place)["color"], 0.09)))
         return parts
 
-    def _uprights(self, stories: Sequence[Story], view: tuple[float, float], dims: list[Any]) -> list[Any]:
-        """Begin and end of the lead time, or the first alarm, and the selected step as lines through a panel."""
-        looks = [
-            (event.step, self._line(story.place, 1.0) | {"line_dash": dash, "alpha": 0.75})
-            for story in stories
-            for event, dash in landmarks(story)
+    def _vertical_lines(self, all_events: Sequence[RunEvents], view: tuple[float, float], dims: list[Any]) -> list[Any]:
+        """Draw vertical lines at the ends of the lead time (or the first alarm) and at the selected step."""
+        styles = [
+            (event.step, self._line(run_events.place, 1.0) | {"line_dash": dash, "alpha": 0.75})
+            for run_events in all_events
+            for event, dash in landmarks(run_events)
         ]
         if self.selected is not None:
-            looks.append((self.selected, {"color": style.NEUTRAL, "line_dash": "dotted", "line_width": 1.6}))
+            styles.append((self.selected, {"color": style.NEUTRAL, "line_dash": "dotted", "line_width": 1.6}))
         return [
-            self._opts(self.hv.Curve({"step": [step] * 2, "value": list(view)}, *dims), **look) for step, look in looks
+            self._opts(self.hv.Curve({"step": [step] * 2, "value": list(view)}, *dims), **styling)
+            for step, styling in styles
         ]
 
-    def _probes(self, story: Story, row: int, dims: list[Any]) -> list[Any]:
-        """Measurements of probes, below the line of the run: small where sound, strong where they found a fault."""
+    def _probes(self, run_events: RunEvents, row: int, dims: list[Any]) -> list[Any]:
+        """Draw the measurements of probes below the line of the run: small if they passed, strong if they failed."""
         height, parts = row - 0.19, []
-        if sound := sorted({check.step for check in story.checks if check.is_sound}):
+        if sound := sorted({check.step for check in run_events.checks if check.is_sound}):
             points = self._points({"step": sound, "row": [height] * len(sound)}, dims)
             parts.append(self._opts(points, color=style.NEUTRAL, marker="circle", size=3))
-        if found := story.findings:
+        if found := run_events.findings:
             points = self._points(_columns(found) | {"row": [height] * len(found)}, dims)
             parts.append(self._opts(points, color=style.BROKEN, marker="square", size=7, **self._hover(_TIPS)))
         return parts
 
-    def _drawn(self, line: Trace, story: Story, panel: Any, dims: list[Any]) -> list[Any]:
+    def _drawn(self, line: Trace, run_events: RunEvents, panel: Any, dims: list[Any]) -> list[Any]:
         step, value = decimate(line.step, line.value, _N_BUCKETS)
         columns = {"step": step, "value": value}
-        hover = self._hover([("", story.run), ("step", "@step"), (panel.title, "@value")])
-        curve = self.hv.Curve(columns, *dims, label=story.run)
-        parts = [self._opts(curve, **self._line(story.place, 1.5), **({} if line.has_markers else hover))]
+        hover = self._hover([("", run_events.run), ("step", "@step"), (panel.title, "@value")])
+        curve = self.hv.Curve(columns, *dims, label=run_events.run)
+        parts = [self._opts(curve, **self._line(run_events.place, 1.5), **({} if line.has_markers else hover))]
         if line.has_markers:
-            look = style.model_style(story.place)
+            styling = style.model_style(run_events.place)
             dots = self.hv.Scatter(columns, *dims)
-            parts.append(self._opts(dots, color=look["color"], marker=look["marker"], size=6, **hover))
+            parts.append(self._opts(dots, color=styling["color"], marker=styling["marker"], size=6, **hover))
         return parts
 
-    def _marks(self, story: Story, row: int, color: str, dims: list[Any]) -> list[Any]:
-        """Later alarms, first alarms, actions and the divergence, in one line of the lane."""
-        onsets = story.onsets
-        later = [event for event in story.events if event.kind == "alarm" and event not in onsets]
-        parts = self._probes(story, row, dims)
+    def _marks(self, run_events: RunEvents, row: int, color: str, dims: list[Any]) -> list[Any]:
+        """Draw later alarms, first alarms, actions and the divergence on the line of the lane."""
+        onsets = run_events.onsets
+        later = [event for event in run_events.events if event.kind == "alarm" and event not in onsets]
+        parts = self._probes(run_events, row, dims)
         if later:
             ends = [(event.step, row - 0.14, event.step, row + 0.14) for event in later]
             segments = self.hv.Segments(ends, kdims=self._corners("row"))
@@ -184,17 +198,17 @@ class Drawing:
             if own := [event for event in onsets if event.is_established is is_established]:
                 columns = _columns(own) | {"row": [row] * len(own)}
                 parts.append(self._alarm(columns, dims, color, is_established))
-        if actions := [event for event in story.events if event.kind == "action"]:
+        if actions := [event for event in run_events.events if event.kind == "action"]:
             columns = _columns(actions) | {"row": [row] * len(actions)}
             points = self._points(columns, dims)
             parts.append(self._opts(points, color=color, marker="diamond", size=10, **self._hover(_TIPS)))
-        if story.diverged is not None:
-            parts.append(self._cross(story.diverged.step, row, story, dims))
+        if run_events.diverged is not None:
+            parts.append(self._cross(run_events.diverged.step, row, run_events, dims))
         return parts
 
-    def _lead(self, story: Story, row: int, dims: list[Any]) -> list[Any]:
-        """An arrow from the first mechanism's alarm to the first established signal, and its length as text."""
-        lead = story.lead
+    def _lead(self, run_events: RunEvents, row: int, dims: list[Any]) -> list[Any]:
+        """Draw the lead time as an arrow with a label."""
+        lead = run_events.lead
         if lead is None or not lead.meets(*self.span):
             return []
         hv, height = self.hv, row + 0.4
@@ -205,7 +219,7 @@ class Drawing:
         parts = [self._opts(segments, color=ink, line_width=1.6)]
         head = self._points({"step": [stop], "row": [height]}, dims)
         parts.append(self._opts(head, color=ink, marker="triangle", size=8, angle=-90 if stop >= start else 90))
-        # Above the arrow, as close to its middle as the frame allows.
+        # The label is above the arrow, as close to its center as the frame allows.
         width = self.span[1] - self.span[0]
         x = float(
             np.clip(np.clip([start, stop], *self.span).mean(), self.span[0] + 0.22 * width, self.span[1] - 0.22 * width)
@@ -216,12 +230,12 @@ class Drawing:
 
     def _alarm(self, columns: dict[str, Any], dims: list[Any], color: str, is_established: bool) -> Any:
         fill = {"fill_alpha": 0.0} if is_established else {}
-        look = {"marker": "inverted_triangle", "size": 11, "line_width": 1.8, "color": color, **fill}
-        return self._opts(self._points(columns, dims), **look, **self._hover(_TIPS))
+        styling = {"marker": "inverted_triangle", "size": 11, "line_width": 1.8, "color": color, **fill}
+        return self._opts(self._points(columns, dims), **styling, **self._hover(_TIPS))
 
-    def _cross(self, step: int, value: float, story: Story, dims: list[Any]) -> Any:
+    def _cross(self, step: int, value: float, run_events: RunEvents, dims: list[Any]) -> Any:
         points = self._points({"step": [step], dims[1].name: [value]}, dims)
-        color = style.model_style(story.place)["color"]
+        color = style.model_style(run_events.place)["color"]
         return self._opts(points, color=color, marker="x", size=12, line_width=2.4)
 
     def _points(self, columns: dict[str, Any], dims: list[Any]) -> Any:
@@ -241,7 +255,7 @@ class Drawing:
         legend: Mapping[str, str] | None = None,
         ticks: list[tuple[int, str]] | None = None,
     ) -> Any:
-        look: dict[str, Any] = {
+        styling: dict[str, Any] = {
             "title": title,
             "xlim": self.span,
             "ylim": view,
@@ -256,15 +270,15 @@ class Drawing:
             "tools": ["xpan", "xwheel_zoom", "xbox_zoom", "reset", "save"],
             "active_tools": [],
         }
-        look |= {"legend_position": "right"} if legend else {}
-        look |= {"yticks": ticks, "yaxis": "right"} if ticks is not None else {}
+        styling |= {"legend_position": "right"} if legend else {}
+        styling |= {"yticks": ticks, "yaxis": "right"} if ticks is not None else {}
         hooks = [style.dress_bokeh, style.bare_bokeh((is_last, True)), self._linked_cursor]
         hooks += [_lane_axis_bokeh if ticks else style.log_ticks_bokeh if is_log else _plain_ticks_bokeh]
         hooks += [style.note_bokeh(note)] if note else []
-        return self.hv.Overlay(parts).opts(**look, hooks=hooks, backend="bokeh")
+        return self.hv.Overlay(parts).opts(**styling, hooks=hooks, backend="bokeh")
 
     def _linked_cursor(self, plot: Any, element: Any) -> None:
-        """A holoviews hook: one vertical line under the pointer, in all panels."""
+        """Add one vertical line at the pointer to all panels, as a holoviews hook."""
         from bokeh.models import CrosshairTool, Span
 
         if plot.state.select({"type": CrosshairTool}):
@@ -274,7 +288,7 @@ class Drawing:
         plot.state.add_tools(CrosshairTool(overlay=self._cursor, visible=False))
 
     def _corners(self, panel: str) -> list[Any]:
-        """Dimensions of boxes and segments; holoviews links axes of equal dimensions, as those of steps must be."""
+        """Return the dimensions of boxes and segments; holoviews links axes of equal dimensions, here the steps."""
         up = [self.hv.Dimension(name, label=f"{name} {panel}") for name in ("low", "high")]
         return [self.hv.Dimension("step"), up[0], self.hv.Dimension("stop"), up[1]]
 
@@ -282,8 +296,8 @@ class Drawing:
         return element.opts(**options, backend="bokeh")
 
     def _line(self, place: int, width: float) -> dict[str, Any]:
-        look = style.model_style(place)
-        return {"color": look["color"], "line_width": width, "line_dash": look["dash"]}
+        styling = style.model_style(place)
+        return {"color": styling["color"], "line_width": width, "line_dash": styling["dash"]}
 
     def _fill(self, color: str, alpha: float) -> dict[str, Any]:
         return {"color": color, "fill_alpha": alpha, "line_alpha": 0.0}
@@ -305,7 +319,7 @@ def _columns(events: Sequence[TimelineEvent]) -> dict[str, list[Any]]:
 
 
 def _plain_ticks_bokeh(plot: Any, element: Any) -> None:
-    """A holoviews hook for a linear axis: few ticks, plain numbers."""
+    """Format a linear axis, as a holoviews hook: few ticks, plain numbers."""
     from bokeh.models import BasicTickFormatter
 
     for axis in plot.state.yaxis:
@@ -314,9 +328,9 @@ def _plain_ticks_bokeh(plot: Any, element: Any) -> None:
 
 
 def _lane_axis_bokeh(plot: Any, element: Any) -> None:
-    """A holoviews hook: names of runs on the right, no axis line."""
+    """Format the axis of the lanes, as a holoviews hook: names of runs on the right, no axis line."""
     longest = max(len(name) for axis in plot.state.yaxis for name in axis.major_label_overrides.values())
-    plot.state.min_border_right = 30 + 9 * longest  # bokeh measures the names before they have their size
+    plot.state.min_border_right = 30 + 9 * longest  # bokeh measures the names before their font size is set
     for axis in plot.state.yaxis:
         axis.axis_line_color = axis.major_tick_line_color = None
         axis.major_label_text_font_size = f"{style.LABEL_SIZE}pt"

@@ -1,4 +1,4 @@
-"""The events of a run in the timeline: alarms, faults, actions, and the lead time of the first alarm."""
+"""Events of a run in the timeline: alarms, faults, actions, and the lead time of the first alarm."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Signals that are commonly watched: a mechanism is seen early if its alarm precedes theirs.
+#: Commonly monitored signals; the alarm of a mechanism is early if it precedes theirs.
 ESTABLISHED = ("loss", "largest_losses", "grad_norm")
-#: Kinds of events that the timeline marks.
 
 
 @dataclass(frozen=True)
@@ -25,10 +24,10 @@ class TimelineEvent:
         step: Number of updates before it.
         kind: Kind of event, such as ``"alarm"``.
         source: Signal of an alarm, name of a fault.
-        score: Score of an alarm, in multiples of the threshold; NaN: none.
+        score: Score of an alarm in multiples of the threshold; NaN if there is none.
         message: Description shown to the user.
-        layer: Layer of the event; None: no particular one.
-        head: Head of the event; None: no particular one.
+        layer: Layer of the event; None if it concerns no particular layer.
+        head: Head of the event; None if it concerns no particular head.
     """
 
     step: int
@@ -47,18 +46,18 @@ class TimelineEvent:
 
     @property
     def is_established(self) -> bool:
-        """Whether it is an alarm of loss, gradient norm or spike score, which are commonly watched."""
+        """Whether it is an alarm of a commonly monitored signal: loss, largest losses or gradient norm."""
         return self.kind == "alarm" and self.source.split(" ")[0] in ESTABLISHED
 
 
 @dataclass(frozen=True)
 class FaultSpan:
-    """A stretch of steps with a fault switched on.
+    """Range of steps with an active fault.
 
     Attributes:
         name: Name of the fault.
-        start: First step with it.
-        stop: First step without it again; None: it stayed on.
+        start: First step with the fault.
+        stop: First step after it; None if the fault remained active.
     """
 
     name: str
@@ -68,11 +67,11 @@ class FaultSpan:
 
 @dataclass(frozen=True)
 class AlarmLead:
-    """The lead time, from the first alarm of a mechanism to the first established signal or divergence.
+    """Lead time from the first alarm of a mechanism to the first established signal or the divergence.
 
     Attributes:
-        first: The alarm of the mechanism.
-        then: The first alarm of loss, gradient norm or spike score, or the divergence.
+        first: Alarm of the mechanism.
+        then: First alarm of an established signal, or the divergence.
     """
 
     first: TimelineEvent
@@ -80,17 +79,17 @@ class AlarmLead:
 
     @property
     def n_steps(self) -> int:
-        """Steps gained; negative if the mechanism's alarm came late."""
+        """Number of steps gained; negative if the alarm of the mechanism was later."""
         return self.then.step - self.first.step
 
     def meets(self, first: float, last: float) -> bool:
-        """Whether any of it is between two steps."""
+        """Return whether any part of it is between two steps."""
         start, stop = sorted([self.first.step, self.then.step])
         return start < last and stop > first
 
 
 def events_of(run: xr.DataTree) -> list[TimelineEvent]:
-    """The events of a run by rising step; none if it has none. Runs of earlier versions name no layer and head."""
+    """Return the events of a run by increasing step. Runs of earlier versions have no layer and head."""
     if "events" not in run.children:
         return []
     data = run.children["events"].to_dataset(inherit=False)
@@ -114,12 +113,12 @@ def events_of(run: xr.DataTree) -> list[TimelineEvent]:
 
 
 def alarms_of(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
-    """The alarms among events."""
+    """Return the alarms among events."""
     return [event for event in events if event.kind == "alarm"]
 
 
 def onsets_of(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
-    """The first alarm of each signal."""
+    """Return the first alarm of each signal."""
     first: dict[str, TimelineEvent] = {}
     for event in alarms_of(events):
         first.setdefault(event.source, event)
@@ -127,12 +126,15 @@ def onsets_of(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
 
 
 def divergence_of(events: Iterable[TimelineEvent]) -> TimelineEvent | None:
-    """The first divergence among events."""
+    """Return the first divergence among events; None if there is none."""
     return next((event for event in events if event.kind == "divergence"), None)
 
 
 def fault_spans(events: Iterable[TimelineEvent]) -> list[FaultSpan]:
-    """The stretches with a fault on: each event of a fault switches it; a first one whose message says off does not."""
+    """Return the ranges of steps with an active fault.
+
+    Each event of a fault toggles it, except for a first event whose message states that the fault is off.
+    """
     spans: list[FaultSpan] = []
     since: dict[str, int] = {}
     for event in events:
@@ -147,22 +149,22 @@ def fault_spans(events: Iterable[TimelineEvent]) -> list[FaultSpan]:
 
 
 def lead_time(events: Sequence[TimelineEvent]) -> AlarmLead | None:
-    """The lead time of the first mechanism alarm before loss, gradient norm and spike score; None unless both occurred.
+    """Return the lead time of the first alarm of a mechanism over the established signals; None unless both occurred.
 
-    Where a fault was switched on, alarms before it are not counted: they are false alarms, not warnings.
+    Alarms before the first fault are false alarms and are ignored.
     """
     since = min((span.start for span in fault_spans(events)), default=-1)
     alarms = [event for event in alarms_of(events) if event.step >= since]
     first = next((event for event in alarms if not event.is_established), None)
-    signs = [event for event in alarms if event.is_established]
+    established = [event for event in alarms if event.is_established]
     if (diverged := divergence_of(events)) is not None and diverged.step >= since:
-        signs.append(diverged)
-    then = min(signs, key=lambda event: event.step, default=None)
+        established.append(diverged)
+    then = min(established, key=lambda event: event.step, default=None)
     return None if first is None or then is None else AlarmLead(first, then)
 
 
 def signal_of(event: TimelineEvent, names: Iterable[str]) -> str | None:
-    """The signal that an alarm is about: its source, or the first signal of the variable that the source names."""
+    """Return the signal of an alarm: its source, or the first signal of the variable in the source; None if unknown."""
     names = list(names)
     if event.source in names:
         return event.source

@@ -1,4 +1,4 @@
-"""The evidence of a run as the timeline draws it: the signals that were nearest to an alarm, and its axis."""
+"""Evidence of a run in the timeline: the signals that were nearest to an alarm, and the axis."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 #: Evidence at which an alarm is raised.
 ALARM = 1.0
-#: Signals that are drawn.
+#: Number of signals that are drawn.
 _N_SIGNALS = 4
-#: Ends of the logarithmic axis; what is beyond them is drawn at its edge.
+#: Ends of the logarithmic axis; values beyond them are drawn at its ends.
 LOWEST, FARTHEST = 0.1, 1000.0
 _TOPS = (2.0, 10.0, 100.0, FARTHEST)
 
 
 @dataclass(frozen=True)
 class EvidenceLine:
-    """The evidence of one signal.
+    """Evidence of one signal.
 
     Attributes:
-        signal: Its name.
-        color: Its colour.
+        signal: Name of the signal.
+        color: Color of the line.
         step: Steps with a value, shape (row,).
-        value: Evidence over that of an alarm, at least the lowest value of the axis, shape (row,).
+        value: Evidence relative to that of an alarm, clipped to the axis, shape (row,).
     """
 
     signal: str
@@ -41,12 +41,12 @@ class EvidenceLine:
 
 @dataclass(frozen=True)
 class EvidencePanel:
-    """The evidence of a run.
+    """Evidence of a run.
 
     Attributes:
-        lines: The signals that reached an alarm first, then those nearest to one, in the order of the record.
+        lines: The signals that reached an alarm first, then those nearest to one, in recorded order.
         view: Ends of the logarithmic axis.
-        note: What is not drawn as it is; empty if all is.
+        note: Remark on values that are omitted or clipped; empty if there are none.
     """
 
     lines: list[EvidenceLine]
@@ -64,7 +64,9 @@ class EvidencePanel:
         is_known = ~np.isnan(values)
         known = np.flatnonzero(is_known.any(axis=0))
         if not len(known):
-            return cls([], (LOWEST, _TOPS[0]), "not judged yet: the first 200 steps and a warm-up are not")
+            return cls(
+                [], (LOWEST, _TOPS[0]), "no evaluated step yet: the first 200 steps and the warm-up are excluded"
+            )
         peaks = np.nanmax(values[:, known], axis=0)
         reached = np.where(values[:, known] >= ALARM, step[:, None], np.inf).min(axis=0)
         chosen = sorted(known[np.lexsort([-peaks, reached])[:_N_SIGNALS]].tolist())
@@ -76,8 +78,8 @@ class EvidencePanel:
             lines.append(EvidenceLine(str(names[i]), color, step[here], np.clip(values[here, i], LOWEST, FARTHEST)))
         n_others = len(known) - len(chosen)
         notes = [
-            f"{counted(n_others, 'other signal')} weaker" if n_others else "",
-            f"{listed(beyond)} beyond {FARTHEST:g}" if beyond else "",
+            f"{counted(n_others, 'weaker signal')} not shown" if n_others else "",
+            f"{listed(beyond)} above {FARTHEST:g}" if beyond else "",
         ]
         high = next(end for end in _TOPS if top <= end or end == FARTHEST)
         return cls(lines, (LOWEST, high), "; ".join(filter(None, notes)))

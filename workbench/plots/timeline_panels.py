@@ -1,4 +1,4 @@
-"""The panels of the timeline: the events of each run, and each signal of all runs on one axis."""
+"""Content of the panels of the timeline: the events of each run, and each signal of all runs on one axis."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: On a logarithmic axis, values this many times the usual ones leave the view.
+#: On a logarithmic axis, values above the usual ones by more than this factor are out of view.
 _FARTHEST = 1e3
 
 
 @dataclass(frozen=True)
-class Story:
-    """The events of one run.
+class RunEvents:
+    """Events of one run.
 
     Attributes:
         run: Name of the run.
         place: Number of its style.
-        events: Events by rising step.
-        faults: Stretches with a fault on.
-        lead: From the first mechanism's alarm to the first established signal; None: not both occurred.
-        diverged: Divergence event; None: it did not diverge.
+        events: Events by increasing step.
+        faults: Ranges of steps with an active fault.
+        lead: Lead time from the first alarm of a mechanism to the first established signal; None unless both occurred.
+        diverged: Divergence event; None if the run did not diverge.
         first_step: First recorded step.
         last_step: Last recorded step.
         checks: Measurements of the probes.
-        evidence: Evidence of the watched signals; None: not recorded.
+        evidence: Evidence of the monitored signals; None if not recorded.
     """
 
     run: str
@@ -63,43 +63,43 @@ class Story:
     evidence: EvidencePanel | None = None
 
     @classmethod
-    def of(cls, name: str, run: xr.DataTree, place: int) -> Story:
+    def of(cls, name: str, run: xr.DataTree, place: int) -> RunEvents:
         """Read the events of a run, if it has any."""
         events = events_of(run)
         parts = [node.to_dataset() for node in run.children.values()]
         found = [part["step"].values for part in parts if "step" in part.variables]
         steps = np.concatenate([np.atleast_1d(step) for step in found] or [np.zeros(0)])
         first, last = (int(steps.min()), int(steps.max())) if len(steps) else (0, 0)
-        told = fault_spans(events), lead_time(events), divergence_of(events)
-        return cls(name, place, events, *told, first, last, checks_of(run), EvidencePanel.of(run))
+        spans, lead, diverged = fault_spans(events), lead_time(events), divergence_of(events)
+        return cls(name, place, events, spans, lead, diverged, first, last, checks_of(run), EvidencePanel.of(run))
 
     @property
     def account(self) -> str:
-        """The first alarm and its likely cause, or that there was none; empty if no alarms listened."""
+        """First alarm and its likely cause, or that there was none; empty if the run was not monitored."""
         return account_of(self.events, last_step=self.last_step, is_watched=self.evidence is not None)
 
     @property
     def findings(self) -> list[TimelineEvent]:
-        """Probe measurements that found a fault, and alarms of the data, whose every batch is checked."""
+        """Probe measurements that found a fault, and alarms of the data, of which every batch is checked."""
         broken = [TimelineEvent(c.step, "probe", c.signal, message=c.message) for c in self.checks if not c.is_sound]
         data = [event for event in self.events if event.kind == "alarm" and event.source == "data"]
         return sorted([*broken, *data], key=lambda event: event.step)
 
     @property
     def onsets(self) -> list[TimelineEvent]:
-        """The first alarm of each signal."""
+        """First alarm of each signal."""
         return onsets_of(self.events)
 
 
 @dataclass(frozen=True)
 class SignalPanel:
-    """One signal of all runs, as it is drawn.
+    """One signal of all runs, ready to be drawn.
 
     Attributes:
         name: Name of the signal.
         panel: Lines, axis and remarks.
-        onsets: For each run, the first alarm of this signal with the value of the line there; None: no alarm.
-        bands: Style number (None: of other runs) and columns ``step``, ``lower``, ``upper``.
+        onsets: For each run, the first alarm of this signal and the value of the line there; None without an alarm.
+        bands: Style number (None if the band is that of reference runs) and columns ``step``, ``lower``, ``upper``.
     """
 
     name: str
@@ -112,17 +112,17 @@ class SignalPanel:
         cls,
         name: str,
         lines: list[Trace],
-        stories: Sequence[Story],
+        all_events: Sequence[RunEvents],
         bands: list[tuple[int | None, sig.SignalBand]],
         *,
         shows_all: bool = False,
         span: tuple[float, float] | None = None,
     ) -> SignalPanel:
-        """Choose the axis, and put the alarms on their lines; see `panel_of`."""
+        """Choose the axis and place the alarms on their lines; see `panel_of`."""
         panel = panel_of(lines, shows_all=shows_all, span=span)
         onsets: list[tuple[TimelineEvent, float] | None] = []
-        for line, story in zip(lines, stories, strict=True):
-            own = [event for event in story.onsets if signal_of(event, [name]) == name]
+        for line, run_events in zip(lines, all_events, strict=True):
+            own = [event for event in run_events.onsets if signal_of(event, [name]) == name]
             columns = line.columns
             if not own or not len(columns["step"]):
                 onsets.append(None)
@@ -139,7 +139,7 @@ class SignalPanel:
 
 @dataclass(frozen=True)
 class PanelAxis:
-    """The axis of a signal.
+    """Axis of a signal.
 
     Attributes:
         low: Lowest value.
@@ -153,12 +153,12 @@ class PanelAxis:
 
     @classmethod
     def of(cls, variable: str, values: np.ndarray, *, shows_all: bool = False) -> PanelAxis:
-        """Logarithmic as in `traces`, but with the divergence in view, as a timeline has to show it.
+        """Choose the axis as in `traces`, but with the divergence in view.
 
         Args:
             variable: Name of the variable, without its term.
             values: Finite values of all runs.
-            shows_all: Whether to keep values more than a thousand times the usual ones.
+            shows_all: Whether to keep values far above the usual ones in view.
         """
         if not len(values):
             return cls(0.0, 1.0, False)
@@ -173,19 +173,19 @@ class PanelAxis:
 
 
 def panel_of(lines: list[Trace], *, shows_all: bool = False, span: tuple[float, float] | None = None) -> TracesPanel:
-    """The lines of one signal on the axis of the timeline, and a note on values that are not drawn.
+    """Return the lines of one signal with their axis and a note on values that are not drawn.
 
     Args:
-        lines: One for each run.
-        shows_all: Whether the axis fits every value.
-        span: First and last step in view, whose values the axis fits; None: all.
+        lines: One line per run.
+        shows_all: Whether the axis fits all values.
+        span: First and last step in view; the axis fits the values between them. None selects all steps.
     """
     values = [_in_view(line, span) for line in lines]
     pooled = np.concatenate(values)
     axis = PanelAxis.of(lines[0].variable, pooled, shows_all=shows_all)
     note = TracesPanel.of(lines, shows_all=True).note
     beyond = [
-        (f"{line.run} " if len(lines) > 1 else "") + f"up to {top:.3g}, above the view"
+        (f"{line.run} " if len(lines) > 1 else "") + f"up to {top:.3g}, above the axis"
         for line, value in zip(lines, values, strict=True)
         if (top := value.max(initial=-np.inf)) > axis.high
     ]
@@ -193,7 +193,7 @@ def panel_of(lines: list[Trace], *, shows_all: bool = False, span: tuple[float, 
 
 
 def _in_view(line: Trace, span: tuple[float, float] | None) -> np.ndarray:
-    """The finite values of a line from a first to a last step."""
+    """Return the finite values of a line from a first to a last step."""
     columns = line.columns
     first, last = span or (-np.inf, np.inf)
     return columns["value"][(columns["step"] >= first) & (columns["step"] <= last)]

@@ -1,4 +1,4 @@
-"""What the timeline says in words: lead times, the first alarm of each run, and the meaning of its marks."""
+"""Texts of the timeline: lead times, the first alarm of each run, and the explanation of its marks."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from workbench.plots.timeline_events import TimelineEvent
-    from workbench.plots.timeline_panels import Story
+    from workbench.plots.timeline_panels import RunEvents
+
+
+EVIDENCE_TITLE = "Evidence of a change (alarm at 1)"
 
 
 def lead_in_words(lead: Any) -> str:
-    """The lead time as text, such as "effective_rank D2, 620 steps before grad_norm"."""
+    """Return the lead time as text, such as "effective_rank D2, 620 steps before grad_norm"."""
     first, then = lead.first.source, "divergence" if lead.then.kind == "divergence" else lead.then.source
     n = abs(lead.n_steps)
     if n == 0:
-        return f"{first} together with {then}"
+        return f"{first} at the same step as {then}"
     return f"{first}, {n:,} step{'s' if n > 1 else ''} {'before' if lead.n_steps > 0 else 'after'} {then}"
 
 
-def landmarks(story: Story) -> list[tuple[TimelineEvent, str]]:
-    """Vertical lines through all panels where the lead time begins and ends; or the first alarm and the divergence."""
-    if story.lead is not None:
-        return [(story.lead.first, "dashed"), (story.lead.then, "dotted")]
-    first = story.onsets[:1]
+def landmarks(run_events: RunEvents) -> list[tuple[TimelineEvent, str]]:
+    """Return events with a line through all panels, and its dash: both ends of the lead time, or the first alarm."""
+    if run_events.lead is not None:
+        return [(run_events.lead.first, "dashed"), (run_events.lead.then, "dotted")]
+    first = run_events.onsets[:1]
     return [(first[0], "dashed")] if first else []
 
 
-def accounts(stories: Sequence[Story]) -> list[str]:
-    """The first alarm and its likely cause of each run."""
-    told = [(story.run, story.account) for story in stories if story.account]
-    return [account if len(stories) == 1 else f"{run}: {account}" for run, account in told]
+def accounts(all_events: Sequence[RunEvents]) -> list[str]:
+    """Return the first alarm and its likely cause for each run."""
+    found = [(run_events.run, run_events.account) for run_events in all_events if run_events.account]
+    return [account if len(all_events) == 1 else f"{run}: {account}" for run, account in found]
 
 
-def marks_in_words(stories: Sequence[Story]) -> list[str]:
-    """Meaning of the marks that occur."""
-    onsets = [event for story in stories for event in story.onsets]
-    alarms = [event for story in stories for event in story.events if event.kind == "alarm"]
+def marks_in_words(all_events: Sequence[RunEvents]) -> list[str]:
+    """Return explanations of the marks that occur."""
+    onsets = [event for run_events in all_events for event in run_events.onsets]
+    alarms = [event for run_events in all_events for event in run_events.events if event.kind == "alarm"]
     words = {
-        "shaded: fault on": any(story.faults for story in stories),
+        "shaded: fault active": any(run_events.faults for run_events in all_events),
         "▼ first alarm of a mechanism": any(not event.is_established for event in onsets),
-        "▽ of loss, gradient norm, spikes": any(event.is_established for event in onsets),
+        "▽ first alarm of loss or gradient norm": any(event.is_established for event in onsets),
         "| later alarm": len(alarms) > len(onsets),
-        "◆ action": any(event.kind == "action" for story in stories for event in story.events),
-        "× divergence": any(story.diverged is not None for story in stories),
-        "· probe, sound": any(check.is_sound for story in stories for check in story.checks),
-        "■ probe, broken": any(story.findings for story in stories),
+        "◆ action": any(event.kind == "action" for run_events in all_events for event in run_events.events),
+        "× divergence": any(run_events.diverged is not None for run_events in all_events),
+        "· probe passed": any(check.is_sound for run_events in all_events for check in run_events.checks),
+        "■ probe failed": any(run_events.findings for run_events in all_events),
     }
     return [word for word, occurs in words.items() if occurs] or ["no alarms, faults or actions recorded"]

@@ -1,4 +1,4 @@
-"""Traces of training: monitors and spectral measures over steps, several runs in one panel."""
+"""Training curves: monitors and spectral measures over steps, several runs in one panel."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import OptionError
+from workbench.formatting import capitalized
 from workbench.io.run_access import divergence_step, named_runs, spectra_of
 from workbench.plots import style
+from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
 from workbench.plots.layer_profile_figure import LOGARITHMIC
 from workbench.schema.runs import MONITORS, SPECTRA
@@ -21,16 +23,16 @@ if TYPE_CHECKING:
     import xarray as xr
 
 STATISTICS = ("mean", "max", "min")
-#: Bounded variables, or those read by their shape: always on a linear axis that fits every run.
+#: Variables that are bounded or read by their shape: always on a linear axis that fits every run.
 BOUNDED = frozenset(
     {"accuracy", "learning_rate", "nonlinearity_ratio"} | {name for name in SPECTRA if name.endswith("_mass")}
 )
 #: Variables on a logarithmic axis if all values are positive.
 UNBOUNDED = LOGARITHMIC | {"grad_norm"}
-#: Any other variable has a logarithmic axis if its values, in runs that did not diverge, span more than this factor.
+#: Any other variable has a logarithmic axis if its values in runs that converged span more than this factor.
 _WIDE = 20
-#: Smallest share of the axis for the runs that did not diverge.
-_LEAST_SHARE = 0.5
+#: Smallest fraction of the axis for the runs that converged.
+_LEAST_FRACTION = 0.5
 
 _RATIO = 3.2
 
@@ -47,20 +49,20 @@ def traces(
 ) -> Any:
     """Draw monitors and spectral measures over steps: one panel per variable, one line per run, one axis of steps.
 
-    A cross marks the step at which a run diverged, and the legend names it. Gradient norms and condition numbers have a
-    logarithmic axis, fractions and learning rates a linear one; other variables a logarithmic one where they are
-    positive and span more than a factor of 20 in the runs that did not diverge. What is not finite, beyond the view or
-    not recorded is named in the panel's second line.
+    A cross marks the step at which a run diverged, which the legend states. Gradient norms and condition numbers have a
+    logarithmic axis, fractions and learning rates a linear one. The axis of other variables is logarithmic if they are
+    positive and span more than a factor of 20 in the runs that converged. The second line of the panel lists values
+    that are not finite, above the axis or not recorded.
 
     Args:
         runs: One run, or several by name.
         variables: Names of monitors over steps, such as ``"loss"``, ``"grad_norm"``, ``"accuracy"``, or of per-layer
             measures of the schema, such as ``"near_unit_mass"``.
-        statistic: How measures are reduced over layers: ``"mean"``, ``"max"`` or ``"min"``. Layers whose update is too
-            small to say anything are left out, as `workbench.compare` does.
-        shows_all: Whether the axes fit every run. By default a diverged one leaves the view if it would flatten the
-            others into less than half of the axis.
-        places: Style number of each run (`style.model_style`), by name; None: in the order given.
+        statistic: Reduction of measures over layers: ``"mean"``, ``"max"`` or ``"min"``. Layers whose update is too
+            small for a spectrum are excluded, as in `workbench.compare`.
+        shows_all: Whether the axes fit all values. By default a run that diverged leaves the view if it would compress
+            the others into less than half of the axis.
+        places: Style number (color, marker, dash) of each run, by name; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -68,7 +70,7 @@ def traces(
 
     Raises:
         SchemaError: If there is no run, or no run has one of the variables.
-        OptionError: If the backend, the statistic or a run's place does not exist.
+        OptionError: If the backend or the statistic does not exist, or a run has no style number.
 
     Example:
         >>> import workbench as wb
@@ -76,19 +78,17 @@ def traces(
         >>> figure = wb.plots.traces({"a failed run": run}, variables=["loss", "grad_norm"])
         >>> len(figure)  # panels
         2
+
+    See Also:
+        `workbench.plots.timeline`: Draws signals together with events.
+        `workbench.open_run`: Opens a recorded run.
     """
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)
     variables = [variables] if isinstance(variables, str) else list(variables)
     if statistic not in STATISTICS:
-        raise OptionError(f"The statistic is '{statistic}', expected one of {', '.join(STATISTICS)}.")
-    known = _known(trees)
-    for variable in variables:
-        if variable not in known:
-            choice = f"choose from {', '.join(known)}" if known else "the runs hold no monitors and no steps"
-            raise SchemaError(f"No run has a variable '{variable}' over steps; {choice}.")
-    if not variables:
-        raise SchemaError(f"No variable was named; choose from {', '.join(known)}.")
+        raise OptionError.of("statistic", statistic, STATISTICS)
+    require_choices("variables", variables, _known(trees))
     panels = [
         TracesPanel.of(
             [trace_of(run, variable, owner, statistic=statistic) for owner, run in trees.items()], shows_all=shows_all
@@ -115,17 +115,17 @@ def traces(
 
 @dataclass(frozen=True)
 class Trace:
-    """The values of one variable of one run.
+    """Values of one variable of one run.
 
     Attributes:
         run: Name of the run.
         title: Title of the variable.
         variable: Name of the variable.
-        step: Optimizer updates, shape (step,); empty if the run lacks the variable.
-        value: As recorded, shape (step,); NaN and infinite where they are.
+        step: Steps, shape (step,); empty if the run lacks the variable.
+        value: Recorded values, shape (step,), including NaN and infinite ones.
         has_markers: Whether it is a spectral measure, which is recorded at few steps.
-        silent: Steps at which no layer's update was large enough to say anything.
-        diverged: First step that counts as a divergence; None: none.
+        silent: Steps at which the update of every layer was too small for a spectrum.
+        diverged: First step that counts as a divergence; None if the run converged.
     """
 
     run: str
@@ -139,12 +139,12 @@ class Trace:
 
     @property
     def label(self) -> str:
-        """The text of the legend."""
+        """Text of the legend."""
         return self.run if self.diverged is None else f"{self.run} × step {self.diverged}"
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The finite values as columns ``step`` and ``value``."""
+        """Finite values as columns ``step`` and ``value``."""
         finite = np.isfinite(self.value)
         return {"step": self.step[finite], "value": self.value[finite]}
 
@@ -159,16 +159,16 @@ class Trace:
 
     @property
     def remarks(self) -> list[str]:
-        """A note on what is not drawn: values that are not finite or are missing."""
+        """Notes on values that are not drawn because they are not finite or missing."""
         if not len(self.step):
             return ["not recorded"]
         remarks = []
         if self.silent:
             shown = ", ".join(map(str, self.silent[:4])) + ("…" if len(self.silent) > 4 else "")
-            remarks.append(f"says nothing yet at step {shown}")
+            remarks.append(f"update too small for a spectrum at step {shown}")
         if np.isinf(self.value).any():
             remarks.append(f"infinite from step {self.step[np.isinf(self.value)][0]}")
-        # A monitor measured at few steps is NaN in between; only values missing where a run diverged are reported.
+        # A monitor measured at few steps is NaN between them; missing values are reported only where a run diverged.
         defined = self.step[~np.isnan(self.value)]
         if not len(defined) and len(self.silent) < len(self.step):
             remarks.append("undefined")
@@ -177,13 +177,18 @@ class Trace:
         return remarks
 
 
+def with_unit(name: str, unit: str) -> str:
+    """Return the title of a quantity: its name, and its unit unless it is dimensionless."""
+    return name if unit in ("1", "") else f"{name} ({unit})"
+
+
 def trace_of(run: xr.DataTree, variable: str, name: str, *, statistic: str = "mean") -> Trace:
-    """One variable of a run, a monitor or a measure reduced over layers; without values if the run has none."""
+    """Return one variable of a run: a monitor, or a measure reduced over layers; empty if the run lacks it."""
     diverged = divergence_step(run)
     monitors = run["monitors"].to_dataset() if "monitors" in run.children else None
     if monitors is not None and _is_trace(monitors, variable):
-        known = MONITORS[variable].long_name if variable in MONITORS else variable.replace("_", " ")
-        title = monitors[variable].attrs.get("long_name", known)
+        attrs = (MONITORS[variable].attrs if variable in MONITORS else {}) | monitors[variable].attrs
+        title = with_unit(attrs.get("long_name", variable.replace("_", " ")), attrs.get("units", ""))
         return Trace(name, title, variable, monitors["step"].values, _numbers(monitors[variable]), diverged=diverged)
     title = f"{SPECTRA[variable].long_name}, {statistic} over layers" if variable in SPECTRA else variable
     spectra = spectra_of(run) if "spectra" in run.children else None
@@ -199,13 +204,13 @@ def trace_of(run: xr.DataTree, variable: str, name: str, *, statistic: str = "me
 
 @dataclass(frozen=True)
 class TracesPanel:
-    """The lines of one variable and the axis they share.
+    """Lines of one variable and their common axis.
 
     Attributes:
         lines: One line per run.
-        limits: Range of the axis, before padding.
+        limits: Range of the axis without padding.
         is_logarithmic: Whether the axis is logarithmic.
-        note: Note on what is not drawn; empty if everything is.
+        note: Note on values that are not drawn; empty if there are none.
     """
 
     lines: list[Trace]
@@ -218,21 +223,21 @@ class TracesPanel:
         """Choose the axis; see `traces`."""
         variable = lines[0].variable
         values = np.concatenate([line.columns["value"] for line in lines])
-        stable = np.concatenate([line.columns["value"] for line in lines if line.diverged is None] or [np.zeros(0)])
-        usual = stable if len(stable) and not shows_all else values
+        converged = np.concatenate([line.columns["value"] for line in lines if line.diverged is None] or [np.zeros(0)])
+        usual = converged if len(converged) and not shows_all else values
         lowest, highest = (values.min(), values.max()) if len(values) else (0.0, 1.0)
         is_wide = variable in UNBOUNDED or (len(usual) and usual.max() > _WIDE * usual.min())
         is_logarithmic = bool(variable not in BOUNDED and lowest > 0 and is_wide)
-        if len(stable) and not shows_all and variable not in BOUNDED:
-            ends = np.array([lowest, stable.max(), highest])
+        if len(converged) and not shows_all and variable not in BOUNDED:
+            ends = np.array([lowest, converged.max(), highest])
             low, usual_high, high = np.log(ends) if is_logarithmic else ends
-            if usual_high - low < _LEAST_SHARE * (high - low):
-                highest = stable.max()
+            if usual_high - low < _LEAST_FRACTION * (high - low):
+                highest = converged.max()
         remarks = [(line.run, remark) for line in lines for remark in line.remarks]
         for line in lines:
             top = line.columns["value"].max(initial=-np.inf)
             if top > highest:
-                remarks.append((line.run, f"up to {top:.3g}, above the view"))
+                remarks.append((line.run, f"up to {top:.3g}, above the axis"))
         note = "; ".join(f"{run} {remark}" if len(lines) > 1 else remark for run, remark in remarks)
         return cls(lines, (float(lowest), float(highest)), is_logarithmic, note)
 
@@ -243,12 +248,12 @@ class TracesPanel:
 
     @property
     def title(self) -> str:
-        """The title of the variable, from the runs that have it."""
+        """Title of the variable, from a run that has it."""
         return next((line.title for line in self.lines if len(line.step)), self.lines[0].title)
 
 
 def _known(runs: Mapping[str, xr.DataTree]) -> list[str]:
-    """Names of variables over steps that at least one run has."""
+    """Return the names of variables over steps that at least one run has."""
     monitors = [run["monitors"].to_dataset() for run in runs.values() if "monitors" in run.children]
     names = dict.fromkeys(str(name) for data in monitors for name in data.data_vars if _is_trace(data, str(name)))
     if any("spectra" in run.children and "step" in run["spectra"].dims for run in runs.values()):
@@ -269,7 +274,7 @@ def _numbers(values: xr.DataArray) -> np.ndarray:
 def _padded(
     lowest: float, highest: float, *, is_logarithmic: bool = False, margin: float = 0.06
 ) -> tuple[float, float]:
-    """The range with a margin, a share of it, so that no line runs along the frame."""
+    """Return the range with a relative margin, so that no line coincides with the frame."""
     if is_logarithmic:
         factor = (highest / lowest) ** margin
         return lowest / factor, highest * factor
@@ -278,7 +283,7 @@ def _padded(
 
 
 def _elements(hv: Any, panel: TracesPanel, places: Sequence[int]) -> list[tuple[int, Trace, Any, Any, Any]]:
-    """Place, trace, line, markers (or None) and cross (or None) of each run."""
+    """Return style number, trace, line, markers (or None) and cross (or None) of each run."""
     elements = []
     for place, line in zip(places, panel.lines, strict=True):
         dims = hv.Dimension("step"), hv.Dimension("value", label=panel.title)
@@ -298,12 +303,12 @@ def _draw_bokeh(
 ) -> Any:
     parts = []
     for place, line, curve, dots, cross in _elements(hv, panel, places):
-        look = style.model_style(place)
-        options = {"color": look["color"], "backend": "bokeh"}
+        styling = style.model_style(place)
+        options = {"color": styling["color"], "backend": "bokeh"}
         hover = {"tools": ["hover"], "hover_tooltips": [("", line.label), ("step", "@step"), (panel.title, "@value")]}
-        parts.append(curve.opts(line_dash=look["dash"], line_width=1.5, **({} if dots else hover), **options))
+        parts.append(curve.opts(line_dash=styling["dash"], line_width=1.5, **({} if dots else hover), **options))
         if dots:
-            parts.append(dots.opts(marker=look["marker"], size=6, **hover, **options))
+            parts.append(dots.opts(marker=styling["marker"], size=6, **hover, **options))
         if cross:
             parts.append(cross.opts(marker="x", size=12, line_width=2.4, **options))
     hooks = [style.dress_bokeh, style.bare_bokeh((is_last, True))]
@@ -312,7 +317,7 @@ def _draw_bokeh(
     if panel.note:
         hooks.append(style.note_bokeh(panel.note))
     return hv.Overlay(parts).opts(
-        title=panel.title,
+        title=capitalized(panel.title),
         xlim=span,
         ylim=panel.view,
         logy=panel.is_logarithmic,
@@ -336,15 +341,17 @@ def _draw_matplotlib(
 ) -> Any:
     parts = []
     for place, _, curve, dots, cross in _elements(hv, panel, places):
-        look = style.model_style(place)
-        parts.append(curve.opts(color=look["color"], linestyle=look["dash"], linewidth=1.2, backend="matplotlib"))
+        styling = style.model_style(place)
+        parts.append(curve.opts(color=styling["color"], linestyle=styling["dash"], linewidth=1.2, backend="matplotlib"))
         if dots:
-            marker = style.MATPLOTLIB_MARKERS[look["marker"]]
-            parts.append(dots.opts(color=look["color"], marker=marker, s=18, edgecolors="none", backend="matplotlib"))
+            marker = style.MATPLOTLIB_MARKERS[styling["marker"]]
+            parts.append(
+                dots.opts(color=styling["color"], marker=marker, s=18, edgecolors="none", backend="matplotlib")
+            )
         if cross:
-            # A filled shape: holoviews gives every marker an edge colour, and matplotlib warns if it has no face.
-            parts.append(cross.opts(marker="X", s=70, color=look["color"], edgecolors="none", backend="matplotlib"))
-    hooks = [style.dress_matplotlib, style.title_matplotlib(panel.title, note=panel.note)]
+            # The marker is filled: holoviews sets an edge color, and matplotlib warns if the marker has no face.
+            parts.append(cross.opts(marker="X", s=70, color=styling["color"], edgecolors="none", backend="matplotlib"))
+    hooks = [style.dress_matplotlib, style.title_matplotlib(capitalized(panel.title), note=panel.note)]
     if panel.is_logarithmic:
         hooks.append(style.log_ticks_matplotlib(_RATIO))
     if is_first:

@@ -1,4 +1,4 @@
-"""Spectra of weights: a measure of every matrix over depth, and the eigenvalue density of one matrix."""
+"""Weight spectra: a measure of every matrix against depth, and the eigenvalue density of one matrix."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.formatting import clipped, counted, three_digits
+from workbench.formatting import capitalized, clipped, counted, three_digits
 from workbench.plots import style
+from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.schema.weights import WEIGHT_CHANGES, WEIGHTS, validate_weights
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT, _BETWEEN = 560, 240, 104
 #: Values that span more than this factor are drawn on a logarithmic axis.
 _LOGARITHMIC_SPAN = 10.0
-#: Smaller eigenvalues, relative to the largest, are left out of the density and counted in its note.
+#: Eigenvalues below this fraction of the largest are omitted from the density; its note states their number.
 _LOWEST = 1e-5
 _BINS_A_DECADE = 12
 _MOST_NAMED = 4
@@ -30,25 +31,25 @@ _TAIL, _EDGE = "#d55e00", "#0f8f66"
 def weight_spectra(
     spectra: xr.Dataset, *, measure: str = "alpha", matrix: str | None = None, backend: str = "bokeh"
 ) -> Any:
-    """Draw a measure of every weight matrix over depth, and below it the eigenvalue density of one matrix.
+    """Draw a measure of every weight matrix against depth, and the eigenvalue density of one matrix.
 
-    Above, one line per role; several matrices of a role in one layer, such as experts, are dots around their mean.
-    Matrices without a layer, such as embeddings, are named in the small line, as are undefined values. Below, the
-    density of the eigenvalues of W'W / N on logarithmic axes, with the power law fitted to its tail and the edge of the
-    bulk that a random matrix would have; eigenvalues beyond the edge, the spikes, are also drawn as single dots.
+    The upper panel has one line per role; several matrices of a role in one layer, such as experts, are dots around
+    their mean. The small line lists matrices without a layer, such as embeddings, and counts undefined values. The
+    lower panel shows the density of the eigenvalues of W'W / N on logarithmic axes, with the power law fitted to its
+    tail and the edge of the bulk of a random matrix. Eigenvalues beyond the edge (spikes) are also drawn as dots.
 
     Args:
-        spectra: Dataset of `workbench.weights.weight_spectra`.
+        spectra: Dataset from `workbench.weights.weight_spectra`.
         measure: Variable of the matrices to draw, such as ``"alpha"``, ``"stable_rank"`` or ``"n_spikes"``.
-        matrix: Name of the matrix below; None: the one with the smallest alpha, of those in layers.
+        matrix: Name of the matrix in the lower panel; None selects the smallest alpha among the matrices in layers.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
         A holoviews Layout of two panels with options for that backend only.
 
     Raises:
-        SchemaError: If the dataset holds no weight spectra or several steps, there is no such measure or matrix, or
-            the matrix is zero.
+        SchemaError: If the dataset holds no weight spectra or several steps, the measure or the matrix does not exist,
+            or the matrix is zero.
         OptionError: If the backend does not exist.
 
     Example:
@@ -57,14 +58,23 @@ def weight_spectra(
         >>> figure = wb.plots.weight_spectra(spectra, measure="stable_rank")
         >>> len(figure)  # panels
         2
+
+    See Also:
+        `workbench.weights.weight_spectra`: Computes the spectra.
+        `workbench.weights.power_law_tail`: Fits the tail.
     """
     spectra = validate_weights(spectra)
     if spectra["alpha"].dims != ("matrix",):
-        raise SchemaError(f"The weight spectra run over {', '.join(map(str, spectra['alpha'].dims))}; select one.")
+        dims = tuple(map(str, spectra["alpha"].dims))
+        raise SchemaError(
+            f"The weight spectra have dimensions {', '.join(dims)}, expected only matrix; select one step.",
+            name="alpha",
+            value=dims,
+            expected="a variable with the single dimension matrix",
+        )
     rules = WEIGHTS | WEIGHT_CHANGES
     known = [name for name in rules if name in spectra and rules[name].dims == ("matrix",)]
-    if measure not in known:
-        raise SchemaError(f"There is no measure '{measure}' of a weight matrix; choose from {', '.join(known)}.")
+    require_choices("measure", [measure], known)
     density = density_of(spectra, matrix)
     with style.drawing(backend) as hv:
         panels = [_depth_panel(hv, backend, spectra, measure), _density_panel(hv, backend, density)]
@@ -72,7 +82,7 @@ def weight_spectra(
 
 
 def depth_columns(spectra: xr.Dataset, measure: str) -> dict[str, dict[str, np.ndarray]]:
-    """Role -> columns ``layer``, the measure, ``alpha_error``, ``matrix`` of its matrices in layers, where defined."""
+    """Return by role the columns ``layer``, the measure, ``alpha_error`` and ``matrix`` of its matrices in layers."""
     found = {}
     is_drawn = (spectra["layer"].values >= 0) & np.isfinite(spectra[measure].values)
     for role in dict.fromkeys(spectra["role"].values.tolist()):
@@ -84,15 +94,15 @@ def depth_columns(spectra: xr.Dataset, measure: str) -> dict[str, dict[str, np.n
 
 
 def density_of(spectra: xr.Dataset, matrix: str | None = None) -> dict[str, Any]:
-    """The eigenvalue density of one matrix, as `weight_spectra` draws it.
+    """Return the eigenvalue density of one matrix, as `weight_spectra` draws it.
 
     Returns:
-        ``matrix``; ``edges`` of the bins and the ``density`` in each (0: none); ``spikes``, eigenvalues beyond the
-        edge; ``n_below``, those too small to be drawn; ``tail``, two columns of points of the fitted power law; and the
-        variables of the matrix.
+        ``matrix``; ``edges`` of the bins and the ``density`` in each; ``spikes``, the eigenvalues beyond the edge of
+        the bulk; ``n_below``, the number of eigenvalues too small to be drawn; ``tail``, x and y of points of the
+        fitted power law; and the variables of the matrix.
 
     Raises:
-        SchemaError: If there is no such matrix, or it is zero.
+        SchemaError: If the matrix does not exist, or is zero.
     """
     names = spectra["matrix"].values.tolist()
     if matrix is None:
@@ -101,13 +111,23 @@ def density_of(spectra: xr.Dataset, matrix: str | None = None) -> dict[str, Any]
         alphas = in_layers if np.isfinite(in_layers).any() else alphas
         matrix = names[int(np.nanargmin(alphas))] if np.isfinite(alphas).any() else names[0]
     if matrix not in names:
-        raise SchemaError(f"There is no matrix '{matrix}'; choose from those in spectra['matrix'], such as {names[0]}.")
+        raise SchemaError(
+            f"There is no matrix '{matrix}'; choose from those in spectra['matrix'], such as '{names[0]}'.",
+            name="matrix",
+            value=matrix,
+            expected=tuple(names),
+        )
     of_matrix = spectra.isel(matrix=names.index(matrix))
     values = {name: float(of_matrix[name]) for name in WEIGHTS if of_matrix[name].ndim == 0}
     size = max(int(of_matrix["n_rows"]), int(of_matrix["n_columns"]))
     eigenvalues = of_matrix["singular_value"].dropna("value").values ** 2 / size
     if not eigenvalues.any():
-        raise SchemaError(f"The matrix '{matrix}' is zero and has no eigenvalue density; choose another one.")
+        raise SchemaError(
+            f"The matrix '{matrix}' is zero and has no eigenvalue density; choose another one.",
+            name="matrix",
+            value=matrix,
+            expected="not zero",
+        )
     largest = eigenvalues.max()
     shown = eigenvalues[eigenvalues >= _LOWEST * largest]
     low, high = np.log10([shown.min(), largest])
@@ -128,13 +148,13 @@ def _depth_panel(hv: Any, backend: str, spectra: xr.Dataset, measure: str) -> An
     roles = depth_columns(spectra, measure)
     draw = Primitives(hv, backend, "layer", measure)
     for place, (role, columns) in enumerate(roles.items()):
-        look, layers = style.model_style(place), np.unique(columns["layer"])
+        styling, layers = style.model_style(place), np.unique(columns["layer"])
         mean = [columns[measure][columns["layer"] == layer].mean() for layer in layers]
-        draw.line(layers, mean, color=look["color"], dash=look["dash"], width=1.3, label=role)
+        draw.line(layers, mean, color=styling["color"], dash=styling["dash"], width=1.3, label=role)
         tips = [("", "@matrix"), (label, f"@{measure}")] + [("standard error", "@alpha_error")] * (measure == "alpha")
         draw.dots(
-            columns["layer"], columns[measure], color=look["color"], marker=look["marker"], size=6, columns=columns,
-            tips=tips, label=role,
+            columns["layer"], columns[measure], color=styling["color"], marker=styling["marker"], size=6,
+            columns=columns, tips=tips, label=role,
         )  # fmt: skip
     if not roles:
         draw.words(0, 1, "undefined for every matrix in a layer", align="center")
@@ -143,7 +163,7 @@ def _depth_panel(hv: Any, backend: str, spectra: xr.Dataset, measure: str) -> An
     is_log = lowest > 0 and highest > _LOGARITHMIC_SPAN * lowest
     last = max((int(columns["layer"].max()) for columns in roles.values()), default=0)
     return draw.panel(
-        title=f"{label[0].upper()}{label[1:]} of each weight matrix",
+        title=f"{capitalized(label)} of each weight matrix",
         note=_depth_note(spectra, measure),
         view=((-0.4, last + 0.4), (lowest / 1.15, highest * 1.15) if is_log else _padded(lowest, highest)),
         size=(_WIDTH, _HEIGHT),
@@ -168,7 +188,7 @@ def _depth_note(spectra: xr.Dataset, measure: str) -> list[str]:
         if np.isfinite(value)
     ]
     if len(outside) > _MOST_NAMED:
-        outside = [*outside[:_MOST_NAMED], f"{len(outside) - _MOST_NAMED} more in no layer"]
+        outside = [*outside[:_MOST_NAMED], f"{len(outside) - _MOST_NAMED} more outside of layers"]
     if measure == "alpha" and np.isfinite(values).any():
         outside.append(f"median standard error {three_digits(np.nanmedian(spectra['alpha_error'].values))}")
     if n_undefined := int((~np.isfinite(values)).sum()):
@@ -194,8 +214,8 @@ def _density_panel(hv: Any, backend: str, density: dict[str, Any]) -> Any:
     if np.isfinite(density["alpha"]):
         draw.line(*density["tail"], color=_TAIL, width=2.4, label="fitted power law")
         note.insert(
-            0, f"alpha {density['alpha']:.2f} ± {density['alpha_error']:.2f}, D {density['ks_distance']:.3f}, "
-            f"{density['n_tail']:.0f} eigenvalues in the tail",
+            0, f"alpha {density['alpha']:.2f} ± {density['alpha_error']:.2f}, "
+            f"KS distance {density['ks_distance']:.3f}, {density['n_tail']:.0f} eigenvalues in the tail",
         )  # fmt: skip
     return draw.panel(
         title=f"Eigenvalues of {clipped(density['matrix'], 52)}",

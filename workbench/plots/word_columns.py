@@ -1,4 +1,4 @@
-"""Many texts of a panel as one element; one element for each, by `Primitives.words`, is slow for tens of them."""
+"""Many texts of a panel as one element; `Primitives.words`, with one element per text, is slow for tens of texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIZE = style.TICK_SIZE - 0.5
 
 
 def column_of_words(draw: Primitives, x: Any, y: Any, texts: Sequence[str], *, align: str = "left") -> None:
-    """Draw texts whose ``align`` edge is at the points; nothing if there are none.
+    """Write texts whose ``align`` edge is at the points.
 
     Args:
         draw: Primitives of the panel.
@@ -30,14 +30,14 @@ def column_of_words(draw: Primitives, x: Any, y: Any, texts: Sequence[str], *, a
     x, y = np.broadcast_arrays(np.asarray(x, dtype=float), np.asarray(y, dtype=float))
     data = {str(draw.x): x, str(draw.y): y, "text": np.asarray(texts)}
     words = draw.hv.Labels(data, [draw.x, draw.y], "text")
-    look: dict[str, Any]
+    styling: dict[str, Any]
     if draw.is_bokeh:
-        look = {
+        styling = {
             "text_align": align,
             "text_baseline": "middle",
             "text_color": draw.ink,
             "text_font_size": f"{_SIZE}pt",
         }
     else:
-        look = {"horizontalalignment": align, "verticalalignment": "center", "color": draw.ink, "size": _SIZE}
-    draw.parts.append(words.opts(**look, backend=draw.backend))
+        styling = {"horizontalalignment": align, "verticalalignment": "center", "color": draw.ink, "size": _SIZE}
+    draw.parts.append(words.opts(**styling, backend=draw.backend))

@@ -1,4 +1,4 @@
-"""The node of a backward pass that makes the first gradient that is not finite."""
+"""Search for the node of a backward pass that computes the first gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from workbench.probes.bad_operations import gradient_suggestion
-from workbench.probes.bad_tensor import BadTensor, Neighbour
+from workbench.probes.bad_tensor import BadTensor, Neighbor, bad_tensor_of
 from workbench.probes.graph_readings import Step, backward_steps, leaf_key
 from workbench.probes.pass_readings import Calls, Reading, largest_of, read, readings_of
 
 
 def first_bad_gradient(loss: Tensor, calls: Calls, weights: Mapping[str, Tensor]) -> BadTensor | None:
-    """Run the backward pass of a loss and find the first node that makes a bad gradient of a parameter.
+    """Run the backward pass of a loss and find the first node that causes a bad gradient of a parameter.
 
     Args:
         loss: A finite loss with its graph, which is freed.
-        calls: Calls of the forward pass, with numbers that were read.
+        calls: Calls of the forward pass, whose readings have been transferred by `read`.
         weights: Parameters by their names.
 
     Returns:
@@ -38,7 +38,7 @@ class _Search:
     """The search in a backward pass.
 
     Args:
-        steps: Nodes that were run, in their order.
+        steps: Nodes that were run, in the order of the backward pass.
         calls: Calls of the forward pass.
         parameters: Names of parameters by their keys.
     """
@@ -49,7 +49,7 @@ class _Search:
         self._calls = {step.key: calls.running_at(step.key) for step in steps}
 
     def found(self, bad: Mapping[int, Reading]) -> BadTensor:
-        """The first step that makes a gradient bad, of those that lead to one of the bad parameters."""
+        """Return the first step that causes a bad gradient, among those that lead to one of the bad parameters."""
         leads = set(bad)
         for step in reversed(self._steps):
             if any(r.n_bad and target in leads for target, r in step.passed):
@@ -66,10 +66,10 @@ class _Search:
         key, reading = next(iter(bad.items()))
         owner, _, name = self._parameters[key].rpartition(".")
         largest = largest_of(self._contributions(key))
-        return BadTensor.of(reading, owner, f"gradient of parameter {name}", largest, pass_="backward")
+        return bad_tensor_of(reading, owner, f"gradient of parameter {name}", largest, pass_="backward")
 
     def _passed(self, i: int, passed: Sequence[tuple[int, Reading]]) -> BadTensor:
-        """A node that gets finite gradients and passes on others."""
+        """Describe a node that receives finite gradients and passes on others."""
         step = self._steps[i]
         named = [(self._parameter(step, target), reading) for target, reading in passed]
         name, reading = next((pair for pair in named if pair[0] is None), named[0])
@@ -81,12 +81,12 @@ class _Search:
         call = self._calls[self._steps[i].key]
         if call is None:
             tensor = "gradient from the loss"
-        bracket = self._neighbour(i, reversed(range(i))), self._neighbour(i, range(i + 1, len(self._steps)))
-        place = BadTensor.of(reading, "" if call is None else call.name, tensor, largest_of(before), pass_="backward")
+        bracket = self._neighbor(i, reversed(range(i))), self._neighbor(i, range(i + 1, len(self._steps)))
+        place = bad_tensor_of(reading, "" if call is None else call.name, tensor, largest_of(before), pass_="backward")
         return replace(place, bracket=bracket)
 
-    def _neighbour(self, i: int, steps: Iterable[int]) -> Neighbour | None:
-        """The first other module in these steps of which all gradients are finite."""
+    def _neighbor(self, i: int, steps: Iterable[int]) -> Neighbor | None:
+        """Return the first other module in these steps whose gradients are all finite."""
         names = ["the loss" if (call := self._calls[step.key]) is None else call.name for step in self._steps]
         passed: dict[str, list[Reading]] = {}
         for j in steps:
@@ -97,11 +97,11 @@ class _Search:
         return None
 
     def _contributions(self, key: int) -> list[Reading]:
-        """What is added up to the gradient that a node or parameter gets."""
+        """Return the summands of the gradient that a node or parameter receives."""
         return [reading for step in self._steps for target, reading in step.passed if target == key]
 
     def _parameter(self, step: Step, target: int) -> str | None:
-        """Name of the parameter that a gradient is of, also if it is transposed or cast first; None: of none."""
+        """Return the name of the parameter of a gradient, also if it is transposed or cast first; None if none."""
         call = self._calls[step.key]
         while target not in self._parameters:
             follower = self._by_key.get(target)

@@ -1,4 +1,4 @@
-"""Operations that make values that are not finite out of finite ones, and what they suggest."""
+"""Operations that compute values that are not finite from finite ones, and their probable causes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workbench.formatting import number_in_words
 from workbench.probes.pass_readings import Reading, largest_of, readings_of
 
-#: Operations that write a value which the program names, or none yet.
+#: Operations that write a value given by the program, or leave memory uninitialized.
 _FILLS = {
     "fill",
     "maskedfill",
@@ -29,7 +29,7 @@ _ROOTS = {"sqrt", "rsqrt"}
 _QUOTIENTS = {"div", "reciprocal", "rsqrt"}
 _SOFTMAX = {"softmax", "logsoftmax"}
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "mul", "addcmul"}
-#: Operations that make finite numbers infinite, or NaN, by overflow alone.
+#: Operations that turn finite numbers into infinite ones or NaN only by overflow.
 _OVERFLOWS = _PRODUCTS | {"add", "sub", "sum", "cumsum", "exp", "exp2", "expm1", "square", "tocopy", "copy", "linear"}
 
 
@@ -38,16 +38,16 @@ Seen = tuple[str, list[Reading], list[Reading]]
 
 
 class Operations(TorchDispatchMode):
-    """The operations of torch in a part of a pass, with readings of what entered and left each.
+    """Dispatch mode that records the operations of torch in a part of a pass, with readings of inputs and results.
 
     Args:
-        is_part: Function that says whether the pass is in that part.
+        is_part: Function that returns whether the pass is currently in that part.
 
     Attributes:
-        seen: The operations, in their order.
+        seen: The operations, in order of execution.
     """
 
-    #: flex_attention is an operator of operators, which torch otherwise refuses to run in a dispatch mode.
+    #: flex_attention is a higher-order operator, which torch otherwise does not run in a dispatch mode.
     supports_higher_order_operators = True
 
     def __init__(self, is_part: Callable[[], bool]) -> None:
@@ -70,7 +70,7 @@ class BadOperation(NamedTuple):
     """An operation of torch whose result is not finite.
 
     Attributes:
-        name: Its name in torch, such as "exp".
+        name: Name in torch, such as "exp".
         result: Reading of the result.
         inputs: Readings of its inputs.
     """
@@ -81,24 +81,24 @@ class BadOperation(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """Largest finite |value| that went in."""
+        """Largest finite |value| of the inputs."""
         return largest_of(self.inputs)
 
     @property
-    def lowest_goes_in(self) -> bool:
-        """Whether -inf goes in, other than as the mask of attention or into a softmax."""
+    def has_unmasked_lowest(self) -> bool:
+        """Whether an input contains -inf, other than the mask of attention or the input of a softmax."""
         key = _plain(self.name)
         unmasked = self.inputs[:3] if "attention" in key else self.inputs  # queries, keys, values
         return key not in _SOFTMAX and any(r.n_bad for r in unmasked)
 
     @property
     def suggestion(self) -> str:
-        """What the result suggests; empty: nothing that is certain."""
+        """Probable cause of the result; empty if none is certain."""
         key = _plain(self.name)
         if "attention" in key:
-            return f"{_overflow(self.result.dtype)}, or a row that the mask hides throughout"
+            return f"{_overflow(self.result.dtype)}, or a row in which the mask hides every position"
         if any(r.n_bad for r in self.inputs):
-            masked = "a row of what it gets is -inf throughout, as where a mask hides every position"
+            masked = "a row of its input is all -inf, as if a mask hides every position"
             return masked if key in _SOFTMAX else ""
         if key == "mean" and not any(r.n_values for r in self.inputs):
             return "there are no values to average"
@@ -107,20 +107,20 @@ class BadOperation(NamedTuple):
         if key in _ROOTS and self.result.n_nan:
             return "the root of a negative number"
         if key in _QUOTIENTS:
-            return "a division by zero, or by a number so small that the quotient is too large"
+            return "a division by zero, or by a number so small that the quotient overflows"
         if key.startswith("nllloss") and self.result.n_nan:
             return "there is no target to average over"
         return _overflow(self.result.dtype) if key in _OVERFLOWS else ""
 
 
 def first_bad_operation(seen: Sequence[Seen]) -> BadOperation | None:
-    """The first operation that makes values that are not finite; -inf may go in, as masks hold it.
+    """Return the first operation with finite inputs whose result is not finite; inputs may contain -inf, as in masks.
 
-    Operations on the path of a gradient come first: what is computed beside it, such as buckets of positions, is often
-    not finite where nobody uses it.
+    Operations on the path of a gradient take precedence: other results, such as buckets of positions, are often not
+    finite at entries that are never used.
 
     Args:
-        seen: Operations as `Operations` has them, with numbers that were read.
+        seen: Operations recorded by `Operations`, whose readings have been transferred by `read`.
     """
     bad = []
     for name, inputs, results in seen:
@@ -133,11 +133,11 @@ def first_bad_operation(seen: Sequence[Seen]) -> BadOperation | None:
 
 
 def gradient_suggestion(node: str, dtype: torch.dtype) -> str:
-    """What a node of the graph suggests that gets a finite gradient and passes on another one.
+    """Return the probable cause if a node of the graph receives a finite gradient and passes on one that is not finite.
 
     Args:
         node: Name of the node, such as "SqrtBackward0".
-        dtype: Number format of what it passes on.
+        dtype: Number format of the gradient that it passes on.
     """
     key = _plain(re.sub(r"Backward\d*$", "", node))
     if key == "tocopy":

@@ -1,4 +1,4 @@
-"""The contents of training batches: entropy of tokens and labels, and examples that were there before."""
+"""Contents of training batches: entropy of tokens and labels, and repeated examples."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 
-#: Labels that losses leave out, by PyTorch's convention.
+#: Label that losses ignore, by PyTorch's convention.
 _IGNORED = -100
 #: Seed of the factors of the hash, so that equal examples have equal hashes in every run.
 _SEED = 20240917
 
 
 class BatchProbe:
-    """Measures the contents of batches as they come, without waiting for the device.
+    """Measures the contents of successive batches, without waiting for the device.
 
-    Broken data loaders repeat examples, feed constants or lose labels. The loss shows it late or, where they repeat,
-    as progress. Cost: one sort of the batch's tokens and of its labels, and a search among the hashes of recent
-    examples. Two different examples have the same hash with a chance of 2^-64.
+    Broken data loaders repeat examples, feed constants or lose labels. The loss shows this late, and repeated examples
+    even as progress. Cost: one sort of the batch's tokens and of its labels, and a search among the hashes of recent
+    examples. Two different examples have equal hashes with probability 2^-64.
 
     Args:
-        n_recent: Number of examples to remember, of the batches before.
+        n_recent: Number of recent examples to remember.
 
     Raises:
         OptionError: If ``n_recent`` is negative.
@@ -38,11 +38,15 @@ class BatchProbe:
         {'token_entropy': 2.079, 'repeated_examples': 0.0}
         >>> float(probe.take(batch)["repeated_examples"])
         1.0
+
+    See Also:
+        `workbench.Recorder`: Measures every training batch.
+        `workbench.Alarms`: Raises an alarm if a data loader repeats itself.
     """
 
     def __init__(self, n_recent: int = 1024) -> None:
         if n_recent < 0:
-            raise OptionError(f"n_recent is {n_recent}, expected the number of examples to remember, at least 0.")
+            raise OptionError.of("n_recent", n_recent, "at least 0")
         self._n_recent = n_recent
         self._hashes: Tensor | None = None
         self._factors: dict[int, Tensor] = {}
@@ -54,17 +58,25 @@ class BatchProbe:
         Args:
             inputs: Inputs of the model: a tensor, shape (example, ...), or a mapping with ``input_ids``, in which an
                 ``attention_mask`` of the same shape hides tokens and ``labels`` are the labels.
-            labels: Labels, integers of any shape; -100 is left out. None: those of the mapping.
+            labels: Labels, integers of any shape; -100 is ignored. None for those of the mapping.
 
         Returns:
             0-dim tensors on the device of the inputs:
 
-            - ``token_entropy``: Entropy of the distribution of the token ids, nat; absent where inputs are no ids.
-            - ``label_entropy``: The same of the labels; absent without integer labels.
-            - ``label_agreement``: Share of the labels that are tokens of their inputs, at the same or at the next
-              position, whichever are more: 1 in language modelling; absent where labels and ids differ in shape.
-            - ``repeated_examples``: Share of the examples that equal an earlier one, of this batch or a recent
-              one; absent if the inputs hold no tensor.
+            - ``token_entropy``: Entropy of the distribution of the token ids, in nat; absent if inputs are not ids.
+            - ``label_entropy``: Entropy of the distribution of the labels, in nat; absent without integer labels.
+            - ``label_agreement``: Fraction of the labels that equal the tokens of their inputs at the same or at the
+              next position, whichever is larger: 1 in language modeling; absent if labels and ids differ in shape.
+            - ``repeated_examples``: Fraction of the examples that equal an earlier one, of this batch or a recent one;
+              absent if the inputs contain no tensor.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+            >>> found = wb.probes.BatchProbe().take(tokens[:, :-1], labels=tokens[:, 1:])
+            >>> float(found["label_agreement"])
+            1.0
         """
         first, mask = _first(inputs), None
         if isinstance(inputs, Mapping):
@@ -84,18 +96,38 @@ class BatchProbe:
         return found
 
     def state_dict(self) -> list[int]:
-        """The hashes of the recent examples, for JSON."""
+        """Return the hashes of the recent examples, as JSON values.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> probe = wb.probes.BatchProbe()
+            >>> found = probe.take(torch.arange(8).reshape(2, 4))
+            >>> len(probe.state_dict())
+            2
+        """
         return [] if self._hashes is None else self._hashes.tolist()
 
     def load_state_dict(self, hashes: Sequence[int]) -> None:
-        """Remember the examples whose hashes `state_dict` gave."""
+        """Restore the recent examples from `state_dict`.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> before, after = wb.probes.BatchProbe(), wb.probes.BatchProbe()
+            >>> batch = torch.arange(8).reshape(2, 4)
+            >>> found = before.take(batch)
+            >>> after.load_state_dict(before.state_dict())
+            >>> float(after.take(batch)["repeated_examples"])
+            1.0
+        """
         self._hashes = torch.tensor(list(hashes), dtype=torch.int64) if hashes else None
 
     def _repeated(self, examples: Tensor) -> Tensor:
         hashes = self._hashed(examples)
         n = len(hashes)
         known = hashes if self._hashes is None else torch.cat([self._hashes.to(hashes.device), hashes])
-        # Stable: among equal hashes the earlier one comes first.
+        # The sort is stable, so that among equal hashes the earlier one comes first.
         ordered, order = known.sort(stable=True)
         is_repeated = torch.zeros(len(known), dtype=torch.bool, device=known.device)
         is_repeated[order[1:]] = ordered[1:] == ordered[:-1]
@@ -103,7 +135,7 @@ class BatchProbe:
         return is_repeated[-n:].double().mean()
 
     def _hashed(self, examples: Tensor) -> Tensor:
-        """A hash of each example, int64; sums of products modulo 2^64."""
+        """Return a hash of each example, int64: a sum of products modulo 2^64."""
         rows = examples.flatten(1) if examples.ndim > 1 else examples[:, None]
         if rows.is_floating_point():  # the bits of the numbers
             rows = rows.double().view(torch.int64)
@@ -119,7 +151,7 @@ class BatchProbe:
 
 
 def _first(inputs: Any) -> Tensor | None:
-    """The tensor that holds the examples."""
+    """Return the tensor that contains the examples."""
     if isinstance(inputs, Mapping):
         given = inputs.get("input_ids")
         values = [given] if isinstance(given, Tensor) else list(inputs.values())
@@ -133,20 +165,20 @@ def _are_ids(values: Tensor) -> bool:
 
 
 def _agreement(ids: Tensor, labels: Tensor) -> Tensor:
-    """NaN where no label counts."""
-    shares = []
+    """Return the fraction of labels that equal the tokens; NaN if all labels are ignored."""
+    fractions = []
     for tokens, compared in ((ids, labels), (ids[:, 1:], labels[:, :-1])):
         counts = compared != _IGNORED
-        shares.append(((tokens == compared) & counts).sum().double() / counts.sum())
-    return torch.fmax(*shares)
+        fractions.append(((tokens == compared) & counts).sum().double() / counts.sum())
+    return torch.fmax(*fractions)
 
 
 def _entropy(ids: Tensor, is_counted: Tensor | None) -> Tensor:
-    """Compute log n - sum_i log c(id_i) / n, c the count of an id: without a table, without a wait."""
+    """Compute log n - sum_i log c(id_i) / n, where c is the count of an id, without waiting for the device."""
     values = ids.flatten().to(torch.int64)
     if is_counted is None:
         is_counted = torch.ones_like(values, dtype=torch.bool)
-    # What does not count becomes one value, whose elements weigh nothing.
+    # Excluded elements are set to one value, and have weight 0.
     values = torch.where(is_counted.flatten(), values, torch.iinfo(torch.int64).max)
     ordered = values.sort().values
     counts = torch.searchsorted(ordered, values, right=True) - torch.searchsorted(ordered, values)

@@ -11,40 +11,40 @@ import numpy as np
 
 from workbench.errors import OptionError
 from workbench.probes.gradient_agreement import GradientAgreement, GradientVerdict, ProjectedGradients
-from workbench.probes.gradient_scale import Rounding, fit_scale, fit_weights, is_single, rms, tells_apart
+from workbench.probes.gradient_scale import Rounding, distinguishes, fit_scale, fit_weights, is_single, rms
 
-#: Root mean square error of rounding to t significant bits over 2^-t: 1 / sqrt(3) over mantissas spread evenly in the
-#: logarithm, sqrt(ln 2 / 4.5).
+#: Root mean square error of rounding to t significant bits over 2^-t: for mantissas that are uniform in the logarithm,
+#: sqrt(ln 2 / 4.5).
 _RMS_ROUNDING = math.sqrt(math.log(2) / 4.5)
-#: Errors of one number format differ little between parameters: their 90 % quantile is at most so many times the 10 %
-#: one. Chance among eight projections makes a factor of 2, and the rest is left for cancellation between ranks.
+#: Largest ratio of the 90 % to the 10 % quantile of the errors of one number format over parameters. The random
+#: variation of eight projections accounts for a factor of 2, cancellation between ranks for the remaining factor.
 _EVENNESS = 8.0
 
 
 def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradients] = ()) -> GradientAgreement:
     """Compare the gradients that the optimizer received with the mean of those that the ranks computed.
 
-    One scale, common to all parameters, is free: it is the one that the most parameters agree with, so that lost or
-    corrupted ones do not shift it. A parameter is "as computed" if rounding explains what the scale leaves over. Others
-    are explained, in this order, by an earlier step, by the mean without one rank or, in one process, without one
-    backward pass, by zeros, by a scale of their own,
-    by weights of the ranks (least squares over all that are left), or by a coarser number format (errors of an even
-    relative size in most parameters); what is left is "not what was computed".
+    One scale, common to all parameters, is free: the scale with which most parameters agree, so that lost or corrupted
+    parameters do not shift it. A parameter is "as computed" if rounding explains the difference at this scale. The
+    others are explained, in this order, by an earlier step, by the mean without one rank or, in one process, without
+    one backward pass, by zeros, by an individual scale, by weights of the ranks (least squares over all remaining
+    parameters), or by a coarser number format (errors of similar relative size in most parameters). The remaining ones
+    are "not what was computed".
 
     Error bound: m = passes + ranks + 4 additions and scalings each change a gradient by at most half the format's eps,
-    relative to the norms that were added, and by its smallest normal number where numbers underflow. Random signs are
-    independent of the gradients, so that the root mean square of K projections exceeds 1 + 8 / sqrt(K) times that bound
-    with a probability below 1e-14. In bfloat16 the bound is coarse, and only what exceeds it is seen.
+    relative to the norms that were added, and by the smallest normal number if numbers underflow. Random signs are
+    independent of the gradients, so the root mean square of K projections exceeds 1 + 8 / sqrt(K) times that bound with
+    a probability below 1e-14. In bfloat16 the bound is coarse, and only larger differences are detected.
 
-    What cannot be told: which rank is missing if their gradients are parallel; which step a gradient is of without
-    ``earlier``; a wrong factor of one parameter from clipping one by one; in a model of one or two parameters, a small
-    corruption from low precision.
+    Not distinguished: which rank is missing if the gradients of the ranks are parallel; the step of a stale gradient
+    without ``earlier``; a wrong factor of one parameter and clipping of individual parameters; in a model of one or two
+    parameters, a small corruption and low precision.
 
-    Cost: milliseconds for hundreds of parameters; where gradients disagree, as much for each rank and earlier step.
+    Cost: milliseconds for hundreds of parameters; if gradients disagree, the same again for each rank and earlier step.
 
     Args:
         step: Projections of the step.
-        earlier: Projections of the steps before it, the last one first, of the same parameters and signs.
+        earlier: Projections of the steps before it, the latest first, of the same parameters and with the same signs.
 
     Returns:
         The verdict with its evidence.
@@ -62,16 +62,23 @@ def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradi
         ...     computed, computed, received, np.ones((2, 3)), np.full(3, 10), ("float32",) * 3
         ... )
         >>> wb.probes.compare_gradients(step).sentence
-        'The optimizer gets zeros although gradients were computed, in 1 of 3 parameters.'
+        'The optimizer receives zeros although gradients were computed, in 1 of 3 parameters.'
+
+    See Also:
+        `workbench.probes.GradientProjections`: Computes the projections of a step.
+        `workbench.probes.known_answer_all_reduce`: Checks the reduction without gradients.
     """
     for age, before in enumerate(earlier, 1):
         if before.computed.shape != step.computed.shape:
             raise OptionError(
-                f"The gradients of {age} steps before have shape {before.computed.shape}, expected that of the step, "
-                f"{step.computed.shape}; pass steps of the same parameters and ranks."
+                f"The projections of {age} steps before have shape {before.computed.shape}, expected that of the step, "
+                f"{step.computed.shape}; pass steps of the same parameters and ranks.",
+                name="earlier",
+                value=before.computed.shape,
+                expected=f"of shape {step.computed.shape}",
             )
     if not step.n_passes:
-        return _not_measured(step, "no backward pass reached the parameters; the optimizer may move copies of them")
+        return _not_measured(step, "no backward pass reached the parameters; the optimizer may update copies of them")
     if not (np.isfinite(step.computed).all() and np.isfinite(step.accumulated).all()):
         return _not_measured(step, "computed gradients are not finite")
     found = _on_all_ranks(step, step.computed, earlier)
@@ -92,7 +99,7 @@ def _not_measured(step: ProjectedGradients, reason: str) -> GradientAgreement:
 def _on_all_ranks(
     step: ProjectedGradients, local: np.ndarray, earlier: Sequence[ProjectedGradients]
 ) -> GradientAgreement:
-    """The gravest result on any rank; ranks that received the very same are compared once."""
+    """Return the most severe result on any rank; ranks that received identical gradients are compared once."""
     receivers: dict[bytes, list[int]] = {}
     for rank, received in enumerate(step.received):
         receivers.setdefault(received.tobytes(), []).append(rank)
@@ -123,32 +130,32 @@ def _compare(
     claim(~np.isfinite(received).all(1), GradientVerdict.NOT_COMPUTED)
     received = np.where(np.isfinite(received), received, 0.0)
     is_zero = (received == 0).all(1)
-    is_telling = ~is_single(mean) if (rest & ~is_single(mean)).any() else rest
-    now = fit_scale(mean, received, rounding, rest, is_telling)
+    is_decisive = ~is_single(mean) if (rest & ~is_single(mean)).any() else rest
+    now = fit_scale(mean, received, rounding, rest, is_decisive)
     claim(now.is_explained & now.is_close, GradientVerdict.AS_COMPUTED)
     is_hidden = is_zero & (rms(mean) <= rounding.tolerance(1.0))
     claim(now.is_explained | now.is_vague | is_hidden, GradientVerdict.NOT_MEASURED)
     for age, before in enumerate(earlier, 1):
         expected, usual = before.computed.mean(0), Rounding.of(before)
-        fit = fit_scale(expected, received, usual, rest, tells_apart(expected, mean, usual))
+        fit = fit_scale(expected, received, usual, rest, distinguishes(expected, mean, usual))
         ages[age] = claim(fit.is_explained, GradientVerdict.STALE)
     for rank in range(n_ranks) if n_ranks > 1 and rest.any() else ():
         expected = mean - local[rank] / n_ranks
-        fit = fit_scale(expected, received, rounding, rest, tells_apart(expected, mean, rounding))
+        fit = fit_scale(expected, received, rounding, rest, distinguishes(expected, mean, rounding))
         if claim(fit.is_explained, GradientVerdict.RANK_MISSING):
             missing.add(rank)
     for i, of_pass in enumerate(() if step.passes is None or not rest.any() else step.passes):
         expected = mean - of_pass
-        fit = fit_scale(expected, received, rounding, rest, tells_apart(expected, mean, rounding))
+        fit = fit_scale(expected, received, rounding, rest, distinguishes(expected, mean, rounding))
         if claim(fit.is_explained & fit.is_close, GradientVerdict.PASS_MISSING):
             missing_passes.add(i)
     claim(is_zero, GradientVerdict.PARAMETERS_MISSING)
-    # A single number has a scale of its own whatever it is: without a common one to compare with it says nothing.
+    # A single number always has an individual scale, which is no evidence without a common scale to compare with.
     claim(now.is_parallel, GradientVerdict.SCALED if math.isfinite(now.scale) else GradientVerdict.NOT_MEASURED)
-    # What is left is explained together. In coarse formats a missing rank shows in all parameters together alone.
+    # The remaining parameters are explained jointly. In coarse formats a missing rank shows only in this way.
     together = rest.copy() if rest.any() else is_active & (now.is_explained | now.is_vague)
     pooled = fit_weights(local, received, rounding, together, now.scale)
-    n_bits = _bits_left(mean[rest], received[rest], rounding.size[rest], pooled.scale)
+    n_bits = _significant_bits(mean[rest], received[rest], rounding.size[rest], pooled.scale)
     scale = now.scale
     if pooled.missing:
         missing |= {*pooled.missing}
@@ -157,7 +164,7 @@ def _compare(
         states[rest] = GradientVerdict.RANKS_UNEQUAL
     elif not math.isnan(n_bits) and rest.sum() > (states == GradientVerdict.AS_COMPUTED).sum():
         states[rest], scale = GradientVerdict.LOW_PRECISION, pooled.scale
-        # Zeros in place of the smallest gradients alone are those that underflow in the format.
+        # If only the smallest gradients are zero, they underflow in the format.
         typical = rounding.size / np.sqrt(step.n_elements)
         is_missing = states == GradientVerdict.PARAMETERS_MISSING
         states[is_missing & (typical < typical[rest].min())] = GradientVerdict.LOW_PRECISION
@@ -186,8 +193,8 @@ def _compare(
     )
 
 
-def _bits_left(expected: np.ndarray, received: np.ndarray, size: np.ndarray, scale: float) -> float:
-    """Significant bits of the number format whose rounding explains what a scale leaves over; NaN if none does."""
+def _significant_bits(expected: np.ndarray, received: np.ndarray, size: np.ndarray, scale: float) -> float:
+    """Return the significant bits of the number format whose rounding explains the residuals; NaN if none does."""
     if not (math.isfinite(scale) and len(size) and (size > 0).all()):
         return math.nan
     left = rms(received - scale * expected)

@@ -1,4 +1,4 @@
-"""Scales and weights of ranks that explain projections of received gradients, and what rounding explains of them."""
+"""Scales and rank weights that explain projections of received gradients, up to rounding errors."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from workbench.probes.gradient_agreement import ProjectedGradients
 
 #: A random-sign projection is sub-Gaussian: the root mean square of N projections exceeds 1 + s / sqrt(N) times the
 #: norm with a probability below exp(-s^2 / 2), here 1e-14 (Laurent and Massart 2000, lemma 1).
-SURENESS = 8.0
-#: Roundings of a gradient besides those of sums: division by the number of ranks, unscaling, clipping, and one more.
+N_DEVIATIONS = 8.0
+#: Roundings of a gradient other than those of sums: division by the number of ranks, unscaling, clipping, and one more.
 _N_SCALINGS = 4
-#: Rounding of a projection itself over 2^-53 sqrt(elements): float64 sums in chains of at most 64^2 additions.
+#: Rounding error of a projection itself over 2^-53 sqrt(elements): float64 sums in chains of at most 64^2 additions.
 _SUMMING = 64.0
-#: Gradients are alike that differ by less than this share. Of others, eight projections are so once in ten thousand.
+#: Relative difference below which gradients are alike. Eight projections of different gradients are alike by chance
+#: once in ten thousand cases.
 _LARGEST_DIFFERENCE = 0.25
-#: Scales that are tried at most as the common one.
+#: Largest number of scales that are tried as the common one.
 _N_CANDIDATES = 64
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding explains, by parameter: a part relative to the norms that were added, and one of underflow.
+    """Bound of the rounding error by parameter: a part relative to the norms that were added, and one from underflow.
 
     Attributes:
         size: Mean over ranks of the norms that were added, shape (parameter,), in units of the gradient.
         relative: Norm of the rounding error over ``size``, in the same shape, unit 1.
         underflow: Norm of the error of numbers too small for the format, in units of the gradient.
         n_elements: Number of elements of each parameter.
-        factor: Root mean square over the projections of a parameter that no chance exceeds, over the norm.
+        factor: Practically certain bound of the root mean square over the projections of a parameter, over its norm.
     """
 
     size: np.ndarray
@@ -43,20 +44,20 @@ class Rounding:
 
     @classmethod
     def of(cls, step: ProjectedGradients) -> Rounding:
-        """The rounding of a step."""
+        """Return the bound for a step."""
         n_roundings = step.n_passes + step.n_ranks + _N_SCALINGS
         formats = [torch.finfo(getattr(torch, name)) for name in step.formats]
         eps = np.array([each.eps for each in formats])
-        # Devices may flush what is below the smallest normal number to 0, but not in float16.
+        # Devices may flush numbers below the smallest normal one to 0, but not in float16.
         least = np.array([each.tiny * (each.eps if each.dtype == "float16" else 1) for each in formats])
         roots = np.sqrt(step.n_elements)
         relative = n_roundings * eps / 2 + _SUMMING * roots * 2.0**-53
         n_projections = step.computed.shape[2]
-        factor = 1 + SURENESS / math.sqrt(n_projections)
+        factor = 1 + N_DEVIATIONS / math.sqrt(n_projections)
         return cls(step.size.mean(0), relative, n_roundings * least * roots, step.n_elements, factor)
 
     def tolerance(self, scale: float | np.ndarray) -> np.ndarray:
-        """Largest root mean square over projections that rounding explains, of gradients times a scale."""
+        """Return the largest root mean square over projections that rounding explains, for gradients times a scale."""
         return self.factor * (np.abs(scale) * (self.relative * self.size + self.underflow) + self.underflow)
 
 
@@ -65,12 +66,12 @@ class Fit:
     """One scale for many parameters; all arrays have the shape (parameter,).
 
     Attributes:
-        scale: The scale; NaN if no parameter gives one.
+        scale: The scale; NaN if no parameter determines one.
         is_explained: Whether rounding explains the difference between expected gradients times the scale and those
             received.
-        is_close: Whether they are alike besides, so that another gradient would have been seen.
-        is_parallel: Whether both hold of a scale of the parameter's own.
-        is_vague: Whether rounding explains the difference at a scale of its own, as it explains almost any.
+        is_close: Whether they are also alike, so that a different gradient would have been detected.
+        is_parallel: Whether both conditions hold at the parameter's individual scale.
+        is_vague: Whether rounding explains the difference at the individual scale, but would explain almost any.
     """
 
     scale: float
@@ -81,33 +82,33 @@ class Fit:
 
 
 def rms(values: np.ndarray) -> np.ndarray:
-    """Root mean square over the last axis."""
+    """Return the root mean square over the last axis."""
     return np.sqrt(np.square(values).mean(-1))
 
 
 def is_single(gradients: np.ndarray) -> np.ndarray:
-    """Whether a gradient has but one number that counts, so that all its projections have one size, (parameter,)."""
+    """Return whether a gradient has one dominant element, so that its projections have equal sizes, (parameter,)."""
     return np.ptp(np.abs(gradients), axis=1) <= 1e-4 * np.abs(gradients).max(1)
 
 
 def own_scales(expected: np.ndarray, received: np.ndarray) -> np.ndarray:
-    """Least-squares scale of each parameter, shape (parameter,); 0 where nothing is expected."""
+    """Return the least-squares scale of each parameter, shape (parameter,); 0 if the expected gradient is 0."""
     square = np.square(expected).sum(1)
     return (expected * received).sum(1) / np.where(square > 0, square, 1.0)
 
 
 def fit_scale(
-    expected: np.ndarray, received: np.ndarray, rounding: Rounding, among: np.ndarray, is_telling: np.ndarray
+    expected: np.ndarray, received: np.ndarray, rounding: Rounding, among: np.ndarray, is_decisive: np.ndarray
 ) -> Fit:
-    """Find the scale that the most parameters agree with.
+    """Find the scale with which most parameters agree.
 
     Args:
-        expected: Projections of the gradients that are expected, shape (parameter, projection).
-        received: Projections of those that were received, in the same shape.
-        rounding: What rounding explains.
-        among: Parameters to fit, shape (parameter,), truth values.
-        is_telling: Parameters of which one at least must agree for there to be a scale, in the same shape; others agree
-            with other gradients too.
+        expected: Projections of the expected gradients, shape (parameter, projection).
+        received: Projections of the received gradients, in the same shape.
+        rounding: Bound of the rounding error.
+        among: Boolean mask of the parameters to fit, shape (parameter,).
+        is_decisive: Boolean mask of the parameters of which at least one must agree with the scale, in the same shape;
+            the others would agree with other gradients too.
     """
 
     def left(scale: float | np.ndarray) -> np.ndarray:
@@ -126,7 +127,7 @@ def fit_scale(
 
     def n_members(scale: float) -> int:
         members = is_parallel & is_explained(scale)
-        return int(members.sum()) if (members & is_telling).any() else 0
+        return int(members.sum()) if (members & is_decisive).any() else 0
 
     candidates = np.sort(own[is_parallel])
     spread = np.linspace(0, len(candidates) - 1, min(len(candidates), _N_CANDIDATES)).round().astype(int)
@@ -141,13 +142,13 @@ def fit_scale(
     return Fit(scale, is_explained(scale), is_close(scale), is_parallel, is_vague)
 
 
-def tells_apart(expected: np.ndarray, usual: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """Parameters whose gradients under one assumption are not parallel to those under the usual one, (parameter,).
+def distinguishes(expected: np.ndarray, usual: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """Return which parameters distinguish a hypothesis from the usual case, (parameter,): those not parallel in both.
 
     Args:
-        expected: Projections under the assumption, shape (parameter, projection).
+        expected: Projections under the hypothesis, shape (parameter, projection).
         usual: Projections of the mean over ranks, in the same shape.
-        rounding: What rounding explains.
+        rounding: Bound of the rounding error.
     """
     apart = rms(expected - own_scales(usual, expected)[:, None] * usual)
     is_independent = rounding.n_elements >= expected.shape[1]  # projections of fewer elements depend on each other
@@ -156,50 +157,51 @@ def tells_apart(expected: np.ndarray, usual: np.ndarray, rounding: Rounding) -> 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """How often each rank counts in what was received.
+    """Weights of the ranks in the received gradients.
 
     Attributes:
-        scale: The common scale that they are relative to, unit 1; NaN if there is none.
-        weights: Shape (rank,), unit 1; NaN for one rank alone, with too few parameters, or if the rank has no gradient.
+        scale: The common scale to which the weights are relative, unit 1; NaN if there is none.
+        weights: Shape (rank,), unit 1; NaN if there is only one rank, with too few parameters, or if the rank has no
+            gradient.
         errors: Standard errors, in the same shape.
-        explained_share: Share of the square of what was received that the weights explain, unit 1.
-        left: What they leave over, shape (parameter, projection).
+        explained_fraction: Fraction of the sum of squares of the received gradients that the weights explain, unit 1.
+        left: Residuals, shape (parameter, projection).
     """
 
     scale: float
     weights: np.ndarray
     errors: np.ndarray
-    explained_share: float
+    explained_fraction: float
     left: np.ndarray
 
     @property
     def are_counts(self) -> bool:
-        """Whether they are known, some rank counts, and none negatively."""
+        """Whether the weights are known, some of them large, and none negative."""
         return bool((self.weights > 0.5).any() and not (self.weights < -0.25).any())
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks whose weight is certainly below a quarter, if the others count about equally and explain the most."""
-        is_missing = self.weights + SURENESS * self.errors < 0.25
+        """Ranks whose weight is certainly below 1/4, if the others are about equal and explain most of the gradient."""
+        is_missing = self.weights + N_DEVIATIONS * self.errors < 0.25
         others = self.weights[~is_missing & ~np.isnan(self.weights)]
-        is_clear = self.explained_share >= 0.75 and len(others) > 0 and others.min() > max(0.5, 0.5 * others.max())
+        is_clear = self.explained_fraction >= 0.75 and len(others) > 0 and others.min() > max(0.5, 0.5 * others.max())
         return tuple(np.flatnonzero(is_missing).tolist()) if is_clear else ()
 
 
 def fit_weights(
     local: np.ndarray, received: np.ndarray, rounding: Rounding, among: np.ndarray, scale: float
 ) -> RankWeights:
-    """Least-squares weights of the ranks, over some parameters, each relative to its rounding error.
+    """Fit weights of the ranks by least squares over some parameters, each relative to its rounding error.
 
-    What is fitted is the difference from equal weights, so that ranks with parallel gradients keep them. Parameters
-    with fewer elements than projections are left out, as their projections depend on each other.
+    The fit is of the difference from equal weights, so that ranks with parallel gradients keep equal weights.
+    Parameters with fewer elements than projections are excluded, since their projections depend on each other.
 
     Args:
         local: Projections of each rank's gradients, shape (rank, parameter, projection).
-        received: Projections of what was received, shape (parameter, projection).
-        rounding: What rounding explains.
-        among: Parameters to fit, shape (parameter,), truth values.
-        scale: The common scale; NaN: the median of the parameters' own, and the largest weight counts as 1.
+        received: Projections of the received gradients, shape (parameter, projection).
+        rounding: Bound of the rounding error.
+        among: Boolean mask of the parameters to fit, shape (parameter,).
+        scale: The common scale; if NaN, the median of the individual scales is used and the largest weight is 1.
     """
     n_ranks, n_projections, mean, nothing = len(local), local.shape[2], local.mean(0), np.full(len(local), np.nan)
     own = own_scales(mean, received)[among]

@@ -1,4 +1,4 @@
-"""The graph of a loss: which tensors can have made it what it is, and whether the gradients of its nodes are finite."""
+"""The graph of a loss: tensors that may have caused its value, and readings of the gradients of its nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from workbench.probes.pass_readings import Edge, Reading, key_of, readings_of
 
 
 def suspects(loss: Tensor, finite: Collection[Edge]) -> tuple[set[Edge], set[int]]:
-    """Which tensors can have made a loss what it is: those that reach it without passing a finite one.
+    """Return the tensors that may have caused the value of a loss: those that reach it without passing a finite one.
 
     Args:
         loss: The loss.
-        finite: Where tensors are made that are known to be finite.
+        finite: Edges of tensors that are known to be finite.
 
     Returns:
-        Where the suspects are made, and the ids of parameters among them.
+        Edges of the suspects, and the ids of parameters among them.
     """
     edges: set[Edge] = set()
     leaves: set[int] = set()
@@ -39,13 +39,13 @@ def suspects(loss: Tensor, finite: Collection[Edge]) -> tuple[set[Edge], set[int
 
 @dataclass(eq=False)
 class Step:
-    """One step of the backward pass: a node of the graph is run.
+    """One step of the backward pass: the execution of a node of the graph.
 
     Attributes:
         name: Name of the node, such as "MmBackward0".
-        key: Number of the node, in the order in which nodes were made.
-        given: Gradients that the node gets.
-        passed: Gradients that it passes on, each with the key of the node that gets it; see `leaf_key`.
+        key: Number of the node, in the order of creation.
+        given: Gradients that the node receives.
+        passed: Gradients that it passes on, each with the key of the node that receives it; see `leaf_key`.
     """
 
     name: str
@@ -55,18 +55,18 @@ class Step:
 
     @property
     def readings(self) -> list[Reading]:
-        """All readings."""
+        """All readings of the step."""
         return [*self.given, *(reading for _, reading in self.passed)]
 
 
 def leaf_key(leaf: Tensor) -> int:
-    """Key of a leaf of the graph, below those of all nodes."""
+    """Return the key of a leaf of the graph, which is below those of all nodes."""
     return -id(leaf)
 
 
 @contextmanager
 def backward_steps(loss: Tensor) -> Iterator[list[Step]]:
-    """Read the gradients of all nodes in the backward pass of a loss; the list grows in the order of the pass."""
+    """Read the gradients of all nodes in the backward pass of a loss; steps are appended in the order of the pass."""
     steps: list[Step] = []
     handles = []
 

@@ -1,4 +1,4 @@
-"""Whether the values of a forward pass are finite, as they enter and leave modules."""
+"""Readings of whether the values that enter and leave the modules of a forward pass are finite."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from workbench.models.device_numbers import read_arrays
 from workbench.models.probing import HookRequest
 
-#: Values that are reduced at a time, so that no copy of a large tensor is made.
+#: Values that are reduced at a time, so that large tensors are not copied.
 _CHUNK = 1 << 22
-#: A node of the graph and the number of its output: what made a tensor.
+#: Origin of a tensor: a node of the graph and the index of its output.
 Edge = tuple[int, int]
 
 
 @dataclass(eq=False)
 class Reading:
-    """Whether the values of one tensor are finite. The numbers stay on its device until `read` gets them.
+    """Counts of the values of one tensor that are not finite; they stay on its device until `read` transfers them.
 
     Attributes:
-        numbers: Number of values that are not finite, of NaN and of -inf among them, largest finite |value| or -1,
-            shape (4,).
+        numbers: Number of values that are not finite, number of NaN and of -inf among them, and largest finite |value|
+            or -1, shape (4,).
         n_values: Number of values.
         dtype: Number format.
         needs_gradient: Whether a gradient flows to the tensor.
-        edge: Where the tensor is made in the graph; None: it is a leaf.
+        edge: Origin of the tensor in the graph; None for a leaf.
         n_bad: Number of values that are not finite.
         n_nan: Number of NaN among them.
         n_lowest: Number of -inf among them.
@@ -51,21 +51,21 @@ class Reading:
 
     @property
     def may_be_mask(self) -> bool:
-        """Whether all that is not finite is -inf, as in additive masks."""
+        """Whether all values that are not finite are -inf, as in additive masks."""
         return self.n_bad == self.n_lowest
 
 
 def readings_of(value: Any) -> list[Reading]:
-    """Readings of all tensors of real or complex numbers in a value.
+    """Return readings of all floating-point and complex tensors in a value.
 
     Args:
-        value: A tensor, or tuples, lists, mappings and dataclasses of such, at any depth; anything else is left out.
+        value: A tensor, or nested tuples, lists, mappings and dataclasses of tensors; anything else is ignored.
     """
     return [_reading(tensor) for tensor in _tensors_in(value) if _is_read(tensor)]
 
 
 def read(readings: Iterable[Reading]) -> None:
-    """Get the numbers of many readings by one transfer."""
+    """Transfer the numbers of many readings to the host at once."""
     readings = list(readings)
     for reading, numbers in zip(readings, read_arrays([r.numbers for r in readings]), strict=True):
         reading.n_bad, reading.n_nan, reading.n_lowest = (int(number) for number in numbers[:3])
@@ -73,7 +73,7 @@ def read(readings: Iterable[Reading]) -> None:
 
 
 def largest_of(readings: Iterable[Reading]) -> float:
-    """Largest finite |value| of all; NaN if there is none."""
+    """Return the largest finite |value| of several readings; NaN if there is none."""
     return max((r.largest for r in readings if not math.isnan(r.largest)), default=math.nan)
 
 
@@ -90,7 +90,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _is_read(tensor: Tensor) -> bool:
-    if is_functorch_wrapped_tensor(tensor) or tensor.device.type == "meta":  # its values are nowhere
+    if is_functorch_wrapped_tensor(tensor) or tensor.device.type == "meta":  # its values do not exist
         return False
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -109,9 +109,9 @@ def _reading(tensor: Tensor) -> Reading:
 def _numbers(values: Tensor) -> Tensor:
     exact = torch.float32 if values.device.type == "mps" else torch.float64
     found = []
-    with _disable_current_modes():  # they are for the operations of the model, and slow
+    with _disable_current_modes():  # modes are meant for the operations of the model, and slow
         for part in values.reshape(-1).split(_CHUNK):
-            if part.itemsize == 1:  # torch computes nothing in eight bits
+            if part.itemsize == 1:  # torch does not compute in eight bits
                 part = part.float()
             size = part.abs()
             n_nan, n_infinite, n_lowest = (
@@ -124,7 +124,7 @@ def _numbers(values: Tensor) -> Tensor:
 
 
 def key_of(node: Any) -> int:
-    """The number of a node of the graph, in the order in which nodes were made."""
+    """Return the number of a node of the graph, in the order of creation."""
     return node._sequence_nr()
 
 
@@ -134,12 +134,12 @@ class Call:
 
     Attributes:
         name: Path of the module.
-        number: Calls of modules that began before it.
-        parent: Call inside of which it runs.
-        begin: Nodes of the graph that were made before it.
+        number: Number of calls that began before it.
+        parent: Enclosing call; None if there is none.
+        begin: Number of nodes of the graph that were created before it.
         inputs: Readings of its arguments.
-        outputs: Readings of what it returned.
-        end: Nodes that were made when it ended.
+        outputs: Readings of its results.
+        end: Number of nodes that were created when it ended.
     """
 
     name: str
@@ -152,11 +152,11 @@ class Call:
 
 
 class Calls:
-    """The calls of all modules of a model in one forward pass.
+    """Calls of all modules of a model in one forward pass.
 
     Args:
         model: Model that will run.
-        measure: Function that reads arguments and outputs.
+        measure: Function that returns the readings of arguments and outputs.
 
     Attributes:
         entered: Calls in the order in which they began.
@@ -173,17 +173,17 @@ class Calls:
         self._measure = measure
 
     def hooks(self) -> list[HookRequest]:
-        """The hooks, for `workbench.models.probing.watch`."""
+        """Return the hooks that record the calls, for `workbench.models.probing.watch`."""
         return [
             request for module in self._names for request in ((module, self._enter, True), (module, self._leave, False))
         ]
 
     def readings(self) -> list[Reading]:
-        """All readings."""
+        """Return the readings of all calls."""
         return [reading for call in self.entered for reading in (*call.inputs, *call.outputs)]
 
     def running_at(self, node: int) -> Call | None:
-        """The innermost call in which a node of the graph was made; None: outside of the model."""
+        """Return the innermost call in which a node of the graph was created; None if outside of the model."""
         return next((call for call in reversed(self.entered) if call.begin <= node < call.end), None)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ class Calls:
 
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         outputs = self._measure(output)
-        while self.running:  # a call that raised inside the model never left
+        while self.running:  # calls that raised an exception within the model never end
             call = self.running.pop()
             if self._modules.pop() is module:
                 call.outputs, call.end = outputs, _get_sequence_nr()

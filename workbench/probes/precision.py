@@ -1,4 +1,4 @@
-"""Rounding errors of a run's own arithmetic: outputs and gradients of each block beside the same in float64."""
+"""Errors of a run's arithmetic: outputs and gradients of each block compared with the same in float64."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import named_arguments
 from workbench.models.config_options import config_options, known_options, visible_attention
 from workbench.models.device_numbers import on_device, read_arrays
+from workbench.models.loss_graph import require_graph
 from workbench.models.probing import undisturbed, watch
 from workbench.models.site import Site
 from workbench.models.wrapping import unwrap
@@ -36,25 +37,25 @@ if TYPE_CHECKING:
 
 #: Function from the model to its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]
-#: Function that returns the context of a pass, as the run enters it.
+#: Function that returns the context in which the run computes its passes.
 Around = Callable[[], AbstractContextManager[Any]]
-#: Excess that rounding does not reach, by the bytes of the numbers that a run computes with: of the geometric mean over
-#: blocks. One block alone may reach _ONE_BLOCK times as much, one head _ONE_HEAD times: it may have a tiny gradient,
-#: whose error two correct kernels round very differently. benchmarks/precision.md has the measurements.
+#: Excess that rounding does not reach in the geometric mean over blocks, by the bytes of the run's number format. One
+#: block alone may reach _ONE_BLOCK times as much, and one head _ONE_HEAD times as much, because it may have a tiny
+#: gradient, whose errors differ widely between two correct kernels. benchmarks/precision.md has the measurements.
 _LIMITS = {4: 25.0, 2: 2.0}
 _ONE_BLOCK, _ONE_HEAD = 4, 8
-#: Options of transformers' configs where a default kernel has no float64.
+#: Options of transformers' configurations whose default kernel does not support float64.
 _IN_FLOAT64 = {"_experts_implementation_internal": "eager"}
 _BY_LAYER = [name for name, variable in PRECISION.items() if "layer" in variable.dims]
-#: Relative error of a block, in units in the last place, that rounding within one block does not reach.
+#: Relative error of a block, in units of the last place, that rounding within one block does not reach.
 _MOST_EPS = 100
-#: Relative distance of two neighbouring numbers of tf32, in which CUDA devices may multiply float32.
+#: Relative distance of two neighboring numbers of tf32, in which CUDA devices may multiply float32.
 _TF32_EPS = 2.0**-10
 #: Smallest divisor, so that gradients that are exactly 0 have no excess.
 _TINY = 1e-300
-#: Factors on a loss in low precision, tried from the first on until gradients are finite.
+#: Factors of a loss in low precision, tried in this order until gradients are finite.
 _SCALES = (2.0**16, 2.0**8, 1.0)
-#: The kernel that torch brings, whatever stands at its public name now.
+#: The original kernel of torch, even if its public name has been replaced.
 _TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 
 
@@ -66,36 +67,37 @@ def precision_errors(
     query_keys: Sequence[QueryKey | Unreadable] | None = None,
     around: Around = nullcontext,
 ) -> xr.Dataset:
-    """Compare each block's output and gradients, by the run's own kernels, with the same in float64.
+    """Compare each block's output and gradients, computed with the run's own kernels, with the same in float64.
 
-    One pass of the model gives what enters each block and the gradient of the loss with respect to what leaves it. Each
-    block is then run alone on these, three times: by the run's kernels and number format; in that format by torch's
-    plain attention, whose error rounding explains; and in float64. An ``error_excess`` near 1 says that rounding
-    explains the error; broken arithmetic has a larger one. Errors that always point one way, such as those of flash
-    attention in low precision (arXiv:2510.04212), show in ``query_gradient_bias`` apart from noise. Where a CUDA device
-    multiplies float32 by tf32, what that rounds off is rounding.
+    One pass of the model records the input of each block and the gradient of the loss with respect to its output. Each
+    block is then run separately on these, three times: with the kernels and number format of the run; in that format
+    with torch's unfused attention, whose error is due to rounding; and in float64. An ``error_excess`` near 1 means
+    that rounding explains the error; it is larger for broken arithmetic. Errors with a constant direction, such as
+    those of flash attention in low precision (arXiv:2510.04212), are separated from noise by ``query_gradient_bias``.
+    If a CUDA device multiplies float32 in tf32, the rounding of tf32 is taken into account.
 
-    Of 1,000 small models, healthy ones in float32 were never called broken, and those whose attention lost a bit
-    backward always; in bfloat16 healthy ones never by torch's kernels and in 1.3 % by another correct one, those that
-    lost two bits always (`benchmarks/precision.md`).
+    Among 1,000 small models, healthy ones in float32 were never reported as broken, and those whose attention lost one
+    bit in the backward pass always were. In bfloat16, healthy models were never reported with torch's kernels and in
+    1.3 % with another correct kernel, and those that lost two bits always were (`benchmarks/precision.md`).
 
-    A few examples suffice: 16 to 64 tokens. Cost: about six passes over them, two of which are in float64. Parameters,
-    their ``.grad``, modes, hooks and random states are left as they were. Eval mode: dropout is not part of it.
+    A few examples suffice, 16 to 64 tokens. Cost: about six passes over them, two of which are in float64. Parameters,
+    their ``.grad``, modes, hooks and random states are left unchanged. The passes are in eval mode, without dropout.
 
     Args:
         model: Model to measure.
         loss_of: Function from the model to its loss on fixed examples, a 0-dim tensor; called once.
-        anatomy: Anatomy of the blocks; None: it is read from the inputs that ``loss_of`` gives the model.
-        query_keys: Result of `workbench.query_key_weights`, for values by head; None: it is found.
+        anatomy: Anatomy of the blocks; None to read it with the inputs that ``loss_of`` passes to the model.
+        query_keys: Result of `workbench.query_key_weights`, for values by head; None to compute it.
         around: Function that returns the context in which the run computes its passes, such as ``lambda:
             torch.autocast("cuda", torch.bfloat16)``.
 
     Returns:
-        Variables of ``schema.PRECISION``, by ``layer`` and ``head``. NaN: values that are not finite enter, a block
-        whose residual is added outside of modules, a layer whose query weights cannot be read, or no such head.
+        Variables of ``schema.PRECISION``, by ``layer`` and ``head``. NaN if a block's input is not finite, if its
+        residual is added outside of modules, if the query weights of a layer cannot be read, or if a head does not
+        exist.
 
     Raises:
-        OptionError: If the loss is no 0-dim tensor with a graph, or the device has no float64.
+        OptionError: If the loss is not a 0-dim tensor with a graph, or the device has no float64.
         AnatomyError: If the blocks cannot be read.
 
     Example:
@@ -112,11 +114,20 @@ def precision_errors(
         >>> broken = wb.probes.precision_errors(model, loss_of, around=lambda: coarse)
         >>> bool((broken["error_excess"] > 1000).all())
         True
+
+    See Also:
+        `workbench.probes.broken_arithmetic`: Evaluates the result.
+        `workbench.faults.LowPrecisionAttention`: A fault that it detects.
     """
     subject, model = model, unwrap(model)
     device = next((p.device.type for p in model.parameters()), "cpu")
     if device == "mps":
-        raise OptionError("Devices of type mps have no float64 to compare with; move the model to the CPU for this.")
+        raise OptionError(
+            "Devices of type mps have no float64, in which the model is computed for comparison; move it to the CPU.",
+            name="model",
+            value="mps",
+            expected="on a device with float64",
+        )
     if anatomy is None or query_keys is None:
         inputs = _inputs_of(model, loss_of)
         anatomy = read_anatomy(subject, inputs) if anatomy is None else anatomy
@@ -124,25 +135,28 @@ def precision_errors(
     known = {each.layer: each for each in query_keys if isinstance(each, QueryKey)}
     with undisturbed(model), torch.enable_grad(), config_options(known_options(model, {"use_cache": False})):
         calls = _own_pass(model, loss_of, anatomy, around)
-        with _disable_current_modes():  # blocks run on copies alone: what guards the model would only slow them down
+        with _disable_current_modes():  # blocks run on copies, which the modes that guard the model need not protect
             rows = [_compared(model, call, known.get(call.layer), around) for call in calls]
     return _assemble(anatomy, calls, rows, _limit_of(model, calls))
 
 
 @dataclass(frozen=True)
 class BrokenArithmetic:
-    """A place where the errors of a run's arithmetic are larger than rounding explains.
+    """A block or head where the errors of a run's arithmetic are larger than rounding explains.
 
     Attributes:
         layer: Index of the block.
-        head: Head of its attention; -1: the block as a whole.
+        head: Head of its attention; -1 for the entire block.
         error: Relative error of the gradient there.
-        excess: Error over what rounding explains.
+        excess: Ratio of the error to that explained by rounding.
 
     Example:
         >>> import workbench as wb
         >>> wb.probes.BrokenArithmetic(layer=1, head=2, error=0.03, excess=12_000.0).sentence.partition(":")[0]
         'The gradient of the queries of layer 1, head 2, has an error of 3 %, 12,000 times what rounding explains'
+
+    See Also:
+        `workbench.probes.broken_arithmetic`: Finds it.
     """
 
     layer: int
@@ -152,23 +166,23 @@ class BrokenArithmetic:
 
     @property
     def sentence(self) -> str:
-        """What is wrong, where, and what to do."""
+        """Description of the error, its place and its remedy."""
         where, remedy = f"gradient of layer {self.layer}", "a kernel of this block is wrong. Run it in float32."
         if self.head >= 0:
             where = f"gradient of the queries of layer {self.layer}, head {self.head},"
-            remedy = "the kernel that computes attention is wrong. Let attention run in float32 by torch's own kernel."
+            remedy = "the attention kernel is wrong. Run attention in float32 with torch's own kernel."
         size = f"{fine_percent(self.error)}, {self.excess:,.0f} times what rounding explains"
         return f"The {where} has an error of {size}: {remedy}"
 
 
 def broken_arithmetic(errors: Mapping[str, Any]) -> BrokenArithmetic | None:
-    """Find the place with the largest excess of error above the limit.
+    """Find the block or head with the largest excess of error above the limit.
 
     Args:
         errors: Result of `precision_errors`, or the same variables of one step of a run.
 
     Returns:
-        The place; a head where its attention is what stands out; None if rounding explains everything.
+        The block, or the head if the error of its attention exceeds the limit; None if rounding explains all errors.
 
     Example:
         >>> import torch
@@ -178,6 +192,9 @@ def broken_arithmetic(errors: Mapping[str, Any]) -> BrokenArithmetic | None:
         >>> errors = wb.probes.precision_errors(model, lambda model: model(tokens).logsumexp(-1).mean())
         >>> wb.probes.broken_arithmetic(errors) is None
         True
+
+    See Also:
+        `workbench.probes.precision_errors`: Computes the errors.
     """
     limit = float(errors["excess_limit"])
     names = ("error_excess", "gradient_error", "query_error_excess", "query_gradient_error")
@@ -197,7 +214,7 @@ def broken_arithmetic(errors: Mapping[str, Any]) -> BrokenArithmetic | None:
 
 @dataclass
 class _Call:
-    """One call of a block: what enters it, and the gradient of the loss with respect to what leaves it."""
+    """One call of a block: its inputs, and the gradient of the loss with respect to its output."""
 
     layer: int
     site: Site
@@ -209,7 +226,7 @@ class _Call:
 
 
 def _inputs_of(model: nn.Module, loss_of: LossOf) -> Any:
-    """The inputs that a loss gives its model."""
+    """Return the inputs that a loss passes to its model."""
     seen: list[Any] = []
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -218,7 +235,11 @@ def _inputs_of(model: nn.Module, loss_of: LossOf) -> Any:
     with undisturbed(model), watch([(model, note, True)]):
         loss_of(model)
     if not seen:
-        raise OptionError("loss_of never called the model; return a loss of model(inputs).")
+        raise OptionError(
+            "loss_of did not call the model; return a loss of model(inputs).",
+            name="loss_of",
+            expected="a function that calls the model",
+        )
     return seen[0]
 
 
@@ -235,9 +256,7 @@ def _own_pass(model: nn.Module, loss_of: LossOf, anatomy: Anatomy, around: Aroun
 
     inside = [layer for layer, site in enumerate(anatomy.sites) if site.exit is None]
     with around(), BlockHooks(anatomy.sites, enter, leave, layers=inside):
-        loss = loss_of(model)
-        if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-            raise OptionError("loss_of returned no 0-dim tensor with a graph; return the loss of model(inputs).")
+        loss = require_graph(loss_of(model))
         done = [call for call in calls.values() if call.output is not None and call.output.requires_grad]
         gradients = _gradients(loss, [call.output for call in done if call.output is not None])
     for call, gradient in zip(done, gradients, strict=True):
@@ -246,7 +265,7 @@ def _own_pass(model: nn.Module, loss_of: LossOf, anatomy: Anatomy, around: Aroun
 
 
 def _gradients(loss: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of a loss, scaled as a loss in float16 is, so that they neither vanish nor overflow."""
+    """Return the gradients of a loss, scaled as for float16, so that they neither underflow nor overflow."""
     is_short = any(state.dtype == torch.float16 for state in states) or torch.is_autocast_enabled(loss.device.type)
     found: Sequence[Tensor | None] = ()
     is_short &= bool(states)
@@ -260,19 +279,19 @@ def _gradients(loss: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor | None
 
 @dataclass(frozen=True)
 class _Pass:
-    """One pass through a block alone: the state that leaves it, and its gradients by parameter."""
+    """One pass through a separate block: the state that leaves it, and its gradients by parameter."""
 
     output: Tensor
     gradients: dict[str, Tensor]
 
 
 def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around: Around) -> list[Tensor]:
-    """Errors of one block, on the device: output, gradient, excess; query gradients' error, excess and bias by head."""
+    """Return the errors of one block, on the device: of output and gradient, their excess, and the same by head."""
     with around():
         own = _alone(call, None)
     is_by_tf32 = own.output.dtype == torch.float32 and _multiplies_by_tf32(call)
     with _torch_attention(model):
-        # A fused kernel may not use tf32, and then explains no errors of one that does.
+        # A fused kernel may not use tf32, and then has smaller errors than one that does.
         with sdpa_kernel(SDPBackend.MATH) if is_by_tf32 else nullcontext():
             plain = _alone(call, call.autocast)
         with sdpa_kernel(SDPBackend.MATH), config_options(known_options(model, _IN_FLOAT64)):
@@ -292,7 +311,7 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
         [
             output_error / _relative(plain.output, exact.output).clamp_min(eps / 4),
             (errors / torch.maximum(explained, sizes * eps / 4).clamp_min(_TINY)).amax(),
-            # A block's own code may be what is broken, in both passes alike.
+            # The block's own code may be broken, in both passes in the same way.
             torch.maximum(output_error, gradient_error) / (_MOST_EPS * eps),
         ]
     )
@@ -309,7 +328,7 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
 
 
 def _alone(call: _Call, autocast: torch.dtype | None, *, dtype: torch.dtype | None = None) -> _Pass:
-    """Run a block alone, in the present context or in one number format."""
+    """Run a block separately, in the current context or in one number format."""
     assert call.gradient is not None
     module = call.site.module
 
@@ -326,7 +345,7 @@ def _alone(call: _Call, autocast: torch.dtype | None, *, dtype: torch.dtype | No
     with torch.autocast(kind, dtype=autocast, enabled=autocast is not None) if is_reference else nullcontext():
         args, kwargs = _mapped(call.args, cast), _mapped(dict(call.kwargs), cast)
         output = call.site.state_out(functional_call(module, tensors, args, kwargs))
-        # Scaled to about 1 by a power of two, which rounds nothing: float16 then neither overflows nor underflows.
+        # Scaled to about 1 by a power of two, which is exact, so that float16 neither overflows nor underflows.
         size = call.gradient.abs().amax().double().clamp_min(torch.finfo(torch.float32).tiny)
         given = (call.gradient * torch.exp2(-size.log2().floor())).to(output.dtype)
         gradients = torch.autograd.grad(output, [tensors[name] for name in names], given, allow_unused=True)
@@ -334,7 +353,7 @@ def _alone(call: _Call, autocast: torch.dtype | None, *, dtype: torch.dtype | No
 
 
 def _multiplies_by_tf32(call: _Call) -> bool:
-    """Whether the products of a block are computed in tf32 where its numbers are float32."""
+    """Return whether float32 products of a block are computed in tf32."""
     assert call.gradient is not None
     if call.gradient.device.type != "cuda":
         return False
@@ -347,7 +366,7 @@ def _multiplies_by_tf32(call: _Call) -> bool:
 def _query_rows(
     call: _Call, query_key: QueryKey | None, names: Sequence[str]
 ) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-    """Function from gradients by parameter to those of the query weights, (head, value); None: not to be had."""
+    """Return a function from gradients by parameter to those of the query weights, (head, value); None if unknown."""
     if query_key is None or query_key.query_recipe.is_module:
         return None
     recipe = query_key.query_recipe
@@ -364,7 +383,7 @@ def _query_rows(
 
 @contextmanager
 def _torch_attention(model: nn.Module) -> Iterator[None]:
-    """Attention as torch brings it: by its own kernels, without modes, and without replacements of its function."""
+    """Run attention with torch's own kernels, without modes and without replacements of its function."""
     given = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = _TORCH_ATTENTION
     try:
@@ -375,7 +394,7 @@ def _torch_attention(model: nn.Module) -> Iterator[None]:
 
 
 def _limit_of(model: nn.Module, calls: Sequence[_Call]) -> float:
-    """The limit for the shortest numbers among the parameters and those of autocast."""
+    """Return the limit for the shortest number format among the parameters and autocast."""
     sizes = [weight.element_size() for weight in model.parameters() if weight.is_floating_point()]
     sizes += [call.autocast.itemsize for call in calls if call.autocast is not None]
     return _LIMITS[2 if min(sizes, default=4) <= 2 else 4]

@@ -1,4 +1,4 @@
-"""An all-reduce of numbers whose exact sum is known: whether the ranks' contributions arrive, whole and exact."""
+"""Check of an all-reduce with numbers whose exact sum is known."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from workbench.errors import OptionError
 from workbench.formatting import capitalized, counted, listed, number_in_words
 from workbench.models.process_group import is_shared, message_device
 
-#: Numbers of each of the two parts of the message.
+#: Number formats in which gradients are reduced.
+_FORMATS = ("float16", "bfloat16", "float32", "float64")
+#: Length of each of the two parts of the message.
 _N_NUMBERS = 1024
-#: Largest relative error that is called rounding: what two significant bits and a cut towards zero make is 1/2.
+#: Largest relative error that counts as rounding: truncation to two significant bits has errors up to 1/2.
 _LARGEST_ROUNDING = 0.5
 
 
 @dataclass(frozen=True)
 class KnownAnswer:
-    """What an all-reduce made of numbers whose exact sum is known.
+    """Result of an all-reduce of numbers whose exact sum is known.
 
     Attributes:
         dtype: Number format that was reduced, such as "float32".
-        weights: How often each rank's contribution is in the sum that a rank received, shape (receiver, rank), unit 1;
-            1 is right, 0 is missing, NaN not finite. Empty where one process trains alone.
-        errors: Largest relative error of a number that only one rank contributes to, shape (receiver, rank), unit 1;
-            infinite where it is not finite.
-        sums_are_exact: Whether the numbers that all ranks contribute to are right, shape (receiver,).
+        weights: Weight of each rank's contribution in the sum that a rank received, shape (receiver, rank), unit 1;
+            1 is correct, 0 is missing, NaN is not finite. Empty if only one process trains.
+        errors: Largest relative error of a number to which only one rank contributes, shape (receiver, rank), unit 1;
+            infinite if it is not finite.
+        sums_are_exact: Whether the numbers to which all ranks contribute are correct, shape (receiver,).
 
     Example:
         >>> import numpy as np
@@ -38,6 +40,9 @@ class KnownAnswer:
         >>> weights, errors = np.array([[1.0, 0.0]] * 2), np.array([[0.0, 1.0]] * 2)
         >>> wb.probes.KnownAnswer("float32", weights, errors, np.ones(2, dtype=bool)).sentence
         'The contribution of rank 1 is missing in the sum over 2 ranks.'
+
+    See Also:
+        `workbench.probes.known_answer_all_reduce`: Computes it.
     """
 
     dtype: str
@@ -47,7 +52,7 @@ class KnownAnswer:
 
     @property
     def n_ranks(self) -> int:
-        """Number of ranks; 0 where there was nothing to reduce."""
+        """Number of ranks; 0 if there was nothing to reduce."""
         return len(self.weights)
 
     @property
@@ -57,12 +62,12 @@ class KnownAnswer:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks of whose contribution some rank received nothing."""
+        """Ranks whose contribution is missing on some rank."""
         return _numbers((self.weights == 0).any(0))
 
     @property
     def wrong(self) -> tuple[int, ...]:
-        """Ranks whose contribution some rank received with errors, missing ones included."""
+        """Ranks whose contribution has errors on some rank, including missing ones."""
         return _numbers((self.errors > 0).any(0))
 
     @property
@@ -72,17 +77,17 @@ class KnownAnswer:
 
     @property
     def n_bits(self) -> float:
-        """About how many significant bits arrive; NaN if contributions are exact, or wrong in another way."""
+        """Approximate number of significant bits received; NaN if contributions are exact or wrong in another way."""
         largest = self.errors.max(initial=0.0)
-        # A cut towards zero makes half of the largest error in the mean, a wrong factor the largest everywhere.
+        # Truncation has a mean error of half the largest one; a wrong factor has the largest error everywhere.
         is_rounding = largest <= _LARGEST_ROUNDING and bool((abs(self.weights - 1) <= 0.75 * self.errors).all())
         return -math.log2(largest) if largest > 0 and is_rounding else math.nan
 
     @property
     def sentence(self) -> str:
-        """The result as a person reads it."""
+        """The result as a sentence."""
         if not self.n_ranks:
-            return "One process trains alone: there is nothing to reduce."
+            return "There is only one process, so there is nothing to reduce."
         if self.is_exact:
             return f"The sum over {self.n_ranks} ranks in {self.dtype} is exact on every rank."
         where = "" if len(self.receivers) == self.n_ranks else f" on {_ranks(self.receivers)}"
@@ -97,41 +102,45 @@ class KnownAnswer:
         if self.wrong and len(self.wrong) < self.n_ranks:
             weights = [number_in_words(float(self.weights[self.receivers[0], rank])) for rank in self.wrong]
             return (
-                f"The contribution of {_ranks(self.wrong)} arrives wrong{where}: it counts {listed(weights)} times "
-                "instead of once."
+                f"The contribution of {_ranks(self.wrong)} is wrong{where}: its weight is {listed(weights)} instead "
+                "of 1."
             )
         return f"The sum over {self.n_ranks} ranks in {self.dtype} is wrong{where}; no single rank explains it."
 
 
 def known_answer_all_reduce(like: Tensor) -> KnownAnswer:
-    """Add up numbers over all ranks whose exact sum is known, and say whose contribution did not arrive.
+    """Sum numbers whose exact sum is known over all ranks, and report contributions that are missing or wrong.
 
-    The first part of the message has numbers to which one rank alone contributes, every n-th number the same rank: odd
-    integers that take all significant bits of the format, so that a missing, wrong or rounded contribution is named.
-    To each number of the second part all ranks contribute small integers. Every partial sum is an integer that the
-    format holds, so the sum is exact in whatever order it is made: the error bound is 0.
+    To each number of the first part of the message only one rank contributes, in turn: odd integers that use all
+    significant bits of the format, so that a missing, wrong or rounded contribution can be attributed to its rank. To
+    each number of the second part all ranks contribute small integers. Every partial sum is an integer that the format
+    represents exactly, so the sum is exact in any order of summation: the error bound is 0.
 
-    It measures the sum of the default group as it is now, not what a communication hook of DDP does besides. Every rank
-    calls it. Cost: one all-reduce of 2,048 numbers (up to 512 ranks), and one small all-gather.
+    It tests the current sum of the default group, without communication hooks of DDP. Every rank must call it. Cost:
+    one all-reduce of 2,048 numbers (up to 512 ranks), and one small all-gather.
 
     Args:
-        like: Tensor of the number format, on the device, that gradients have.
+        like: Tensor with the number format and device of the gradients.
 
     Returns:
-        The result, the same on every rank; without contributions where one process trains alone.
+        The result, the same on every rank; without contributions if there is only one process.
 
     Raises:
-        OptionError: If the format is no floating-point format that PyTorch computes with.
+        OptionError: If the number format is not one of float16, bfloat16, float32 and float64.
 
     Example:
         >>> import torch
         >>> import workbench as wb
         >>> wb.probes.known_answer_all_reduce(torch.zeros(1)).sentence
-        'One process trains alone: there is nothing to reduce.'
+        'There is only one process, so there is nothing to reduce.'
+
+    See Also:
+        `workbench.probes.compare_gradients`: Compares the gradients of a step themselves.
+        `workbench.probes.KnownAnswer`: The result.
     """
     name = str(like.dtype).removeprefix("torch.")
-    if like.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise OptionError(f"like has dtype {name}, expected the floating-point format of gradients, such as float32.")
+    if name not in _FORMATS:
+        raise OptionError.of("like.dtype", name, _FORMATS)
     if not is_shared():
         return KnownAnswer(name, np.zeros((0, 0)), np.zeros((0, 0)), np.zeros(0, bool))
     n_ranks = distributed.get_world_size()
@@ -145,7 +154,7 @@ def known_answer_all_reduce(like: Tensor) -> KnownAnswer:
 
 
 def contribution(rank: int, n_ranks: int, dtype: torch.dtype) -> Tensor:
-    """The numbers that a rank contributes.
+    """Return the numbers that a rank contributes.
 
     Args:
         rank: The rank.
@@ -159,21 +168,21 @@ def contribution(rank: int, n_ranks: int, dtype: torch.dtype) -> Tensor:
     place = torch.arange(max(_N_NUMBERS, 2 * n_ranks))
     spread = place * 2654435761 % 2 ** (n_bits - 2)  # Knuth's multiplicative hash: all bits of the numbers vary
     alone = (2 ** (n_bits - 1) + 1 + 2 * spread) * (1 - place // n_ranks % 2 * 2)
-    n_values = 2**n_bits // n_ranks  # so many different integers, and no partial sum needs more bits
+    n_values = 2**n_bits // n_ranks  # with this many different integers no partial sum needs more bits
     shared = (spread + 3 * rank) % n_values - n_values // 2 if n_values > 1 else torch.zeros_like(place)
     return torch.cat([torch.where(place % n_ranks == rank, alone, 0), shared]).to(dtype)
 
 
 def received(message: Tensor, n_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compare a sum of contributions with what it should be.
+    """Compare a sum of contributions with the exact sum.
 
     Args:
         message: The sum that a rank received, shape (number,).
         n_ranks: Number of ranks.
 
     Returns:
-        For each rank, shape (rank,): the weight of its contribution, its largest relative error (infinite where it is
-        not finite), and the number of wrong numbers to which all contribute, the same for all.
+        For each rank, shape (rank,): the weight of its contribution, its largest relative error (infinite if it is not
+        finite), and the number of wrong numbers among those to which all ranks contribute, the same for all ranks.
     """
     sent = torch.stack([contribution(rank, n_ranks, message.dtype) for rank in range(n_ranks)]).double().numpy()
     found = message.detach().cpu().double().numpy()

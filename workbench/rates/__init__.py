@@ -1,4 +1,16 @@
-"""Learning rates: which is the best, which are useful, from which runs diverge; the names of `wb.rates`."""
+"""Learning rates: the best rate, the band of useful rates, and the rates from which runs diverge.
+
+Example:
+    >>> import workbench as wb
+    >>> study = wb.samples.rate_study("fit")
+    >>> losses = wb.rates.loss_over_rates(study.isel(run=(study.cell == study.cell[0]).values))
+    >>> bool(losses.slow_edge < losses.best_rate < losses.useful_edge)
+    True
+
+See Also:
+    `workbench.find_rate`: Finds the rates for a planned training by a pilot.
+    `workbench.plots.rate_bands`: Draws the bands of useful rates.
+"""
 
 from __future__ import annotations
 

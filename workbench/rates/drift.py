@@ -1,7 +1,7 @@
-"""From the rates that a pilot found to those for a longer training, with intervals.
+"""Extrapolation of learning rates from a pilot to a longer training, with intervals.
 
-Best rate and useful edge fall as runs grow longer; by how much is fitted to pilots of the recorded study of learning
-rates (``data/fit_rates.py``).
+Best rate and useful edge decrease with the length of a run; the amount is fitted to pilots of the recorded study of
+learning rates (``data/fit_rates.py``).
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from workbench.formatting import rounded
 from workbench.rates.rate_search import Round
 from workbench.training.training_plan import TrainingPlan
 
-#: Rate of a training -> the rate of a pilot's round that it is extrapolated from.
+#: Rate of a training -> the rate of a round of the pilot from which it is extrapolated.
 SOURCES = {"slow_edge": "best_rate", "best_rate": "best_rate", "useful_edge": "useful_edge"}
 _FILE = Path(__file__).parent / "shipped" / "drift.json"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimated learning rate and an interval that contains it in about 80 % of cases; NaN: not known.
+    """An estimated learning rate and an interval that contains the true value in about 80 % of cases; NaN if unknown.
 
     Attributes:
         value: The estimate.
-        low: Lower end.
-        high: Upper end.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
 
     Example:
         >>> import workbench as wb
-        >>> wb.rates.Estimate(0.004, 0.003, 0.006).times(0.5).high
-        0.003
+        >>> print(wb.rates.Estimate(0.004, 0.003, 0.006))
+        0.004 (0.003-0.006)
+
+    See Also:
+        `workbench.find_rate`: Returns estimates.
     """
 
     value: float
@@ -44,19 +47,53 @@ class Estimate:
     high: float
 
     def times(self, factor: float, *, error: float = 1.0) -> Estimate:
-        """The rate times a factor that is itself known up to a factor of ``error``."""
+        """Return the estimate multiplied by a factor.
+
+        Args:
+            factor: The factor.
+            error: Uncertainty of the factor: the interval is widened by this factor on either side.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.rates.Estimate(0.004, 0.002, 0.006).times(0.5)
+            Estimate(value=0.002, low=0.001, high=0.003)
+        """
         return Estimate(self.value * factor, self.low * factor / error, self.high * factor * error)
 
     def at_most(self, limit: float) -> Estimate:
-        """The rate and the lower end, no larger than a limit."""
+        """Return the estimate with its value and lower end limited from above.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.rates.Estimate(0.004, 0.003, 0.006).at_most(0.002)
+            Estimate(value=0.002, low=0.002, high=0.006)
+        """
         return Estimate(min(self.value, limit), min(self.low, limit), self.high)
 
     def at_least(self, limit: float) -> Estimate:
-        """The rate and both ends, no smaller than a limit."""
+        """Return the estimate with its value and both ends limited from below.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.rates.Estimate(0.004, 0.003, 0.006).at_least(0.005)
+            Estimate(value=0.005, low=0.005, high=0.006)
+        """
         return Estimate(max(self.value, limit), max(self.low, limit), max(self.high, limit))
 
-    def chance_below(self, rate: float) -> float:
-        """Probability that what is estimated lies below a rate: normal in the logarithm on either side of the value."""
+    def probability_below(self, rate: float) -> float:
+        """Return the probability that the estimated rate lies below a given one.
+
+        On either side of the value the logarithm of the rate is normally distributed, with the end of the interval as
+        its 10 % or 90 % quantile.
+
+        Args:
+            rate: A learning rate.
+
+        Example:
+            >>> import workbench as wb
+            >>> round(wb.rates.Estimate(0.004, 0.003, 0.006).probability_below(0.006), 6)
+            0.9
+        """
         distance = math.log(rate / self.value)
         reach = math.log(self.low / self.value) if distance < 0 else math.log(self.high / self.value)
         return NormalDist().cdf(distance / abs(reach) * NormalDist().inv_cdf(0.9)) if reach else float(distance >= 0)
@@ -69,16 +106,16 @@ UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 
 def extrapolated(last: Round, plan: TrainingPlan, *, of_loop: bool = False) -> dict[str, Estimate]:
-    """Slow edge, best rate and useful edge of a training, by name, from the last round of a pilot.
+    """Extrapolate slow edge, best rate and useful edge of a training, by name, from the last round of a pilot.
 
-    The logarithm of each is that of the round's rate in `SOURCES` plus a linear function of `features`. The interval
-    has the quantiles of what is left of it in the study, each family being predicted from the others; after a first
-    round it is wider.
+    The logarithm of each rate is the logarithm of the round's rate in `SOURCES` plus a linear function of `features`.
+    The interval is given by quantiles of the residuals in the study, with each family predicted from the others; it is
+    wider after a first round.
 
     Args:
-        last: The last round with an edge.
-        plan: The training.
-        of_loop: Whether the pilot ran a loop of the user's own, whose losses are those of training.
+        last: The last round with a useful edge.
+        plan: Plan of the training.
+        of_loop: Whether the pilot ran a custom training loop, whose losses are training losses.
     """
     fitted = _fitted_to(last, of_loop)
     values = features(last.n_updates, last.best_rate, last.useful_edge, plan)
@@ -88,13 +125,13 @@ def extrapolated(last: Round, plan: TrainingPlan, *, of_loop: bool = False) -> d
 
 
 def features(n_updates: int, best_rate: float, useful_edge: float, plan: TrainingPlan) -> dict[str, float]:
-    """What the change of the rates from a pilot to a training is predicted from.
+    """Return the features from which the change of the rates between pilot and training is predicted.
 
     Args:
         n_updates: Updates of the runs of the last round.
         best_rate: Best rate of that round.
-        useful_edge: Its useful edge.
-        plan: The training.
+        useful_edge: Useful edge of that round.
+        plan: Plan of the training.
     """
     growth = math.log(plan.n_steps / n_updates)
     width = math.log(useful_edge / best_rate)
@@ -102,17 +139,17 @@ def features(n_updates: int, best_rate: float, useful_edge: float, plan: Trainin
 
 
 def decays(plan: TrainingPlan) -> bool:
-    """Whether the rate of a training changes after its warm-up."""
+    """Return whether the learning rate of a training changes after the warm-up."""
     return callable(plan.schedule) or plan.schedule != "constant"
 
 
 def furthest(last: Round, *, of_loop: bool = False) -> int:
-    """The longest training to which the rates of a round may be extrapolated: the largest factor that was measured."""
+    """Return the largest number of updates to which the rates of a round can be extrapolated."""
     return round(_fitted_to(last, of_loop)["largest_growth"] * last.n_updates)
 
 
 def longest_measured() -> int:
-    """Updates of the longest trainings of the study."""
+    """Return the number of updates of the longest runs of the study."""
     return int(_fitted()["longest"])
 
 
@@ -122,7 +159,7 @@ def _estimate(fitted: Mapping[str, Any], rate: float, values: Mapping[str, float
 
 
 def _fitted_to(last: Round, of_loop: bool) -> dict[str, Any]:
-    """What was fitted to rounds of the same kind."""
+    """Return the coefficients that were fitted to rounds of the same kind."""
     found: dict[str, Any] = _fitted()["loop" if of_loop else "model"]["coarse" if last.is_coarse else "fine"]
     return found
 

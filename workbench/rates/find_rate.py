@@ -1,4 +1,4 @@
-"""Find the learning rate for a model and a task by a pilot of short runs."""
+"""Search for the learning rate of a model and a task by a pilot of short runs."""
 
 from __future__ import annotations
 
@@ -29,35 +29,36 @@ from workbench.zoo.module_of import HoldsModel
 if TYPE_CHECKING:
     import xarray as xr
 
-#: The rate at which the search begins.
+#: Learning rate at which the search begins.
 _START, _START_OF_SGD = 3e-3, 0.1
-_SMALLEST_BUDGET = 200
-#: Factor by which explosion edges of seven architectures were off the rule, at most, and factor in the width.
+_MIN_BUDGET = 200
+#: Largest error factor of the rule for widths, in the explosion edges of seven architectures; and the factor between
+#: the widths for which it was measured.
 _WIDTH_ERROR, _WIDTH_RATIO = 1.5, 4.0
-#: Optimizers whose rates follow that rule.
+#: Optimizers whose rates follow Adam's rule for widths.
 _ADAMS = ("adam", "adamw", "adamax", "nadam", "radam")
-#: How much longer than the runs of a pilot a training may be before the answer has a warning: edges of trainings 2.4
-#: times as long were placed better than those of trainings 4, 8 and 10 times as long (``data/rate_accuracy.csv``).
-_SURE_GROWTH = 4.0
+#: Largest ratio of the length of a training to that of the pilot runs without a warning: edges of trainings 2.4 times
+#: as long were estimated better than those of trainings 4, 8 and 10 times as long (``data/rate_accuracy.csv``).
+_MAX_GROWTH = 4.0
 
 
 @dataclass(frozen=True)
 class FoundRates:
-    """Learning rates for a planned training, from a pilot; printed, they are a sentence.
+    """Estimated learning rates for a planned training; ``print`` shows a summary.
 
     Attributes:
         n_steps: Updates of the planned training.
         slow_edge: Estimate of the smallest useful rate (`workbench.rates.useful_band`).
         best_rate: Estimate of the best rate.
         useful_edge: Estimate of the largest useful rate.
-        reason: Why the estimates are NaN, and what to do; empty: they are known.
+        reason: Why the estimates are NaN, and what to do; empty if the rates are known.
         n_updates: Updates of the pilot, over all runs.
         seconds: Duration of the pilot.
-        rounds: What each round of the pilot measured.
-        trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat; NaN: not known.
-        optimizer: Name of the optimizer; empty: not known.
+        rounds: Results of each round of the pilot.
+        trivial_loss: Loss of the predictor that knows only the frequencies of the targets; nat; NaN if unknown.
+        optimizer: Name of the optimizer; empty if unknown.
         is_interrupted: Whether the pilot was interrupted before its end.
-        width_ratio: Width of the model that the rates are for over that of the pilot's.
+        width_ratio: Width of the model to which the rates apply over the width of the pilot's model.
 
     Example:
         >>> import workbench as wb
@@ -65,7 +66,11 @@ class FoundRates:
         >>> task = wb.tasks.random_tokens(length=8, vocab_size=16, batch_size=2)
         >>> found = wb.find_rate(model, task, n_steps=1000, budget=200, progress=False)
         >>> print(found)  # doctest: +ELLIPSIS
-        No rate learned more than how often each target occurs within ...
+        No rate learned more than the frequencies of the targets within ...
+
+    See Also:
+        `workbench.find_rate`: Returns them.
+        `workbench.plots.pilot_losses`: Draws their ``data``.
     """
 
     n_steps: int
@@ -97,28 +102,29 @@ class FoundRates:
 
     @property
     def caveat(self) -> str:
-        """What makes the estimates less sure than others, as sentences after a space; empty: nothing."""
+        """Sentences about what makes the estimates less certain, each after a space; empty if there is nothing."""
         sentences = []
         edge = self.last_with_edge
-        if edge is not None and self.n_steps > _SURE_GROWTH * edge.n_updates:
-            ratio, budget = self.n_steps / edge.n_updates, math.ceil(self.n_steps / _SURE_GROWTH / LONGEST_SHARE)
+        if edge is not None and self.n_steps > _MAX_GROWTH * edge.n_updates:
+            ratio, budget = self.n_steps / edge.n_updates, math.ceil(self.n_steps / _MAX_GROWTH / LONGEST_SHARE)
             sentences.append(
-                f" The training is {ratio:.0f} times as long as the runs of the pilot, and such estimates are often "
-                f"far off; a budget of {budget:,} gives longer runs."
+                f" The training is {ratio:.0f} times as long as the pilot runs, and such estimates are often far off; "
+                f"pass budget={budget:,} for longer pilot runs."
             )
         if self.n_steps > longest_measured():
             sentences.append(
-                f" How rates change was measured up to {longest_measured():,} updates; beyond, this is an assumption."
+                f" The change of the rates with the length of training was measured up to {longest_measured():,} "
+                "updates; beyond that, it is extrapolated."
             )
         if self.width_ratio != 1:
             sentences.append(
-                f" They are those of a model {self.width_ratio:g} times as wide as the pilot's, by Adam's rule."
+                f" The rates apply to a model {self.width_ratio:g} times as wide as the pilot's, by Adam's rule."
             )
         return "".join(sentences)
 
     @property
     def has_learned(self) -> bool:
-        """Whether some rate learned more than how often each target occurs, where that is known."""
+        """Whether some rate learned more than the frequencies of the targets; any finite loss if these are unknown."""
         return bool(self.rounds) and has_learned_more(self.rounds[-1].loss, self.trivial_loss)
 
     @property
@@ -127,29 +133,42 @@ class FoundRates:
         return next((one for one in reversed(self.rounds) if math.isfinite(one.useful_edge)), None)
 
     def for_width(self, ratio: float, *, parametrization: str = "standard") -> FoundRates:
-        """The rates of the same design at another width, with Adam's rule for matrices.
+        """Return the rates of the same design at another width, by Adam's rule for matrices.
 
-        In the standard parametrization rates fall as 1 / width, in muP they stay (Yang et al. 2022, arXiv:2203.03466).
-        The error of the rule widens the intervals by a factor of 1.5 for each factor of 4 in the width, and at least by
-        that: the largest error of explosion edges at 256 from those at 64, of eight recorded width studies
-        (`workbench.samples.scaling`). Beyond a factor of 4 that growth is an assumption.
+        In the standard parametrization rates are proportional to 1 / width; in muP they do not depend on the width
+        (Yang et al. 2022, arXiv:2203.03466). The error of the rule widens the intervals by a factor of 1.5 for each
+        factor of 4 in the width, and by at least 1.5. This is the largest error of explosion edges at width 256
+        predicted from width 64, in eight recorded width studies (`workbench.samples.scaling`). Beyond a factor of 4 the
+        growth of the error is an assumption.
 
         Args:
-            ratio: Width of the target over that of the pilot's model.
+            ratio: Target width over the width of the pilot's model.
             parametrization: ``"standard"`` or ``"mup"``.
 
         Raises:
-            OptionError: If the ratio is not positive, there is no such parametrization, or the optimizer is not of
+            OptionError: If the ratio is not positive, the parametrization is unknown, or the optimizer is not of
                 Adam's family.
+
+        Example:
+            >>> import workbench as wb
+            >>> def loop(rate, seed):  # Replace it by your own training loop.
+            ...     for step in range(1000):
+            ...         yield abs(rate - 0.01) + 1 / (step + 1)
+            >>> found = wb.find_rate(loop=loop, n_steps=100, progress=False)
+            >>> found.best_rate.value / found.for_width(4).best_rate.value
+            4.0
         """
         if self.optimizer and not is_of_adam(self.optimizer):
             raise OptionError(
-                f"The rule is Adam's, but the pilot used {self.optimizer}; run a pilot at the target width."
+                f"Adam's rule for widths does not hold for {self.optimizer}; run a pilot at the target width.",
+                name="optimizer",
+                value=self.optimizer,
+                expected=_ADAMS,
             )
         if isinstance(ratio, bool) or not (isinstance(ratio, Real) and math.isfinite(ratio) and ratio > 0):
-            raise OptionError(f"ratio is {ratio!r}, expected a positive number: target width / pilot's width.")
+            raise OptionError.of("ratio", ratio, "positive", remedy="pass target width / width of the pilot's model")
         if parametrization not in ("standard", "mup"):
-            raise OptionError(f"parametrization is {parametrization!r}, expected 'standard' or 'mup'.")
+            raise OptionError.of("parametrization", parametrization, ("standard", "mup"))
         factor = 1 / float(ratio) if parametrization == "standard" else 1.0
         error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
         found = with_estimates(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})
@@ -169,7 +188,7 @@ class FoundRates:
         lengths = list(dict.fromkeys(one.n_updates for one in self.rounds))
         n_seeds = max((one.loss.shape[1] for one in self.rounds), default=1)
         loss = np.full((len(lengths), len(rate), n_seeds), np.nan)
-        for one in self.rounds:  # a later round of the same length knows more
+        for one in self.rounds:  # A later round of the same length has more seeds.
             loss[lengths.index(one.n_updates), np.searchsorted(rate, one.rate)] = one.loss
         estimates = {
             f"{name}{end}": value
@@ -188,7 +207,11 @@ class FoundRates:
 
 
 def is_of_adam(optimizer: Any) -> bool:
-    """Whether rates of an optimizer, given as plans do, follow Adam's rule for widths."""
+    """Return whether the rates of an optimizer follow Adam's rule for widths.
+
+    Args:
+        optimizer: Name of a class, or the class or function, as in a `TrainingPlan`.
+    """
     return (optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")).lower() in _ADAMS
 
 
@@ -210,46 +233,50 @@ def find_rate(
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     progress: bool | Callable[[str], None] = True,
 ) -> FoundRates:
-    """Find the best and the largest useful learning rate for a planned training by a pilot on copies of the model.
+    """Estimate the best learning rate and the band of useful rates of a planned training by a pilot.
 
-    The pilot tries rates a factor 3.4 apart for a few updates, then those around the best one and the useful edge with
-    a fifth of the budget each, at a constant rate after a warm-up of at most a third of their updates; at rates above
-    the best one, runs that are clearly worse are stopped. The rates that decide are repeated with a second seed where
-    the budget allows it: longer runs tell more than a second seed does. If the rate of the training will decay, losses
-    are those of the mean weights over the last fifth of the updates, which are near those after a decay. The rates for
-    the whole training are extrapolated; how well, is measured on the recorded study of learning rates
-    (``data/README.md``). Interrupting it (in a notebook: the stop button) ends the pilot and gives the answer of the
-    rounds that were finished.
+    The pilot trains copies of the model. It first tries rates a factor of 3.4 apart for a few updates, then rates
+    around the best one and the useful edge, with a fifth of the budget for each run. Every run has a constant learning
+    rate after a warm-up of at most a third of its updates. At rates above the best one, runs that are clearly worse are
+    stopped. If the budget allows it, the decisive rates are repeated with a second seed; longer runs are more
+    informative than a second seed. If the learning rate of the training will decay, the loss is that of the parameters
+    averaged over the last fifth of the updates, which is close to the loss after a decay. The rates for the full
+    training are extrapolated from those of the pilot; the accuracy was measured on the recorded study of learning rates
+    (``data/README.md``). An interrupt (in a notebook: the stop button) ends the pilot; the rates are then estimated
+    from the finished rounds.
 
     Args:
-        model: Model or checkpoint that each run begins with, or a function from a seed to one. It is not changed.
-        task: What it will be trained on; see `workbench.tasks.as_task`. Losses are those of held-out examples: the
-            task's own, or its first batches (8, of few batches a fifth), which no run is trained on.
+        model: Model or checkpoint with the initial parameters of each run, or a function that creates one from a seed.
+            It is not changed.
+        task: The task of the training; see `workbench.tasks.as_task`. Losses are measured on the task's held-out
+            examples. If it has none, its first 8 batches (at most a fifth of the batches) are held out, and no run is
+            trained on them.
         n_steps: Updates of the planned training.
-        budget: Updates of the pilot at most, over all rates and seeds. Beside these, each run measures the held-out
-            loss four to seven times; a task that has held-out examples gives 4,096 token states of them.
-        loop: In place of model and task, a training loop of your own: a function from a rate and a seed that trains a
-            fresh model at this rate, constant after a short warm-up, and yields the training loss of each update. It
-            runs only as far as needed, and is closed; it must not end early at large losses, as `workbench.train` does
-            without ``stops_at_divergence=False``. Of the settings below only ``start`` and ``schedule``, that of the
-            planned training, go with it.
-        n_seeds: Seeds at most.
-        start: Rate at which the search begins, between 1e-9 and 1e6; None: .003, for SGD .1.
+        budget: Maximum number of updates of the pilot, over all rates and seeds. In addition each run measures the
+            held-out loss four to seven times, on 4,096 token states if the task has held-out examples.
+        loop: A custom training loop instead of model and task: a function of a learning rate and a seed that trains a
+            new model at this rate, constant after a short warm-up, and yields the training loss of each update. It runs
+            only as long as needed, and is then closed. It must not end early at large losses; `workbench.train` needs
+            ``stops_at_divergence=False`` for that. Of the settings below, only ``start`` and ``schedule`` (of the
+            planned training) can be combined with a loop.
+        n_seeds: Maximum number of seeds.
+        start: Learning rate at which the search begins, between 1e-9 and 1e6; if None, 0.003, or 0.1 for SGD.
         warmup: As in `workbench.train`.
-        schedule: As in `workbench.train`; the pilot itself runs at a constant rate.
-        optimizer: As in `workbench.train`, but not a ready optimizer.
+        schedule: As in `workbench.train`; the pilot itself uses a constant rate.
+        optimizer: As in `workbench.train`, but not an existing optimizer.
         optimizer_options: As in `workbench.train`.
         clip_norm: As in `workbench.train`.
         precision: As in `workbench.train`.
         loss: As in `workbench.train`.
-        progress: Show how far it is; or a function that gets a text after each update, whose exceptions end the pilot.
+        progress: Show the progress; or a function that receives a message after each update and may end the pilot by
+            raising an exception.
 
     Returns:
-        What was found. Print it for a sentence; `workbench.plots.pilot_losses` draws its ``data``.
+        The estimated rates. Print them for a summary; `workbench.plots.pilot_losses` draws their ``data``.
 
     Raises:
-        OptionError: If neither model and task nor a loop are given, or both; a setting is impossible, or given beside a
-            loop; or the data or the loop end too early.
+        OptionError: If neither model and task nor a loop are given, or both are; if a setting is invalid, or cannot be
+            combined with a loop; or if the data or the loop end too early.
 
     Example:
         >>> import workbench as wb
@@ -258,17 +285,32 @@ def find_rate(
         >>> found = wb.find_rate(model, task, n_steps=300, budget=400, progress=False)
         >>> found.n_updates <= 400
         True
+
+    See Also:
+        `workbench.rates.FoundRates`: Describes the result.
+        `workbench.plots.pilot_losses`: Draws the losses of the pilot.
+        `workbench.risk.predict`: Predicts the risk of a planned run, with a pilot if there is one.
     """
     require_whole(1, n_steps=n_steps, n_seeds=n_seeds)
-    require_whole(_SMALLEST_BUDGET, budget=budget)
+    require_whole(_MIN_BUDGET, budget=budget)
     if (loop is None) == (model is None) or (model is None) != (task is None):
-        raise OptionError("find_rate takes a model and a task, or loop= alone.")
+        given = tuple(name for name, each in (("model", model), ("task", task), ("loop", loop)) if each is not None)
+        raise OptionError(
+            "find_rate() needs either a model and a task, or loop=.",
+            name="loop" if "loop" in given or not given else "task" if "model" in given else "model",
+            value=given,
+            expected="either model and task, or loop",
+        )
     if isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
-            "A ready optimizer cannot be used on copies of the model; name its class, or pass a function that makes it."
+            "An existing optimizer cannot be used on copies of the model; name its class, or pass a function that "
+            "creates it.",
+            name="optimizer",
+            value=optimizer,
+            expected="the name of a class or a function",
         )
     if start is not None and not LOWEST < start < HIGHEST:
-        raise OptionError(f"start is {start}, expected a learning rate between {LOWEST:g} and {HIGHEST:g}.")
+        raise OptionError.of("start", start, f"a learning rate between {LOWEST:g} and {HIGHEST:g}")
     settings: dict[str, Any] = {
         "warmup": warmup,
         "schedule": schedule,
@@ -278,24 +320,23 @@ def find_rate(
         "precision": precision,
     }
     plan = TrainingPlan(n_steps=n_steps, learning_rate=start, **settings)
+    of_run = {name: value for name, value in settings.items() if name != "schedule"}
     if loop is not None:
-        own = {name: value for name, value in settings.items() if name != "schedule"}
-        _refuse_beside_a_loop({**own, "loss": loss})
-    begun = time.monotonic()
-    with Progress(progress, "made", total=budget, unit="trial update") as bar:
+        _check_unset_with_loop({**of_run, "loss": loss})
+    start_time = time.monotonic()
+    with Progress(progress, "ran", total=budget, unit="trial update") as bar:
         if loop is not None:
             runs: PilotRuns = LoopRuns(loop, bar.update)
         elif model is not None:
             longest = min(n_steps, math.ceil(LONGEST_SHARE * budget))
-            own = {name: value for name, value in settings.items() if name != "schedule"}
             runs = ModelRuns(
-                model, task, own, longest, n_seeds, has_mean_weights=decays(plan), loss=loss, on_update=bar.update
+                model, task, of_run, longest, n_seeds, averages_parameters=decays(plan), loss=loss, on_update=bar.update
             )
         rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
     found = FoundRates(
-        n_steps, UNKNOWN, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - begun, rounds, runs.trivial_loss,
-        name, is_interrupted,
+        n_steps, UNKNOWN, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - start_time, rounds,
+        runs.trivial_loss, name, is_interrupted,
     )  # fmt: skip
     of_loop = loop is not None
     if (reason := _reason(found, plan, budget, of_loop)) or found.last_with_edge is None:
@@ -304,24 +345,29 @@ def find_rate(
 
 
 def with_estimates(found: FoundRates, estimates: Mapping[str, Estimate]) -> FoundRates:
-    """The same with other estimates."""
+    """Return the found rates with other estimates."""
     slow, best, edge = (estimates[name] for name in SOURCES)
     return replace(found, slow_edge=slow, best_rate=best, useful_edge=edge)
 
 
-def _refuse_beside_a_loop(settings: dict[str, Any]) -> None:
-    """Refuse settings that a loop of the user's own would not get."""
+def _check_unset_with_loop(settings: dict[str, Any]) -> None:
+    """Raise OptionError if a setting is given that a custom loop does not receive."""
     defaults = inspect.signature(find_rate).parameters
     if given := [name for name, value in settings.items() if value != defaults[name].default]:
-        raise OptionError(f"{', '.join(given)} would not reach your loop; set it there, and pass loop= without it.")
+        raise OptionError(
+            f"{', '.join(given)} cannot be combined with loop=; set {'it' if len(given) == 1 else 'them'} in the loop.",
+            name=given[0],
+            value=settings[given[0]],
+            expected="unset with loop=",
+        )
 
 
 def _rounds(search: RateSearch, start: float) -> tuple[tuple[Round, ...], bool]:
-    """The rounds, or those that were finished if interrupted after the first, and whether it was."""
+    """Return the finished rounds and whether the search was interrupted after the first one."""
     rounds: list[Round] = []
     try:
         for one in search.rounds(start):
-            rounds.append(one)  # noqa: PERF402  (what was found has to outlive an interrupt)
+            rounds.append(one)  # noqa: PERF402  (finished rounds have to survive an interrupt)
     except KeyboardInterrupt:
         if not rounds:
             raise
@@ -330,34 +376,35 @@ def _rounds(search: RateSearch, start: float) -> tuple[tuple[Round, ...], bool]:
 
 
 def _start_of(plan: TrainingPlan) -> float:
+    """Return the learning rate at which the search begins."""
     if plan.learning_rate is not None:
         return plan.learning_rate
     return _START_OF_SGD if isinstance(plan.optimizer, str) and plan.optimizer.lower() == "sgd" else _START
 
 
 def _reason(found: FoundRates, plan: TrainingPlan, budget: int, of_loop: bool) -> str:
-    """Why the rates of the training cannot be said, and what to do; empty: they can."""
+    """Return why the rates of the training cannot be estimated, and what to do; empty if they can."""
     if not found.rounds:
-        return "No rate gave a finite loss; check the data and the loss, or choose a smaller start=."
+        return "No rate yielded a finite loss; check the data and the loss, or choose a smaller start=."
     last = found.rounds[-1]
     if not found.has_learned:
         return (
-            f"No rate learned more than how often each target occurs within {last.n_updates} updates; ask again with a "
-            f"larger budget, such as {3 * budget:,}."
+            f"No rate learned more than the frequencies of the targets within {last.n_updates} updates; repeat the "
+            f"pilot with a larger budget, such as {3 * budget:,}."
         )
     edge = found.last_with_edge
     if edge is None and np.nanmax(last.loss) - np.nanmin(last.loss) < RESOLUTION:
-        return "The loss is the same at every rate; check that the training uses the rate it is given."
+        return "The loss is the same at every rate; check that the training uses the rate that it receives."
     if edge is None:
         return (
-            f"No rate tried was too large, up to {last.rate[-1]:.2g}. Ask again with a larger budget, such as "
+            f"No rate tried was too large, up to {last.rate[-1]:.2g}. Repeat the pilot with a larger budget, such as "
             f"{2 * budget:,}, or start={last.rate[-1]:.2g}."
         )
     if (reach := furthest(edge, of_loop=of_loop)) < plan.n_steps:
         upper = extrapolated(edge, replace(plan, n_steps=reach), of_loop=of_loop)["useful_edge"]
         return (
-            f"How rates change was measured up to {reach:,} updates for a pilot of this length, not up to "
-            f"{plan.n_steps:,}. Rates above {rounded(upper.high)} are probably too large even for {reach:,}. Ask again "
-            f"with a budget of {math.ceil(budget * plan.n_steps / reach):,}."
+            f"Rates of a pilot of this length can be extrapolated to {reach:,} updates, not to {plan.n_steps:,}. Rates "
+            f"above {rounded(upper.high)} are probably too large even for {reach:,} updates. Repeat the pilot with a "
+            f"budget of {math.ceil(budget * plan.n_steps / reach):,}."
         )
     return ""

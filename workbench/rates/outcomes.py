@@ -1,4 +1,4 @@
-"""Outcomes of each design of a sweep over learning rates: useful band, sensitivity, explosion, lasting spikes."""
+"""Outcomes of each cell of a sweep over learning rates: useful band, sensitivity, explosion, lasting spikes."""
 
 from __future__ import annotations
 
@@ -23,29 +23,33 @@ from workbench.schema.sweeps import LOSS_WINDOW
 if TYPE_CHECKING:
     import xarray as xr
 
-#: A design learns if it beats the trivial predictor by this many standard deviations between seeds.
+#: The runs of a cell learn if they beat the trivial predictor by this many standard deviations between seeds.
 _DEVIATIONS = 3.0
-#: The sensitivity is taken over rates from the best one divided by this to the best one times this.
+#: The sensitivity is averaged over rates from the best one divided by this factor to the best one times this factor.
 _DECADE = 10.0
-#: A spike is lasting if the loss has not returned within so many windows of the training loss.
+#: A spike is lasting if the loss stays high for this many windows of the training loss.
 _LASTING_WINDOWS = 3
 _WINDOWS_BEFORE = 5
 
 
 def count_lasting_spikes(loss: np.ndarray) -> int:
-    """Count the spikes of the training loss from which it did not return within 30 updates.
+    """Count the spikes of the training loss that last at least 30 updates.
 
-    A spike begins where the mean of a window of 10 updates exceeds the median of the five windows before by more than
-    a tenth of a nat and five times their median absolute deviation; it lasts while the loss stays above that bound.
+    A spike begins where the mean of a window of 10 updates exceeds the median of the previous five windows by more than
+    0.1 nat and five times their median absolute deviation; it lasts while the loss stays above that bound.
 
     Args:
-        loss: Mean training loss of each window, shape (window,); nat; infinite: not finite; NaN: after the end.
+        loss: Mean training loss of each window, shape (window,); nat; infinite where the loss was not finite, NaN after
+            the end of the run.
 
     Example:
         >>> import numpy as np
         >>> import workbench as wb
         >>> wb.rates.count_lasting_spikes(np.r_[np.full(10, 2.0), 2.5, 2.0, 2.0, np.full(4, 3.0), np.full(5, 2.0)])
         1
+
+    See Also:
+        `workbench.sweeps.count_spikes`: Counts all spikes.
     """
     loss = loss[: int(np.flatnonzero(~np.isnan(loss))[-1]) + 1] if (~np.isnan(loss)).any() else loss[:0]
     count, at = 0, _WINDOWS_BEFORE
@@ -63,41 +67,47 @@ def count_lasting_spikes(loss: np.ndarray) -> int:
 def rate_outcomes(
     sweep: xr.Dataset, *, shorter: xr.Dataset | None = None, n_steps: int | None = None, against: str | None = None
 ) -> xr.Dataset:
-    """Outcomes of each design of a sweep over learning rates.
+    """Compute the outcomes of each cell of a sweep over learning rates.
+
+    The runs of a ``cell`` share all settings except learning rate and seed.
 
     Args:
-        sweep: Sweep with the losses along the runs, recorded with ``n_evaluations``. The runs of a design, its
-            ``cell``, share all settings but learning rate and seed.
-        shorter: Runs of four fifths of the updates, of designs whose schedule falls to 0; matched by the settings. A
-            design without gets its reference from the run itself, which is right for a constant rate alone.
-        n_steps: Number of updates after which the losses are read; None: all.
-        against: Name of a study, to compare others with: a rate is useful if it reaches what the best rate of that
-            study's design of the same architecture has after four fifths of the updates, and a design without such a
-            rate has no edges. None: each design is compared with its own best rate.
+        sweep: Sweep with the losses along the runs, recorded with ``n_evaluations``.
+        shorter: Runs with four fifths of the updates, matched by their settings, for cells whose schedule decays to 0.
+            The reference loss of a cell without such runs is read from its own runs after four fifths of the updates,
+            which is valid only for a constant learning rate.
+        n_steps: Number of updates after which the losses are read; None reads them after all updates.
+        against: Name of a study with which the other studies are compared. A rate is then useful if its loss is no
+            larger than that of the best rate after four fifths of the updates in the cell of the same architecture in
+            that study; a cell without such a rate has no edges. If None, each cell is compared with its own best rate.
 
     Returns:
-        Dataset with dim ``cell``, ``architecture`` and ``study`` as coordinates:
+        Dataset with dimension ``cell``, and ``architecture`` and ``study`` as coordinates:
 
-        - ``best_rate``, ``best_loss``, ``slow_edge``, ``useful_edge`` as in `UsefulBand`; edges are NaN where the
-          design did not learn;
-        - ``explosion_edge``: the geometric mean of the smallest rate at which most runs diverge and the one below, or
-          the smallest rate tried where they diverge there already; NaN: none did;
+        - ``best_rate``, ``best_loss``, ``slow_edge``, ``useful_edge`` as in `UsefulBand`; the edges are NaN if the runs
+          did not learn;
+        - ``explosion_edge``: geometric mean of the smallest rate at which most runs diverge and the next smaller rate,
+          or the smallest rate tried if most runs diverge there; NaN if there is no such rate;
         - ``is_learned``: whether the best loss beats the trivial predictor by three standard deviations between seeds;
-        - ``sensitivity``: `rate_sensitivity` over a decade on either side of the best rate, nat, no run being charged
-          more than the trivial predictor's loss; NaN where so many rates were not tried;
-        - ``lasting_spike_share``: share of the runs at useful rates with a lasting spike (`count_lasting_spikes`);
+        - ``sensitivity``: `rate_sensitivity` over a decade on either side of the best rate, with losses limited to that
+          of the trivial predictor; nat; NaN if the rates tried do not cover this range;
+        - ``lasting_spike_share``: fraction of the runs at useful rates with a lasting spike (`count_lasting_spikes`);
         - ``smallest_rate`` and ``largest_rate`` that were tried.
 
     Raises:
-        SchemaError: If the sweep has no losses along its runs, or none after so many updates; or not one design of the
-            study to compare with, of the same architecture and seeds.
+        SchemaError: If the sweep has no losses along its runs or none after this number of updates, or if the study to
+            compare with does not have exactly one cell of the same architecture and seeds.
 
     Example:
         >>> import workbench as wb
         >>> study = wb.samples.rate_study("fit")
         >>> runs = study.isel(run=(study.architecture == "Llama").values & (study.stage == "coarse").values)
-        >>> wb.rates.rate_outcomes(runs)["useful_edge"].dims  # a rate for each setup of this architecture
+        >>> wb.rates.rate_outcomes(runs)["useful_edge"].dims
         ('cell',)
+
+    See Also:
+        `workbench.rates.loss_over_rates`: Returns the losses of one cell.
+        `workbench.plots.rate_bands`: Draws the bands.
     """
     import xarray as xr
 
@@ -117,19 +127,19 @@ def rate_outcomes(
 
 
 def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_steps: int | None = None) -> xr.Dataset:
-    """Losses of one design by rate and seed, and the outcomes that follow from them; see `rate_outcomes`.
+    """Return the losses of one cell by learning rate and seed, and its outcomes; see `rate_outcomes`.
 
     Args:
-        runs: Runs that share all settings but rate and seed.
+        runs: Runs that share all settings except learning rate and seed.
         shorter: As in `rate_outcomes`.
         n_steps: As in `rate_outcomes`.
 
     Returns:
-        Dataset with dims ``rate`` and ``seed``: ``loss``, infinite where it was not finite, NaN where a seed was not
-        tried; ``mean_loss`` over the seeds that were; and, without dims, ``trivial_loss`` and the outcomes.
+        Dataset with dimensions ``rate`` and ``seed``: ``loss``, infinite where it was not finite, NaN where a seed was
+        not tried; ``mean_loss`` over the seeds that were tried; and the scalars ``trivial_loss`` and the outcomes.
 
     Raises:
-        SchemaError: If the runs are of several designs, or have no losses along them.
+        SchemaError: If the runs belong to several cells, or have no losses along them.
 
     Example:
         >>> import workbench as wb
@@ -137,12 +147,21 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
         >>> losses = wb.rates.loss_over_rates(study.isel(run=(study.cell == study.cell[0]).values))
         >>> losses.sizes["seed"], bool(losses.is_learned)
         (3, True)
+
+    See Also:
+        `workbench.rates.rate_outcomes`: Computes the outcomes of all cells.
+        `workbench.plots.rate_curve`: Draws the losses over the rates.
     """
     import xarray as xr
 
     _require_curves(runs)
     if (n_cells := len(set(runs["cell"].values.tolist()))) > 1:
-        raise SchemaError(f"The runs are of {n_cells} designs; select one, as with runs.cell == runs.cell[0].")
+        raise SchemaError(
+            f"The runs belong to {n_cells} cells; select one, for example with runs.cell == runs.cell[0].",
+            name="cell",
+            value=n_cells,
+            expected="the same for all runs",
+        )
     table = LossTable.of(runs, n_steps)
     variables = {
         "loss": (("rate", "seed"), table.loss, {"long_name": "held-out loss", "units": "nat"}),
@@ -154,26 +173,30 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
 
 
 def _compared(sweep: xr.Dataset, study: str, architecture: str, table: LossTable) -> LossTable:
-    """The losses of a study's design of an architecture, of the seeds of another table."""
-    is_it = (sweep["study"].values == study) & (sweep["architecture"].values == architecture)
-    runs = sweep.isel(run=is_it)
-    found = LossTable.of(runs, table.n_steps) if len(set(runs["cell"].values.tolist())) == 1 else None
+    """Return the losses of the cell of an architecture in a study, with the same seeds as another table."""
+    is_match = (sweep["study"].values == study) & (sweep["architecture"].values == architecture)
+    runs = sweep.isel(run=is_match)
+    n_cells = len(set(runs["cell"].values.tolist()))
+    found = LossTable.of(runs, table.n_steps) if n_cells == 1 else None
     if found is None or found.seed.tolist() != table.seed.tolist():
         raise SchemaError(
-            f"The study '{study}' has not one design of {architecture} with seeds {table.seed.tolist()}, expected "
-            "one to compare with."
+            f"The study '{study}' must have one cell of {architecture} with seeds {table.seed.tolist()} to compare "
+            f"with, but it has {n_cells if found is None else f'seeds {found.seed.tolist()}'}.",
+            name="against",
+            value=study,
+            expected=f"a study with one cell of {architecture} and seeds {table.seed.tolist()}",
         )
     return found
 
 
 def _earlier(table: LossTable, shorter: xr.Dataset | None) -> np.ndarray:
-    """The losses after four fifths of the updates, of runs of their own where there are such."""
+    """Return the losses after four fifths of the updates, from shorter runs if there are any."""
     found = None if shorter is None else table.earlier_from(shorter)
     return table.earlier() if found is None else found
 
 
 def _outcome(table: LossTable, shorter: xr.Dataset | None, compared: LossTable | None = None) -> dict[str, Any]:
-    """Outcomes of one design, its rates compared with those of another one or with its own."""
+    """Return the outcomes of one cell; useful rates are relative to another cell, if one is given."""
     reference = None if compared is None else largest_useful_loss(compared.loss, _earlier(compared, shorter))
     band = useful_band(table.rate, table.loss, _earlier(table, shorter), reference=reference)
     tried = table.loss[table.rate == band.best_rate]
@@ -205,17 +228,17 @@ def _outcome(table: LossTable, shorter: xr.Dataset | None, compared: LossTable |
 
 @dataclass(frozen=True)
 class LossTable:
-    """Losses of the runs of one design by rate and seed.
+    """Losses of the runs of one cell by learning rate and seed.
 
     Attributes:
         runs: The runs.
         n_steps: Number of updates after which the losses are read.
-        rate: Rates, rising, shape (rate,).
+        rate: Learning rates, increasing, shape (rate,).
         seed: Seeds, shape (seed,).
-        loss: Held-out loss after the updates, shape (rate, seed); infinite: not finite; NaN: not tried.
-        exploded: Share of the runs of each rate that diverged within these updates.
-        has_lasting_spike: Whether a run has a lasting spike, 0 or 1, shape (rate, seed); NaN: not tried.
-        trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat.
+        loss: Held-out loss after the updates, shape (rate, seed); infinite if not finite, NaN if not tried.
+        exploded: Fraction of the runs of each rate that diverged within these updates, shape (rate,).
+        has_lasting_spike: Whether a run has a lasting spike, 0 or 1, shape (rate, seed); NaN if not tried.
+        trivial_loss: Loss of the predictor that knows only the frequencies of the targets; nat.
     """
 
     runs: xr.Dataset
@@ -229,7 +252,7 @@ class LossTable:
 
     @classmethod
     def of(cls, runs: xr.Dataset, n_steps: int | None = None) -> LossTable:
-        """The table of runs that share all settings but rate and seed."""
+        """Create the table of runs that share all settings except learning rate and seed."""
         total = int(runs["n_steps"].values[0]) if n_steps is None else n_steps
         rate, i = np.unique(runs["learning_rate"].values, return_inverse=True)
         seed, j = np.unique(runs["seed"].values, return_inverse=True)
@@ -242,7 +265,7 @@ class LossTable:
         return cls(runs, total, rate, seed, loss, exploded, spikes, float(runs["trivial_loss"].values.mean()))
 
     def earlier(self) -> np.ndarray:
-        """The losses of the same runs after four fifths of the updates; shape (rate, seed)."""
+        """Return the losses of the same runs after four fifths of the updates, shape (rate, seed)."""
         found = np.full_like(self.loss, np.nan)
         i = np.searchsorted(self.rate, self.runs["learning_rate"].values)
         j = np.searchsorted(self.seed, self.runs["seed"].values)
@@ -250,7 +273,7 @@ class LossTable:
         return found
 
     def earlier_from(self, shorter: xr.Dataset) -> np.ndarray | None:
-        """The losses of runs of the same design with four fifths of the updates; None: there are none."""
+        """Return the losses of runs with the same settings and four fifths of the updates; None if there are none."""
         own = design_key(json.loads(str(self.runs["settings"].values[0])))
         n_steps = REFERENCE_SHARE * self.n_steps
         is_same = [design_key(json.loads(str(text))) == own for text in shorter["settings"].values]
@@ -267,27 +290,40 @@ class LossTable:
 
 
 def design_key(settings: Mapping[str, Any]) -> str:
-    """The design of a run, from its settings: all that decides its numbers but rate, seed and length."""
+    """Return a key of the settings that determine the results of a run, except learning rate, seed and length."""
     training = {name: value for name, value in settings["training"].items() if name not in ("learning_rate", "n_steps")}
     return json.dumps([settings["model"], settings["task"], training, settings.get("kss")], sort_keys=True)
 
 
 def held_out_at(runs: xr.Dataset, step: float) -> np.ndarray:
-    """Held-out loss of each run after some updates, shape (run,); infinite: not finite, or the run ended before.
+    """Return the held-out loss of each run after a number of updates, shape (run,).
+
+    It is infinite if it was not finite, or if the run ended before.
 
     Raises:
-        SchemaError: If the loss was not to be measured then.
+        SchemaError: If no loss was measured at this number of updates.
     """
     settings = json.loads(str(runs["settings"].values[0]))
     every = settings["training"]["n_steps"] // settings["n_evaluations"]
     nearest = every * round(step / every)
     if abs(nearest - step) > 0.5 or not 0 < nearest <= settings["training"]["n_steps"]:
-        raise SchemaError(f"No held-out loss was measured at update {step:g}, only every {every} updates; choose one.")
+        raise SchemaError(
+            f"No held-out loss was measured at update {step:g}; it was measured every {every} updates up to "
+            f"{settings['training']['n_steps']}.",
+            name="n_steps",
+            value=step,
+            expected=f"a multiple of {every}, at most {settings['training']['n_steps']}",
+        )
     is_at = np.isclose(runs["evaluation_step"].values, nearest)
     return np.where(is_at, np.nan_to_num(runs["held_out_loss"].values, nan=math.inf), math.inf).min(axis=1)
 
 
 def _require_curves(sweep: xr.Dataset) -> None:
+    """Raise SchemaError if a sweep has no losses along its runs."""
     missing = [name for name in ("held_out_loss", "training_loss", "trivial_loss") if name not in sweep.variables]
     if missing or np.isnan(sweep["trivial_loss"].values).all():
-        raise SchemaError("The sweep has no losses along its runs; record it with n_evaluations=.")
+        raise SchemaError(
+            "The sweep has no losses along its runs; record it with n_evaluations=.",
+            name=missing[0] if missing else "trivial_loss",
+            expected="recorded, with n_evaluations=",
+        )

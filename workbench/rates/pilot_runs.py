@@ -1,4 +1,4 @@
-"""The runs of a pilot: short trainings at several learning rates, on copies of a model or by a loop of one's own."""
+"""Pilot runs: short training runs at several learning rates, of copies of a model or by a custom training loop."""
 
 from __future__ import annotations
 
@@ -27,51 +27,57 @@ from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.target_frequencies import frequency_loss
 from workbench.zoo.module_of import HoldsModel, module_of
 
-#: Token states of the held-out examples of a task that has some; batches that are set aside of another one, at most a
-#: fifth of them.
+#: Token states of the held-out examples of a task; batches held out from a task without such examples, at most a fifth.
 _N_HELD_OUT, _N_SET_ASIDE = 4096, 8
-#: Share of the updates of a run that its warm-up takes at most.
-_WARMUP_SHARE = 1 / 3
-#: Where a run has training losses alone, its loss is their mean over this share of the updates.
-_LAST_SHARE = 0.1
+#: Largest fraction of the updates of a run for its warm-up.
+_WARMUP_FRACTION = 1 / 3
+#: The loss of a run that has only training losses is their mean over this last fraction of the updates.
+_LAST_FRACTION = 0.1
 
 
 class PilotRuns(Protocol):
-    """Runs at several rates and seeds.
+    """Runs at several learning rates and seeds.
 
     Attributes:
-        n_updates: Updates made so far, over all runs.
-        trivial_loss: Loss of the predictor that knows the frequencies of the targets alone; nat; NaN: not known.
+        n_updates: Updates so far, over all runs.
+        trivial_loss: Loss of the predictor that knows only the frequencies of the targets; nat; NaN if unknown.
     """
 
     n_updates: int
     trivial_loss: float
 
     def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
-        """Train a fresh run, and give its loss after each of some rising numbers of updates, each 1.25 times the last.
+        """Train a new run and return its loss after each of the given numbers of updates.
 
-        Losses are infinite from where they are not finite. A run whose loss is above the limit of that number of
-        updates is stopped, and has no further losses.
+        The numbers are increasing, each 1.25 times the previous one. From the first loss that is not finite, all losses
+        are infinite. A run whose loss exceeds the limit at a step is stopped; its later losses are omitted.
+
+        Args:
+            rate: Learning rate.
+            seed: Seed.
+            steps: Numbers of updates.
+            limits: Limit of the loss at each of them.
 
         Raises:
-            OptionError: If the data or the loop end before.
+            OptionError: If the data or the loop end too early.
         """
 
 
 @dataclass
 class ModelRuns:
-    """Runs on copies of a model, at a constant rate; one of them is in memory at a time.
+    """Pilot runs of copies of a model at constant learning rates; one copy is in memory at a time.
 
     Args:
-        model: Model that every run begins with, or a function from a seed to one; it is not changed.
-        task: What they are trained on.
-        settings: Arguments of `workbench.train` without the rate, the number of updates, and the seed. The warm-up
-            takes at most a third of the updates of a run.
-        n_longest: Updates of the longest run: each seed has its own part of the stream.
-        n_seeds: Seeds at most.
-        has_mean_weights: Whether a loss is that of the mean weights over the last fifth of the updates, which is near
-            the loss after a decay of the rate (Haegele et al. 2024, arXiv:2405.18392).
-        loss: Function from logits and targets to a 0-dim tensor.
+        model: Model with the initial parameters of every run, or a function that creates one from a seed; it is not
+            changed.
+        task: The task.
+        settings: Arguments of `workbench.train` except the learning rate, the number of updates and the seed. The
+            warm-up is limited to a third of the updates of a run.
+        n_longest: Updates of the longest run. Each seed reads a different part of the data stream.
+        n_seeds: Maximum number of seeds.
+        averages_parameters: Whether the loss is that of the parameters averaged over the last fifth of the updates,
+            which is close to the loss after a decay of the learning rate (Haegele et al. 2024, arXiv:2405.18392).
+        loss: Function of logits and targets that returns a 0-dim tensor.
         on_update: Called after each update.
     """
 
@@ -80,7 +86,7 @@ class ModelRuns:
     settings: dict[str, Any]
     n_longest: int
     n_seeds: int
-    has_mean_weights: bool = False
+    averages_parameters: bool = False
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss
     on_update: Callable[[], object] = lambda: None
     n_updates: int = 0
@@ -90,11 +96,14 @@ class ModelRuns:
         task = as_task(self.task)
         if task.describe().get("is_one_shot"):
             raise OptionError(
-                "The data can be read only once, but each run of a pilot reads them; pass a DataLoader or a list of "
-                "batches."
+                "The data can be read only once, but every pilot run reads them; pass a DataLoader or a list of "
+                "batches.",
+                name="task",
+                value=self.task,
+                expected="data that can be read several times",
             )
-        if callable(own := getattr(task, "held_out", None)):
-            held_out, self._data = [own(_N_HELD_OUT)], task
+        if callable(read_held_out := getattr(task, "held_out", None)):
+            held_out, self._data = [read_held_out(_N_HELD_OUT)], task
         else:
             held_out, self._data = _set_aside(task, self.n_seeds * self.n_longest)
         self._held_out = held_out
@@ -103,10 +112,10 @@ class ModelRuns:
             self.trivial_loss = frequency_loss(self._data, targets)
 
     def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
-        """Held-out losses."""
-        model = self._fresh(seed)
-        mean = AveragedModel(model) if self.has_mean_weights else None
-        settings = {**self.settings, "warmup": min(self.settings.get("warmup", 0), int(_WARMUP_SHARE * steps[-1]))}
+        """Train a new run and return its held-out losses; see `PilotRuns.losses`."""
+        model = self._new_model(seed)
+        mean = AveragedModel(model) if self.averages_parameters else None
+        settings = {**self.settings, "warmup": min(self.settings.get("warmup", 0), int(_WARMUP_FRACTION * steps[-1]))}
         found: list[float] = []
         n_done, is_finite = 0, True
         for record in train(
@@ -121,21 +130,27 @@ class ModelRuns:
             if n_done == steps[len(found)]:
                 found.append(self._measure(model if mean is None else mean.module) if is_finite else math.inf)
                 if mean is not None:
-                    mean.n_averaged.zero_()  # the next update is the first of a new mean
+                    mean.n_averaged.zero_()  # The next update starts a new average.
                 if limits[len(found) - 1] < found[-1] < math.inf:
                     return found
         if is_finite and n_done < steps[-1]:
-            raise OptionError(f"The data end after {n_done:,} batches, but a run of the pilot needs {steps[-1]:,}.")
+            raise OptionError(
+                f"The data end after {n_done:,} batches, but a pilot run needs {steps[-1]:,}.",
+                name="task",
+                value=n_done,
+                expected=f"at least {steps[-1]} batches",
+            )
         return found + [math.inf] * (len(steps) - len(found))
 
-    def _fresh(self, seed: int) -> nn.Module:
-        """A copy of the model, or a new one, whose random numbers are those of the seed."""
+    def _new_model(self, seed: int) -> nn.Module:
+        """Return a copy of the model, or create one with the random numbers of the seed."""
         if isinstance(self.model, nn.Module) or not callable(self.model):
             return copy.deepcopy(module_of(self.model))
         with RandomStream(seed).active():
             return module_of(self.model(seed))
 
     def _measure(self, model: nn.Module) -> float:
+        """Return the mean held-out loss; infinite if it is not finite."""
         losses = []
         with undisturbed(model):
             for inputs, targets in self._held_out:
@@ -148,11 +163,11 @@ class ModelRuns:
 
 @dataclass
 class LoopRuns:
-    """Runs of a user's own training loop.
+    """Pilot runs of a user-supplied training loop.
 
     Args:
-        loop: Function from a rate and a seed to the training losses of the updates, one after the other; a generator is
-            closed when it has run far enough.
+        loop: Function of a learning rate and a seed that yields the training loss of each update; a generator is closed
+            when it is no longer needed.
         on_update: Called after each update.
     """
 
@@ -162,7 +177,7 @@ class LoopRuns:
     trivial_loss: float = math.nan
 
     def losses(self, rate: float, seed: int, steps: Sequence[int], limits: Sequence[float]) -> list[float]:
-        """Mean training losses over the last tenth of the updates before each step."""
+        """Return the mean training loss over the last tenth of the updates before each step; see `PilotRuns.losses`."""
         losses: list[float] = []
         found: list[float] = []
         running = iter(self.loop(rate, seed))
@@ -174,14 +189,17 @@ class LoopRuns:
                 if not math.isfinite(losses[-1]):
                     break
                 if len(losses) == steps[len(found)]:
-                    found.append(float(np.mean(losses[-max(1, round(_LAST_SHARE * len(losses))) :])))
+                    found.append(float(np.mean(losses[-max(1, round(_LAST_FRACTION * len(losses))) :])))
                     if found[-1] > limits[len(found) - 1]:
                         return found
             else:
                 if len(losses) < steps[-1]:
                     raise OptionError(
-                        f"The loop ended after {counted(len(losses), 'update')}, but a run of the pilot needs "
-                        f"{steps[-1]:,}; let it go on until it is closed, large losses or not."
+                        f"The loop ended after {counted(len(losses), 'update')}, but a pilot run needs {steps[-1]:,}; "
+                        "let it continue until it is closed, also at large losses.",
+                        name="loop",
+                        value=len(losses),
+                        expected=f"a loop of at least {steps[-1]} updates",
                     )
         finally:
             if callable(close := getattr(running, "close", None)):
@@ -190,13 +208,18 @@ class LoopRuns:
 
 
 def _set_aside(task: Task, n_needed: int) -> tuple[list[Any], Task]:
-    """Held-out batches of a task that has no examples of its own for that, and the task without them."""
+    """Return held-out batches of a task that has no held-out examples, and the task without these batches."""
     n_batches = task.describe().get("n_batches")
     if not isinstance(n_batches, int) or n_batches >= _N_SET_ASIDE + n_needed:
         return list(islice(task.stream(0), _N_SET_ASIDE)), LaterBatches(task, _N_SET_ASIDE)
     if n_batches < 2:
-        raise OptionError("The data have a single batch, but the pilot holds out at least one; pass two or more.")
-    # Shuffled anew, the next epoch would mix them in.
+        raise OptionError(
+            "The data have a single batch, but the pilot holds out at least one; pass two or more.",
+            name="task",
+            value=n_batches,
+            expected="at least two batches",
+        )
+    # Kept in a list, because shuffling in the next epoch would mix held-out and training examples.
     batches = list(islice(task.stream(0), n_batches))
     n_aside = min(_N_SET_ASIDE, max(1, n_batches // 5))
     return batches[:n_aside], as_task(batches[n_aside:])

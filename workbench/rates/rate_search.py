@@ -1,4 +1,4 @@
-"""Search for useful learning rates within a budget: many rates for few updates, then few rates for many updates."""
+"""Search for useful learning rates within a budget: first many rates for few updates, then few rates for many."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ import numpy as np
 from workbench.rates.pilot_runs import PilotRuns
 from workbench.rates.useful_band import REFERENCE_SHARE, RESOLUTION, UsefulBand, useful_band
 
-#: Rates are 1e-3 times whole powers of this.
+#: Learning rates are 1e-3 times integer powers of this ratio.
 RATIO = 1.5
-#: Powers between two rates of the first round.
+#: Difference between the powers of neighboring rates in the first round.
 _COARSE = 3
-#: Powers between two rates of the second round: below the best one, above it, and at most on both sides of the edge.
+#: The same in the second round: below the best rate, above it, and largest final difference at the useful edge.
 _DOWN, _UP, _FINE = 3, 2, 1
-#: Updates of each run of the two rounds, as shares of the budget.
+#: Updates of each run of the two rounds, as fractions of the budget.
 _SHORT_SHARE, LONGEST_SHARE = 0.036, 0.2
 #: Losses are measured at the end of a run, after four fifths of its updates, after four fifths of those, and so on; the
-#: edges of the last ones are averaged. Runs that may be stopped are measured more often.
+#: edges at the last ``_N_AVERAGED`` of them are averaged. Runs that may be stopped are measured ``_N_MEASURED`` times.
 _N_AVERAGED, _N_MEASURED = 3, 7
-#: A run of the second round is stopped where its loss exceeds that of the best run, at a smaller rate, by this; nat.
+#: A run of the second round is stopped if its loss exceeds that of the best run, at a smaller rate, by this; nat.
 _MARGIN = 0.25
-#: Rates that are tried lie between these.
+#: Limits of the rates that are tried.
 LOWEST, HIGHEST = 1e-9, 1e6
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round of a pilot found.
+    """Result of one round of a pilot.
 
     Attributes:
-        is_coarse: Whether it is the first one.
-        n_updates: Updates of its runs.
-        rate: Rates tried, rising, shape (rate,).
-        loss: Loss after these updates, shape (rate, seed); nat; infinite: not finite; NaN: not tried. Of a run that was
-            stopped, its last one, plus what the best run changed after that.
+        is_coarse: Whether it is the first round.
+        n_updates: Updates of each run.
+        rate: Learning rates tried, increasing, shape (rate,).
+        loss: Loss after these updates, shape (rate, seed); nat; infinite if not finite, NaN if not tried. For a run
+            that was stopped: its last loss plus the later change of the loss of the best run.
         best_rate: Best rate; the geometric mean over the last three numbers of updates at which losses were measured.
-        useful_edge: Largest useful rate, likewise; NaN: not within the rates tried.
+        useful_edge: Largest useful rate, averaged in the same way; NaN if it lies outside the rates tried.
 
     Example:
         >>> import numpy as np
@@ -47,6 +47,9 @@ class Round:
         >>> one = wb.rates.Round(True, 36, np.array([0.001, 0.003]), np.array([[2.1], [2.3]]), 0.001, 0.002)
         >>> one.loss.shape
         (2, 1)
+
+    See Also:
+        `workbench.rates.FoundRates`: Contains the rounds of a pilot.
     """
 
     is_coarse: bool
@@ -61,18 +64,18 @@ class Round:
 class RateSearch:
     """Search for the largest useful learning rate within a budget.
 
-    In the first round rates a factor 3.4 apart are tried for a few updates, from the start outward until the best rate
-    and the useful edge lie between two of them. The second begins in the middle between these, with a fifth of the
-    budget for each run. It goes down until a smaller rate is worse, and as long as none has learned more than how often
-    each target occurs: large rates are the first to learn that, and get no further. Then it goes up until a rate is too
-    large, whose run is stopped as soon as that shows; then between the two rates next to the edge. These and the best
-    one are repeated with another seed if the budget allows all of them.
+    The first round tries rates a factor of 3.4 apart for a few updates, from the start outward until the best rate and
+    the useful edge lie between two of them. The second round starts in the middle between these two, with a fifth of
+    the budget for each run. It tries smaller rates until one is worse, and as long as none has learned more than the
+    frequencies of the targets: large rates learn these first, and then make no progress. It continues with larger rates
+    until one is too large, and stops that run as soon as this is clear, then with rates between the two next to the
+    edge. These two and the best rate are repeated with another seed if the budget allows all of them.
 
     Args:
         runs: The runs.
-        budget: Updates at most, over all runs.
-        n_steps: Updates of a run at most.
-        n_seeds: Seeds of the second round at most.
+        budget: Maximum number of updates, over all runs.
+        n_steps: Maximum number of updates of a run.
+        n_seeds: Maximum number of seeds of the second round.
     """
 
     runs: PilotRuns
@@ -82,9 +85,12 @@ class RateSearch:
     _losses: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def rounds(self, start: float) -> Iterator[Round]:
-        """The rounds as they end, beginning around a rate; the second twice if some rates had other seeds.
+        """Yield each round when it ends; the second one twice if some rates are repeated with other seeds.
 
-        A round in which no rate is finite, or that ends without an edge as the budget is spent, is the last.
+        A round without a finite loss, or one that ends without an edge because the budget is spent, is the last.
+
+        Args:
+            start: Learning rate at which the search begins.
         """
         short, long = (min(round(share * self.budget), self.n_steps) for share in (_SHORT_SHARE, LONGEST_SHARE))
         center = round(power_of(start))
@@ -102,14 +108,14 @@ class RateSearch:
                 return
             yield found
         if math.isfinite(found.useful_edge) and self._repeat(found):
-            again = self._round(found.n_updates, is_coarse=found.is_coarse)
-            assert again is not None  # it was not before
-            yield again
+            repeated = self._round(found.n_updates, is_coarse=found.is_coarse)
+            assert repeated is not None  # The round without the other seeds was not None either.
+            yield repeated
 
     def _complete(
         self, n_updates: int, first: list[int], following: Callable[[int], int | None], *, stops: bool = False
     ) -> None:
-        """Try some powers, and then one after the other until there is none, or the budget is spent."""
+        """Try the first powers, then the following ones until there is none or the budget is spent."""
         if not all(self._try(k, 0, n_updates, stops=stops) for k in first):
             return
         while (k := following(n_updates)) is not None and LOWEST < rate_of(k) < HIGHEST:
@@ -129,15 +135,15 @@ class RateSearch:
             return ks[0] - _DOWN
         if math.isnan(band.useful_edge):
             return ks[-1] + _UP
-        below, above = _beside(ks, band)
+        below, above = _around_edge(ks, band)
         return (below + above) // 2 if above - below > _FINE else None
 
     def _repeat(self, found: Round) -> bool:
-        """Try the rates that decide with the other seeds, each if the budget allows all; whether there were any."""
+        """Repeat the decisive rates with each other seed if the budget allows all; return whether any was repeated."""
         ks, band = self._band(found.n_updates)
         if math.isnan(band.useful_edge):
             return False
-        decisive = dict.fromkeys([*_beside(ks, band), round(power_of(band.best_rate))])
+        decisive = dict.fromkeys([*_around_edge(ks, band), round(power_of(band.best_rate))])
         repeated = 0
         for seed in range(1, self.n_seeds):
             if self.runs.n_updates + len(decisive) * found.n_updates <= self.budget:
@@ -145,7 +151,7 @@ class RateSearch:
         return repeated > 0
 
     def _try(self, k: int, seed: int, n_updates: int, *, stops: bool = False) -> bool:
-        """Train a run and note its losses; whether the budget allowed it."""
+        """Train a run and store its losses; return whether the budget allowed it."""
         if self.runs.n_updates + n_updates > self.budget:
             return False
         steps = _steps(n_updates, _N_MEASURED if stops else _N_AVERAGED + 1)
@@ -155,14 +161,14 @@ class RateSearch:
         last = losses[-1]
         for i, step in enumerate(steps):
             if i >= len(losses):
-                assert best is not None  # only then is a run stopped
+                assert best is not None  # Otherwise the limits are infinite.
                 losses.append(last + best[step] - best[steps[i - 1]])
                 last = losses[-1]
             self._losses[step, k, seed] = losses[i]
         return True
 
     def _best_run_below(self, power: int, n_updates: int) -> dict[int, float] | None:
-        """Losses of the best run so far by number of updates; None: it is at no smaller rate, or not finite."""
+        """Return the losses of the best run so far by number of updates; None if its rate is not smaller."""
         ends = {key: loss for key, loss in self._losses.items() if key[0] == n_updates and math.isfinite(loss)}
         if not ends:
             return None
@@ -170,20 +176,20 @@ class RateSearch:
         return {step: self._losses[step, k, seed] for step in _steps(n_updates, _N_MEASURED)} if k < power else None
 
     def _losses_at(self, n_updates: int) -> tuple[list[int], np.ndarray]:
-        """The powers tried with so many updates, and their losses, shape (rate, seed)."""
+        """Return the powers tried with this number of updates, and their losses, shape (rate, seed)."""
         ks = sorted({k for step, k, _ in self._losses if step == n_updates})
         loss = [[self._losses.get((n_updates, k, seed), math.nan) for seed in range(self.n_seeds)] for k in ks]
         return ks, np.array(loss).reshape(len(ks), self.n_seeds)
 
     def _band(self, n_updates: int) -> tuple[list[int], UsefulBand]:
-        """The powers tried with so many updates, and the useful band among them."""
+        """Return the powers tried with this number of updates, and the band of useful rates."""
         ks, loss = self._losses_at(n_updates)
         _, earlier = self._losses_at(round(REFERENCE_SHARE * n_updates))
         is_used = ~np.isnan(loss).all(axis=0)
         return ks, useful_band(np.array([rate_of(k) for k in ks]), loss[:, is_used], earlier[:, is_used])
 
     def _round(self, n_updates: int, *, is_coarse: bool = False) -> Round | None:
-        """What is known at a number of updates; None: no rate is finite."""
+        """Return the results at a number of updates; None if no loss is finite."""
         ks, loss = self._losses_at(n_updates)
         if not np.isfinite(loss).any():
             return None
@@ -193,20 +199,20 @@ class RateSearch:
 
 
 def has_learned_more(loss: np.ndarray, trivial_loss: float) -> bool:
-    """Whether some run learned more than how often each target occurs; any finite loss, where that is not known."""
+    """Return whether some loss is below the trivial loss; if that is unknown, whether some loss is finite."""
     lowest = np.min(loss, initial=math.inf, where=np.isfinite(loss))
     return bool(lowest < (trivial_loss - RESOLUTION if math.isfinite(trivial_loss) else math.inf))
 
 
-def _beside(ks: list[int], band: UsefulBand) -> tuple[int, int]:
-    """The two powers tried on both sides of the useful edge."""
+def _around_edge(ks: list[int], band: UsefulBand) -> tuple[int, int]:
+    """Return the two powers tried next to the useful edge, below and above it."""
     best = next(i for i, k in enumerate(ks) if rate_of(k) == band.best_rate)
     above = next(i for i in range(best + 1, len(ks)) if band.excess[i] > 0)
     return ks[above - 1], ks[above]
 
 
 def _steps(n_updates: int, n_measured: int) -> list[int]:
-    """The last so many numbers of updates at which losses are measured, rising; each is the reference of the next."""
+    """Return the numbers of updates at which losses are measured, increasing; each is the reference of the next."""
     steps = [n_updates]
     for _ in range(n_measured - 1):
         steps.insert(0, max(1, round(REFERENCE_SHARE * steps[0])))
@@ -214,16 +220,16 @@ def _steps(n_updates: int, n_measured: int) -> list[int]:
 
 
 def _of_last(rates: list[float]) -> float:
-    """Geometric mean of the rates that are known, the last number of updates first; NaN if that one is not."""
+    """Return the geometric mean of the known rates; NaN if the first, of the last number of updates, is unknown."""
     known = [math.log(rate) for rate in rates if math.isfinite(rate)]
     return math.exp(sum(known) / len(known)) if math.isfinite(rates[0]) else math.nan
 
 
 def rate_of(k: int) -> float:
-    """A rate of the lattice, rounded to four digits."""
+    """Return the learning rate of a power, rounded to four digits."""
     return float(f"{1e-3 * RATIO**k:.4g}")
 
 
 def power_of(rate: float) -> float:
-    """The power that gives a rate."""
+    """Return the power of a learning rate, which need not be an integer."""
     return math.log(rate / 1e-3) / math.log(RATIO)

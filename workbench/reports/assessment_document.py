@@ -1,4 +1,4 @@
-"""The report of an assessment: measurements, conclusions, decisions."""
+"""Report of an assessment: measurements, conclusions, decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workbench.reports.document import (
     Paragraph,
     ReportSection,
     Sentence,
-    say,
+    sentence_of,
 )
 from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import BAD_STATES, WORST_FIRST, CriterionState, DecisionKind, Verdict
@@ -36,15 +36,15 @@ VERDICT_STATE: dict[str, CriterionState] = {
 }
 _KINDS: dict[str, str] = {
     DecisionKind.PROCEED: "Proceed",
-    DecisionKind.MEASURE: "Find out first",
+    DecisionKind.MEASURE: "Measure first",
     DecisionKind.CHANGE: "Change",
-    DecisionKind.MONITOR: "Watch",
+    DecisionKind.MONITOR: "Monitor",
     DecisionKind.KSS: "Koopman Spectral Shaping",
     DecisionKind.STOP_RULE: "Stop the run when",
 }
 _N_ACTIONS = 3
-#: Phrases for a number with a healthy band, by state.
-_STANDING: dict[str, str] = {
+#: State -> position of a number relative to its healthy band.
+_POSITIONS: dict[str, str] = {
     CriterionState.FAILING: "far outside",
     CriterionState.AT_RISK: "outside",
     CriterionState.HEALTHY: "inside",
@@ -52,17 +52,17 @@ _STANDING: dict[str, str] = {
 
 
 def assessment_document(tree: xr.DataTree) -> Document:
-    """The report of an assessment.
+    """Return the content of the report of an assessment.
 
     Raises:
-        SchemaError: If the tree lacks a number of its report.
+        SchemaError: If the tree lacks a number that its report cites.
     """
     numbers = Numbers(tree)
     verdict = numbers.attribute("verdict").text
-    spoken = (observed(numbers), cause(numbers), decisions(numbers))
-    # Facts and actions repeat the sections, but each needs its own link.
+    texts = (observed(numbers), cause(numbers), decisions(numbers))
+    # Facts and actions repeat the sections, but their links need targets as well.
     facts, first = most_important(numbers), actions(numbers)
-    cited = [quantity for section in spoken for quantity in section.cited]
+    cited = [quantity for section in texts for quantity in section.cited]
     cited += [fact.quantity for fact in facts] + [quantity for sentence in first for quantity in sentence.quantities]
     return Document(
         kind="Structural assessment before training",
@@ -72,39 +72,39 @@ def assessment_document(tree: xr.DataTree) -> Document:
         summary=numbers.attribute("summary").text,
         facts=facts,
         actions=first,
-        sections=(spoken[0], spoken[1], effect_space.assessment_section(numbers, cited), spoken[2]),
+        sections=(texts[0], texts[1], effect_space.assessment_section(numbers, cited), texts[2]),
         about=effect_space.about(tree),
     )
 
 
 def observed(numbers: Numbers) -> ReportSection:
-    """V1: the numbers outside their bands, the useful rates, and what could not be measured."""
-    size = say(
-        "{subject} has {weights} weights in {depth} blocks of width {width}; it was looked at before training, and "
-        "tried out for a few updates on copies (seed {seed}).",
+    """Return V1: numbers outside their bands, useful rates, and what could not be measured."""
+    size = sentence_of(
+        "{subject} has {weights} parameters in {depth} blocks of width {width}. The measurements before training and "
+        "the trials of the first updates used seed {seed}.",
         subject=numbers.attribute("subject").text,
-        weights=numbers.attribute("n_weights", meaning="weights"),
+        weights=numbers.attribute("n_weights", meaning="parameters"),
         depth=numbers.attribute("depth", meaning="blocks"),
         width=numbers.attribute("width", meaning="width of the residual stream"),
         seed=numbers.attribute("seed"),
     )
-    sizes = (size, _what_stood_in(numbers)) if is_stand_in(numbers) else (size,)
-    blocks: list[Block] = [Lead("What was seen, before any cause is named."), Paragraph((*sizes, _tally(numbers)))]
+    sizes = (size, _about_proxy(numbers)) if is_proxy(numbers) else (size,)
+    blocks: list[Block] = [Lead("Measurements, before any cause is considered."), Paragraph((*sizes, _tally(numbers)))]
     if rates := rate_sentences(numbers):
-        blocks += [Heading("At which rate does it learn well?"), Paragraph(tuple(rates))]
+        blocks += [Heading("Useful learning rates"), Paragraph(tuple(rates))]
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
     for state, heading in ((CriterionState.FAILING, "Failing"), (CriterionState.AT_RISK, "At risk")):
         items = [_standing(numbers, name) for name, its in zip(ids, states, strict=True) if its == state]
         if items:
             blocks += [Heading(heading), Items(tuple(items))]
     if missing := _missing(numbers):
-        blocks += [Heading("Not measured, or not judged"), Items(tuple(missing))]
+        blocks += [Heading("Not measured or not evaluated"), Items(tuple(missing))]
     return ReportSection("v1", "Observed phenomenon", tuple(blocks))
 
 
 def cause(numbers: Numbers) -> ReportSection:
-    """V2: the failure modes that the numbers add up to, each with its evidence, and those ruled out."""
-    blocks: list[Block] = [Lead("What the numbers add up to: the ways to fail, each with the evidence for it.")]
+    """Return V2: the failure modes that the numbers indicate, each with its evidence, and those ruled out."""
+    blocks: list[Block] = [Lead("Failure modes that the measurements indicate, each with its evidence.")]
     modes = numbers.names("failure_modes", "failure_mode")
     states = numbers.texts("failure_modes", "state")
     headings: dict[str, str] = {
@@ -121,8 +121,8 @@ def cause(numbers: Numbers) -> ReportSection:
 
 
 def decisions(numbers: Numbers) -> ReportSection:
-    """V4: what to do, by kind, in the order of the tree."""
-    blocks: list[Block] = [Lead("What to do, in this order. Each step names the number that it rests on.")]
+    """Return V4: the recommended actions by kind, in the order of the tree."""
+    blocks: list[Block] = [Lead("Recommended actions, in order. Each states the number that supports it.")]
     kinds = numbers.texts("decisions", "kind")
     for kind in dict.fromkeys([*_KINDS, *kinds]):
         items = [_decision(numbers, row) for row, its in enumerate(kinds) if its == kind]
@@ -135,7 +135,7 @@ def decisions(numbers: Numbers) -> ReportSection:
 
 
 def actions(numbers: Numbers) -> tuple[Sentence, ...]:
-    """The first steps of V4, for the first screen."""
+    """Return the first actions of V4 for the summary."""
     order: list[str] = [DecisionKind.MEASURE, DecisionKind.CHANGE]
     order += [kind for kind in DecisionKind if kind not in order]
     kinds = numbers.texts("decisions", "kind")
@@ -143,98 +143,109 @@ def actions(numbers: Numbers) -> tuple[Sentence, ...]:
     return tuple(_decision_sentence(numbers, row, stands_alone=True) for row in rows[:_N_ACTIONS])
 
 
-#: How far to trust rates that were carried over; the figures are tested with the recorded designs.
-_OF_THIN_MODELS = (
-    "Published designs trained at .1 to 12 times such an estimate from a thin model, 3 times in the median; so a rate "
-    "is flagged beyond three times the upper end only, and the planned one is {share} of that."
+#: Accuracy of rates estimated on proxy models, from the recorded designs (docs/results/assessment.md).
+_PROXY_ACCURACY = (
+    "Published designs were trained at 0.1 to 12 times such an estimate from a narrow proxy model (median: 3 times). "
+    "Therefore a rate is flagged only above three times the upper end; the planned rate is {ratio} times that value."
 )
 
 
 def most_important(numbers: Numbers) -> tuple[Fact, ...]:
-    """The largest useful rate, where it is known, and what is bad: three numbers at most; if neither, the gain."""
+    """Return up to three numbers: the largest useful rate, where known, and bad criteria; without either, the gain."""
     facts = []
     if knows_rates(numbers):
         edge, low, high = (_of_pilot(numbers, f"useful_edge{end}") for end in ("", "_low", "_high"))
         planned = _of_pilot(numbers, "planned_rate")
-        of = f"; estimated on {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
+        of = f"; estimated on {proxy_of(numbers)}" if is_proxy(numbers) else ""
         facts.append(Fact(edge, "largest useful rate", f"{low.text} to {high.text}{of}; planned: {planned.text}"))
     for quantity in worst_criteria(numbers):
         if len(facts) == 3:
             break
         if facts and knows_rates(numbers) and quantity.variable in (RATE, SLOW_RATE):
-            continue  # the first number tells the rates themselves
+            continue  # the first fact already states the rates
         if quantity.state in BAD_STATES or (not facts and quantity.variable == DECIDES["structure"]):
             facts.append(Fact(quantity, quantity.meaning, f"healthy: {quantity.band}"))
     return tuple(facts)
 
 
 def knows_rates(numbers: Numbers) -> bool:
-    """Whether the pilot found the useful rates."""
+    """Return whether the pilot found the useful rates."""
     if not (numbers.has("pilot") and "useful_edge" in numbers.node("pilot")):
         return False
     return not math.isnan(_of_pilot(numbers, "useful_edge").value)
 
 
 def worst_criteria(numbers: Numbers) -> list[Quantity]:
-    """Measured criteria, failing ones first, within a state by falling confidence."""
+    """Return the measured criteria, the worst state first and within a state by decreasing confidence."""
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
-    sure = [float(numbers.value("criteria", "confidence", criterion=row).value) for row in range(len(ids))]
+    confidence = [float(numbers.value("criteria", "confidence", criterion=row).value) for row in range(len(ids))]
     rows = [row for row in range(len(ids)) if states[row] != CriterionState.NOT_MEASURED]
-    rows.sort(key=lambda row: (-CriterionState(states[row]).severity, -sure[row] if sure[row] == sure[row] else 0.0))
+    rows.sort(
+        key=lambda row: (
+            -CriterionState(states[row]).severity,
+            -confidence[row] if confidence[row] == confidence[row] else 0.0,
+        )
+    )
     return [numbers.criterion(ids[row]) for row in rows]
 
 
 def rate_sentences(numbers: Numbers) -> list[Sentence]:
-    """Sentences on the useful rates that the pilot found, or why it found none, and on the trials."""
+    """Return sentences on the useful rates that the pilot found, or why it found none, and on the trials."""
     if not numbers.has("pilot"):
         return []
     if not knows_rates(numbers):
-        why = str(numbers.node("pilot").attrs.get("reason", "")) or "no pilot was made"
+        why = str(numbers.node("pilot").attrs.get("reason", "")) or "no pilot was run"
         planned = _of_pilot(numbers, "planned_rate")
-        told = say("Whether {planned} is a useful rate is not known: {why}.", planned=planned, why=lowered(clause(why)))
-        return [told, *_trials(numbers)]
+        unknown = sentence_of(
+            "It is unknown whether {planned} is a useful learning rate: {why}.",
+            planned=planned,
+            why=lowered(clause(why)),
+        )
+        return [unknown, *_trials(numbers)]
     names = ("slow_edge", "best_rate", "useful_edge", "useful_edge_low", "useful_edge_high", "planned_rate")
     n_steps = int(numbers.node("pilot").attrs["n_steps"])
     return [
-        say(
-            f"Over {n_steps:,} updates the best learning rate is about {{best_rate}}; rates from {{slow_edge}} up to "
-            "{useful_edge} ({useful_edge_low} to {useful_edge_high}) learn about as well; planned is {planned_rate}.",
+        sentence_of(
+            f"For {n_steps:,} updates, the best learning rate is about {{best_rate}}, and rates from {{slow_edge}} to "
+            "{useful_edge} (interval {useful_edge_low} to {useful_edge_high}) are useful; the planned rate is "
+            "{planned_rate}.",
             **{name: _of_pilot(numbers, name) for name in names},
         ),
-        *([say(_OF_THIN_MODELS, share=_of_pilot(numbers, "rate_over_edge"))] if is_stand_in(numbers) else []),
+        *([sentence_of(_PROXY_ACCURACY, ratio=_of_pilot(numbers, "rate_over_edge"))] if is_proxy(numbers) else []),
         *_trials(numbers),
     ]
 
 
 def _trials(numbers: Numbers) -> list[Sentence]:
-    """The outcome of the trials of the plan."""
+    """Return a sentence on the trials of the plan."""
     if not (numbers.has("trials") and "share_broken" in numbers.node("trials")):
         return []
-    share = numbers.value("trials", "share_broken", meaning="share of the trials that broke")
-    of = f" of {stand_in_of(numbers)}" if is_stand_in(numbers) else ""
-    return [say(f"Of the trials of the first updates{of}, {{share}} broke.", share=share)]
+    diverged = numbers.value("trials", "share_broken", meaning="fraction of trials that diverged")
+    of = f" of {proxy_of(numbers)}" if is_proxy(numbers) else ""
+    return [sentence_of(f"Of the trials of the first updates{of}, {{diverged}} diverged.", diverged=diverged)]
 
 
 def _of_pilot(numbers: Numbers, name: str) -> Quantity:
     return numbers.value("pilot", name)
 
 
-def _what_stood_in(numbers: Numbers) -> Sentence:
-    """A sentence on the stand-in of a design that is too large."""
-    return say(
-        "Models {width} wide stood in for it: for its structure with all blocks and its variances, so that signals and "
-        "gradients pass as they would at the full width; in pilot and trials with {depth} blocks, as their library "
-        "makes them, at rates that are larger by the ratio of the widths.",
+def _about_proxy(numbers: Numbers) -> Sentence:
+    """Return a sentence on the proxy models of a design that is too large."""
+    return sentence_of(
+        "Proxy models of width {width} were measured in its place. For the structure, they have all blocks and the "
+        "variances of the full width, so that signals and gradients propagate as at that width. For pilot and trials, "
+        "they have {depth} blocks, the initialization of their library, and learning rates multiplied by the ratio of "
+        "the widths.",
         width=numbers.attribute("measured_width", meaning="width of the model that was run"),
         depth=numbers.attribute("measured_depth", meaning="blocks of the model that was run"),
     )
 
 
-def is_stand_in(numbers: Numbers) -> bool:
-    """Whether the model that was run is not the subject."""
+def is_proxy(numbers: Numbers) -> bool:
+    """Return whether a proxy model was run in place of the subject."""
     if numbers.has_attribute("is_stand_in"):
         return bool(numbers.attribute("is_stand_in").value)
-    sizes = ("width", "depth")  # a tree of an older workbench
+    sizes = ("width", "depth")  # a tree of an earlier version
     return any(
         numbers.has_attribute(f"measured_{size}")
         and numbers.attribute(f"measured_{size}").value < numbers.attribute(size).value
@@ -242,63 +253,69 @@ def is_stand_in(numbers: Numbers) -> bool:
     )
 
 
-def stand_in_of(numbers: Numbers) -> str:
-    """A description of the stand-in that was run; empty if the subject itself was."""
-    if not is_stand_in(numbers):
+def proxy_of(numbers: Numbers) -> str:
+    """Return a description of the proxy model that was run; empty if the subject itself was run."""
+    if not is_proxy(numbers):
         return ""
     width, depth = (numbers.attribute(f"measured_{size}").text for size in ("width", "depth"))
-    return f"a stand-in {width} wide with {depth} blocks"
+    return f"a proxy model of width {width} with {depth} blocks"
 
 
 def _tally(numbers: Numbers) -> Sentence:
+    """Return a sentence on the number of criteria in each state."""
     states = numbers.texts("criteria", "state")
     counts = {
         state: numbers.count("criteria", "state", state, meaning=f"criteria that are {state}")
         for state in CriterionState
     }
-    words = {state: state.value for state in CriterionState} | {CriterionState.NOT_MEASURED: "could not be judged"}
-    there = [state for state in CriterionState if state in states]
-    slots = {state.replace(" ", "_"): counts[state] for state in there}
+    words = {state: state.value for state in CriterionState} | {CriterionState.NOT_MEASURED: "could not be evaluated"}
+    present = [state for state in CriterionState if state in states]
+    slots = {state.replace(" ", "_"): counts[state] for state in present}
     parts = []
-    for state in there:
+    for state in present:
         verb = "" if state == CriterionState.NOT_MEASURED else "is " if counts[state].value == 1 else "are "
         parts.append(f"{{{state.replace(' ', '_')}}} {verb}{words[state]}")
-    return say(f"Of the criteria, {listed(parts)}.", **slots)
+    return sentence_of(f"Of the criteria, {listed(parts)}.", **slots)
 
 
 def _standing(numbers: Numbers, name: str) -> Item:
-    """The position of a criterion relative to its band."""
+    """Return the position of a criterion relative to its band."""
     row = numbers.names("criteria", "criterion").index(name)
     quantity = numbers.criterion(name)
     layer = int(numbers.value("criteria", "layer", criterion=row).value)
     place = f" in block {layer}" if layer >= 0 else ""
     n = numbers.value("criteria", "n_reference", criterion=row)
-    behind = f", that of {n.text} healthy runs" if n.value > 0 else ""
-    standing = _STANDING.get(quantity.state, "near the end of")
-    sentence = say(
-        f"It is {{value}}{place}, {standing} the healthy band ({{band}}{behind}).", value=quantity, band=quantity.band
+    origin = f", from {n.text} healthy runs" if n.value > 0 else ""
+    position = _POSITIONS.get(quantity.state, "near the end of")
+    sentence = sentence_of(
+        f"The value is {{value}}{place}, {position} the healthy band ({{band}}{origin}).",
+        value=quantity,
+        band=quantity.band,
     )
     return Item(capitalized(quantity.meaning), (sentence,), quantity.state)
 
 
 def _missing(numbers: Numbers) -> list[Item]:
-    """Criteria that could not be measured, those with one reason together."""
+    """Return the criteria that could not be measured, grouped by reason."""
     by_reason: dict[str, list[Quantity]] = {}
     ids, states = numbers.names("criteria", "criterion"), numbers.texts("criteria", "state")
     for name, state, reason in zip(ids, states, numbers.texts("criteria", "reason"), strict=True):
         if state == CriterionState.NOT_MEASURED:
-            by_reason.setdefault(capitalized(clause(reason)) or "No reason is known", []).append(
+            by_reason.setdefault(capitalized(clause(reason)) or "The reason is unknown", []).append(
                 numbers.criterion(name)
             )
     items = []
     for reason, found in by_reason.items():
         slots = {f"v{place}": quantity for place, quantity in enumerate(found)}
-        told = listed(f"{quantity.meaning} ({{v{place}}})" for place, quantity in enumerate(found))
-        items.append(Item("", (say(f"{{reason}}: {told}.", reason=reason, **slots),), CriterionState.NOT_MEASURED))
+        names = listed(f"{quantity.meaning} ({{v{place}}})" for place, quantity in enumerate(found))
+        items.append(
+            Item("", (sentence_of(f"{{reason}}: {names}.", reason=reason, **slots),), CriterionState.NOT_MEASURED)
+        )
     return items
 
 
 def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
+    """Return a failure mode with its worst criterion, and the reasons of its bad criteria."""
     title = numbers.text("failure_modes", "title", failure_mode=row)
     meaning = numbers.text("failure_modes", "meaning", failure_mode=row)
     worst = numbers.text("failure_modes", "worst_criterion", failure_mode=row)
@@ -307,21 +324,21 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
     sentences = []
     if worst:
         quantity = numbers.criterion(worst)
-        told = {"meaning": capitalized(clause(meaning)) + ": " if meaning else "", "name": quantity.meaning}
+        texts = {"meaning": capitalized(clause(meaning)) + ": " if meaning else "", "name": quantity.meaning}
         if state == CriterionState.HEALTHY:
-            told["meaning"] = f"No evidence that {clause(meaning)}: "
+            texts["meaning"] = f"No evidence that {clause(meaning)}: "
         if state == CriterionState.NOT_MEASURED:
-            sentences.append(say("{meaning}{name} is {value}.", **told, value=quantity))
+            sentences.append(sentence_of("{meaning}{name} is {value}.", **texts, value=quantity))
         else:
             about = f"confidence: {lowered(title)}"
-            sure = numbers.value("failure_modes", "confidence", failure_mode=row, meaning=about)
+            confidence = numbers.value("failure_modes", "confidence", failure_mode=row, meaning=about)
             sentences.append(
-                say(
-                    "{meaning}{name} is {value} (healthy: {band}); confidence {sure}.",
-                    **told,
+                sentence_of(
+                    "{meaning}{name} is {value} (healthy: {band}); confidence {confidence}.",
+                    **texts,
                     value=quantity,
                     band=quantity.band,
-                    sure=sure,
+                    confidence=confidence,
                 )
             )
     else:
@@ -329,13 +346,16 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
         kept = numbers.value("failure_modes", "state", failure_mode=row, meaning=about)
         has_reason = "reason" in numbers.node("failure_modes")
         why = clause(numbers.text("failure_modes", "reason", failure_mode=row)) if has_reason else ""
-        said = say("Whether {meaning} was {state}{why}.", meaning=clause(meaning), state=kept, why=why and f": {why}")
-        sentences.append(said)
+        sentences.append(
+            sentence_of(
+                "Whether {meaning} was {state}{why}.", meaning=clause(meaning), state=kept, why=why and f": {why}"
+            )
+        )
     for name, its, owner, reason in zip(ids, states, owners, reasons, strict=True):
         if owner == mode and its in BAD_STATES and reason:
             quantity = numbers.criterion(name)
             sentences.append(
-                say(
+                sentence_of(
                     "{reason} ({name}: {value}).",
                     reason=capitalized(clause(reason)),
                     name=quantity.meaning,
@@ -346,33 +366,34 @@ def _mode(numbers: Numbers, row: int, mode: str, state: str) -> Item:
 
 
 def _decision(numbers: Numbers, row: int) -> Item:
+    """Return a decision with its change of a setting and its expected effect."""
     kind, setting, current, proposed = (
         numbers.text("decisions", name, decision=row) for name in ("kind", "setting", "current", "proposed")
     )
     change = None
     if kind in (DecisionKind.CHANGE, DecisionKind.KSS) and setting and current and proposed:
-        now = numbers.value("decisions", "current", decision=row, meaning=f"{title_of(setting)}, as planned")
-        change = (title_of(setting), now, _proposed(numbers, row))
+        now = numbers.value("decisions", "current", decision=row, meaning=f"{_setting_name(setting)}, as planned")
+        change = (_setting_name(setting), now, _proposed(numbers, row))
     effect = numbers.text("decisions", "effect", decision=row)
     remark = f"Expected effect: {clause(effect)}." if effect else ""
     return Item("", (_decision_sentence(numbers, row),), change=change, remark=remark)
 
 
 def _decision_sentence(numbers: Numbers, row: int, *, stands_alone: bool = False) -> Sentence:
-    """A decision with its supporting number; without a heading it includes the heading's text."""
+    """Return a decision with its supporting number; with ``stands_alone`` it includes the text of its heading."""
     text = clause(numbers.text("decisions", "text", decision=row))
     is_stop = numbers.text("decisions", "kind", decision=row) == DecisionKind.STOP_RULE
     if stands_alone and is_stop and not text.startswith(("stop", "do not")):
         text = f"stop the run when {text}"
-    text = text if text.startswith("wb.") else capitalized(text)  # a name of the library keeps its case
+    text = text if text.startswith("wb.") else capitalized(text)  # names of the library keep their case
     criterion = numbers.text("decisions", "criterion", decision=row)
-    # Where the rates speak for themselves, their ratio is not told once more.
+    # If the decision states the rates, their ratio would be redundant.
     has_own = numbers.text("decisions", "setting", decision=row) in ("learning_rate", "loss")
     if criterion and not (has_own and criterion in (RATE, SLOW_RATE) and _proposed(numbers, row).text):
         quantity = numbers.criterion(criterion)
         if quantity.state == CriterionState.NOT_MEASURED:
-            return say("{text} ({name} is {value}).", text=text, name=quantity.meaning, value=quantity)
-        return say(
+            return sentence_of("{text} ({name} is {value}).", text=text, name=quantity.meaning, value=quantity)
+        return sentence_of(
             "{text} ({name} is {value}, healthy: {band}).",
             text=text,
             name=quantity.meaning,
@@ -381,13 +402,20 @@ def _decision_sentence(numbers: Numbers, row: int, *, stands_alone: bool = False
         )
     proposed = _proposed(numbers, row)
     if proposed.text:
-        setting = title_of(numbers.text("decisions", "setting", decision=row))
-        return say("{text} ({setting}{value}).", text=text, setting=f"{setting}: " if setting else "", value=proposed)
-    return say("{text} (verdict: {verdict}).", text=text, verdict=numbers.attribute("verdict"))
+        setting = _setting_name(numbers.text("decisions", "setting", decision=row))
+        return sentence_of(
+            "{text} ({setting}{value}).", text=text, setting=f"{setting}: " if setting else "", value=proposed
+        )
+    return sentence_of("{text} (verdict: {verdict}).", text=text, verdict=numbers.attribute("verdict"))
+
+
+def _setting_name(setting: str) -> str:
+    """Return the name of a setting in words, such as "number of steps" for ``n_steps``."""
+    return f"number of {title_of(setting[2:])}" if setting.startswith("n_") else title_of(setting)
 
 
 def _proposed(numbers: Numbers, row: int) -> Quantity:
-    setting = title_of(numbers.text("decisions", "setting", decision=row)) or capitalized(
+    setting = _setting_name(numbers.text("decisions", "setting", decision=row)) or capitalized(
         numbers.text("decisions", "kind", decision=row)
     )
     return numbers.value("decisions", "proposed", decision=row, meaning=f"{setting}, proposed")

@@ -1,4 +1,4 @@
-"""The report of a comparison of designs: which learn well, how they differ, which to choose."""
+"""Report of a comparison of designs: which learn well, how they differ, which to choose."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.reports.document import (
     ReportTable,
     Sentence,
     TableCell,
-    say,
+    sentence_of,
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
@@ -33,37 +33,39 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _LEAD = (
-    "All designs beside each other, and then what was measured of each. Tables with numbered rows hold the numbers "
-    "that the sentences of this report rest on; the folded ones hold the rest."
+    "All designs side by side, followed by the measurements of each. Tables with numbered rows contain the numbers "
+    "that the sentences of this report cite; collapsed tables contain all others."
 )
 _ENDS = {"edge": "", "low": "_low", "high": "_high"}
-#: Decisions of each design that are repeated here.
+#: Number of decisions of each design that are repeated here.
 _N_DECISIONS = 3
 
 
 def comparison_document(tree: xr.DataTree) -> Document:
-    """The report of a comparison of designs.
+    """Return the content of the report of a comparison of designs.
 
     Raises:
-        SchemaError: If the tree lacks a number of its report.
+        SchemaError: If the tree lacks a number that its report cites.
     """
     numbers = Numbers(tree)
     names = numbers.names("designs", "design")
     if missing := [name for name in names if name not in tree.children]:
         raise SchemaError(
-            f"The comparison has no tree of the design '{missing[0]}'; make it with wb.compare_designs()."
+            f"The comparison has no tree of the design '{missing[0]}'; create it with wb.compare_designs().",
+            name=missing[0],
+            expected="a child of the tree",
         )
     designs = {name: Numbers(tree, at=f"/{name}") for name in names}
     ranked = _ranked(numbers, designs, names)
     best = ranked[0]
     verdict = _verdict(numbers, names, best)
-    spoken = (_observed(numbers, designs, names), _causes(designs), _decisions(numbers, designs, names, ranked))
+    texts = (_observed(numbers, designs, names), _causes(designs), _decisions(numbers, designs, names, ranked))
     facts = tuple(
         Fact(_verdict(numbers, names, name), name, _rates_in_words(numbers, designs[name], names.index(name)))
         for name in ranked[:3]
     )
-    first = tuple(sentence for block in spoken[2].each(Paragraph) for sentence in block.sentences)
-    cited = [quantity for section in spoken for quantity in section.cited] + [fact.quantity for fact in facts]
+    first = tuple(sentence for block in texts[2].each(Paragraph) for sentence in block.sentences)
+    cited = [quantity for section in texts for quantity in section.cited] + [fact.quantity for fact in facts]
     summary = str(tree.attrs.get("summary", "")) or " ".join(sentence.text for sentence in first)
     return Document(
         kind=f"Comparison of {len(names)} designs before training",
@@ -73,7 +75,7 @@ def comparison_document(tree: xr.DataTree) -> Document:
         summary=summary,
         facts=facts,
         actions=first,
-        sections=(spoken[0], spoken[1], _effect_space(numbers, designs, names, cited), spoken[2]),
+        sections=(texts[0], texts[1], _effect_space(numbers, designs, names, cited), texts[2]),
         about=effect_space.about(tree),
     )
 
@@ -83,22 +85,26 @@ def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -
     for row, name in enumerate(names):
         verdict = _verdict(numbers, names, name)
         n_weights = _of(numbers, row, name, "n_weights")
-        sentences = [say("The verdict is {verdict}; it has {n_weights} weights.", verdict=verdict, n_weights=n_weights)]
+        sentences = [
+            sentence_of(
+                "The verdict is {verdict}; the design has {n_weights} parameters.", verdict=verdict, n_weights=n_weights
+            )
+        ]
         if assessment.knows_rates(designs[name]):
             of = {key: _of(numbers, row, name, f"useful_edge{end}") for key, end in _ENDS.items()}
-            sentences.append(say("The largest useful rate is {edge} ({low} to {high}).", **of))
+            sentences.append(sentence_of("The largest useful rate is {edge} (interval {low} to {high}).", **of))
         else:
             sentences += assessment.rate_sentences(designs[name])
         items.append(
             Item(name, tuple(sentences), assessment.VERDICT_STATE.get(verdict.text, CriterionState.NOT_MEASURED))
         )
-    lead = Lead("What was seen of each design under the same plan.")
+    lead = Lead("Measurements of each design under the same training plan.")
     return ReportSection("v1", "Observed phenomenon", (lead, Items(tuple(items))))
 
 
 def _causes(designs: dict[str, Numbers]) -> ReportSection:
-    """The criteria whose state differs, and those that fail everywhere."""
-    apart: list[Any] = []
+    """Return V2: criteria whose states differ, and criteria that are not healthy for any design."""
+    different: list[Any] = []
     shared: list[Any] = []
     common = [
         criterion
@@ -111,27 +117,29 @@ def _causes(designs: dict[str, Numbers]) -> ReportSection:
         if len(states) == 1 and states <= {CriterionState.HEALTHY, CriterionState.NOT_MEASURED}:
             continue
         slots = {f"v{place}": quantity for place, quantity in enumerate(found.values())}
-        told = listed(f"{name} {{v{place}}} ({found[name].state})" for place, name in enumerate(found))
+        values = listed(f"{name} {{v{place}}} ({found[name].state})" for place, name in enumerate(found))
         first = next(iter(found.values()))
-        sentence = say(f"Healthy is {{band}}: {told}.", band=first.band, **slots)
-        (apart if len(states) > 1 else shared).append(Item(first.meaning, (sentence,)))
-    blocks: list[Block] = [Lead("Which criteria set the designs apart, and which trouble all of them.")]
-    blocks += [Heading("What sets them apart"), Items(tuple(apart))] if apart else []
-    blocks += [Heading("What they share"), Items(tuple(shared))] if shared else []
-    if not (apart or shared):
+        sentence = sentence_of(f"Healthy band {{band}}: {values}.", band=first.band, **slots)
+        (different if len(states) > 1 else shared).append(Item(first.meaning, (sentence,)))
+    blocks: list[Block] = [
+        Lead("Criteria whose states differ between the designs, and criteria that are healthy for none of them.")
+    ]
+    blocks += [Heading("Differences"), Items(tuple(different))] if different else []
+    blocks += [Heading("Shared problems"), Items(tuple(shared))] if shared else []
+    if not (different or shared):
         counts = {
             f"n{place}": numbers.count(
                 "criteria", "state", CriterionState.HEALTHY, meaning=f"healthy criteria of {name}"
             )
             for place, (name, numbers) in enumerate(designs.items())
         }
-        told = listed(f"{name} ({{n{place}}} healthy criteria)" for place, name in enumerate(designs))
-        blocks.append(Paragraph((say(f"No criterion sets the designs apart: {told}.", **counts),)))
+        healthy = listed(f"{name} ({{n{place}}} healthy criteria)" for place, name in enumerate(designs))
+        blocks.append(Paragraph((sentence_of(f"No criterion distinguishes the designs: {healthy}.", **counts),)))
     return ReportSection("v2", "Structural cause", tuple(blocks))
 
 
 def _decisions(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ranked: list[str]) -> ReportSection:
-    blocks: list[Block] = [Lead("Which design to take, and what each of them would still need.")]
+    blocks: list[Block] = [Lead("The recommended design, and the remaining actions for each design.")]
     blocks.append(Paragraph(tuple(_choice(numbers, designs, names, ranked))))
     for name in ranked:
         items = tuple(Item("", (sentence,)) for sentence in assessment.actions(designs[name])[:_N_DECISIONS])
@@ -140,24 +148,24 @@ def _decisions(numbers: Numbers, designs: dict[str, Numbers], names: list[str], 
 
 
 _STARTS: dict[str, str] = {
-    Verdict.CANNOT_SAY: "None of them can be recommended on what was measured; the least is known against",
-    Verdict.AT_RISK: "Take",
-    Verdict.REFUSE: "Take none as it stands; the nearest to a yes is",
+    Verdict.CANNOT_SAY: "None can be recommended from these measurements; the best candidate is",
+    Verdict.AT_RISK: "Choose",
+    Verdict.REFUSE: "Choose none unchanged; the best candidate is",
 }
 
 
 def _choice(numbers: Numbers, designs: dict[str, Numbers], names: list[str], ranked: list[str]) -> list[Sentence]:
-    starts = (_STARTS.get(_verdict(numbers, names, ranked[0]).text, "Take"), "Next comes")
-    said = []
+    starts = (_STARTS.get(_verdict(numbers, names, ranked[0]).text, "Choose"), "The next best is")
+    sentences = []
     for start, name in zip(starts, ranked, strict=False):
         slots: dict[str, str | Quantity] = {"name": name, "verdict": _verdict(numbers, names, name)}
         text = f"{start} {{name}}: verdict {{verdict}}, "
         if assessment.knows_rates(designs[name]):
             edge = _of(numbers, names.index(name), name, "useful_edge")
-            said.append(say(f"{text}useful up to a rate of {{edge}}.", **slots, edge=edge))
+            sentences.append(sentence_of(f"{text}learning rates up to {{edge}} are useful.", **slots, edge=edge))
         else:
-            said.append(say(f"{text}useful rates not known.", **slots))
-    return said
+            sentences.append(sentence_of(f"{text}useful learning rates unknown.", **slots))
+    return sentences
 
 
 def _effect_space(
@@ -166,17 +174,19 @@ def _effect_space(
     cited = unique(cited)
     blocks: list[Block] = [Lead(_LEAD), Heading("Designs"), *_designs_tables(numbers, names)]
     for name, of in designs.items():
-        judged = [of.criterion(criterion) for criterion in of.names("criteria", "criterion")]
+        evaluated = [of.criterion(criterion) for criterion in of.names("criteria", "criterion")]
         blocks += [Heading(f"Criteria: {name}"), pictures.criteria(at=name)]
-        blocks.append(effect_space.criteria_table(of, judged, of=name))
-        known = {quantity.anchor for quantity in judged}
-        mine = [q for q in cited if q.anchor not in known and (q.path == f"/{name}" or q.path.startswith(f"/{name}/"))]
-        blocks += effect_space.part_blocks(of, mine, leave_out=effect_space.TOLD_APART, of=name)
+        blocks.append(effect_space.criteria_table(of, evaluated, of=name))
+        known = {quantity.anchor for quantity in evaluated}
+        cited_here = [
+            q for q in cited if q.anchor not in known and (q.path == f"/{name}" or q.path.startswith(f"/{name}/"))
+        ]
+        blocks += effect_space.part_blocks(of, cited_here, leave_out=effect_space.SEPARATE_PARTS, of=name)
     return ReportSection("v3", "Effect space", tuple(blocks))
 
 
 def _designs_tables(numbers: Numbers, names: list[str]) -> list[ReportTable]:
-    """All variables of all designs, a few columns a table; every cell is a place to link to."""
+    """Return tables of all variables of all designs, a few columns per table; every cell can be linked to."""
     data = numbers.node("designs")
     columns = [str(key) for key in data.data_vars if data[key].dims == ("design",)]
     tables = []
@@ -197,7 +207,7 @@ def _designs_tables(numbers: Numbers, names: list[str]) -> list[ReportTable]:
 
 
 def _ranked(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -> list[str]:
-    """By verdict, then by the loss at the best rate of the pilot; unknown losses last."""
+    """Return the names sorted by verdict, then by the loss at the best rate of the pilot; unknown losses last."""
 
     def place(name: str) -> tuple[int, float]:
         verdict = _verdict(numbers, names, name).text
@@ -219,5 +229,5 @@ def _of(numbers: Numbers, row: int, name: str, variable: str) -> Quantity:
 
 def _rates_in_words(numbers: Numbers, design: Numbers, row: int) -> str:
     if not assessment.knows_rates(design):
-        return "useful rates not known"
-    return f"useful up to {numbers.value('designs', 'useful_edge', design=row).text}"
+        return "useful learning rates unknown"
+    return f"learning rates useful up to {numbers.value('designs', 'useful_edge', design=row).text}"

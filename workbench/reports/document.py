@@ -1,4 +1,4 @@
-"""The content of a report, independent of its file format: sentences with numbers, tables, figures, sections."""
+"""Content of a report, independent of its file format: sentences with numbers, tables, pictures, sections."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ from workbench.reports.quantity import Quantity
 
 @dataclass(frozen=True)
 class Sentence:
-    """A statement: texts and the quantities between them, at least one."""
+    """Statement: texts with at least one quantity between them."""
 
     parts: tuple[str | Quantity, ...]
 
     @property
     def quantities(self) -> list[Quantity]:
-        """The quantities that support it."""
+        """Quantities that support the statement."""
         return [part for part in self.parts if isinstance(part, Quantity)]
 
     @property
     def text(self) -> str:
-        """The text without links."""
+        """Text without links."""
         return "".join(part if isinstance(part, str) else _with_units(part) for part in self.parts)
 
 
-def say(template: str, **slots: str | Quantity) -> Sentence:
-    """A sentence from a text with slots, such as ``say("The risk is {risk}.", risk=quantity)``.
+def sentence_of(template: str, **slots: str | Quantity) -> Sentence:
+    """Return a sentence from a text with slots, such as ``sentence_of("The risk is {risk}.", risk=quantity)``.
 
     Raises:
-        ValueError: If no slot holds a quantity, as every statement of a report needs a supporting number.
+        ValueError: If no slot holds a quantity, because every statement of a report needs a supporting number.
     """
     parts: list[str | Quantity] = []
     for text, slot, _, _ in string.Formatter().parse(template):
         parts.append(text)
         if slot is not None:
             parts.append(slots[slot])
-    # Adjacent texts are joined.
     joined: list[str | Quantity] = []
     for part in parts:
         if isinstance(part, str) and joined and isinstance(joined[-1], str):
@@ -46,34 +45,34 @@ def say(template: str, **slots: str | Quantity) -> Sentence:
         elif part != "":
             joined.append(part)
     if not any(isinstance(part, Quantity) for part in joined):
-        raise ValueError(f"'{template}' rests on no number of the tree.")
+        raise ValueError(f"'{template}' cites no number of the tree.")
     return Sentence(tuple(joined))
 
 
 @dataclass(frozen=True)
 class Lead:
-    """One line that introduces a section and makes no statement."""
+    """Line that introduces a section without a statement."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Heading:
-    """The heading of a part of a section."""
+    """Heading of a part of a section."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph of sentences."""
+    """Paragraph of sentences."""
 
     sentences: tuple[Sentence, ...]
 
 
 @dataclass(frozen=True)
 class Item:
-    """One entry of a list: a state, a title and sentences; ``change`` is a setting with its old and new value."""
+    """Entry of a list: a state, a title and sentences; ``change`` is a setting with its old and new value."""
 
     title: str
     sentences: tuple[Sentence, ...]
@@ -84,7 +83,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Items:
-    """A list; ordered if the order is one of priority."""
+    """List of items; ordered if the order is one of priority."""
 
     items: tuple[Item, ...]
     is_ordered: bool = False
@@ -92,7 +91,7 @@ class Items:
 
 @dataclass(frozen=True)
 class TableCell:
-    """A cell of a table; one with a quantity is the target of links in sentences."""
+    """Cell of a table; a cell with a quantity is the target of links in sentences."""
 
     text: str
     quantity: Quantity | None = None
@@ -103,14 +102,14 @@ class TableCell:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Rows under a caption; the first cell of each row is its name.
+    """Table with a caption; the first cell of each row is its name.
 
     Attributes:
         caption: Caption of the table.
-        columns: Titles.
+        columns: Titles of the columns.
         rows: Cells of each row, one per column.
-        is_folded: Whether it is collapsed at first.
-        elsewhere: Place of the rows in the tree, for formats that omit folded tables; empty: not omitted.
+        is_folded: Whether the table is initially collapsed.
+        elsewhere: Location of the rows in the tree, for formats that omit collapsed tables; empty if never omitted.
     """
 
     caption: str
@@ -122,15 +121,15 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the tree.
+    """Figure of the data in the tree.
 
     Attributes:
         title: Title of the figure.
-        caption: How to read it.
-        alternative: Alternative text, for readers who cannot see it.
-        draw: Function from tree and backend to a figure.
-        code: Python code that draws it, for a notebook in which the tree is called ``tree``.
-        has_many_marks: Whether it is smaller as pixels than as lines.
+        caption: Explanation of the figure.
+        alternative: Alternative text for readers who cannot see the figure.
+        draw: Function that returns the figure of a tree for a backend.
+        code: Python code that draws the figure in a notebook where the tree is named ``tree``.
+        has_many_marks: Whether the figure is smaller as a raster image than as a vector image.
     """
 
     title: str
@@ -146,19 +145,19 @@ Block = Lead | Heading | Paragraph | Items | ReportTable | Picture
 
 @dataclass(frozen=True)
 class ReportSection:
-    """One of the four sections."""
+    """One of the four sections of a report."""
 
     key: str
     title: str
     blocks: tuple[Block, ...]
 
     def each(self, kind: type) -> Iterator[Any]:
-        """The blocks of one kind."""
+        """Return the blocks of one kind."""
         return (block for block in self.blocks if isinstance(block, kind))
 
     @property
     def sentences(self) -> list[Sentence]:
-        """All statements."""
+        """All statements of the section."""
         found: list[Sentence] = []
         for block in self.blocks:
             if isinstance(block, Paragraph):
@@ -169,7 +168,7 @@ class ReportSection:
 
     @property
     def cited(self) -> list[Quantity]:
-        """The quantities that its statements and changes cite."""
+        """Quantities that the statements and changes of the section cite."""
         found = [quantity for sentence in self.sentences for quantity in sentence.quantities]
         for items in self.each(Items):
             found += [quantity for item in items.items if item.change for quantity in item.change[1:]]
@@ -178,7 +177,7 @@ class ReportSection:
 
 @dataclass(frozen=True)
 class Fact:
-    """One of the few numbers on the first screen."""
+    """One of the few numbers in the summary of a report."""
 
     quantity: Quantity
     label: str
@@ -187,16 +186,16 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """The content of a report.
+    """Content of a report.
 
     Attributes:
         kind: Kind of report, such as "Structural assessment".
-        subject: Subject of the report; its title.
+        subject: Subject of the report, which is its title.
         verdict: Verdict as text; empty if there is none.
-        state: State that sets the shape and colour of the verdict.
+        state: State that determines the shape and color of the verdict.
         summary: Summary in one sentence.
         facts: The most important numbers.
-        actions: Recommended actions, in short.
+        actions: The first recommended actions.
         sections: V1 to V4.
         about: Origin of the report, as labels and texts.
     """
@@ -213,12 +212,12 @@ class Document:
 
     @property
     def pictures(self) -> list[Picture]:
-        """The quantities of all sections."""
+        """Pictures of all sections."""
         return [picture for section in self.sections for picture in section.each(Picture)]
 
     @property
     def places(self) -> dict[str, int]:
-        """Anchor -> its number, counted through all tables; printed reports use it instead of links."""
+        """Anchor -> number of the row, counted through all tables; printed reports use it in place of links."""
         anchors = [
             cell.quantity.anchor
             for section in self.sections
@@ -231,12 +230,12 @@ class Document:
 
 
 def unique(quantities: Iterable[Quantity]) -> list[Quantity]:
-    """The quantities without duplicates, in order of appearance."""
+    """Return the quantities without duplicates, in order of appearance."""
     return list({quantity.anchor: quantity for quantity in reversed(list(quantities))}.values())[::-1]
 
 
 def numbers_table(caption: str, quantities: Sequence[Quantity]) -> ReportTable:
-    """Value, unit and place of each quantity: the target of links in sentences."""
+    """Return a table with value, unit and location of each quantity: the targets of links in sentences."""
     rows = tuple(
         (
             TableCell(quantity.meaning),
@@ -248,12 +247,12 @@ def numbers_table(caption: str, quantities: Sequence[Quantity]) -> ReportTable:
         for quantity in quantities
     )
     return without_empty_columns(
-        ReportTable(caption, ("number", "value", "unit", "healthy band", "where in the tree"), rows)
+        ReportTable(caption, ("quantity", "value", "unit", "healthy band", "location in the tree"), rows)
     )
 
 
 def without_empty_columns(table: ReportTable) -> ReportTable:
-    """The same table without empty columns."""
+    """Return a table without its empty columns."""
     kept = [place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)]
     rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
     return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)

@@ -1,4 +1,4 @@
-"""V3 of every report: all cited numbers, and all other measurements."""
+"""Section V3 of every report: all cited numbers, and all other measurements."""
 
 from __future__ import annotations
 
@@ -26,96 +26,98 @@ from workbench.reports.quantity import Numbers, Quantity
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Longer dimensions are summarized by their extremes.
+#: Variables along longer dimensions are summarized by their extremes.
 _MOST_ROWS = 48
-#: Largest number of columns with values, so that a table fits on paper.
+#: Largest number of columns with values, so that a table fits on a printed page.
 MOST_COLUMNS = 5
 _LEAD = (
-    "Everything that was measured. Tables with numbered rows hold the numbers that the sentences of this report rest "
-    "on; the folded ones below each picture hold the rest."
+    "All measurements. Tables with numbered rows contain the numbers that the sentences of this report cite; collapsed "
+    "tables below each figure contain all others."
 )
 _TITLES = {
     "criteria": "Counts of criteria",
     "failure_modes": "Failure modes",
-    "decisions": "Settings that decisions name",
-    "structure": "Structure of the fresh model",
+    "decisions": "Settings in decisions",
+    "structure": "Structure at initialization",
     "flow": "Flow of signal and gradient",
     "spectra": "Koopman spectra of the blocks",
-    "pilot": "Useful rates, found by a pilot",
-    "trials": "The first updates, tried out",
-    "changes": "Changes to the plan, tried out",
+    "pilot": "Useful learning rates (pilot)",
+    "trials": "Trials of the first updates",
+    "changes": "Trials of changes to the plan",
     "hardware": "Precision, reduction and parallelism",
-    "monitors": "The run's signals",
+    "monitors": "Signals of the run",
     "causes": "Causes",
     "evidence": "Evidence",
     "experiments": "Experiments",
     "designs": "Designs",
 }
 #: Parts that have separate tables.
-TOLD_APART = ("criteria", "failure_modes", "decisions")
+SEPARATE_PARTS = ("criteria", "failure_modes", "decisions")
 
 
 def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> ReportSection:
-    """V3 of an assessment."""
+    """Return V3 of an assessment."""
     cited = unique(cited)
     criteria = numbers.names("criteria", "criterion")
-    judged = [numbers.criterion(name) for name in criteria]
-    known = {quantity.anchor for quantity in judged}
+    evaluated = [numbers.criterion(name) for name in criteria]
+    known = {quantity.anchor for quantity in evaluated}
     rest = [quantity for quantity in cited if quantity.anchor not in known]
     blocks: list[Block] = [Lead(_LEAD), Heading("Criteria and their healthy bands"), pictures.criteria()]
-    blocks.append(criteria_table(numbers, judged))
-    blocks += part_blocks(numbers, rest, leave_out=TOLD_APART)
+    blocks.append(criteria_table(numbers, evaluated))
+    blocks += part_blocks(numbers, rest, leave_out=SEPARATE_PARTS)
     return ReportSection("v3", "Effect space", tuple(blocks))
 
 
-def criteria_table(numbers: Numbers, judged: list[Quantity], *, of: str = "") -> ReportTable:
-    """Every criterion, with the band that it is compared with and the place of its number."""
-    n_reference = [numbers.value("criteria", "n_reference", criterion=row) for row in range(len(judged))]
+def criteria_table(numbers: Numbers, evaluated: list[Quantity], *, of: str = "") -> ReportTable:
+    """Return a table of all criteria with their healthy bands and the locations of their numbers."""
+    n_reference = [numbers.value("criteria", "n_reference", criterion=row) for row in range(len(evaluated))]
     rows = tuple(
         (
             TableCell(quantity.meaning),
             TableCell(quantity.text, quantity=quantity, is_number=True),
             TableCell(quantity.units),
             TableCell(quantity.band),
-            TableCell(n.text if n.value > 0 else "a rule" if quantity.band != NO_BAND else "", is_number=n.value > 0),
+            TableCell(
+                n.text if n.value > 0 else "fixed rule" if quantity.band != NO_BAND else "", is_number=n.value > 0
+            ),
             TableCell(quantity.state, state=quantity.state),
             TableCell(quantity.where),
         )
-        for quantity, n in zip(judged, n_reference, strict=True)
+        for quantity, n in zip(evaluated, n_reference, strict=True)
     )
-    columns = ("criterion", "value", "unit", "healthy band", "healthy runs behind it", "state", "where in the tree")
+    columns = ("criterion", "value", "unit", "healthy band", "healthy runs", "state", "location in the tree")
     return without_empty_columns(ReportTable(f"Criteria{of and f' of {of}'}", columns, rows))
 
 
 def part_blocks(
     numbers: Numbers, cited: Iterable[Quantity], *, leave_out: tuple[str, ...] = (), of: str = ""
 ) -> list[Block]:
-    """Each part: the numbers cited from it, its pictures, and all of its values."""
+    """Return for each part the numbers cited from it, its pictures, and all of its values."""
     cited = list(cited)
     root = numbers.tree[numbers.at or "/"]
     blocks: list[Block] = []
     for name in sorted(root.children, key=_place_of_part):
         path = f"{numbers.at.rstrip('/')}/{name}"
-        mine = [quantity for quantity in cited if quantity.path == path]
+        cited_here = [quantity for quantity in cited if quantity.path == path]
         cited = [quantity for quantity in cited if quantity.path != path]
         title = _TITLES.get(name, title_of(name).capitalize()) + (f": {of}" if of else "")
         data = root[name].to_dataset()
-        if not (mine or data.data_vars) or (name in leave_out and not mine):
+        if not (cited_here or data.data_vars) or (name in leave_out and not cited_here):
             continue
         blocks.append(Heading(title))
-        if mine:
-            blocks.append(numbers_table(f"Numbers cited: {lowered(title)}", mine))
+        if cited_here:
+            blocks.append(numbers_table(f"Numbers cited: {lowered(title)}", cited_here))
         if name not in leave_out:
             blocks += pictures.of_part(name, data, at=numbers.at)
-            blocks += whole_part(data, title)
+            blocks += part_tables(data, title)
     if cited:
         caption = "The model and the plan" + (f": {of}" if of else "")
         blocks[:0] = [Heading(caption), numbers_table(f"Numbers cited: {lowered(caption)}", cited)]
     return blocks
 
 
-def whole_part(data: xr.Dataset, title: str) -> list[ReportTable]:
-    """Every variable of a dataset in folded tables: single values, one table a dimension, and extremes of the rest."""
+def part_tables(data: xr.Dataset, title: str) -> list[ReportTable]:
+    """Return collapsed tables of a dataset: single values, tables along each dimension, and extremes of the rest."""
     by_dims: dict[tuple[str, ...], list[str]] = {}
     for name, variable in data.data_vars.items():
         long = variable.ndim > 1 or variable.size > _MOST_ROWS
@@ -124,7 +126,7 @@ def whole_part(data: xr.Dataset, title: str) -> list[ReportTable]:
     tables = []
     for dims, names in by_dims.items():
         if dims == ("…",):
-            tables.append(_extremes(data, names, f"{title}: extremes of what is too long for a table"))
+            tables.append(_extremes(data, names, f"{title}: extremes of longer variables"))
         elif not dims:
             tables.append(_singles(data, names, f"{title}: single values"))
         else:
@@ -136,12 +138,12 @@ def whole_part(data: xr.Dataset, title: str) -> list[ReportTable]:
 
 
 def about(tree: xr.DataTree) -> tuple[tuple[str, str], ...]:
-    """The origin of a tree, as labels and texts."""
+    """Return the origin of a tree as labels and texts."""
     shown = ("created", "seed", "duration", "versions", "schema_version")
-    return tuple((title_of(name), _told(name, tree.attrs[name])) for name in shown if name in tree.attrs)
+    return tuple((title_of(name), _about_text(name, tree.attrs[name])) for name in shown if name in tree.attrs)
 
 
-def _told(name: str, value: Any) -> str:
+def _about_text(name: str, value: Any) -> str:
     if name == "duration":
         return f"{number_in_words(float(value))} s"
     text = number_in_words(_plain(value))
@@ -156,7 +158,7 @@ def _place_of_part(name: str) -> tuple[int, str]:
 
 
 def name_of(variable: xr.DataArray) -> str:
-    """The title of a column, with its unit."""
+    """Return the title of a column with its unit."""
     units = str(variable.attrs.get("units", ""))
     name = str(variable.attrs.get("long_name") or title_of(str(variable.name)))
     return f"{name} [{units}]" if units not in ("", "1") else name
@@ -185,7 +187,7 @@ def _along(data: xr.Dataset, dim: str, names: list[str], caption: str) -> Report
 
 
 def _extremes(data: xr.Dataset, names: list[str], caption: str) -> ReportTable:
-    columns = ("quantity", "runs over", "smallest", "median", "largest", "of them not measured")
+    columns = ("quantity", "dimensions", "smallest", "median", "largest", "not measured")
     rows = []
     for name in names:
         variable = data[name]
@@ -197,15 +199,15 @@ def _extremes(data: xr.Dataset, names: list[str], caption: str) -> ReportTable:
         if values.dtype.kind in "fiub":
             known = values[~np.isnan(values)] if values.dtype.kind == "f" else values.astype(float)
             ends = [known.min(), np.median(known), known.max()] if known.size else [np.nan] * 3
-            told = [TableCell(number_in_words(float(end)), is_number=True) for end in ends]
-            rows.append((TableCell(label), TableCell(over), *told, _cell(values.size - known.size)))
+            cells = [TableCell(number_in_words(float(end)), is_number=True) for end in ends]
+            rows.append((TableCell(label), TableCell(over), *cells, _cell(values.size - known.size)))
         else:
             n = len({str(value) for value in values.ravel()})
             rows.append(
                 (
                     TableCell(label),
                     TableCell(over),
-                    TableCell(f"{n} different texts"),
+                    TableCell(f"{n} distinct texts"),
                     TableCell(""),
                     TableCell(""),
                     TableCell(""),

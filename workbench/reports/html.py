@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML file: no script, no network, embedded figures."""
+"""Report as one self-contained HTML file with embedded figures, without scripts and network access."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def html(document: Document, tree: xr.DataTree) -> str:
-    """The page."""
+    """Return the page of a report."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    room = files("workbench.reports")
+    folder = files("workbench.reports")
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     environment.filters["kind"] = lambda block: type(block).__name__
     environment.filters["capital"] = capitalized
@@ -28,9 +28,9 @@ def html(document: Document, tree: xr.DataTree) -> str:
         for index, block in enumerate(section.blocks)
         if isinstance(block, Picture)
     }
-    return environment.from_string(room.joinpath("page.html.jinja").read_text(encoding="utf-8")).render(
+    return environment.from_string(folder.joinpath("page.html.jinja").read_text(encoding="utf-8")).render(
         document=document,
         places=document.places,
         images=images,
-        css=Markup(room.joinpath("page.css").read_text(encoding="utf-8")),
+        css=Markup(folder.joinpath("page.css").read_text(encoding="utf-8")),
     )

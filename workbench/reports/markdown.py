@@ -1,4 +1,4 @@
-"""A report as Markdown, with pictures in a folder next to it."""
+"""Report as Markdown, with pictures in a folder next to it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from workbench.reports.document import (
 from workbench.reports.quantity import Quantity
 from workbench.schema.statuses import CriterionState
 
-#: Symbols next to the words, so that states can be distinguished at a glance.
-_SIGNS: dict[str, str] = {
+#: State -> symbol next to its word.
+_SYMBOLS: dict[str, str] = {
     CriterionState.HEALTHY: "●",
     CriterionState.AT_RISK: "▲",
     CriterionState.FAILING: "■",
@@ -32,11 +32,11 @@ _SIGNS: dict[str, str] = {
 
 
 def markdown(document: Document, show: Callable[[Picture], str]) -> str:
-    """The text of a report.
+    """Return a report as Markdown text.
 
     Args:
         document: Content of the report.
-        show: Function from a picture to the Markdown that shows it.
+        show: Function that returns the Markdown of a picture.
     """
     parts = [head(document)]
     for section in document.sections:
@@ -46,9 +46,9 @@ def markdown(document: Document, show: Callable[[Picture], str]) -> str:
 
 
 def head(document: Document) -> str:
-    """Title, verdict, summary, the most important numbers and what to do."""
+    """Return title, verdict, summary, the most important numbers and the first actions."""
     lines = [f"# {plain(document.subject)}", plain(document.kind)]
-    word = f"**{_sign(document.state)}{plain(capitalized(document.verdict))}.** " if document.verdict else ""
+    word = f"**{_symbol(document.state)}{plain(capitalized(document.verdict))}.** " if document.verdict else ""
     lines.append(f"{word}{plain(document.summary)}")
     if document.facts:
         lines.append(
@@ -59,19 +59,19 @@ def head(document: Document) -> str:
             )
         )
     if document.actions:
-        lines.append("**What to do**")
+        lines.append("**Recommended actions**")
         lines.append("\n".join(f"{i}. {sentence(action)}" for i, action in enumerate(document.actions, 1)))
     return "\n\n".join(lines)
 
 
 def foot(document: Document) -> str:
-    """The origin of the report."""
+    """Return the origin of the report."""
     about = "; ".join(f"{plain(label)}: {plain(text)}" for label, text in document.about)
-    return f"---\n\n{about}\n\nWritten by the Stability Workbench. Each linked number leads to its row in V3."
+    return f"---\n\n{about}\n\nCreated by the Stability Workbench. Each number links to its row in V3."
 
 
 def section_lines(section: ReportSection, show: Callable[[Picture], str]) -> list[str]:
-    """One section, block by block."""
+    """Return the lines of a section."""
     lines = [f'<span id="{section.key}"></span>\n\n## {section.key.upper()} {plain(section.title)}']
     for block in section.blocks:
         match block:
@@ -90,7 +90,7 @@ def section_lines(section: ReportSection, show: Callable[[Picture], str]) -> lis
             case ReportTable():
                 written = table(block)
                 if block.elsewhere:
-                    written = f"*{plain(block.caption)}: left out here; {plain(block.elsewhere)}*"
+                    written = f"*{plain(block.caption)}: omitted here; {plain(block.elsewhere)}*"
                 elif block.is_folded:
                     written = f"<details><summary>{plain(block.caption)}</summary>\n\n{written}\n\n</details>"
                 else:
@@ -100,25 +100,25 @@ def section_lines(section: ReportSection, show: Callable[[Picture], str]) -> lis
 
 
 def sentence(statement: Sentence) -> str:
-    """A statement whose numbers are links."""
+    """Return a statement whose numbers are links."""
     return "".join(plain(part) if isinstance(part, str) else number(part) for part in statement.parts)
 
 
 def number(quantity: Quantity) -> str:
-    """A link to the row of a number, with its unit."""
+    """Return a link to the row of a number, with its unit."""
     units = f" {plain(quantity.units)}" if quantity.units else ""
     return f"[{plain(quantity.text)}](#{quantity.anchor}){units}"
 
 
 def table(block: ReportTable) -> str:
-    """Rows with the anchors that links lead to."""
+    """Return a table with the anchors of its numbers."""
     rows = [" | ".join(map(plain, block.columns)), " | ".join("---" for _ in block.columns)]
     rows += [" | ".join(_cell(cell) for cell in row) for row in block.rows]
     return "\n".join(f"| {row} |" for row in rows)
 
 
 def plain(text: str) -> str:
-    """A text escaped for Markdown, on one line."""
+    """Return a text escaped for Markdown, on one line."""
     text = re.sub(r"[ \t\r\n]+", " ", text)
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`*_\[\]|#$~])", r"\\\1", text)
@@ -129,12 +129,12 @@ def _cell(cell: TableCell) -> str:
         return f'<span id="{cell.quantity.anchor}"></span>{plain(cell.text)}'
     if cell.link:
         return number(cell.link)
-    return f"{_sign(cell.state)}{plain(cell.text)}"
+    return f"{_symbol(cell.state)}{plain(cell.text)}"
 
 
 def _item(item: Item, place: int) -> str:
     start = f"{place}. " if place else "- "
-    title = f"**{_sign(item.state)}{plain(item.title)}**: " if item.title else ""
+    title = f"**{_symbol(item.state)}{plain(item.title)}**: " if item.title else ""
     lines = [start + title + " ".join(map(sentence, item.sentences))]
     indent = " " * len(start)
     if item.change:
@@ -145,5 +145,5 @@ def _item(item: Item, place: int) -> str:
     return "\n".join(lines)
 
 
-def _sign(state: str) -> str:
-    return f"{_SIGNS[state]} " if state in _SIGNS else ""
+def _symbol(state: str) -> str:
+    return f"{_SYMBOLS[state]} " if state in _SYMBOLS else ""

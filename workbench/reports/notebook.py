@@ -1,4 +1,4 @@
-"""A report as a notebook: its text, and cells that draw its pictures again from the tree saved next to it."""
+"""Report as a notebook: its text, and cells that redraw its pictures from the tree saved next to it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OPEN = """import workbench as wb
 from workbench.widgets import show
 from workbench.reports import pictures
 
-tree = wb.open_run({name!r})  # everything that was measured, saved beside this notebook
+tree = wb.open_run({name!r})  # all measurements, saved next to this notebook
 tree"""
 
 
 def notebook(document: Document, tree: xr.DataTree, data_name: str) -> dict[str, Any]:
-    """The notebook, with the pictures of its cells as outputs.
+    """Return the notebook, with the pictures of its cells as outputs.
 
     Args:
         document: Content of the report.
@@ -30,12 +30,12 @@ def notebook(document: Document, tree: xr.DataTree, data_name: str) -> dict[str,
     """
     from nbformat import v4
 
-    opening = f"The next cell opens `{data_name}`, from which the cells below draw the pictures again."
+    opening = f"The next cell opens `{data_name}`, from which the cells below redraw the pictures."
     cells = [v4.new_markdown_cell(f"{head(document)}\n\n{opening}"), v4.new_code_cell(_OPEN.format(name=data_name))]
     for section in document.sections:
         cells += _section_cells(section, tree)
     cells.append(v4.new_markdown_cell(foot(document)))
-    for place, cell in enumerate(cells):  # nbformat draws random ids
+    for place, cell in enumerate(cells):  # the ids of nbformat are random
         cell["id"] = f"cell-{place}"
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
@@ -51,7 +51,7 @@ def _section_cells(section: ReportSection, tree: xr.DataTree) -> list[Any]:
         return f"\0{len(found) - 1}\0"
 
     cells = []
-    # Text between the marks stays together; a picture becomes a cell with its code and the image as output.
+    # Text between two marks becomes one cell; a picture becomes a cell with its code and the image as output.
     for place, text in enumerate("\n\n".join(section_lines(section, mark)).split("\0")):
         if place % 2 == 0:
             if text.strip():

@@ -1,4 +1,4 @@
-"""The figures of a report: `workbench.plots` applied to the parts of a tree, also as embedded images."""
+"""Figures of a report: `workbench.plots` applied to the parts of a tree, also as embedded images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DPI = 110
 
 
 def of_part(name: str, data: xr.Dataset, *, at: str = "") -> list[Block]:
-    """The figures of a part of a tree; empty if there is none."""
+    """Return the figures of a part of a tree; empty if there are none."""
     path = "/".join(filter(None, (at.strip("/"), name)))
     makers = {
         "pilot": _pilot,
@@ -33,41 +33,41 @@ def of_part(name: str, data: xr.Dataset, *, at: str = "") -> list[Block]:
 
 
 def criteria(*, at: str = "") -> Picture:
-    """All criteria against their healthy bands."""
+    """Return the figure of all criteria and their healthy bands."""
     path = "/".join(filter(None, (at.strip("/"), "criteria")))
     return _picture(
         "criteria_bands",
         path,
         "Criteria against their healthy bands",
-        "Each mark is a criterion; the shaded column is its healthy band, whatever its unit. Outside of the band the "
-        "axis is compressed. A triangle is at risk, a square failing, a hollow mark has no band or was not measured.",
-        "Marks of all criteria beside a shaded healthy band; the table below holds the same numbers.",
+        "Each mark is a criterion; the shaded column is its healthy band. Outside of the band the axis is compressed. "
+        "A triangle is at risk, a square is failing, and a hollow mark has no band or was not measured.",
+        "Marks of all criteria relative to a shaded healthy band; the table below contains the same numbers.",
     )
 
 
 def causes() -> list[Block]:
-    """The causes of a diagnosis by probability."""
+    """Return the figure of the causes of a diagnosis by probability."""
     return [
         _picture(
             "cause_bars",
             "causes",
             "Causes by probability",
-            "The longer the bar, the more probable the cause.",
-            "One bar a cause, the most probable one above; the table below holds the same numbers.",
+            "The length of a bar is the probability of the cause; causes in the set are colored.",
+            "One bar per cause, the most probable at the top; the table below contains the same numbers.",
         )
     ]
 
 
 def evidence(evidence: xr.Dataset) -> list[Block]:
-    """What speaks for and against the causes, and when it was seen."""
+    """Return the figures of the evidence for and against the causes, and of its steps."""
     if not evidence.sizes.get("evidence", 0):
         return []
     found: list[Block] = [
         _picture(
             "evidence_bars",
             "evidence",
-            "What speaks for and against each cause",
-            "Bars to the right speak for the cause, bars to the left against it; +0.69 doubles the odds.",
+            "Evidence for and against each cause",
+            "Bars to the right are evidence for the cause, bars to the left against it; +0.69 doubles the odds.",
             "Diverging bars of the log-odds of every symptom, grouped by cause.",
         )
     ]
@@ -76,8 +76,8 @@ def evidence(evidence: xr.Dataset) -> list[Block]:
             _picture(
                 "evidence_timeline",
                 "evidence",
-                "When the symptoms were seen",
-                "Each mark is a symptom at the step at which it was seen, the largest where it weighs most.",
+                "Steps at which symptoms were observed",
+                "Each mark is a symptom at the step at which it was observed; its size is the weight of the symptom.",
                 "Marks of the symptoms along the steps of the run.",
             )
         )
@@ -85,15 +85,15 @@ def evidence(evidence: xr.Dataset) -> list[Block]:
 
 
 def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple[str, bytes]:
-    """A picture drawn for print.
+    """Return a picture drawn for print.
 
     Args:
         picture: Picture to draw.
         tree: Tree with the data.
-        pixels: Whether it must be a PNG; otherwise the smaller of PNG and SVG.
+        pixels: Whether it must be a PNG; otherwise it is the format that is expected to be smaller.
 
     Returns:
-        Its MIME type and content.
+        MIME type and content.
     """
     from workbench.plots import style
 
@@ -106,12 +106,12 @@ def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple
 
 
 def as_address(mime: str, content: bytes) -> str:
-    """An image as a data address."""
+    """Return an image as a data URL."""
     return f"data:{mime};base64,{base64.b64encode(content).decode()}"
 
 
 def hazards_as_criteria(hardware: xr.Dataset) -> xr.Dataset:
-    """The hazards of a part ``hardware`` that apply, as `workbench.plots.criteria_bands` reads criteria."""
+    """Return the applicable hazards of a part ``hardware`` as criteria for `workbench.plots.criteria_bands`."""
     import xarray as xr
 
     data = hardware.isel(hazard=hardware["applies"].values.astype(bool))
@@ -132,7 +132,7 @@ def _picture(
     has_many_marks: bool = False,
     **options: Any,
 ) -> Picture:
-    """A figure of `workbench.plots` of one part, optionally prepared by a function of this module."""
+    """Return a figure of one part by `workbench.plots`; ``prepare`` names a function of this module for its data."""
     data = f'tree["{path}"].to_dataset()'
     data = f"pictures.{prepare}({data})" if prepare else data
     code = f"wb.plots.{figure}({', '.join([data, *(f'{key}={value!r}' for key, value in options.items())])})"
@@ -153,10 +153,10 @@ def _pilot(pilot: xr.Dataset, path: str) -> list[Block]:
         _picture(
             "pilot_losses",
             path,
-            "Loss over the learning rate in the pilot",
-            "One line a round: held-out losses after its updates, of the model that was run. The box holds the rates "
-            "that learn about as well as the best over the planned updates.",
-            "Held-out losses of the pilot at the rates that it tried.",
+            "Held-out loss vs. learning rate in the pilot",
+            "Each line is a round: held-out losses of the model that was run, after the updates of the round. The box "
+            "holds the rates estimated to be useful for the planned updates.",
+            "Held-out losses of the pilot runs against their learning rates.",
         )
     ]
 
@@ -168,8 +168,8 @@ def _spectra(spectra: xr.Dataset, path: str) -> list[Block]:
             "eigenvalue_map",
             path,
             "Eigenvalues of every block",
-            "Each dot is a mode of one block in the complex plane, coloured by depth. Outside of the unit circle it "
-            "grows from block to block, inside it fades.",
+            "Each dot is a mode of one block in the complex plane, colored by depth. A mode outside of the unit circle "
+            "grows from block to block, a mode inside decays.",
             f"{n_modes} eigenvalues of {spectra.sizes['layer']} blocks around the unit circle of the complex plane.",
             has_many_marks=n_modes > _MOST_MARKS,
         ),
@@ -177,8 +177,8 @@ def _spectra(spectra: xr.Dataset, path: str) -> list[Block]:
             "layer_profile",
             path,
             "Spectral measures by depth",
-            "One panel a measure, from the first block on the left to the last on the right. A hollow mark is a block "
-            "whose update is too small to say anything.",
+            "One panel per measure, from the first block on the left to the last on the right. A hollow mark is a "
+            "block whose update is too small for a spectrum.",
             "Near-unit mass, spectral radius, eigenvector condition and nonlinearity ratio of each block.",
         ),
     ]
@@ -191,8 +191,8 @@ def _flow(flow: xr.Dataset, path: str) -> list[Block]:
             "flow_map",
             path,
             "Flow of signal and gradient through the blocks",
-            "What enters and leaves each block on the way forward, and what of the gradient comes back.",
-            "Size of the signal and of the gradient, shares of the branches and attention of every block.",
+            "Size of the signal in the forward pass and of the gradient in the backward pass, from block to block.",
+            "Sizes of signal and gradient at every block.",
             has_many_marks=n_marks > _MOST_MARKS,
         )
     ]
@@ -206,15 +206,15 @@ def _hardware(hardware: xr.Dataset, path: str) -> list[Block]:
             "criteria_bands",
             path,
             "Hazards of precision and parallelism against their limits",
-            "Each mark is the emulated effect of one hazard; the shaded column is what does no harm.",
-            "Marks of the hazards that apply beside a shaded column of what is healthy.",
+            "Each mark is the emulated effect of one hazard; the shaded column is the harmless range.",
+            "Marks of the applicable hazards relative to a shaded harmless range.",
             prepare="hazards_as_criteria",
         )
     ]
 
 
 def _smaller(png: bytes) -> bytes:
-    """The same picture in at most 256 colours, and few figures have more."""
+    """Return a PNG with at most 256 colors if it is smaller; few figures have more colors."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE)

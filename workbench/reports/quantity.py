@@ -1,4 +1,4 @@
-"""References to numbers in a tree: the evidence for a sentence, and the place where a reader can check it."""
+"""References to numbers in a tree: the evidence for a sentence, and the location where a reader can check it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from workbench.formatting import band_in_words, number_in_words, title_of, units
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Words in names of variables that are shares of 1 without a unit, and are written in percent.
-_SHARES = {"probability", "share", "confidence", "mass"}
+#: Words in names of variables that are fractions and are written in percent.
+_FRACTIONS = {"probability", "share", "confidence", "mass"}
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """One value of a tree, as a sentence cites it.
+    """One value of a tree that a sentence cites.
 
     Attributes:
         path: Path of the node, such as ``"/flow"``.
@@ -30,12 +30,12 @@ class Quantity:
         selection: Dimension -> index of the value.
         value: Number, truth value or text.
         units: Unit of the value; empty if it has none.
-        text: The value as text.
+        text: Value as text.
         meaning: Meaning of the value.
-        where: Its place in the tree, as text.
-        anchor: Anchor of the place in the report that shows it.
-        band: Its healthy band as text; empty if it has none.
-        state: State of the criterion; empty if it is none.
+        where: Location in the tree, as text.
+        anchor: Anchor of the row of the report that shows it.
+        band: Healthy band as text; empty if it has none.
+        state: State of the criterion; empty if it is not a criterion.
     """
 
     path: str
@@ -52,17 +52,17 @@ class Quantity:
 
     @property
     def exact(self) -> str:
-        """The value with every digit, for machines."""
+        """Value with all digits, for machines."""
         return repr(self.value) if isinstance(self.value, int | float) else str(self.value)
 
 
 @dataclass
 class Numbers:
-    """Finds numbers in a tree, or below one of its nodes.
+    """Access to the numbers in a tree, or below one of its nodes.
 
     Attributes:
         tree: Tree to read, from its root.
-        at: Path of the node that paths are relative to; empty: the root.
+        at: Path of the node that paths are relative to; empty for the root.
     """
 
     tree: xr.DataTree
@@ -78,7 +78,7 @@ class Numbers:
                     self._criterion_at[self._absolute(path), variable, selection] = name
 
     def has(self, path: str) -> bool:
-        """Whether the node exists."""
+        """Return whether a node exists."""
         try:
             self.node(path)
         except SchemaError:
@@ -86,7 +86,7 @@ class Numbers:
         return True
 
     def node(self, path: str) -> xr.Dataset:
-        """The dataset at a path.
+        """Return the dataset at a path.
 
         Raises:
             SchemaError: If it does not exist.
@@ -96,22 +96,28 @@ class Numbers:
             return self.tree[absolute].to_dataset()
         except (KeyError, AttributeError, ValueError) as error:
             raise SchemaError(
-                f"The tree has no {absolute}, on which a sentence of its report rests; make it again."
+                f"The tree has no {absolute}, which its report cites; create the tree again.",
+                name=absolute,
+                expected="a node of the tree",
             ) from error
 
     def names(self, path: str, dim: str) -> list[str]:
-        """The ids along a dimension of a node.
+        """Return the ids along a dimension of a node.
 
         Raises:
             SchemaError: If the node or the dimension does not exist.
         """
         data = self.node(path)
         if dim not in data.coords:
-            raise SchemaError(f"{self._absolute(path)} has no ids along '{dim}'; make the tree again.")
+            raise SchemaError(
+                f"{self._absolute(path)} has no coordinate '{dim}'; create the tree again.",
+                name=dim,
+                expected=f"a coordinate of {self._absolute(path)}",
+            )
         return [str(name) for name in np.atleast_1d(data[dim].values)]
 
     def texts(self, path: str, variable: str) -> list[str]:
-        """The values of a variable of texts along its only dimension.
+        """Return the texts of a variable along its only dimension.
 
         Raises:
             SchemaError: If it does not exist.
@@ -119,51 +125,58 @@ class Numbers:
         return [str(text) for text in np.atleast_1d(self._array(path, variable).values)]
 
     def text(self, path: str, variable: str, **selection: int) -> str:
-        """One text."""
+        """Return a single text."""
         return str(self.value(path, variable, meaning="", **selection).value)
 
     def value(self, path: str, variable: str, *, meaning: str = "", **selection: int) -> Quantity:
-        """The value of a variable at an index of each of its dimensions; dimensions of length 1 need none.
+        """Return the value of a variable at an index of each of its dimensions; dimensions of length 1 need none.
 
-        If a criterion judges this value, the result is the same as that of `criterion`.
+        If a criterion evaluates this value, the result is that of `criterion`.
 
         Args:
             path: Path of the node.
             variable: Variable of the node.
-            meaning: Meaning of the value; empty: that of the variable.
+            meaning: Meaning of the value; empty selects that of the variable.
             **selection: Dimension and index.
 
         Raises:
-            SchemaError: If the node, the variable or the index does not exist, or it is not one value.
+            SchemaError: If the node, the variable or the index does not exist, or the result is not a single value.
         """
         given = tuple(sorted((dim, int(index)) for dim, index in selection.items()))
         given = self._canonical(path, variable, given)
-        judge = self._criterion_at.get((self._absolute(path), variable, given))
-        if judge:
-            return self.criterion(judge)
+        if criterion := self._criterion_at.get((self._absolute(path), variable, given)):
+            return self.criterion(criterion)
         quantity = self._value(path, variable, given)
         return replace(quantity, meaning=meaning) if meaning else quantity
 
     def attribute(self, name: str, *keys: str, path: str = "", meaning: str = "") -> Quantity:
-        """An attribute of a node, or a value inside it if it is JSON.
+        """Return an attribute of a node, or a value inside it if it is JSON.
 
         Args:
             name: Name of the attribute.
             *keys: Keys of a value inside the JSON.
-            path: Path of the node; empty: the root.
-            meaning: Meaning of the value; empty: its name.
+            path: Path of the node; empty for the root.
+            meaning: Meaning of the value; empty selects its name.
 
         Raises:
             SchemaError: If it does not exist.
         """
         where, attrs = self._absolute(path), self.node(path).attrs
         if name not in attrs:
-            raise SchemaError(f"The tree has no attribute '{name}' at {where}, on which its report rests.")
+            raise SchemaError(
+                f"The tree has no attribute '{name}' at {where}, which its report cites; create the tree again.",
+                name=name,
+                expected=f"an attribute of {where}",
+            )
         value = attrs[name]
         for key in keys:
             value = json.loads(value) if isinstance(value, str) else value
             if not isinstance(value, Mapping) or key not in value:
-                raise SchemaError(f"The attribute '{name}' at {where} has no '{'.'.join(keys)}'.")
+                raise SchemaError(
+                    f"The attribute '{name}' at {where} has no '{'.'.join(keys)}'; create the tree again.",
+                    name=".".join((name, *keys)),
+                    expected=f"a value of the attribute {name}",
+                )
             value = value[key]
         full = ".".join((name, *keys))
         return Quantity(
@@ -179,14 +192,14 @@ class Numbers:
         )
 
     def has_attribute(self, name: str, *keys: str) -> bool:
-        """Whether `attribute` finds a value that is not empty."""
+        """Return whether `attribute` finds a value that is not empty."""
         try:
             return self.attribute(name, *keys).value not in (None, "")
         except SchemaError:
             return False
 
     def count(self, path: str, variable: str, equals: str, *, meaning: str) -> Quantity:
-        """The number of values of a variable of texts that equal a given one.
+        """Return the number of texts of a variable that equal a given one.
 
         Raises:
             SchemaError: If the variable does not exist.
@@ -200,24 +213,24 @@ class Numbers:
             units="",
             text=str(n),
             meaning=meaning,
-            where=f"{where} rows whose {variable} is '{equals}'",
+            where=f"{where} rows where {variable} is '{equals}'",
             anchor=_anchor(where, variable, "is", equals),
         )
 
     def criterion(self, name: str) -> Quantity:
-        """The number that a criterion judges, with its band and state, read from where it was measured.
+        """Return the number that a criterion evaluates, with its band and state, read from where it was measured.
 
         Raises:
-            SchemaError: If there is no such criterion, the place that it names does not exist, or holds a different
-                number.
+            SchemaError: If the criterion or the location that it refers to does not exist, or the location holds a
+                different number.
         """
         ids = self.names("criteria", "criterion")
         if name not in ids:
-            raise SchemaError(f"The tree has no criterion '{name}', which its report names; it has {', '.join(ids)}.")
+            raise SchemaError.of("criterion", name, tuple(ids), remedy="create the tree again")
         row = ids.index(name)
         data = self.node("criteria").isel(criterion=row)
         path, variable, selection = self._place_of(name)
-        judged = float(data["value"])
+        evaluated = float(data["value"])
         units = str(data["units"].values)
         is_share = units == "1" and _is_share(path, variable)
         where = f"{self._absolute('criteria')} value, {name}"
@@ -225,21 +238,25 @@ class Numbers:
             selection = self._canonical(path, variable, selection)
             source = self._value(path, variable, selection)
             where = source.where
-            if not _agree(source.value, judged):
+            if not _agree(source.value, evaluated):
                 raise SchemaError(
-                    f"The criterion '{name}' judges {judged:g}, but {where} is {source.text}; make the tree again."
+                    f"The value of the criterion '{name}' is {evaluated:g}, but {where} is {source.text}; create the "
+                    "tree again.",
+                    name=name,
+                    value=evaluated,
+                    expected=f"equal to {where}",
                 )
         return Quantity(
             path=self._absolute(path or "criteria"),
             variable=variable or "value",
             selection=selection if path else (("criterion", row),),
-            value=judged,
-            units=units_in_words(units, judged),
-            text=number_in_words(judged, is_share=is_share),
+            value=evaluated,
+            units=units_in_words(units, evaluated),
+            text=number_in_words(evaluated, is_fraction=is_share),
             meaning=str(data["title"].values),
             where=where,
             anchor=_anchor(self._absolute("criteria"), name),
-            band=band_in_words(float(data["low"]), float(data["high"]), is_share=is_share),
+            band=band_in_words(float(data["low"]), float(data["high"]), is_fraction=is_share),
             state=str(data["state"].values),
         )
 
@@ -250,13 +267,26 @@ class Numbers:
         shape = dict(array.sizes)
         if unknown := [dim for dim in chosen if dim not in shape]:
             raise SchemaError(
-                f"{where} {variable} has no dimension '{unknown[0]}'; it has {', '.join(map(str, shape)) or 'none'}."
+                f"{where} {variable} has no dimension '{unknown[0]}'; it has {', '.join(map(str, shape)) or 'none'}.",
+                name=variable,
+                value=unknown[0],
+                expected=tuple(map(str, shape)) or "without dimensions",
             )
         for dim, index in chosen.items():
             if not -shape[dim] <= index < shape[dim]:
-                raise SchemaError(f"{where} {variable} has no {dim} {index}; it has {shape[dim]}.")
+                raise SchemaError(
+                    f"{where} {variable} has no {dim} {index}; it has {shape[dim]}.",
+                    name=str(dim),
+                    value=index,
+                    expected=f"an index below {shape[dim]}",
+                )
         if rest:
-            raise SchemaError(f"{where} {variable} is not one number: select along {', '.join(rest)}.")
+            raise SchemaError(
+                f"{where} {variable} is not a single value; select along {', '.join(rest)}.",
+                name=variable,
+                value=tuple(rest),
+                expected="a single value",
+            )
         picked = array.isel(chosen).squeeze(drop=False)
         value = _plain(picked.values)
         units = str(array.attrs.get("units", ""))
@@ -268,7 +298,7 @@ class Numbers:
             selection=selection,
             value=value,
             units=units_in_words(units, value),
-            text=number_in_words(value, is_share=is_share),
+            text=number_in_words(value, is_fraction=is_share),
             meaning=str(array.attrs.get("long_name") or title_of(variable)),
             where=", ".join([f"{where} {variable}", *places]),
             anchor=_anchor(where, variable, *(f"{dim}-{index}" for dim, index in selection)),
@@ -277,16 +307,18 @@ class Numbers:
     def _canonical(
         self, path: str, variable: str, selection: tuple[tuple[str, int], ...]
     ) -> tuple[tuple[str, int], ...]:
-        """The selection in normal form: indices counted from the front, without dimensions of length 1."""
+        """Return a selection in normal form: non-negative indices, without dimensions of length 1."""
         sizes = self._array(path, variable).sizes
         counted = ((dim, index + sizes.get(dim, 0) if index < 0 else index) for dim, index in selection)
         return tuple((dim, index) for dim, index in counted if sizes.get(dim) != 1 or index != 0)
 
     def _array(self, path: str, variable: str) -> xr.DataArray:
-        data = self.node(path)
+        data, where = self.node(path), self._absolute(path)
         if variable not in data.variables:
             raise SchemaError(
-                f"The tree has no '{variable}' at {self._absolute(path)}, on which its report rests; make it again."
+                f"The tree has no '{variable}' at {where}, which its report cites; create the tree again.",
+                name=variable,
+                expected=f"a variable of {where}",
             )
         return data[variable]
 
@@ -295,14 +327,21 @@ class Numbers:
         row = self.names("criteria", "criterion").index(criterion)
         missing = [name for name in ("path", "variable", "selection") if name not in data]
         if missing:
-            raise SchemaError(f"{self._absolute('criteria')} lacks {', '.join(missing)}; make the tree again.")
+            raise SchemaError(
+                f"{self._absolute('criteria')} lacks {', '.join(missing)}; create the tree again.",
+                name=", ".join(missing),
+                expected=f"a variable of {self._absolute('criteria')}",
+            )
         path, variable, selection = (str(data[name].values[row]) for name in ("path", "variable", "selection"))
         try:
             chosen = json.loads(selection) if selection else {}
             return path, variable, tuple(sorted((dim, int(index)) for dim, index in chosen.items()))
         except (ValueError, TypeError, AttributeError) as error:
             raise SchemaError(
-                f"The selection of the criterion '{criterion}' is {selection!r}, expected JSON of dimension and index."
+                f"The selection of the criterion '{criterion}' is {selection!r}, expected JSON of dimension and index.",
+                name="selection",
+                value=selection,
+                expected="JSON of dimension and index",
             ) from error
 
     def _absolute(self, path: str) -> str:
@@ -310,7 +349,7 @@ class Numbers:
 
 
 def _anchor(*parts: str) -> str:
-    # Characters other than letters become their codes, so that two places never share an anchor.
+    # Other characters are replaced by their codes, so that two locations never have the same anchor.
     words = [re.sub(r"[^A-Za-z0-9_/.-]", lambda sign: f"~{ord(sign[0]):x}", part) for part in parts]
     return re.sub(r"[/.]+", "-", f"n-{'-'.join(word.strip('/') for word in words)}").replace("~", "_")
 
@@ -327,10 +366,10 @@ def _plain(value: Any) -> Any:
 
 
 def _is_share(path: str, variable: str) -> bool:
-    return bool(_SHARES & set(variable.split("_")))
+    return bool(_FRACTIONS & set(variable.split("_")))
 
 
-def _agree(source: Any, judged: float) -> bool:
+def _agree(source: Any, evaluated: float) -> bool:
     if not isinstance(source, int | float):
         return False
-    return bool(np.isclose(float(source), judged, rtol=1e-4, atol=0, equal_nan=True))
+    return bool(np.isclose(float(source), evaluated, rtol=1e-4, atol=0, equal_nan=True))

@@ -1,7 +1,15 @@
-"""Risk of a planned training before it starts; the names of `wb.risk`.
+"""Risk of a planned training: the probability that it does not learn well, predicted before it starts.
 
-print(wb.risk.predict(case))                   # from settings and the fresh model
-print(wb.risk.predict(case, pilot=found))      # after wb.find_rate
+Example:
+    >>> import workbench as wb
+    >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
+    >>> risk = wb.risk.predict(case)  # pass pilot=wb.find_rate(...) after a pilot
+    >>> 0 <= risk.failure.low <= risk.failure.value <= risk.failure.high <= 1
+    True
+
+See Also:
+    `workbench.sweeps.measure_case`: Measures the case of a planned training.
+    `workbench.find_rate`: Measures the useful rates by a pilot.
 """
 
 from __future__ import annotations
@@ -10,16 +18,16 @@ from workbench.risk.edge_model import EdgeModel, fit, load
 from workbench.risk.edge_regression import Edges
 from workbench.risk.features import FEATURES, feature_table
 from workbench.risk.predictors import predictor_scores
-from workbench.risk.risk import Chance, Risk, over_rates, predict
+from workbench.risk.risk import Probability, Risk, over_rates, predict
 from workbench.risk.scores import Auroc, auroc, auroc_within, calibration_error, reliability, roc_curve
 from workbench.risk.shipped_model import shipped
 
 __all__ = [
     "FEATURES",
     "Auroc",
-    "Chance",
     "EdgeModel",
     "Edges",
+    "Probability",
     "Risk",
     "auroc",
     "auroc_within",

@@ -1,4 +1,4 @@
-"""The model behind the risk of a planned training: distributions of three learning rates at which outcomes change."""
+"""The risk model: distributions of the three learning rates at which the outcome of a training changes."""
 
 from __future__ import annotations
 
@@ -20,62 +20,69 @@ from workbench.risk.scores import resamples
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Edge -> outcome of a rate on its wrong side, and whether that side is the larger rates.
+#: Edge -> outcome of the rates beyond it, and whether these are the larger rates.
 EDGES = {"slow_edge": ("too_small", False), "useful_edge": ("too_large", True), "explosion_edge": ("explosion", True)}
 #: Name of a prediction -> its title.
 TITLES = {
     "failure": "probability of not learning well",
-    "too_small": "probability that the rate is too small",
-    "too_large": "probability that the rate is too large",
+    "too_small": "probability that the learning rate is too small",
+    "too_large": "probability that the learning rate is too large",
     "explosion": "probability of an explosion",
     "slow_edge": "smallest useful rate",
     "useful_edge": "largest useful rate",
-    "explosion_edge": "rate from which the run explodes",
+    "explosion_edge": "learning rate from which the run diverges",
 }
 _ENDS = {"": "", "_low": ", lower end", "_high": ", upper end"}
-#: The largest sum of two probabilities: both are estimates, and nothing is certain.
-MOST_CERTAIN = 1 - 1e-6
+#: Upper limit of the sum of two probabilities: both are estimates, and no outcome is certain.
+MAX_PROBABILITY = 1 - 1e-6
 _STARTS_DIVERGED = (
-    f"The fresh model counts as diverged by RKSP's limits (a loss of {LIMITS['initial_loss']:g} or a gradient norm of "
-    f"{LIMITS['initial_grad_norm']:g}), and no such model was measured."
+    "The untrained model counts as diverged by RKSP's limits (a loss above "
+    f"{LIMITS['initial_loss']:g} or a gradient norm above {LIMITS['initial_grad_norm']:g}), and the risk model was not "
+    "fitted for such models."
 )
-#: Setting of a design -> words for one outside of what was measured.
-_MEASURED = {"d_model": "at a width of {}", "n_layers": "at a depth of {}", "n_steps": "over {} updates"}
-#: Share of new families whose edge an interval of a rate contains, and of resamples of the families whose probability
-#: an interval of a probability contains.
+#: Setting of a design -> phrase for a value outside of the fitted range.
+_FITTED = {"d_model": "a width of {}", "n_layers": "a depth of {}", "n_steps": "training over {} updates"}
+#: Level of the intervals: fraction of new families (of a rate) or of resamples of the families (of a probability) that
+#: they contain.
 LEVEL = 0.8
 _KIND, _VERSION = "stability-workbench edge model", 1
-#: Families of which designs are needed, in all and of each optimizer with or without a norm.
-_FEWEST_FAMILIES = 3
-#: Class of an optimizer -> what users call it.
-_CALLED = {"MuonWithAdamW": "Muon", "": "a nameless optimizer"}
+#: Minimum number of families, in total and for each optimizer with or without a norm.
+_MIN_FAMILIES = 3
+#: Class of an optimizer -> its usual name.
+_OPTIMIZER_NAMES = {"MuonWithAdamW": "Muon", "": "an unnamed optimizer"}
 
 
 @dataclass(frozen=True)
 class EdgeModel:
     """Normal distributions of the logarithms of three edges, whose means are linear in features of a design.
 
-    Slow and useful edge are the ends of the rates with which a design learns well (`workbench.rates.useful_band`); from
-    the explosion edge on it diverges by RKSP's limits. A rate is too large with the probability that the useful edge
-    lies below it, and likewise for the others. The standard deviation of each edge is that of families that were left
-    out of the fit, so that it includes what the features do not say about a new family. Designs that learned at no rate
-    have no edges: probabilities hold for designs that learn at some rate.
+    Slow and useful edge are the ends of the band of learning rates at which a design learns well
+    (`workbench.rates.useful_band`); from the explosion edge on, a run diverges by RKSP's limits. The probability that a
+    rate is too large is the probability that the useful edge lies below it, and likewise for the other outcomes. The
+    standard deviation of each edge is that of families held out from the fit, so it includes what the features do not
+    explain in a new family. Designs that learned at no rate have no edges, so the probabilities hold for designs that
+    learn at some rate.
 
     Attributes:
         features: Names of numeric features (`workbench.risk.FEATURES`).
-        groups: Optimizers, each with or without a norm, of the designs of the fit; there is no answer for others.
-        ranges: Smallest and largest value of each feature in these designs; others are moved to the nearer end.
-        measured: Smallest and largest width, number of layers and number of updates of these designs; there is no
-            answer for others.
-        fits: Regression of each edge, by its name; the first is the model, the others its bootstrap over families.
-        deviations: Standard deviation of the natural logarithm of each edge for families left out, by its name.
-        about: Data and options that it was fitted with.
+        groups: Optimizers, each with or without a norm, of the fitted designs; there are no predictions for others.
+        ranges: Smallest and largest value of each feature in these designs; values outside are clipped.
+        measured: Smallest and largest width, number of layers and number of updates of these designs; there are no
+            predictions outside.
+        fits: Regressions of each edge, by its name; the first is the model, the others are bootstrap resamples over
+            families.
+        deviations: Standard deviation of the natural logarithm of each edge for held-out families, by its name.
+        about: Data and options of the fit.
 
     Example:
         >>> import workbench as wb
         >>> model = wb.risk.shipped()
         >>> sorted(model.deviations)
         ['explosion_edge', 'slow_edge', 'useful_edge']
+
+    See Also:
+        `workbench.risk.fit`: Fits a model.
+        `workbench.risk.shipped`: Returns the model that ships with the workbench.
     """
 
     features: tuple[str, ...]
@@ -90,18 +97,27 @@ class EdgeModel:
         """Predict the edges of cases, and the probabilities of the outcomes at their learning rates.
 
         Args:
-            cases: Settings and measurements of fresh models, dim ``run``; see `workbench.sweeps.measure_case`.
+            cases: Settings and measurements of untrained models, dimension ``run``; see
+                `workbench.sweeps.measure_case`.
 
         Returns:
-            Dataset with dim ``run``: the probabilities ``too_small``, ``too_large``, ``failure`` (either of them) and
-            ``explosion``, and the rates ``slow_edge``, ``useful_edge`` and ``explosion_edge``, each with ``_low`` and
-            ``_high``, the ends of an 80 % interval: over new families for rates, over resamples of the families for
-            probabilities. NaN where there is no answer, and ``reason`` says why. A fresh model that counts as diverged
-            explodes at any rate; whether it learns is not known.
+            Dataset with dimension ``run``: the probabilities ``too_small``, ``too_large``, ``failure`` (either of them)
+            and ``explosion``, and the learning rates ``slow_edge``, ``useful_edge`` and ``explosion_edge``. Each has
+            ``_low`` and ``_high``, the ends of an 80 % interval: over new families for rates, over resamples of the
+            families for probabilities. Values are NaN where there is no prediction, for the reason given in ``reason``.
+            For an untrained model that counts as diverged the probability of an explosion is 1 at every rate, and the
+            other values are NaN.
 
         Raises:
-            OptionError: If a learning rate is no positive number.
+            OptionError: If a learning rate is not positive.
             SchemaError: If a case lacks a value.
+
+        Example:
+            >>> import workbench as wb
+            >>> cases = wb.samples.divergence_sweep("norms").isel(run=slice(0, 2))
+            >>> found = wb.risk.shipped().predict(cases)
+            >>> bool((found.useful_edge_low <= found.useful_edge).all())
+            True
         """
         import xarray as xr
         from scipy.stats import norm
@@ -111,45 +127,50 @@ class EdgeModel:
         reasons = self._reasons(cases)
         reasons = np.where(starts_diverged & (reasons == ""), _STARTS_DIVERGED, reasons)
         is_known = reasons == ""
-        inputs, log_rate = self._inputs(cases, has_answer=is_known), np.log(column(cases, RATE).astype(float))
-        reach = norm.ppf((1 + LEVEL) / 2)
+        inputs, log_rate = self._inputs(cases, is_known=is_known), np.log(column(cases, RATE).astype(float))
+        quantile = norm.ppf((1 + LEVEL) / 2)
         found: dict[str, np.ndarray] = {}
-        chances: dict[str, Floats] = {}
+        probabilities: dict[str, Floats] = {}
         for edge, (outcome, is_above) in EDGES.items():
             means, deviation = np.array([one.mean(inputs) for one in self.fits[edge]]), self.deviations[edge]
             distance = (log_rate - means) / deviation
-            chances[outcome] = norm.cdf(distance if is_above else -distance)
+            probabilities[outcome] = norm.cdf(distance if is_above else -distance)
             found[edge] = np.where(
-                is_known, np.exp(means[0] + np.array([[0.0], [-reach], [reach]]) * deviation), np.nan
+                is_known, np.exp(means[0] + np.array([[0.0], [-quantile], [quantile]]) * deviation), np.nan
             )
-        # What explodes does not learn well; of the two edges the useful one is known better.
-        chances["explosion"] = np.minimum(chances["explosion"], chances["too_large"])
+        # A run that diverges does not learn well, and the useful edge is known better than the explosion edge.
+        probabilities["explosion"] = np.minimum(probabilities["explosion"], probabilities["too_large"])
         found["explosion_edge"] = np.maximum(found["explosion_edge"], found["useful_edge"])
         # A rate cannot be both too small and too large.
-        chances["failure"] = np.minimum(chances["too_small"] + chances["too_large"], MOST_CERTAIN)
-        for outcome, chance in chances.items():
-            low, high = np.quantile(chance, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-            three = np.stack([chance[0], np.minimum(low, chance[0]), np.maximum(high, chance[0])])
+        probabilities["failure"] = np.minimum(probabilities["too_small"] + probabilities["too_large"], MAX_PROBABILITY)
+        for outcome, values in probabilities.items():
+            low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+            three = np.stack([values[0], np.minimum(low, values[0]), np.maximum(high, values[0])])
             found[outcome] = np.where(is_known, three, np.nan)
         found["explosion"] = np.where(starts_diverged, 1.0, found["explosion"])
         variables: dict[str, Any] = {"reason": ("run", reasons.astype(str))}
-        for name, values in found.items():
-            for (end, words), one in zip(_ENDS.items(), values, strict=True):
-                variables[f"{name}{end}"] = ("run", one, {"long_name": f"{TITLES[name]}{words}", "units": "1"})
+        for name, three in found.items():
+            for (end, phrase), one in zip(_ENDS.items(), three, strict=True):
+                variables[f"{name}{end}"] = ("run", one, {"long_name": f"{TITLES[name]}{phrase}", "units": "1"})
         return xr.Dataset(variables)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the model as JSON, which `load` reads, with six digits of its weights and deviations.
+        """Write the model as a JSON file for `load`, with coefficients and deviations rounded to six digits.
 
         Args:
             path: File to write.
-            overwrite: Whether to replace what is at the path.
+            overwrite: Whether to replace an existing file.
 
         Returns:
             The path.
 
         Raises:
-            StoreError: If there is something at the path, or it cannot be written.
+            StoreError: If the path exists, or cannot be written.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.risk.shipped().save("risk.json").name
+            'risk.json'
         """
         path = Path(path)
         check_free(path, overwrite=overwrite)
@@ -161,27 +182,27 @@ class EdgeModel:
             "groups": self.groups,
             "ranges": dict(self.ranges),
             "measured": dict(self.measured),
-            "deviations": {edge: _short(value) for edge, value in self.deviations.items()},
+            "deviations": {edge: _rounded(value) for edge, value in self.deviations.items()},
             "fits": {edge: [_row(one) for one in fits] for edge, fits in self.fits.items()},
         }
         with replacing(path) as partial:
             partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
         return path
 
-    def _inputs(self, cases: xr.Dataset, *, has_answer: np.ndarray) -> Floats:
-        """Features of cases within the range of the fitted designs, then one column for each group.
+    def _inputs(self, cases: xr.Dataset, *, is_known: np.ndarray) -> Floats:
+        """Return features of cases, clipped to the range of the fitted designs, and a one-hot column for each group.
 
         Raises:
-            SchemaError: If a case that has an answer lacks a feature; for others it is the lower end of the range.
+            SchemaError: If a case that has a prediction lacks a feature; for others it is the lower end of the range.
         """
-        table = _table(cases, self.features, needed=has_answer)
+        table = _table(cases, self.features, needed=is_known)
         bounds = np.array([self.ranges[name] for name in self.features]).reshape(-1, 2)
         table = np.clip(np.where(np.isnan(table), bounds[:, 0], table), bounds[:, 0], bounds[:, 1])
         is_one = groups_of(cases)[:, None] == np.array(self.groups)
         return np.concatenate([table, is_one.astype(float)], axis=1)
 
     def _reasons(self, cases: xr.Dataset) -> np.ndarray:
-        """Why there is no answer for a case, shape (run,); empty: there is one."""
+        """Return why there is no prediction for each case, shape (run,); empty if there is one."""
         settings = {name: _numbers(cases, name) for name in self.measured}
         reasons = []
         for i, group in enumerate(groups_of(cases).tolist()):
@@ -189,14 +210,14 @@ class EdgeModel:
             for name, (low, high) in self.measured.items():
                 if not low <= (value := settings[name][i]) <= high:
                     only = f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
-                    outside.append(f"{_MEASURED[name].format(f'{value:,.0f}')} (only {only})")
+                    outside.append(f"{_FITTED[name].format(f'{value:,.0f}')} (only {only})")
             if group and group not in self.groups:
                 kind = " with norm" if group.endswith(" with norm") else " without norm"
                 known = [one.removesuffix(kind) for one in self.groups if one.endswith(kind)]
-                outside.append(f"for {group} (only for {listed(known or self.groups)})")
-            reason = f"Too little was measured {listed(outside)}." if outside else ""
+                outside.append(f"{group} (only {listed(known or self.groups)})")
+            reason = f"The risk model was not fitted for {listed(outside)}." if outside else ""
             if not group:
-                reason = "Whether the model has a norm is not known: its logits are zero or not finite."
+                reason = "Whether the model has a norm is unknown: its logits are zero or not finite."
             reasons.append(reason)
         return np.array(reasons)
 
@@ -210,26 +231,26 @@ def fit(
     n_bootstrap: int = 200,
     seed: int = 0,
 ) -> EdgeModel:
-    """Fit the model to designs whose edges were measured.
+    """Fit the risk model to designs whose edges were measured.
 
-    The penalty of each edge's weights is the one with the largest likelihood for families left out. Designs whose
-    optimizer, with or without a norm, occurs in fewer than three families are not used.
+    For each edge, the penalty of the coefficients is the one with the largest likelihood on held-out families. Designs
+    whose optimizer, with or without a norm, occurs in fewer than three families are not used.
 
     Args:
-        cases: Settings and measurements of the designs, dim ``run``.
+        cases: Settings and measurements of the designs, dimension ``run``.
         edges: Logarithms between which the edges of each design lie: ``slow_edge``, ``useful_edge`` and
             ``explosion_edge``.
-        families: Family of each design; families are resampled and left out as a whole.
+        families: Family of each design. Families are resampled and held out as units.
         features: Names of numeric features.
-        n_bootstrap: Resamples of the families.
+        n_bootstrap: Number of resamples of the families.
         seed: Seed of the resamples.
 
     Returns:
         The model.
 
     Raises:
-        OptionError: If a feature does not exist or has no finite value, an edge is missing, or there is not one edge
-            and one family for each design.
+        OptionError: If a feature does not exist or has no finite value, an edge is missing, or the numbers of designs,
+            edges and families differ.
         SchemaError: If a case lacks a value, or no optimizer, with or without a norm, occurs in three families.
 
     Example:
@@ -241,35 +262,57 @@ def fit(
         >>> model = wb.risk.fit(cases, edges, cases["architecture"].values, n_bootstrap=2)
         >>> model.predict(cases)["useful_edge"].dims
         ('run',)
+
+    See Also:
+        `workbench.risk.EdgeModel`: Describes the model.
+        `workbench.risk.Edges`: Holds measured edges.
     """
     cases = as_cases(cases)
     n_designs = cases.sizes["run"]
     if missing := [name for name in EDGES if name not in edges]:
-        raise OptionError(f"The edges lack {listed(missing)}; an edge that is not known lies between infinities.")
-    sizes = {len(families), *(len(edges[name].low) for name in EDGES)}
-    if sizes != {n_designs}:
         raise OptionError(
-            f"There are {listed(map(str, sorted(sizes)))} edges or families for {n_designs} designs, expected one each."
+            f"edges must contain {listed(missing)}; pass minus infinity and infinity for an unknown edge.",
+            name="edges",
+            value=tuple(edges),
+            expected=tuple(EDGES),
         )
+    for name, size in {"families": len(families), **{name: len(edges[name].low) for name in EDGES}}.items():
+        if size != n_designs:
+            raise OptionError(
+                f"{name} must have one entry for each of the {n_designs} designs, got {size}.",
+                name=name,
+                value=size,
+                expected=f"{n_designs} entries",
+            )
     groups, family = groups_of(cases), np.asarray(families, dtype=str)
     if "" in groups:
-        raise SchemaError("A design has no scale_response (NaN); leave it out.")
+        raise _missing_value("scale_response")
     is_used = in_enough_families(groups, family)
     if not is_used.any():
         counts = {group: len(set(family[groups == group])) for group in np.unique(groups).tolist()}
-        shown = listed([f"{n} for {group}" for group, n in counts.items()])
-        raise SchemaError(f"The designs are of too few families: {shown}, expected at least {_FEWEST_FAMILIES}.")
+        found = listed([f"{n} for {group}" for group, n in counts.items()])
+        raise SchemaError(
+            f"The designs must belong to at least {_MIN_FAMILIES} families for some optimizer, got {found}.",
+            name="families",
+            value=counts,
+            expected=f"at least {_MIN_FAMILIES} families",
+        )
     cases, edges = cases.isel(run=is_used), {name: edges[name][is_used] for name in EDGES}
     n_designs, codes = cases.sizes["run"], np.unique(family[is_used], return_inverse=True)[1]
     table = _table(cases, features, needed=np.ones(n_designs, bool))
     ranges = {}
     for name, values in zip(features, table.T, strict=True):
         if not np.isfinite(values).any():
-            raise OptionError(f"'{name}' is infinite for every design; fit a model without it.")
+            raise OptionError(
+                f"The feature '{name}' is infinite for every design; fit a model without it.",
+                name=name,
+                value=np.inf,
+                expected="finite for some design",
+            )
         ranges[name] = _range(values[np.isfinite(values)])
-    measured = {name: _range(_numbers(cases, name)) for name in _MEASURED}
-    blank = EdgeModel(tuple(features), tuple(sorted(set(groups[is_used].tolist()))), ranges, measured, {}, {})
-    inputs = blank._inputs(cases, has_answer=np.ones(n_designs, bool))
+    measured = {name: _range(_numbers(cases, name)) for name in _FITTED}
+    unfitted = EdgeModel(tuple(features), tuple(sorted(set(groups[is_used].tolist()))), ranges, measured, {}, {})
+    inputs = unfitted._inputs(cases, is_known=np.ones(n_designs, bool))
     draws = np.concatenate([np.empty((0, n_designs)), *resamples(codes, n_designs, n_bootstrap, seed)])
     fits, deviations, penalties = {}, {}, {}
     for edge in EDGES:
@@ -278,39 +321,39 @@ def fit(
         resampled = [fit_edges(inputs, known, penalty=penalty, weight=row) for row in draws]
         fits[edge], penalties[edge] = (fit_edges(inputs, known, penalty=penalty), *resampled), penalty
     about = {"n_rows": n_designs, "n_families": int(codes.max()) + 1, "penalties": penalties, "seed": seed}
-    return replace(blank, fits=fits, deviations=deviations, about=about)
+    return replace(unfitted, fits=fits, deviations=deviations, about=about)
 
 
 def in_enough_families(groups: np.ndarray, families: np.ndarray) -> np.ndarray:
-    """Whether the group of each design occurs in enough families for a fit, shape (design,).
+    """Return whether the group of each design occurs in enough families for a fit, shape (design,).
 
     Args:
-        groups: From `groups_of`.
+        groups: Group of each design, from `groups_of`.
         families: Family of each design, shape (design,).
     """
     counts = {group: len(set(families[groups == group].tolist())) for group in set(groups.tolist())}
-    return np.array([counts[group] >= _FEWEST_FAMILIES for group in groups.tolist()])
+    return np.array([counts[group] >= _MIN_FAMILIES for group in groups.tolist()])
 
 
 def groups_of(cases: xr.Dataset) -> np.ndarray:
-    """The optimizer of each case, and whether its model has a norm, as text.
+    """Return the optimizer of each case and whether its model has a norm, as text.
 
-    Whether it has one is measured: a doubled residual stream doubles the logits of a model without normalization and
-    hardly changes those of others (``scale_response``), whatever their norm is called.
+    The presence of a norm is measured, so that it does not depend on names: doubling the residual stream doubles the
+    logits of a model without normalization, and hardly changes those of others (``scale_response``).
 
     Args:
-        cases: Cases with ``optimizer`` and ``scale_response``, dim ``run``.
+        cases: Cases with ``optimizer`` and ``scale_response``, dimension ``run``.
 
     Returns:
-        Texts such as "AdamW with norm", shape (run,); empty where ``scale_response`` is NaN.
+        Strings such as "AdamW with norm", shape (run,); empty where ``scale_response`` is NaN.
 
     Raises:
         SchemaError: If one of the two is missing.
     """
     responses = _numbers(cases, "scale_response", allow_missing=True)
     if "optimizer" not in cases.variables:
-        raise SchemaError("The cases lack optimizer; measure them with wb.sweeps.measure_case.")
-    names = [_CALLED.get(name, name) for name in column(cases, "optimizer").astype(str)]
+        raise _missing_variable("optimizer")
+    names = [_OPTIMIZER_NAMES.get(name, name) for name in column(cases, "optimizer").astype(str)]
     return np.array(
         [
             "" if np.isnan(response) else f"{name} {'with' if response < 0.5 else 'without'} norm"
@@ -320,30 +363,42 @@ def groups_of(cases: xr.Dataset) -> np.ndarray:
 
 
 def load(path: str | Path) -> EdgeModel:
-    """Read a model that `EdgeModel.save` wrote.
+    """Load a model that `EdgeModel.save` wrote.
 
     Args:
-        path: Its file.
+        path: File of the model.
 
     Returns:
         The model.
 
     Raises:
-        StoreError: If the file is missing, no such model, damaged, or written by a newer version.
+        StoreError: If the file is missing, damaged, not a risk model, or written by a newer version.
 
     Example:
         >>> import workbench as wb
         >>> path = wb.risk.shipped().save("risk.json")
         >>> wb.risk.load(path).features == wb.risk.shipped().features
         True
+
+    See Also:
+        `workbench.risk.EdgeModel`: Describes the model.
     """
     path = Path(path)
+    expected = "a file from EdgeModel.save()"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["kind"] != _KIND:
-            raise StoreError(f"{path} is no risk model; pass a file from EdgeModel.save().")
+            raise StoreError(
+                f"{path} is not a risk model; pass {expected}.", name="path", value=path, expected=expected
+            )
         if content["version"] > _VERSION:
-            raise StoreError(f"{path} was written by a newer version of the workbench; update it, or fit again.")
+            raise StoreError(
+                f"{path} was written by a newer version of the workbench; update the workbench, or fit the model "
+                "again.",
+                name="version",
+                value=content["version"],
+                expected=f"at most {_VERSION}",
+            )
         return EdgeModel(
             tuple(content["features"]),
             tuple(content["groups"]),
@@ -354,52 +409,73 @@ def load(path: str | Path) -> EdgeModel:
             content["about"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path} is no risk model ({error!r}); pass a file from EdgeModel.save().") from error
+        raise StoreError(
+            f"{path} is not a readable risk model ({error!r}); pass {expected}.",
+            name="path",
+            value=path,
+            expected=expected,
+        ) from error
 
 
 def _table(cases: xr.Dataset, features: Sequence[str], *, needed: np.ndarray) -> Floats:
-    """Features of cases, shape (run, feature).
+    """Return features of cases, shape (run, feature).
 
     Raises:
-        OptionError: If there is no such feature.
-        SchemaError: If a case that is needed lacks one.
+        OptionError: If a feature does not exist.
+        SchemaError: If a case that is needed lacks a feature.
     """
     if not features:
         return np.empty((cases.sizes["run"], 0))
     found: Floats = feature_table(cases, features, allow_missing=True).values.astype(float)
     if np.isnan(found[needed]).any():
-        feature_table(cases.isel(run=needed), features)  # says which
+        feature_table(cases.isel(run=needed), features)  # Raises an error that names the missing features.
     return found
 
 
 def _numbers(cases: xr.Dataset, name: str, *, allow_missing: bool = False) -> Floats:
-    """Values of a variable of cases, shape (run,).
+    """Return the values of a variable of cases, shape (run,).
 
     Raises:
-        SchemaError: If there is none, or a case lacks it.
+        SchemaError: If there is no such variable, or a case lacks it.
     """
     if name not in cases.variables:
-        raise SchemaError(f"The cases lack {name}; measure them with wb.sweeps.measure_case.")
+        raise _missing_variable(name)
     values: Floats = column(cases, name).astype(float)
     if np.isnan(values).any() and not allow_missing:
-        raise SchemaError(f"A case has no {name} (NaN); leave it out.")
+        raise _missing_value(name)
     return values
 
 
+def _missing_variable(name: str) -> SchemaError:
+    """Create the exception for cases without a variable."""
+    return SchemaError(
+        f"The cases lack {name}; measure them with wb.sweeps.measure_case.",
+        name=name,
+        expected="a variable of the cases",
+    )
+
+
+def _missing_value(name: str) -> SchemaError:
+    """Create the exception for a case in which a variable is NaN."""
+    return SchemaError(
+        f"A case has no {name} (NaN); omit such cases.", name=name, value=np.nan, expected="known for every case"
+    )
+
+
 def _row(fit: EdgeFit) -> list[Any]:
-    """A fit as plain values."""
-    parts = (fit.center.tolist(), fit.scale.tolist(), fit.intercept, fit.weights.tolist())
-    return [[_short(one) for one in part] if isinstance(part, list) else _short(part) for part in parts]
+    """Return a fit as JSON values."""
+    parts = (fit.center.tolist(), fit.scale.tolist(), fit.intercept, fit.coefficients.tolist())
+    return [[_rounded(one) for one in part] if isinstance(part, list) else _rounded(part) for part in parts]
 
 
-def _short(value: float) -> float:
-    """A number in six digits, far more than are certain."""
+def _rounded(value: float) -> float:
+    """Round a number to six digits, far more than are significant."""
     return float(f"{value:.6g}")
 
 
 def _fit(row: Sequence[Any]) -> EdgeFit:
-    center, scale, intercept, weights = row
-    return EdgeFit(np.array(center), np.array(scale), float(intercept), np.array(weights))
+    center, scale, intercept, coefficients = row
+    return EdgeFit(np.array(center), np.array(scale), float(intercept), np.array(coefficients))
 
 
 def _ranges(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:

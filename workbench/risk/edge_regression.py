@@ -1,8 +1,8 @@
-"""Regression of an edge, a learning rate at which the outcome of training changes, on features of designs.
+"""Censored regression of an edge, a learning rate at which the outcome of training changes, on features of designs.
 
 The logarithm of an edge is normally distributed around a linear function of the features. For each design it is known
 to lie between two logarithms, either of which may be infinite (a censored edge): most models with normalization do not
-explode at any rate that was tried.
+diverge at any rate that was tried.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from workbench.errors import OptionError
 
 Floats = NDArray[np.float64]
 
-#: Penalties of the weights of standardized features that are tried.
+#: Candidates for the penalty of the coefficients of standardized features.
 PENALTIES = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 #: Bounds of the standard deviation of the logarithm of an edge: 5 %, and a factor of e^20.
-_SMALLEST_DEVIATION, _LARGEST_DEVIATION = 0.05, 20.0
+_MIN_DEVIATION, _MAX_DEVIATION = 0.05, 20.0
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Edges of designs, each between two natural logarithms of learning rates.
+    """Edges of designs, each known to lie between two natural logarithms of learning rates.
 
     Attributes:
-        low: Lower ends, shape (design,); minus infinity: not known.
-        high: Upper ends, shape (design,), no smaller than ``low``; infinity: not known. Where both are equal the edge
-            is known exactly.
+        low: Lower ends, shape (design,); minus infinity if unknown.
+        high: Upper ends, shape (design,), no smaller than ``low``; infinity if unknown. If both ends are equal, the
+            edge is known exactly.
 
     Raises:
         OptionError: If an end is NaN, a lower end is above the upper one, or an edge is infinite.
@@ -37,30 +37,39 @@ class Edges:
     Example:
         >>> import numpy as np
         >>> import workbench as wb
-        >>> edges = wb.risk.Edges(np.log([0.01, 0.1]), np.array([np.log(0.01), np.inf]))  # .01; above .1
+        >>> edges = wb.risk.Edges(np.log([0.01, 0.1]), np.array([np.log(0.01), np.inf]))  # at 0.01; above 0.1
         >>> len(edges.low)
         2
+
+    See Also:
+        `workbench.risk.fit`: Fits a risk model to edges.
     """
 
     low: Floats
     high: Floats
 
     def __post_init__(self) -> None:
-        """Check the ends."""
         if np.shape(self.low) != np.shape(self.high) or np.ndim(self.low) != 1:
             raise OptionError(
-                f"Edges have the shapes {np.shape(self.low)} and {np.shape(self.high)}, expected one end each."
+                f"high must have the shape of low, (design,), got {np.shape(self.high)} and {np.shape(self.low)}.",
+                name="high",
+                value=np.shape(self.high),
+                expected=f"of shape {np.shape(self.low)}" if np.ndim(self.low) == 1 else "of shape (design,)",
             )
-        is_right = (self.low <= self.high) & (self.low < np.inf) & (self.high > -np.inf)
-        if not is_right.all():
-            i = int(np.argmin(is_right))
+        is_valid = (self.low <= self.high) & (self.low < np.inf) & (self.high > -np.inf)
+        if not is_valid.all():
+            i = int(np.argmin(is_valid))
             raise OptionError(
-                f"Edge {i} lies between {self.low[i]:g} and {self.high[i]:g}, expected rising logarithms."
+                f"low[{i}] must not exceed high[{i}], and an edge must not be infinite, got {self.low[i]:g} and "
+                f"{self.high[i]:g}.",
+                name=f"low[{i}]",
+                value=self.low[i],
+                expected="at most high, and not NaN or infinity",
             )
 
-    def __getitem__(self, rows: np.ndarray) -> Edges:
-        """The edges of some designs."""
-        return Edges(self.low[rows], self.high[rows])
+    def __getitem__(self, index: np.ndarray) -> Edges:
+        """Return the edges of selected designs."""
+        return Edges(self.low[index], self.high[index])
 
 
 @dataclass(frozen=True)
@@ -69,19 +78,19 @@ class EdgeFit:
 
     Attributes:
         center: Mean of each feature, shape (feature,).
-        scale: Standard deviation of each feature, shape (feature,); 1 where it never varied.
-        intercept: Mean of the logarithm of the edge where all features have their mean.
-        weights: Change of that mean by one standard deviation of each feature, shape (feature,).
+        scale: Standard deviation of each feature, shape (feature,); 1 for a constant feature.
+        intercept: Mean of the logarithm of the edge if all features have their mean.
+        coefficients: Change of that mean for one standard deviation of each feature, shape (feature,).
     """
 
     center: Floats
     scale: Floats
     intercept: float
-    weights: Floats
+    coefficients: Floats
 
     def mean(self, features: np.ndarray) -> Floats:
-        """Mean of the logarithm of the edge of designs, shape (design,)."""
-        found: Floats = self.intercept + ((features - self.center) / self.scale) @ self.weights
+        """Return the mean of the logarithm of the edge of designs, shape (design,)."""
+        found: Floats = self.intercept + ((features - self.center) / self.scale) @ self.coefficients
         return found
 
 
@@ -90,12 +99,12 @@ def fit_edges(features: np.ndarray, edges: Edges, *, penalty: float, weight: np.
 
     Args:
         features: Shape (design, feature).
-        edges: Their edges.
-        penalty: Strength of the quadratic penalty of the weights of standardized features.
-        weight: How often each design counts, shape (design,); None: once.
+        edges: Edges of the designs.
+        penalty: Strength of the quadratic penalty of the coefficients of standardized features.
+        weight: Sample weight of each design, shape (design,); None weights all equally.
 
     Returns:
-        The regression; a feature that never varies has the weight 0.
+        The regression; the coefficient of a constant feature is 0.
     """
     from scipy.optimize import minimize
 
@@ -104,42 +113,41 @@ def fit_edges(features: np.ndarray, edges: Edges, *, penalty: float, weight: np.
     scale = np.sqrt(np.average((features - center) ** 2, axis=0, weights=weight))
     scale = np.where(scale > 1e-9 * np.maximum(np.abs(center), 1), scale, 1.0)
     inputs = (features - center) / scale
-    middle = _middle(edges)
-    start = np.concatenate([[np.average(middle, weights=weight)], np.zeros(inputs.shape[1]), [0.0]])
+    start = np.concatenate([[np.average(_middle(edges), weights=weight)], np.zeros(inputs.shape[1]), [0.0]])
 
     def loss(values: np.ndarray) -> tuple[float, Floats]:
         mean, spread = values[0] + inputs @ values[1:-1], np.exp(values[-1])
-        terms, by_mean, by_deviation = _with_slopes(mean, _SMALLEST_DEVIATION + spread, edges)
+        terms, by_mean, by_deviation = _with_derivatives(mean, _MIN_DEVIATION + spread, edges)
         by_mean, by_deviation = weight * by_mean, weight * by_deviation
         total = -(weight * terms).sum() + 0.5 * penalty * (values[1:-1] ** 2).sum()
-        slopes = [-by_mean.sum(), *(penalty * values[1:-1] - by_mean @ inputs), -by_deviation.sum() * spread]
-        return float(total), np.array(slopes)
+        gradient = [-by_mean.sum(), *(penalty * values[1:-1] - by_mean @ inputs), -by_deviation.sum() * spread]
+        return float(total), np.array(gradient)
 
     found = minimize(loss, start, jac=True, method="L-BFGS-B").x
     return EdgeFit(center, scale, float(found[0]), found[1:-1])
 
 
 def log_likelihood(mean: np.ndarray, deviation: float, edges: Edges) -> Floats:
-    """Logarithm of the probability of what is known of each edge, of the density where it is known exactly.
+    """Return the log-likelihood of each edge: of its interval, or of its value if it is known exactly.
 
     Args:
         mean: Means of the logarithms of the edges, shape (design,).
-        deviation: Standard deviation around them.
-        edges: What is known.
+        deviation: Standard deviation around the means.
+        edges: The edges.
 
     Returns:
         Shape (design,); nat.
     """
-    return _with_slopes(mean, deviation, edges)[0]
+    return _with_derivatives(mean, deviation, edges)[0]
 
 
-def _with_slopes(mean: np.ndarray, deviation: float, edges: Edges) -> tuple[Floats, Floats, Floats]:
-    """The logarithm of the likelihood of each edge, and its derivatives by its mean and by the deviation."""
+def _with_derivatives(mean: np.ndarray, deviation: float, edges: Edges) -> tuple[Floats, Floats, Floats]:
+    """Return the log-likelihood of each edge, and its derivatives with respect to the mean and the deviation."""
     from scipy.special import log_ndtr
 
     low, high = (edges.low - mean) / deviation, (edges.high - mean) / deviation
     is_exact = edges.low == edges.high
-    # The mirrored side is as probable, and precise where both ends lie far above the mean.
+    # The mirrored interval has the same probability, and is computed precisely if both ends lie far above the mean.
     is_above = low > 0
     lower, upper = np.where(is_above, -high, low), np.where(is_above, -low, high)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -147,28 +155,28 @@ def _with_slopes(mean: np.ndarray, deviation: float, edges: Edges) -> tuple[Floa
         terms = np.where(is_exact, _log_density(high) - np.log(deviation), between)
         at_low, at_high = (np.exp(_log_density(end) - between) for end in (low, high))
         by_mean = np.where(is_exact, high, at_low - at_high) / deviation
-        low, high = (np.where(np.isfinite(end), end, 0.0) for end in (low, high))  # the density there is 0
+        low, high = (np.where(np.isfinite(end), end, 0.0) for end in (low, high))  # The density there is 0.
         by_deviation = np.where(is_exact, high**2 - 1, low * at_low - high * at_high) / deviation
     return terms, by_mean, by_deviation
 
 
 def _log_density(values: np.ndarray) -> Floats:
-    """Logarithm of the density of the standard normal distribution."""
+    """Return the logarithm of the density of the standard normal distribution."""
     return np.asarray(-0.5 * values**2 - 0.5 * np.log(2 * np.pi))
 
 
 def out_of_group(features: np.ndarray, edges: Edges, groups: np.ndarray, *, penalty: float) -> tuple[Floats, float]:
-    """Predict the edges of each group by a regression on the other groups, and find the deviation from these means.
+    """Predict the edges of each group by a regression on the other groups, and estimate the deviation.
 
     Args:
         features: Shape (design, feature).
-        edges: Their edges.
+        edges: Edges of the designs.
         groups: Group of each design, shape (design,).
         penalty: As in `fit_edges`.
 
     Returns:
-        Means of the logarithms, shape (design,), and the standard deviation of the edges' logarithms around these,
-        which includes the error of the regression for a group that it was not fitted to.
+        Predicted means of the logarithms, shape (design,), and the standard deviation of the logarithms around them. It
+        includes the error of the regression for a group that was not part of the fit.
     """
     from scipy.optimize import minimize_scalar
 
@@ -180,12 +188,12 @@ def out_of_group(features: np.ndarray, edges: Edges, groups: np.ndarray, *, pena
     def loss(log_deviation: float) -> float:
         return float(-log_likelihood(mean, np.exp(log_deviation), edges).sum())
 
-    found = minimize_scalar(loss, bounds=(np.log(_SMALLEST_DEVIATION), np.log(_LARGEST_DEVIATION)), method="bounded")
+    found = minimize_scalar(loss, bounds=(np.log(_MIN_DEVIATION), np.log(_MAX_DEVIATION)), method="bounded")
     return mean, float(np.exp(found.x))
 
 
 def best_penalty(features: np.ndarray, edges: Edges, groups: np.ndarray) -> tuple[float, float]:
-    """The penalty with the largest likelihood for groups left out, and the deviation of their edges with it.
+    """Return the penalty with the largest likelihood for held-out groups, and the deviation of their edges.
 
     Args:
         features: As in `out_of_group`.
@@ -201,7 +209,7 @@ def best_penalty(features: np.ndarray, edges: Edges, groups: np.ndarray) -> tupl
 
 
 def _middle(edges: Edges) -> Floats:
-    """The middle of what is known, or its only end."""
+    """Return the middle of each interval, its only finite end, or 0 if it has none."""
     is_open = np.isinf(edges.low) | np.isinf(edges.high)
     ends = np.where(np.isfinite(edges.low), edges.low, edges.high)
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""The predictors of RKSP's Table 2, each alone, on our runs."""
+"""The predictors of RKSP's Table 2, computed from the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from workbench.risk.features import column
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Predictor, named as `workbench.published.predictor_table` names it -> what it is made from.
+#: Predictor, with its name in `workbench.published.predictor_table` -> variables from which it is computed.
 _NEEDS = {
     "M": ("near_unit_mass",),
     "M log10(kappa)": ("near_unit_mass", "eigenvector_condition"),
@@ -26,16 +26,16 @@ _NEEDS = {
 
 
 def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
-    """The scores of each run; a higher score predicts divergence.
+    """Compute the predictors of each run as scores; a higher score predicts divergence.
 
-    Spectral ones are means over the layers of the fresh model; the paper does not state whether the product with kappa
-    is taken before or after the mean; here it is taken after.
+    Spectral predictors are means over the layers of the untrained model. The paper does not state whether the product
+    with kappa is computed before or after the mean; here it is computed after it.
 
     Args:
-        sweep: Sweep with spectra, and with the baselines' measurements during training.
+        sweep: Sweep with spectra, and with the measurements of the baselines during training.
 
     Returns:
-        Shape (run, predictor); NaN where a run has no such value, infinite where kappa is.
+        Shape (run, predictor); NaN where a run has no value, infinite where kappa is infinite.
 
     Raises:
         SchemaError: If a variable is missing.
@@ -45,11 +45,19 @@ def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
         >>> scores = wb.risk.predictor_scores(wb.samples.divergence_sweep("norms"))
         >>> scores.dims, scores["predictor"].values[:2].tolist()
         (('run', 'predictor'), ['M', 'M log10(kappa)'])
+
+    See Also:
+        `workbench.risk.auroc`: Evaluates a score.
+        `workbench.plots.predictor_table`: Draws the AUROC of the predictors.
     """
     import xarray as xr
 
     if missing := sorted({need for needs in _NEEDS.values() for need in needs if need not in sweep.variables}):
-        raise SchemaError(f"The sweep lacks {', '.join(missing)}; take one from wb.open_sweep().")
+        raise SchemaError(
+            f"The sweep lacks {', '.join(missing)}; pass a sweep from wb.open_sweep().",
+            name=missing[0],
+            expected="a variable of the sweep",
+        )
     means = {}
     for name in {need for needs in _NEEDS.values() for need in needs}:
         values = sweep[name]

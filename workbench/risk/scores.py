@@ -1,4 +1,4 @@
-"""Evaluate scores and probabilities: AUROC, calibration, and intervals from a cluster bootstrap."""
+"""Evaluation of scores and probabilities: AUROC, calibration, and intervals from a cluster bootstrap."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ if TYPE_CHECKING:
     import xarray as xr
     from numpy.typing import ArrayLike
 
-#: Entries of one block of resamples; bounds the memory of a bootstrap for any number of runs.
+#: Entries in one block of resamples, which limits the memory of a bootstrap.
 _BLOCK = 2_000_000
 
 
 class Auroc(NamedTuple):
-    """An area under the ROC curve and its interval; NaN bounds without a bootstrap.
+    """An area under the ROC curve with its interval, which is NaN without a bootstrap.
+
+    Attributes:
+        value: The area.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
 
     Example:
         >>> import workbench as wb
         >>> area = wb.risk.auroc([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
-        >>> isinstance(area, wb.risk.Auroc), area.value
-        (True, 0.75)
+        >>> area
+        Auroc(value=0.75, low=nan, high=nan)
+
+    See Also:
+        `workbench.risk.auroc`: Returns it.
     """
 
     value: float
@@ -36,29 +44,37 @@ def auroc(
     score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> Auroc:  # fmt: skip
-    """Probability P(s1 > s0) + P(s1 = s0) / 2 that a run which diverged scores higher (s1) than one which did not (s0).
+    """Compute the area under the ROC curve of a score.
+
+    It is the probability P(s1 > s0) + P(s1 = s0) / 2 that a run that diverged has a higher score (s1) than a run that
+    converged (s0).
 
     Args:
         score: Score of each run, higher for divergence; may be infinite.
-        label: Whether it diverged.
-        n_bootstrap: Resamples behind the interval; 0: none.
+        label: Whether each run diverged.
+        n_bootstrap: Number of resamples for the interval; 0 computes no interval.
         seed: Seed of the resamples.
-        groups: Runs of a group are drawn together (cluster bootstrap); None: every run is a group.
+        groups: Group of each run; the runs of a group are drawn together (cluster bootstrap). If None, every run is its
+            own group.
         level: Level of the percentile interval.
 
     Returns:
-        Value and interval. Resamples in which all runs end alike are left out. A perfect score has the interval
-        [1, 1], as every resample is perfect too.
+        Value and interval. Resamples with only one outcome are ignored. A perfect score has the interval [1, 1],
+        because every resample is perfect too.
 
     Raises:
         OptionError: If a score is NaN, lengths differ, or an option is out of range.
-        SchemaError: If all runs ended alike.
+        SchemaError: If all runs diverged, or none did.
 
     Example:
         >>> import workbench as wb
         >>> area = wb.risk.auroc([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
         >>> area.value
         0.75
+
+    See Also:
+        `workbench.risk.roc_curve`: Computes the ROC curve.
+        `workbench.risk.auroc_within`: Compares only runs of the same kind.
     """
     return auroc_within(
         score, label, np.zeros(np.size(score), int), n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level
@@ -69,29 +85,33 @@ def roc_curve(
     score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> xr.Dataset:  # fmt: skip
-    """Compute the ROC curve, true and false positive rates at every threshold on a score; arguments as in `auroc`.
+    """Compute the ROC curve of a score; the arguments are those of `auroc`.
 
     Returns:
-        Dataset with dim ``point``: ``false_positive_rate``, ``true_positive_rate`` and ``threshold`` (at or above it a
-        run counts as positive; the first, infinite, gives no positives). Attributes: ``auroc``, ``low``, ``high``,
-        ``level``, ``n_runs``, ``n_diverged``.
+        Dataset with dimension ``point``: ``false_positive_rate``, ``true_positive_rate`` and ``threshold``. A run whose
+        score is at least the threshold counts as positive; the first threshold is infinite, without positives.
+        Attributes: ``auroc``, ``low``, ``high``, ``level``, ``n_runs``, ``n_diverged``.
 
     Raises:
         OptionError: As in `auroc`.
-        SchemaError: If all runs ended alike.
+        SchemaError: As in `auroc`.
 
     Example:
         >>> import workbench as wb
         >>> curve = wb.risk.roc_curve([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
         >>> curve["true_positive_rate"].values, curve.attrs["auroc"]
         (array([0. , 0.5, 0.5, 1. , 1. ]), 0.75)
+
+    See Also:
+        `workbench.plots.roc`: Draws the curve.
+        `workbench.risk.auroc`: Computes the area under the curve.
     """
     import xarray as xr
     from sklearn import metrics
 
     found = auroc(score, label, n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level)
     scores, labels = _pair(score, label)
-    values, rank = np.unique(scores, return_inverse=True)  # scikit-learn accepts no infinite score
+    values, rank = np.unique(scores, return_inverse=True)  # scikit-learn rejects infinite scores.
     false_positive_rate, true_positive_rate, _ = metrics.roc_curve(labels, rank, drop_intermediate=False)
     columns = {
         "false_positive_rate": false_positive_rate,
@@ -107,34 +127,55 @@ def auroc_within(
     score: ArrayLike, label: ArrayLike, within: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
     groups: ArrayLike | None = None, level: float = 0.95,
 ) -> Auroc:  # fmt: skip
-    """AUROC among runs of one kind: only pairs that share ``within`` are compared, and every such pair counts once.
+    """Compute the AUROC of a score among runs of the same kind.
 
-    Within cells (all settings except learning rate and seed the same) it measures whether a score depends on the
-    learning rate. The other arguments are those of `auroc`.
+    Only pairs of runs with the same value of ``within`` are compared, and every such pair counts once. Within cells,
+    whose runs share all settings except learning rate and seed, this measures how well a score distinguishes learning
+    rates.
+
+    Args:
+        score: As in `auroc`.
+        label: As in `auroc`.
+        within: Kind of each run, for example its cell.
+        n_bootstrap: As in `auroc`.
+        seed: As in `auroc`.
+        groups: As in `auroc`.
+        level: As in `auroc`.
+
+    Returns:
+        Value and interval.
 
     Raises:
         OptionError: As in `auroc`.
-        SchemaError: If all runs ended alike wherever they may be compared.
+        SchemaError: If in every kind all runs diverged, or none did.
 
     Example:
         >>> import workbench as wb
         >>> score, label = [0.1, 0.4, 5.3, 5.9], [False, True, True, False]
         >>> wb.risk.auroc_within(score, label, ["a", "a", "b", "b"], n_bootstrap=0).value
         0.5
+
+    See Also:
+        `workbench.risk.auroc`: Compares all runs.
     """
     scores, labels = _pair(score, label)
-    if n_bootstrap < 0 or not 0 < level < 1:
-        raise OptionError("n_bootstrap must not be negative, and level lies between 0 and 1.")
+    if n_bootstrap < 0:
+        raise OptionError.of("n_bootstrap", n_bootstrap, "at least 0")
+    _require_level(level)
     _, strata = np.unique(np.asarray(within), return_inverse=True)
     members = [np.flatnonzero(strata == i) for i in range(strata.max(initial=-1) + 1)]
-    members = [of for of in members if 0 < labels[of].sum() < len(of)]
+    members = [index for index in members if 0 < labels[index].sum() < len(index)]
     if not members:
         raise SchemaError(
-            "All runs ended alike, so no AUROC says anything; take some that diverged and some that did not."
+            "All runs have the same outcome, so the AUROC is not defined; pass runs that diverged and runs that "
+            "converged.",
+            name="label",
+            value=tuple(set(labels.tolist())),
+            expected="both outcomes",
         )
 
     def value(weight: np.ndarray) -> np.ndarray:
-        parts = [_concordance(scores[of], labels[of], weight[:, of]) for of in members]
+        parts = [_concordance(scores[index], labels[index], weight[:, index]) for index in members]
         right, n_pairs = np.sum(parts, axis=0)
         with np.errstate(invalid="ignore"):
             return right / n_pairs
@@ -159,7 +200,12 @@ def resamples(
         OptionError: If there is not one group for each run.
     """
     if groups is not None and np.size(groups) != n_runs:
-        raise OptionError(f"There are {np.size(groups)} groups for {n_runs} runs, expected one a run.")
+        raise OptionError(
+            f"groups must have one entry for each of the {n_runs} runs, got {np.size(groups)}.",
+            name="groups",
+            value=np.size(groups),
+            expected=f"{n_runs} entries",
+        )
     _, index = np.unique(np.arange(n_runs) if groups is None else np.asarray(groups), return_inverse=True)
     n_groups = int(index.max()) + 1
     random = np.random.default_rng(seed)
@@ -170,22 +216,23 @@ def resamples(
 
 
 def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, level: float = 0.95) -> xr.Dataset:
-    """Compare predicted probabilities with observed rates, in bins of equal width.
+    """Compare predicted probabilities with observed frequencies, in bins of equal width.
 
     Args:
-        probability: Probability of divergence of each run; NaN (refused) is left out and counted.
-        label: Whether the run diverged.
-        n_bins: Bins of equal width between 0 and 1, each with its lower bound, the last also with 1.
+        probability: Predicted probability of divergence of each run. Runs without a prediction (NaN) are ignored and
+            counted in ``n_left_out``.
+        label: Whether each run diverged.
+        n_bins: Number of bins of equal width between 0 and 1. A bin contains its lower bound; the last also contains 1.
         level: Level of the Wilson score intervals (Wilson 1927).
 
     Returns:
-        Dataset with dim ``bin``: ``mean_probability``, ``rate`` (share that diverged), ``low`` and ``high`` (of the
-        rate), ``n_runs``, and the coordinates ``lower`` and ``upper``; NaN where a bin is empty. Attributes: ``ece``,
-        the expected calibration error, the mean of |rate - mean_probability| weighted by runs; ``n_runs``,
-        ``n_left_out``, ``level``.
+        Dataset with dimension ``bin``: ``mean_probability``, ``rate`` (fraction of the runs that diverged), ``low`` and
+        ``high`` (interval of the rate), ``n_runs``, and the coordinates ``lower`` and ``upper``; NaN in an empty bin.
+        Attributes: ``ece``, the expected calibration error, the mean of |rate - mean_probability| weighted by runs;
+        ``n_runs``, ``n_left_out``, ``level``.
 
     Raises:
-        OptionError: If a probability is none, lengths differ, or an option is out of range.
+        OptionError: If a probability is not between 0 and 1, lengths differ, or an option is out of range.
         SchemaError: If no run has a probability.
 
     Example:
@@ -193,18 +240,30 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
         >>> bins = wb.risk.reliability([0.9, 0.9, 0.1, 0.1], [True, True, False, False], n_bins=2)
         >>> bins["rate"].values, bins["n_runs"].values
         (array([0., 1.]), array([2, 2]))
+
+    See Also:
+        `workbench.risk.calibration_error`: Returns the expected calibration error.
+        `workbench.plots.reliability`: Draws the result.
     """
     import xarray as xr
     from scipy.stats import binomtest
 
-    predicted, labels = _pair(probability, label, allows_nan=True)
-    if n_bins < 1 or not 0 < level < 1:
-        raise OptionError("n_bins must be at least 1, and level lies between 0 and 1.")
+    predicted, labels = _pair(probability, label, name="probability", allows_nan=True)
+    if n_bins < 1:
+        raise OptionError.of("n_bins", n_bins, "at least 1")
+    _require_level(level)
     is_there = ~np.isnan(predicted)
     predicted, labels = predicted[is_there], labels[is_there]
     if not len(predicted):
-        raise SchemaError("No run has a probability; take other runs.")
-    _require_probabilities(predicted)
+        raise SchemaError(
+            "No run has a probability (all are NaN); pass runs that have one.",
+            name="probability",
+            value=np.nan,
+            expected="known for at least one run",
+        )
+    farthest = float(predicted[np.argmax(np.abs(predicted - 0.5))])
+    if not 0 <= farthest <= 1:
+        raise OptionError.of("probability", farthest, "between 0 and 1")
     edges = np.linspace(0, 1, n_bins + 1)
     index = np.clip(np.searchsorted(edges, predicted, side="right") - 1, 0, n_bins - 1)
     n_runs = np.bincount(index, minlength=n_bins)
@@ -217,10 +276,10 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
         for k, n in zip(n_diverged.tolist(), n_runs.tolist(), strict=True)
     ]
     columns = {
-        "mean_probability": (mean, "predicted probability", "mean over the bin; NaN: empty"),
-        "rate": (rate, "divergence rate", "share of the bin's runs that diverged; NaN: empty"),
-        "low": ([low for low, _ in intervals], "lower bound", "of the Wilson interval of the rate; NaN: empty"),
-        "high": ([high for _, high in intervals], "upper bound", "of the Wilson interval of the rate; NaN: empty"),
+        "mean_probability": (mean, "predicted probability", "mean over the bin; NaN if empty"),
+        "rate": (rate, "divergence rate", "fraction of the runs of the bin that diverged; NaN if empty"),
+        "low": ([low for low, _ in intervals], "lower bound", "of the Wilson interval of the rate; NaN if empty"),
+        "high": ([high for _, high in intervals], "upper bound", "of the Wilson interval of the rate; NaN if empty"),
         "n_runs": (n_runs, "runs", "number of runs"),
     }
     variables = {
@@ -233,37 +292,72 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
 
 
 def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10) -> float:
-    """Expected calibration error, sum_b n_b |rate_b - mean_probability_b| / n over bins; see `reliability`.
+    """Compute the expected calibration error, sum_b n_b |rate_b - mean_probability_b| / n over bins.
+
+    Args:
+        probability: As in `reliability`.
+        label: As in `reliability`.
+        n_bins: As in `reliability`.
 
     Example:
         >>> import workbench as wb
         >>> round(wb.risk.calibration_error([0.9, 0.9, 0.1, 0.1], [True, True, False, False]), 3)
         0.1
+
+    See Also:
+        `workbench.risk.reliability`: Returns the bins.
     """
     return float(reliability(probability, label, n_bins=n_bins).attrs["ece"])
 
 
 def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weighted pairs in the right order (ties half), and all pairs, of each row of weights."""
+    """Return the weighted numbers of pairs in the correct order (ties count half) and of all pairs.
+
+    Args:
+        score: Scores, shape (run,).
+        label: Whether each run diverged, shape (run,).
+        weight: Weights of the runs, shape (resample, run).
+
+    Returns:
+        Two arrays of shape (resample,).
+    """
     order = np.argsort(score, kind="stable")
     starts = np.flatnonzero(np.concatenate([[True], score[order][1:] != score[order][:-1]]))
     weight, label = weight[:, order], label[order]
     n_diverged = np.add.reduceat(weight * label, starts, axis=1)
-    n_alive = np.add.reduceat(weight * ~label, starts, axis=1)
-    n_below = np.cumsum(n_alive, axis=1) - n_alive
-    return (n_diverged * (n_below + n_alive / 2)).sum(axis=1), n_diverged.sum(axis=1) * n_alive.sum(axis=1)
+    n_converged = np.add.reduceat(weight * ~label, starts, axis=1)
+    n_below = np.cumsum(n_converged, axis=1) - n_converged
+    return (n_diverged * (n_below + n_converged / 2)).sum(axis=1), n_diverged.sum(axis=1) * n_converged.sum(axis=1)
 
 
-def _pair(score: ArrayLike, label: ArrayLike, *, allows_nan: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def _pair(
+    score: ArrayLike, label: ArrayLike, *, name: str = "score", allows_nan: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores and labels as arrays of shape (run,).
+
+    Raises:
+        OptionError: If lengths differ, or a score is NaN.
+    """
     scores, labels = np.asarray(score, dtype=float), np.asarray(label).astype(bool)
     if scores.shape != labels.shape or scores.ndim != 1:
-        raise OptionError(f"There are {scores.size} scores for {labels.size} runs, expected one a run.")
+        raise OptionError(
+            f"{name} must have one entry for each of the {labels.size} labels, got {scores.size}.",
+            name=name,
+            value=scores.size,
+            expected=f"{labels.size} entries",
+        )
     if not allows_nan and np.isnan(scores).any():
-        raise OptionError(f"{int(np.isnan(scores).sum())} scores are NaN; leave those runs out.")
+        n_missing = int(np.isnan(scores).sum())
+        raise OptionError(
+            f"{name} is NaN for {n_missing} of {scores.size} runs; omit these runs.",
+            name=name,
+            value=np.nan,
+            expected="not NaN",
+        )
     return scores, labels
 
 
-def _require_probabilities(values: np.ndarray) -> None:
-    farthest = values[np.argmax(np.abs(values - 0.5))]
-    if not 0 <= farthest <= 1:
-        raise OptionError(f"A probability is {farthest:g}, expected 0 to 1.")
+def _require_level(level: float) -> None:
+    """Raise OptionError if the level of an interval is not between 0 and 1."""
+    if not 0 < level < 1:
+        raise OptionError.of("level", level, "between 0 and 1")

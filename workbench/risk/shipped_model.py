@@ -1,4 +1,4 @@
-"""The risk model that ships, fitted to the recorded study of learning rates by ``data/fit_risk.py``."""
+"""The risk model that ships with the workbench, fitted to the study of learning rates by ``data/fit_risk.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FILE = Path(__file__).parent / "shipped" / "edges.json"
 
 @cache
 def shipped() -> EdgeModel:
-    """The shipped model.
+    """Return the risk model that ships with the workbench.
 
     Raises:
         StoreError: If its file is missing.
@@ -21,5 +21,9 @@ def shipped() -> EdgeModel:
         >>> import workbench as wb
         >>> wb.risk.shipped().about["n_families"] > 10
         True
+
+    See Also:
+        `workbench.risk.predict`: Uses it by default.
+        `workbench.risk.fit`: Fits another model.
     """
     return load(_FILE)

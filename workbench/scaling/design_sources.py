@@ -1,4 +1,4 @@
-"""The sources of a design: options of the zoo, or a function; `transformers_source` has the third kind."""
+"""Sources of designs: options of the zoo and functions; `transformers_source` has configurations of transformers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ class DesignSource(ABC):
 
     Attributes:
         width: Width of the residual stream at the target size.
-        depth: Residual blocks at the target size.
-        width_per_head: Width of the stream for each attention head; None: there are no heads, or unknown ones.
+        depth: Number of residual blocks at the target size.
     """
 
-    if TYPE_CHECKING:  # attributes of some sources, properties of others
+    if TYPE_CHECKING:  # Attributes of some sources, properties of others.
 
         @property
         def width(self) -> int: ...  # noqa: D102
@@ -35,43 +34,43 @@ class DesignSource(ABC):
 
     @property
     def width_per_head(self) -> int | None:
-        """See above."""
+        """Width of the residual stream per attention head; None if there are no heads or their number is unknown."""
         return None
 
     @property
     def vocabulary(self) -> int | None:
-        """Size of the vocabulary at the target size; None if the design reads no tokens, or it is not known."""
+        """Size of the vocabulary at the target size; None if the design reads no tokens or the size is unknown."""
         return None
 
     @property
     def n_classes(self) -> int | None:
-        """Number of classes of a design that reads images and can have any number of them; else None."""
+        """Number of classes of a design that reads images and can have any number of classes; None otherwise."""
         return None
 
     @property
     def target_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the weights at the target size, by name; empty if they are not known without building the model."""
+        """Shapes of the parameters at the target size, by name; empty if they are unknown before a model is built."""
         return {}
 
     def with_images(self, side: int) -> DesignSource:
-        """The same for square images of another side; itself if it reads none, or their size cannot be chosen."""
+        """Return the source for square images of another side; itself if it reads none or their size is fixed."""
         del side
         return self
 
     @abstractmethod
     def describe(self, width: int, depth: int) -> dict[str, Any]:
-        """Describe a size as plain values."""
+        """Return a description of a size as JSON values."""
 
     @abstractmethod
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """Build a fresh model; the caller preserves the global random state."""
+        """Build a model with initial parameters; the caller preserves the global random state."""
 
     @abstractmethod
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """Number of parameters of a model of a size, tied ones counted once."""
+        """Return the number of parameters of a model of a size, with tied parameters counted once."""
 
     def nearest_width(self, width: int) -> int:
-        """The nearest width that a model can have; of two equally near ones the smaller.
+        """Return the nearest width that a model can have; the smaller one of two equally near widths.
 
         It is a multiple of the width per head, so that heads keep their width, or less than the width of one head.
         """
@@ -85,7 +84,7 @@ class DesignSource(ABC):
         return min([*narrow, per_head], key=lambda w: abs(w - width))
 
     def _is_width(self, width: int) -> bool:
-        """Whether a single head can be that wide."""
+        """Return whether a single head can have this width."""
         del width
         return True
 
@@ -99,16 +98,16 @@ class ZooSource(DesignSource):
     @property
     def width(self) -> int:
         """Width of the residual stream."""
-        return self.config.d_model  # set by the family where the user does not set it
+        return self.config.d_model
 
     @property
     def depth(self) -> int:
-        """Residual blocks."""
+        """Number of residual blocks."""
         return self.config.n_layers
 
     @property
     def width_per_head(self) -> int | None:
-        """Width of a head."""
+        """Width of a head; None if there are no heads."""
         return self.config.head_dim if self.config.n_heads else None
 
     @property
@@ -117,25 +116,25 @@ class ZooSource(DesignSource):
         return self.config.vocab_size
 
     def with_images(self, side: int) -> ZooSource:
-        """See `DesignSource`."""
+        """Return the source for square images of another side; itself if it reads none."""
         if self.config.image_size is None:
             return self
         return ZooSource(ArchitectureConfig.from_dict(self.config.as_dict() | {"image_size": side}))
 
     def describe(self, width: int, depth: int) -> dict[str, Any]:
-        """The family and its options."""
+        """Return the family and its options at a size."""
         return self.at(width, depth, self.config.seed, None).as_dict()
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `DesignSource`; the zoo uses its own random generators."""
+        """Build a model with initial parameters; the zoo uses its own random generators."""
         return build(self.at(width, depth, seed, vocabulary))
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `DesignSource`."""
+        """Return the number of parameters of a model of a size, with tied parameters counted once."""
         return count_parameters(self.at(width, depth, 0, vocabulary))
 
     def at(self, width: int, depth: int, seed: int, vocabulary: int | None) -> ArchitectureConfig:
-        """The configuration at a size."""
+        """Return the configuration at a size."""
         options = self.config.as_dict() | {"d_model": width, "n_layers": depth, "seed": seed}
         if self.config.n_heads:
             options["n_heads"] = max(1, width // self.config.head_dim)
@@ -153,7 +152,7 @@ class ZooSource(DesignSource):
 class FunctionSource(DesignSource):
     """A design from a function of width, depth and seed that returns a model.
 
-    Its vocabulary can be reduced where the function takes a ``vocabulary``; otherwise it is that of the function.
+    The vocabulary can be reduced if the function has a parameter ``vocabulary``.
     """
 
     function: Callable[..., nn.Module]
@@ -161,29 +160,32 @@ class FunctionSource(DesignSource):
     depth: int
 
     def describe(self, width: int, depth: int) -> dict[str, Any]:
-        """The function's name."""
+        """Return the name of the function."""
         del width, depth
         return {"function": getattr(self.function, "__qualname__", type(self.function).__name__)}
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `DesignSource`.
+        """Build a model with initial parameters.
 
         Raises:
             OptionError: If the function returns no module.
         """
         torch.manual_seed(seed)
-        takes_it = "vocabulary" in inspect.signature(self.function).parameters
-        more = {"vocabulary": vocabulary} if vocabulary is not None and takes_it else {}
-        model = self.function(width, depth, seed, **more)
+        has_vocabulary = "vocabulary" in inspect.signature(self.function).parameters
+        options = {"vocabulary": vocabulary} if vocabulary is not None and has_vocabulary else {}
+        model = self.function(width, depth, seed, **options)
         if not isinstance(model, nn.Module):
             raise OptionError(
-                f"The function returned a {type(model).__name__}, expected a torch module of width {width} and depth "
-                f"{depth}; return the model."
+                f"The function must return a torch module of width {width} and depth {depth}, got "
+                f"{type(model).__name__}.",
+                name="source",
+                value=model,
+                expected="a function that returns a torch module",
             )
         return model
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `DesignSource`; memory is used where the function chooses a device itself."""
+        """Return the number of parameters; memory is allocated only if the function itself chooses a device."""
         with torch.device("meta"):
             model = self.make(width, depth, 0, vocabulary)
-        return sum(weight.numel() for weight in model.parameters())
+        return sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""One description of an architecture, from which models of any width and depth can be built."""
+"""Designs: descriptions of architectures from which models of any width and depth can be built."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from workbench.models.checkpoint import TOKENIZER_KEY, ZOO_KEY
 from workbench.models.subject import Subject
 from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
 from workbench.scaling.known_designs import KNOWN, known_config
+from workbench.scaling.resizing import is_count
 from workbench.scaling.transformers_source import TransformersSource, cause_of
 from workbench.zoo import ArchitectureConfig
 
 
 @dataclass(frozen=True)
 class Design:
-    """An architecture whose size can be chosen; made by `design`.
+    """An architecture that can be built at several sizes; created by `design`.
 
     Attributes:
         name: Name in tables and figures.
-        source: Builder of its models.
+        source: Builder of the models.
         width: Width of the residual stream at the target size.
-        depth: Residual blocks at the target size.
+        depth: Number of residual blocks at the target size.
 
     Example:
         >>> import workbench as wb
         >>> design = wb.design({"d_model": 64, "n_layers": 4})
-        >>> isinstance(design, wb.scaling.Design)
-        True
-        >>> thin = design.build(width=16, depth=2)
-        >>> thin.config.d_model, len(thin.blocks)
-        (16, 2)
+        >>> design.name, design.width, design.depth
+        ('pre_ln transformer', 64, 4)
+
+    See Also:
+        `workbench.design`: Creates a design.
+        `workbench.scaling.matched_width`: Builds a narrow model with the gains of a wide one.
     """
 
     name: str
@@ -49,71 +51,102 @@ class Design:
 
     @property
     def vocabulary(self) -> int | None:
-        """Size of the vocabulary at the target size; None if the design reads no tokens, or it is not known."""
+        """Size of the vocabulary at the target size; None if the design reads no tokens or the size is unknown."""
         return self.source.vocabulary
 
     @property
     def n_classes(self) -> int | None:
-        """Classes at the target size, of a design that reads images and can have any number of them."""
+        """Number of classes of a design that reads images and can have any number of classes; None otherwise."""
         return self.source.n_classes
 
     def build(
         self, width: int | None = None, depth: int | None = None, seed: int = 0, *, vocabulary: int | None = None
     ) -> nn.Module:
-        """Build a model with fresh random parameters, as its own library initializes them.
+        """Build a model with random parameters from the initialization of its library.
 
-        Another width keeps the width of the attention heads and has fewer or more of them; a width below that of one
-        head has one narrower head. The ratio of key-value heads, the ratio of the MLP and the number of experts do not
-        change; sizes that Mamba derives from the width do.
+        At another width the attention heads keep their width, and their number changes; below the width of one head
+        there is a single narrower head. The ratio of key-value heads, the ratio of the MLP and the number of experts do
+        not change; dimensions that Mamba derives from the width do.
 
         Args:
-            width: Width of the residual stream; None: that of the target size.
-            depth: Residual blocks; None: those of the target size.
+            width: Width of the residual stream; None uses the target width.
+            depth: Number of residual blocks; None uses the target depth.
             seed: Seed of the parameters.
-            vocabulary: Size of the vocabulary, to save parameters of embeddings in thin models, or number of classes of
-                a design with ``n_classes``; None: that of the design. It is ignored by a design with neither, or of a
-                function that takes none.
+            vocabulary: Size of the vocabulary, which reduces the embeddings of narrow models, or the number of classes
+                of a design with ``n_classes``; None uses that of the design. Ignored by a design with neither, and by a
+                function without this parameter.
 
         Returns:
-            The model in training mode, on the CPU, float32; the global random state is untouched.
+            The model in training mode, on the CPU, in float32; the global random state is not changed.
 
         Raises:
-            OptionError: If there is no model of that size; the message names the nearest width, or the reason.
+            OptionError: If there is no model of that size; the message states the nearest width or the reason.
+
+        Example:
+            >>> import workbench as wb
+            >>> narrow = wb.design({"d_model": 64, "n_layers": 4}).build(width=16, depth=2)
+            >>> narrow.config.d_model, len(narrow.blocks)
+            (16, 2)
         """
         width, depth = self._checked(width, depth, vocabulary)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return self.source.make(width, depth, seed, vocabulary)
 
     def n_weights(self, width: int | None = None, depth: int | None = None, *, vocabulary: int | None = None) -> int:
-        """Number of parameters of a model of a size, tied ones counted once; for arguments and errors see `build`.
+        """Return the number of parameters of a model, with tied parameters counted once.
 
-        No memory is allocated, except by a function that chooses a device itself.
+        No memory is allocated, except by a function that itself chooses a device. Arguments and errors as in `build`.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.design("gpt2").n_weights()
+            124439808
         """
         width, depth = self._checked(width, depth, vocabulary)
         with torch.random.fork_rng(devices=[]):
             return self.source.count(width, depth, vocabulary)
 
     def nearest_width(self, width: int) -> int:
-        """The nearest width that a model can have; a function is assumed to accept any.
+        """Return the nearest width that a model can have; a function is assumed to accept any width.
 
         Raises:
-            OptionError: If the width is no whole number of at least 1.
+            OptionError: If the width is not a positive integer.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.design("gpt2").nearest_width(100)
+            128
         """
         _require_size("width", width)
         return self.source.nearest_width(width)
 
     def describe(self) -> dict[str, Any]:
-        """Name, target size and everything else that decides the size, as plain values."""
+        """Return name, target size and all options that determine the size, as JSON values.
+
+        Example:
+            >>> import workbench as wb
+            >>> options = wb.design("gpt2").describe()
+            >>> options["width"], options["depth"], options["vocab_size"]
+            (768, 12, 50257)
+        """
         return {"name": self.name, "width": self.width, "depth": self.depth} | self.source.describe(
             self.width, self.depth
         )
 
     def resized(self, width: int | None = None, depth: int | None = None) -> Design:
-        """The same design with another target size."""
+        """Return the same design with another target size.
+
+        Example:
+            >>> import workbench as wb
+            >>> larger = wb.design("gpt2").resized(width=1536)
+            >>> larger.width, larger.depth
+            (1536, 12)
+        """
         width, depth = self._checked(width, depth, None)
         return Design(self.name, self.source, width, depth)
 
     def _checked(self, width: int | None, depth: int | None, vocabulary: int | None) -> tuple[int, int]:
+        """Return width and depth of a model, after a check."""
         width, depth = self.width if width is None else width, self.depth if depth is None else depth
         _require_size("width", width)
         _require_size("depth", depth)
@@ -122,8 +155,13 @@ class Design:
         nearest = self.source.nearest_width(width)
         if nearest != width:
             per_head = self.source.width_per_head
-            why = "" if per_head is None else f", for each of its heads takes {per_head}"
-            raise OptionError(f"{self.name} cannot be {width} wide{why}; choose {nearest}.")
+            why = "" if per_head is None else f", because each head takes a width of {per_head}"
+            raise OptionError(
+                f"{self.name} cannot have a width of {width}{why}; choose {nearest}.",
+                name="width",
+                value=width,
+                expected=f"a width that the design can have, such as {nearest}",
+            )
         return width, depth
 
 
@@ -134,20 +172,22 @@ def design(
     depth: int | None = None,
     name: str | None = None,
 ) -> Design:
-    """Describe an architecture so that it can be built at any size; no parameters are read, nothing is fetched.
+    """Create a design: a description of an architecture that can be built at any size.
+
+    No parameters are read and nothing is downloaded.
 
     Args:
         source: A known name (``"gpt2"``, ``"llama-2-7b"``, ``"mixtral-8x7b"``, ``"mamba-130m"``, ``"pythia-160m"``,
-            ...; `workbench.scaling.known_designs`); a ``config.json`` or a checkpoint folder that has one; a
+            ...; `workbench.scaling.known_designs`); a ``config.json`` or a checkpoint folder that contains one; a
             configuration of transformers; a `workbench.zoo.ArchitectureConfig`, or its options as a mapping; a model
-            or a subject that has such a configuration; or a function of ``width``, ``depth`` and ``seed`` (and
-            optionally ``vocabulary``) that returns a fresh module.
-        width: Width of the residual stream at the target size; None: that of the source. A function needs it.
-        depth: Residual blocks at the target size; likewise.
-        name: For titles; made from the source if not given.
+            or subject with such a configuration; or a function of ``width``, ``depth`` and ``seed`` (and optionally
+            ``vocabulary``) that returns a module with initial parameters.
+        width: Width of the residual stream at the target size; None uses that of the source. Required for a function.
+        depth: Number of residual blocks at the target size; None uses that of the source. Required for a function.
+        name: Name for titles; None uses a name from the source.
 
     Raises:
-        OptionError: If the source describes no architecture, or not one of the target size.
+        OptionError: If the source describes no architecture, or cannot have the target size.
         CheckpointError: If there is no such name or file, or the file is damaged.
 
     Example:
@@ -157,19 +197,24 @@ def design(
         (64, 4)
         >>> design.n_weights(width=128) > design.n_weights()
         True
+
+    See Also:
+        `workbench.scaling.Design`: Describes the result.
+        `workbench.assess`: Assesses a design before training.
+        `workbench.scaling_study`: Measures a design at several sizes.
     """
     if isinstance(source, Design):
-        found, known_as = source.source, source.name
+        found, default_name = source.source, source.name
         width, depth = source.width if width is None else width, source.depth if depth is None else depth
     elif isinstance(source, str | os.PathLike):
-        found, known_as = _from_name_or_file(source)
+        found, default_name = _from_name_or_file(source)
     else:
-        found, known_as = _from_object(source, width, depth)
-    whole = Design(name or known_as, found, found.width, found.depth)
-    return whole.resized(width, depth)
+        found, default_name = _from_object(source, width, depth)
+    return Design(name or default_name, found, found.width, found.depth).resized(width, depth)
 
 
 def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[DesignSource, str]:
+    """Return the source of a design, and its name, from a configuration, options, a model or a function."""
     if isinstance(source, Subject):
         return _from_object(source.model, width, depth)[0], source.name
     if isinstance(source, ArchitectureConfig):
@@ -181,8 +226,11 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
         if _is_of_transformers(config):
             return _from_object(config, width, depth)[0], type(source).__name__
         raise OptionError(
-            f"{type(source).__name__} has no configuration that says how to build it at another size; pass a "
-            "function(width, depth, seed) that builds it."
+            f"{type(source).__name__} has no configuration from which it can be built at another size; pass a "
+            "function(width, depth, seed) that builds it.",
+            name="source",
+            value=source,
+            expected="a model with a configuration, or a function that builds it",
         )
     if isinstance(source, Mapping):
         return _from_options(source)
@@ -190,22 +238,31 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
         return TransformersSource(source), source.model_type
     if callable(source):
         if width is None or depth is None:
-            raise OptionError("A function has no size of its own; pass the target's width= and depth= with it.")
+            raise OptionError(
+                "A function has no target size; pass width= and depth= with it.",
+                name="width" if width is None else "depth",
+                expected="the target size, with a function",
+            )
         _require_size("width", width)
         _require_size("depth", depth)
         return FunctionSource(source, width, depth), getattr(source, "__name__", type(source).__name__)
-    raise OptionError(
-        f"A {type(source).__name__} describes no architecture, expected a name, a config.json, a configuration, "
-        "options of the zoo or a function(width, depth, seed)."
+    raise OptionError.of(
+        "source", source, "a name, a config.json, a configuration, options of the zoo or a function(width, depth, seed)"
     )
 
 
 def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[DesignSource, str]:
+    """Return the source of a design, and its name, from a known name, a configuration file or a checkpoint folder."""
     path, text = Path(source).expanduser(), os.fspath(source)
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
-            raise CheckpointError(f"{path.parent} has no config.json, so it is no checkpoint folder; pass another.")
+            raise CheckpointError(
+                f"{path.parent} has no config.json, so it is not a checkpoint folder; pass another.",
+                name="source",
+                value=path.parent,
+                expected="a folder with a config.json",
+            )
     if path.is_file():
         return _from_file(path)
     config = known_config(text)
@@ -213,16 +270,20 @@ def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[DesignSource, st
         return TransformersSource(config), text.rsplit("/", 1)[-1]
     near = difflib.get_close_matches(text.lower().rsplit("/", 1)[-1], KNOWN, n=1, cutoff=0.0)
     raise CheckpointError(
-        f"'{text}' is neither a file here nor a design known by name; the nearest name is '{near[0]}', or pass the "
-        "path of a config.json."
+        f"'{text}' is neither an existing file nor the name of a known design; the nearest name is '{near[0]}', or "
+        "pass the path of a config.json.",
+        name="source",
+        value=text,
+        expected="an existing file or a known name",
     )
 
 
 def transformers_config(source: Any) -> Any:
-    """The configuration of transformers that a source describes, of one stack of blocks or not; None: it has none.
+    """Return the configuration of transformers that a source describes; None if it has none.
 
     Args:
-        source: A ``config.json`` or a folder that has one, a configuration, or its options as a mapping.
+        source: A ``config.json`` or a folder that contains one, a configuration, or its options as a mapping; it need
+            not describe a single stack of blocks.
     """
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
@@ -234,52 +295,65 @@ def transformers_config(source: Any) -> Any:
 
 
 def _from_file(path: Path) -> tuple[DesignSource, str]:
+    """Return the source of a design, and its name, from a configuration file."""
     options = _options_in(path)
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
     return _from_options(options)[0], str(options.get("_name_or_path") or name).rsplit("/", 1)[-1]
 
 
 def _options_in(path: Path) -> dict[str, Any]:
+    """Read the options of a configuration file."""
     try:
         options = json.loads(path.read_text())
         if not isinstance(options, dict):
-            raise ValueError("it holds no table of options")
+            raise ValueError("it is not a JSON object")
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} is no valid configuration ({error}); fetch it again.") from error
+        raise CheckpointError(
+            f"{path} is not a valid configuration ({error}); download it again.",
+            name="source",
+            value=path,
+            expected="a JSON object",
+        ) from error
     return options
 
 
 def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
-    """Read options of a configuration file: the zoo's with its key or a family, transformers' with model_type."""
+    """Return the source of a design, and its name, from options of the zoo or, with model_type, of transformers."""
     options = dict(options)
     if ZOO_KEY in options:
         options["family"] = options.pop(ZOO_KEY)
         options.pop(TOKENIZER_KEY, None)
     if "model_type" not in options and {"architectures", "transformers_version"} & options.keys():
         raise OptionError(
-            "The configuration of a transformers model says no model_type, expected one such as 'llama'; add it."
+            "The configuration of a transformers model has no model_type; add it, such as 'llama'.",
+            name="model_type",
+            expected="an architecture of transformers, such as 'llama'",
         )
     if "model_type" not in options:
-        own = ArchitectureConfig.from_dict(options)
-        return ZooSource(own), own.title
+        config = ArchitectureConfig.from_dict(options)
+        return ZooSource(config), config.title
     return TransformersSource(_config_of(options)), str(options["model_type"])
 
 
 def _config_of(options: Mapping[str, Any]) -> Any:
+    """Create a configuration of transformers from its options."""
     import transformers
 
     options = dict(_with_floats(options))
     kind = options.pop("model_type")
     try:
         return transformers.AutoConfig.for_model(kind, **options)
-    except Exception as error:  # of any kind: each configuration checks its options in its own way
+    except Exception as error:  # Each configuration validates its options in its own way.
         raise OptionError(
-            f"transformers has no architecture '{kind}' of these options ({cause_of(error)}); correct them."
+            f"transformers has no architecture '{kind}' with these options ({cause_of(error)}); correct them.",
+            name="model_type",
+            value=kind,
+            expected="an architecture of transformers with valid options",
         ) from error
 
 
 def _with_floats(value: Any) -> Any:
-    """The same with the numbers that JSON does not have, such as infinity, which transformers writes as a table."""
+    """Convert numbers that JSON does not support, such as infinity, which transformers writes as an object."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -288,10 +362,11 @@ def _with_floats(value: Any) -> Any:
 
 
 def _is_of_transformers(config: Any) -> bool:
-    """Whether it is a configuration of transformers, without importing transformers."""
+    """Return whether an object is a configuration of transformers, without importing transformers."""
     return any(cls.__module__.startswith("transformers.") for cls in type(config).__mro__)
 
 
 def _require_size(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} is {value!r}, expected a whole number of at least 1.")
+    """Raise OptionError if a width, a depth or a vocabulary is not a positive integer."""
+    if not is_count(value):
+        raise OptionError.of(name, value, "a positive integer")

@@ -1,4 +1,4 @@
-"""Find the learning rate from which training of a fresh model diverges, by trial runs."""
+"""Search for the learning rate from which training of a new model diverges, by trial runs."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from workbench.scaling.size_ladder import Rung, Workshop
+from workbench.scaling.size_ladder import LadderTrainer, Rung
 
-#: Rates are tried on a grid of powers of this.
+#: Learning rates are tried on a grid of powers of this factor.
 GRID = 2.0
 LOWEST, HIGHEST = GRID**-30, GRID**12
-#: Updates of the pilot run, which decides where the search begins.
+#: Updates of the pilot run, which determines the start of the search.
 N_PILOT_UPDATES = 10
 _PILOT_STEP = 8.0
 
 
 @dataclass(frozen=True)
 class ExplosionEdge:
-    """The two rates between which a run from given initial parameters begins to diverge.
+    """The two learning rates between which runs from given initial parameters begin to diverge.
 
     Attributes:
-        low: Largest tried rate without divergence below the first with it; 0: all diverged.
-        high: Smallest tried rate with divergence; infinite: none diverged.
+        low: Largest rate tried without divergence below ``high``; 0 if all rates diverged.
+        high: Smallest rate tried with divergence; infinite if no rate diverged.
         n_runs: Number of runs of the search.
 
     Example:
@@ -30,6 +30,9 @@ class ExplosionEdge:
         >>> edge = wb.scaling.ExplosionEdge(low=0.01, high=0.04, n_runs=5)
         >>> round(edge.middle, 3)
         0.02
+
+    See Also:
+        `workbench.scaling.explosion_edge`: Measures the edge.
     """
 
     low: float
@@ -38,12 +41,12 @@ class ExplosionEdge:
 
     @property
     def middle(self) -> float:
-        """Geometric mean of both rates; 0 or infinite where the edge lies outside of the tried range."""
+        """Geometric mean of both rates; 0 or infinite if the edge lies outside the range that was tried."""
         return math.sqrt(self.low * self.high) if self.low > 0 else 0.0
 
 
 def find_edge(
-    breaks: Callable[[float], bool],
+    diverges: Callable[[float], bool],
     start: float,
     *,
     n_halvings: int = 2,
@@ -51,15 +54,15 @@ def find_edge(
     lowest: float = LOWEST,
     highest: float = HIGHEST,
 ) -> ExplosionEdge:
-    """Move from a rate up or down to the edge, then bisect the last step.
+    """Find the explosion edge: move from a start to the edge in steps of a factor, then bisect the last step.
 
-    This assumes that every rate above one that diverges would diverge too. Near the edge chance decides, so an edge
-    should be measured with several seeds.
+    This assumes that all rates above a rate that diverges diverge too. Close to the edge the outcome is random, so an
+    edge should be measured with several seeds.
 
     Args:
-        breaks: Whether a run at a rate diverges.
+        diverges: Function that returns whether a run at a learning rate diverges.
         start: First rate; rounded to the nearest power of ``step``.
-        n_halvings: Bisections of the last step, in logarithms: two leave a factor of 1.19.
+        n_halvings: Number of bisections of the last step, in the logarithm; two leave a factor of 1.19.
         step: Factor between two successive rates.
         lowest: The search stops below this rate.
         highest: The search stops above this rate.
@@ -69,35 +72,38 @@ def find_edge(
         >>> edge = wb.scaling.find_edge(lambda rate: rate > 0.1, start=0.01)
         >>> edge.low <= 0.1 < edge.high
         True
+
+    See Also:
+        `workbench.scaling.explosion_edge`: Finds the edge of a design.
     """
     n_runs = 0
 
-    def is_broken(rate: float) -> bool:
+    def tried(rate: float) -> bool:
         nonlocal n_runs
         n_runs += 1
-        return breaks(rate)
+        return diverges(rate)
 
     rate = step ** round(math.log(min(max(start, lowest), highest), step))
-    if is_broken(rate):
+    if tried(rate):
         low, high = rate / step, rate
-        while low >= lowest and is_broken(low):
+        while low >= lowest and tried(low):
             low, high = low / step, low
         if low < lowest:
             return ExplosionEdge(0.0, high, n_runs)
     else:
         low, high = rate, rate * step
-        while high <= highest and not is_broken(high):
+        while high <= highest and not tried(high):
             low, high = high, high * step
         if high > highest:
             return ExplosionEdge(low, math.inf, n_runs)
     for _ in range(n_halvings):
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if is_broken(middle) else (middle, high)
+        low, high = (low, middle) if tried(middle) else (middle, high)
     return ExplosionEdge(low, high, n_runs)
 
 
 def explosion_edge(
-    workshop: Workshop,
+    trainer: LadderTrainer,
     rung: Rung,
     seed: int,
     *,
@@ -105,55 +111,63 @@ def explosion_edge(
     start: float | None = None,
     n_halvings: int = 2,
 ) -> ExplosionEdge:
-    """Find the learning rate above which a run of ``n_steps`` updates diverges (RKSP's label).
+    """Find the learning rate above which a run of ``n_steps`` updates diverges (RKSP).
 
     Args:
-        workshop: Builder and trainer of the models.
+        trainer: Builder and trainer of the models.
         rung: The size.
         seed: Seed of parameters, data and training.
         n_steps: Updates of each run.
-        start: First rate of the search, such as the edge of another seed; None: the edge of a pilot run of ten
-            updates at a constant rate, found on a grid four times as coarse.
-        n_halvings: See `find_edge`.
+        start: First rate of the search, such as the edge of another seed; None uses `pilot_edge`.
+        n_halvings: As in `find_edge`.
 
     Example:
         >>> import workbench as wb
         >>> design = wb.design({"d_model": 16, "n_layers": 2, "n_heads": 2, "max_length": 8})
-        >>> workshop = wb.scaling.Workshop(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
-        >>> edge = wb.scaling.explosion_edge(workshop, wb.scaling.Rung(8, 2), 0, n_steps=5, start=1.0, n_halvings=0)
+        >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
+        >>> edge = wb.scaling.explosion_edge(trainer, wb.scaling.Rung(8, 2), 0, n_steps=5, start=1.0, n_halvings=0)
         >>> edge.low < edge.high
         True
+
+    See Also:
+        `workbench.scaling.pilot_edge`: Finds the edge of very short runs.
+        `workbench.plots.explosion_edge`: Draws explosion edges over sizes.
     """
     if start is None:
-        start = pilot_edge(workshop, rung, seed, n_halvings=0).middle
+        start = pilot_edge(trainer, rung, seed, n_halvings=0).middle
         start = start if 0 < start < math.inf else 1e-2
 
-    def breaks(rate: float) -> bool:
-        return bool(workshop.cause_of_divergence(rung, seed, rate, n_steps))
+    def diverges(rate: float) -> bool:
+        return bool(trainer.cause_of_divergence(rung, seed, rate, n_steps))
 
-    return find_edge(breaks, start, n_halvings=n_halvings)
+    return find_edge(diverges, start, n_halvings=n_halvings)
 
 
-def pilot_edge(workshop: Workshop, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4) -> ExplosionEdge:
-    """Find the edge of ten updates at a constant rate: quick, and mostly an upper bound of `explosion_edge`.
+def pilot_edge(
+    trainer: LadderTrainer, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4
+) -> ExplosionEdge:
+    """Find the explosion edge of ten updates at a constant rate: fast, and usually an upper bound of `explosion_edge`.
 
     Args:
-        workshop: Builder and trainer of the models.
+        trainer: Builder and trainer of the models.
         rung: The size.
         seed: Seed of parameters, data and training.
         start: First rate of the search.
-        n_halvings: Bisections of a step of a factor of 8; four leave a factor of 1.14.
+        n_halvings: Number of bisections of a step of a factor of 8; four leave a factor of 1.14.
 
     Example:
         >>> import workbench as wb
         >>> design = wb.design({"d_model": 16, "n_layers": 2, "n_heads": 2, "max_length": 8})
-        >>> workshop = wb.scaling.Workshop(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
-        >>> edge = wb.scaling.pilot_edge(workshop, wb.scaling.Rung(8, 2), seed=0, n_halvings=0)
+        >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
+        >>> edge = wb.scaling.pilot_edge(trainer, wb.scaling.Rung(8, 2), seed=0, n_halvings=0)
         >>> edge.low < edge.high
         True
+
+    See Also:
+        `workbench.scaling.explosion_edge`: Finds the edge of longer runs.
     """
 
-    def breaks(rate: float) -> bool:
-        return bool(workshop.cause_of_divergence(rung, seed, rate, N_PILOT_UPDATES, is_plain=True))
+    def diverges(rate: float) -> bool:
+        return bool(trainer.cause_of_divergence(rung, seed, rate, N_PILOT_UPDATES, is_rate_constant=True))
 
-    return find_edge(breaks, start, n_halvings=n_halvings, step=_PILOT_STEP)
+    return find_edge(diverges, start, n_halvings=n_halvings, step=_PILOT_STEP)

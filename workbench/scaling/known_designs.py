@@ -1,4 +1,4 @@
-"""Published architectures by name, as options of transformers' configuration classes; nothing is fetched."""
+"""Published architectures by name, as options of transformers' configuration classes; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 _GPT2 = "GPT2Config"
 _PYTHIA = {"vocab_size": 50304, "max_position_embeddings": 2048}
 _LLAMA_2 = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-#: The initialization of the published training (state-spaces/mamba), not that of the configurations on the hub: fresh
-#: models of those begin with embeddings five times as large.
+#: The initialization of the published training (state-spaces/mamba). The configurations on the hub differ: their
+#: initial embeddings are five times as large.
 _MAMBA_START = {"initializer_range": 0.02, "rescale_prenorm_residual": True}
 _MAMBA = {"vocab_size": 50280, "state_size": 16, "expand": 2, "conv_kernel": 4, **_MAMBA_START}
 
@@ -32,8 +32,8 @@ def _rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
 
-#: Name -> class in transformers, and its options where they are not the class's defaults.
-#: The number of parameters of each is published, and compared by the tests.
+#: Name -> class in transformers, and the options that differ from its defaults. The tests compare the numbers of
+#: parameters with the published ones.
 KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (_GPT2, {}),
     "gpt2-medium": (_GPT2, {"n_embd": 1024, "n_layer": 24, "n_head": 16}),
@@ -160,13 +160,13 @@ ALIASES = {
 
 
 def known_config(name: str) -> Any | None:
-    """Look up the configuration in transformers of a published architecture.
+    """Return the configuration in transformers of a published architecture.
 
     Args:
-        name: As in ``KNOWN``; capitals, the name of the organisation before a slash and a final ``-hf`` are ignored.
+        name: Name in ``KNOWN``; case, the name of the organization before a slash and a final ``-hf`` are ignored.
 
     Returns:
-        The configuration; None if there is none of that name.
+        The configuration; None if there is no architecture of that name.
     """
     found = _short(name)
     if found not in KNOWN:

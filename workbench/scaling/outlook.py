@@ -1,4 +1,4 @@
-"""Extrapolate a scaling study to sizes that it did not measure."""
+"""Extrapolation of a scaling study to sizes that were not measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.scaling.quantities import CARRIED_ON, rule_of
+from workbench.scaling.quantities import EXTRAPOLATED, rule_of
 from workbench.scaling.trend import Trend, along_trend, fit_trend
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _N_CURVE = 13
 _ENDS = ("", "_low", "_high")
-#: Fields of each quantity's trend that the dataset holds.
+#: Variables of the dataset that describe the trend of each quantity.
 _COLUMNS = (
     "scale", *(f"{name}{end}" for name in ("slope", "depth_slope", "at_target") for end in _ENDS), "is_supported",
     "reason",
@@ -25,22 +25,23 @@ _COLUMNS = (
 def extrapolated(
     study: xr.Dataset, target: tuple[int, int], *, largest_reach: float = 4.0, level: float = 0.95
 ) -> xr.Dataset:
-    """Extrapolate the trends of a study to any size; nothing is measured again.
+    """Extrapolate the trends of a study to another size without new measurements.
 
-    Beyond the ladder only the explosion edge is claimed. Spectra and flow of fresh models level off or change direction
-    in ways that a ladder does not show: in the recorded study their values at the target lay within the intervals too
-    rarely. They need no training, so they are better measured on a fresh model of the target size.
+    Beyond the ladder only the explosion edge is predicted. Spectra and flow of untrained models may saturate or change
+    direction in ways that a ladder does not show: in the recorded study their values at the target lay within the
+    intervals too rarely. They need no training, so they should be measured on an untrained model of the target size.
 
     Args:
         study: Study from `scaling_study`.
         target: Target width and depth.
-        largest_reach: Largest factor for the explosion edge; see `fit_trend`.
+        largest_reach: Largest factor of extrapolation for the explosion edge; see `fit_trend`.
         level: Level of the intervals.
 
     Returns:
-        Dataset with dim ``quantity``, as in `scaling_study`, and the trend from the smallest rung on, ``curve``
-        with ``_low`` and ``_high`` (quantity, curve_point) at ``curve_width`` and ``curve_depth``: with ``curve_along``
-        "width" to the target's width at the smallest depth, with "depth" to its depth at the largest width.
+        Dataset with dimension ``quantity``, as in `scaling_study`, and the trend from the smallest rung to the target,
+        ``curve`` with ``_low`` and ``_high`` (quantity, curve_point) at ``curve_width`` and ``curve_depth``. Points
+        with ``curve_along`` "width" lead to the target width at the smallest depth, those with "depth" to the target
+        depth at the largest width.
 
     Example:
         >>> import workbench as wb
@@ -48,6 +49,10 @@ def extrapolated(
         >>> further = wb.scaling.extrapolated(study, (256, 4))
         >>> further["quantity"].values[:2].tolist(), "at_target" in further
         (['explosion_edge', 'near_unit_mass'], True)
+
+    See Also:
+        `workbench.scaling_study`: Measures a ladder.
+        `workbench.plots.scaling_trend`: Draws the trends.
     """
     import xarray as xr
 
@@ -57,7 +62,7 @@ def extrapolated(
     for name in study["quantity"].values.tolist():
         scale, bounds = rule_of(name)
         values = study["measured"].sel(quantity=name).values
-        reach = largest_reach if name in CARRIED_ON else 1.0
+        reach = largest_reach if name in EXTRAPOLATED else 1.0
         trend = fit_trend(values, widths, depths, target, largest_reach=reach, scale=scale, bounds=bounds, level=level)
         columns.append(_columns(trend))
         curves.append(along_trend(values, widths, depths, goals, scale=scale, bounds=bounds, level=level))
@@ -74,9 +79,9 @@ def extrapolated(
 
 
 def _path(widths: np.ndarray, depths: np.ndarray, target: tuple[int, int]) -> tuple[np.ndarray, list[str]]:
-    """Sizes from the smallest rung to the target's width at the smallest depth, then to its depth at the largest width.
+    """Return sizes along the width at the smallest depth, then along the depth at the largest width.
 
-    Where the ladder has one width or one depth alone, that part is left out.
+    A part is omitted if the ladder has only one width, or only one depth.
     """
     shallow, wide = depths.min(), widths.max()
     goals, along = [], []
@@ -92,6 +97,7 @@ def _path(widths: np.ndarray, depths: np.ndarray, target: tuple[int, int]) -> tu
 
 
 def _columns(trend: Trend) -> dict[str, Any]:
+    """Return the variables that describe a trend, by name."""
     found: dict[str, Any] = {"scale": trend.scale}
     for name, line in (("slope", trend.width), ("depth_slope", trend.depth)):
         found |= {f"{name}{end}": value for end, value in zip(_ENDS, asdict(line).values(), strict=True)}

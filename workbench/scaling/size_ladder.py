@@ -1,4 +1,4 @@
-"""A ladder of sizes of one design, and short training runs on its rungs."""
+"""Ladders of sizes of a design, and short training runs on their rungs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workbench.training.low_precision import quick_products
 from workbench.training.step_record import StepRecord
 from workbench.training.training_plan import TrainingPlan
 
-#: Blocks that a model must have for its residual stream to be found.
+#: Minimum number of blocks of a model for its residual stream to be found.
 SMALLEST_DEPTH = 2
 
 
@@ -28,26 +28,55 @@ class Parametrization(Protocol):
         >>> import workbench as wb
         >>> mup = wb.baselines.MuP(base_width=16)
         >>> design = wb.design({"d_model": 64, "n_layers": 2})
-        >>> workshop = wb.scaling.Workshop(design, wb.tasks.random_tokens(), parametrization=mup)
-        >>> workshop.parametrization.multiplier(design.build(32))
+        >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(), parametrization=mup)
+        >>> trainer.parametrization.multiplier(design.build(32))
         2.0
+
+    See Also:
+        `workbench.baselines.MuP`: The maximal update parametrization.
+        `workbench.scaling.LadderTrainer`: Applies a parametrization.
     """
 
     def apply(self, model: nn.Module) -> Any:
-        """Apply the rules to a fresh model, in place."""
+        """Apply the rules to a model with initial parameters, in place.
+
+        Example:
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=64, n_layers=2, n_heads=4)
+            >>> before = model.blocks[0].mlp.up.weight.std().item()
+            >>> _ = wb.baselines.MuP(base_width=16).apply(model)
+            >>> round(model.blocks[0].mlp.up.weight.std().item() / before, 3)
+            0.5
+        """
 
     def optimizer(self, model: nn.Module, rate: float, name: str = "AdamW", **options: Any) -> Any:
-        """Make an optimizer for this model and this rate, as ``train(optimizer=)`` takes it."""
+        """Create an optimizer for a model and a learning rate, as accepted by ``train(optimizer=)``.
+
+        Example:
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=64, n_layers=2, n_heads=4)
+            >>> create = wb.baselines.MuP(base_width=16).optimizer(model, 1e-3)
+            >>> sorted({group["lr"] for group in create(list(model.parameters())).param_groups})
+            [0.00025, 0.001]
+        """
 
 
 @dataclass(frozen=True, order=True)
 class Rung:
     """One size of a ladder.
 
+    Attributes:
+        width: Width of the residual stream.
+        depth: Number of residual blocks.
+
     Example:
         >>> import workbench as wb
         >>> sorted([wb.scaling.Rung(width=16, depth=4), wb.scaling.Rung(width=8, depth=2)])[0]
         Rung(width=8, depth=2)
+
+    See Also:
+        `workbench.scaling.coordinate_check`: Compares rungs.
+        `workbench.scaling.explosion_edge`: Measures a rung.
     """
 
     width: int
@@ -55,20 +84,21 @@ class Rung:
 
 
 def rungs_of(design: Design, widths: Sequence[int], depths: Sequence[int]) -> list[Rung]:
-    """The sizes of a ladder: every width at the smallest depth, and every further depth at the largest width.
+    """Return the sizes of a ladder: every width at the smallest depth, and every other depth at the largest width.
 
     Raises:
-        OptionError: If there is none, one comes twice, or a model of that size cannot be built.
+        OptionError: If there are none, a size is given twice, or a model of that size cannot be built.
     """
     for name, sizes in (("widths", widths), ("depths", depths)):
-        if not len(sizes):
-            raise OptionError(f"{name} is empty, expected at least one.")
-        if len(set(sizes)) != len(sizes):
-            raise OptionError(f"{name} holds a size twice ({list(sizes)}); name each once.")
+        if not len(sizes) or len(set(sizes)) != len(sizes):
+            raise OptionError.of(name, tuple(sizes), "at least one size, without duplicates")
     if min(depths) < SMALLEST_DEPTH:
         raise OptionError(
-            f"depths begins with {min(depths)}, expected at least {SMALLEST_DEPTH}: a single block cannot be told "
-            "from other modules."
+            f"depths must be at least {SMALLEST_DEPTH}, because a single block cannot be distinguished from other "
+            f"modules, got {min(depths)}.",
+            name="depths",
+            value=min(depths),
+            expected=f"at least {SMALLEST_DEPTH}",
         )
     shallow, wide = min(depths), max(widths)
     rungs = [Rung(width, shallow) for width in sorted(widths)]
@@ -79,28 +109,33 @@ def rungs_of(design: Design, widths: Sequence[int], depths: Sequence[int]) -> li
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """Builds the models of a design and trains them briefly, each time from fresh parameters.
+class LadderTrainer:
+    """Builder of the models of a design at any rung, and of short training runs from their initial parameters.
 
     Attributes:
         design: The design.
-        task: The task; or a function from the seed to it.
+        task: The task, or a function that returns it for a seed.
         training: Fields of `TrainingPlan` except ``n_steps``, ``learning_rate`` and ``seed``.
-        parametrization: See `Parametrization`; None: the design's own.
-        vocabulary: Size of the models' vocabulary; None: that of the task where it has one and the design's is larger,
-            else that of the design. For a design that reads images likewise the number of classes, more or fewer.
+        parametrization: A `Parametrization`; None uses that of the design.
+        vocabulary: Size of the vocabulary of the models. If None, it is that of the task if this is smaller than that
+            of the design. For a design that reads images, the number of classes; if None, that of the task.
 
     Raises:
-        OptionError: If a setting is unknown, or not supported here.
+        OptionError: If a setting is unknown or not supported.
 
     Example:
         >>> import workbench as wb
         >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
         >>> task = wb.tasks.random_tokens(vocab_size=16, length=8)
-        >>> workshop = wb.scaling.Workshop(design, task, training={"warmup": 2})
-        >>> model = workshop.model(wb.scaling.Rung(width=16, depth=2), seed=0)
+        >>> trainer = wb.scaling.LadderTrainer(design, task, training={"warmup": 2})
+        >>> model = trainer.model(wb.scaling.Rung(width=16, depth=2), seed=0)
         >>> model.config.d_model, model.config.vocab_size
         (16, 16)
+
+    See Also:
+        `workbench.scaling.explosion_edge`: Finds the explosion edge of a rung.
+        `workbench.scaling.coordinate_check`: Compares the updates of several widths.
+        `workbench.scaling_study`: Measures a complete ladder.
     """
 
     design: Design
@@ -110,32 +145,67 @@ class Workshop:
     vocabulary: int | None = None
 
     def __post_init__(self) -> None:
-        known = [item.name for item in fields(TrainingPlan) if item.name not in ("n_steps", "learning_rate", "seed")]
+        run_options = ("n_steps", "learning_rate", "seed")
+        known = tuple(item.name for item in fields(TrainingPlan) if item.name not in run_options)
         for name in self.training:
             if name not in known:
-                raise OptionError(f"'{name}' is no setting of the short runs, expected one of {', '.join(known)}.")
+                raise OptionError(
+                    f"The short runs have no setting '{name}'; their settings are {', '.join(known)}.",
+                    name=name,
+                    value=self.training[name],
+                    expected=known,
+                )
         if self.parametrization is not None and not isinstance(self.training.get("optimizer", "AdamW"), str):
-            raise OptionError("A parametrization makes the optimizer itself; pass optimizer= by its name.")
+            raise OptionError(
+                "A parametrization creates the optimizer itself; pass optimizer= as a name.",
+                name="optimizer",
+                value=self.training["optimizer"],
+                expected="a name, with a parametrization",
+            )
         TrainingPlan(n_steps=1, **self.training)
 
     def model(self, rung: Rung, seed: int) -> nn.Module:
-        """Build a fresh model."""
+        """Build a model with initial parameters.
+
+        Example:
+            >>> import workbench as wb
+            >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
+            >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
+            >>> trainer.model(wb.scaling.Rung(16, 2), seed=0).config.d_model
+            16
+        """
         model = self.design.build(rung.width, rung.depth, seed, vocabulary=self._vocabulary())
         if self.parametrization is not None:
             self.parametrization.apply(model)
         return model
 
     def n_weights(self, rung: Rung) -> int:
-        """Number of parameters of the models of a size."""
+        """Return the number of parameters of the models of a size.
+
+        Example:
+            >>> import workbench as wb
+            >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
+            >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
+            >>> trainer.n_weights(wb.scaling.Rung(16, 2)) < trainer.n_weights(wb.scaling.Rung(32, 2))
+            True
+        """
         return self.design.n_weights(rung.width, rung.depth, vocabulary=self._vocabulary())
 
     def task_of(self, seed: int) -> Task:
-        """The task of a seed."""
-        is_maker = callable(self.task) and not hasattr(self.task, "stream")
-        return as_task(self.task(seed) if is_maker else self.task)
+        """Return the task of a seed.
+
+        Example:
+            >>> import workbench as wb
+            >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
+            >>> task = lambda seed: wb.tasks.random_tokens(vocab_size=16, length=8, seed=seed)
+            >>> wb.scaling.LadderTrainer(design, task).task_of(3).seed
+            3
+        """
+        is_function = callable(self.task) and not hasattr(self.task, "stream")
+        return as_task(self.task(seed) if is_function else self.task)
 
     def runs(
-        self, model: nn.Module, seed: int, rate: float, n_steps: int, *, is_plain: bool = False
+        self, model: nn.Module, seed: int, rate: float, n_steps: int, *, is_rate_constant: bool = False
     ) -> Iterator[StepRecord]:
         """Train a model and yield one record for each update.
 
@@ -143,11 +213,19 @@ class Workshop:
             model: A model from `model`.
             seed: Seed of the task and of all randomness in training.
             rate: Peak learning rate.
-            n_steps: Updates.
-            is_plain: Train at a constant rate, ignoring the plan's warm-up and schedule.
+            n_steps: Number of updates.
+            is_rate_constant: Train at a constant learning rate, without warm-up and schedule.
+
+        Example:
+            >>> import workbench as wb
+            >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
+            >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
+            >>> model = trainer.model(wb.scaling.Rung(16, 2), seed=0)
+            >>> [record.step for record in trainer.runs(model, seed=0, rate=1e-3, n_steps=2)]
+            [0, 1]
         """
         training = dict(self.training)
-        if is_plain:
+        if is_rate_constant:
             training |= {"warmup": 0, "schedule": "constant"}
         if self.parametrization is None:
             training["learning_rate"] = rate
@@ -169,14 +247,33 @@ class Workshop:
         finally:
             run.close()
 
-    def cause_of_divergence(self, rung: Rung, seed: int, rate: float, n_steps: int, *, is_plain: bool = False) -> str:
-        """Why a run from fresh parameters diverged (RKSP's label); empty if it did not."""
+    def cause_of_divergence(
+        self, rung: Rung, seed: int, rate: float, n_steps: int, *, is_rate_constant: bool = False
+    ) -> str:
+        """Train a new model and return why it diverged (RKSP); empty if it converged.
+
+        Args:
+            rung: The size.
+            seed: Seed of parameters, data and training.
+            rate: Peak learning rate.
+            n_steps: Number of updates.
+            is_rate_constant: As in `runs`.
+
+        Example:
+            >>> import workbench as wb
+            >>> design = wb.design({"norm": "none", "d_model": 32, "n_layers": 2, "max_length": 8})
+            >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
+            >>> rung = wb.scaling.Rung(16, 2)
+            >>> [trainer.cause_of_divergence(rung, 0, rate, n_steps=3) != "" for rate in (1e-3, 1e3)]
+            [False, True]
+        """
         cause = ""
-        for record in self.runs(self.model(rung, seed), seed, rate, n_steps, is_plain=is_plain):
+        for record in self.runs(self.model(rung, seed), seed, rate, n_steps, is_rate_constant=is_rate_constant):
             cause = record.cause
         return cause
 
     def _vocabulary(self) -> int | None:
+        """Return the size of the vocabulary, or the number of classes; None keeps that of the design."""
         if self.vocabulary is not None:
             return self.vocabulary
         if self.design.n_classes:
@@ -191,9 +288,9 @@ def require_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
     """Return the seeds as a tuple.
 
     Raises:
-        OptionError: If there are none, or one comes twice.
+        OptionError: If there are none, or a seed is given twice.
     """
     seeds = tuple(int(seed) for seed in seeds)
     if not seeds or len(set(seeds)) != len(seeds):
-        raise OptionError(f"seeds is {list(seeds)}, expected at least one, each once.")
+        raise OptionError.of("seeds", seeds, "at least one seed, without duplicates")
     return seeds

@@ -1,4 +1,4 @@
-"""Designs from configurations of transformers: models of any size, built from the configuration alone."""
+"""Designs from configurations of transformers: models of any size, built without a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import nn
 from workbench.errors import OptionError, WorkbenchError
 from workbench.scaling.built_sizes import Shapes, misfit, shapes_of
 from workbench.scaling.design_sources import DesignSource
-from workbench.scaling.resizing import GRANULE, depth_of, is_count, n_heads_of, resized, rotated_share
+from workbench.scaling.resizing import GRANULE, depth_of, is_count, n_heads_of, resized, rotated_fraction
 
-#: Options of configurations that `TransformersSource.describe` repeats.
+#: Options of configurations that `TransformersSource.describe` returns.
 _DESCRIBED = (
     "model_type", "vocab_size", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "head_dim",
     "encoder_layers", "decoder_layers", "num_decoder_layers", "decoder_attention_heads", "intermediate_size", "ffn_dim",
@@ -28,13 +28,10 @@ _DESCRIBED = (
     "time_step_rank", "max_position_embeddings", "image_size", "patch_size", "num_channels", "tie_word_embeddings",
     "initializer_range",
 )  # fmt: skip
-#: Longest part of another library's message that is repeated, in characters.
-_LONGEST_CAUSE = 200
-_NOT_EQUAL = (
-    "blocks of several widths, expected one stack of equal blocks; pass a function(width, depth, seed) that builds it."
-)
+#: Maximum length of the message of another library that is quoted, in characters.
+_MAX_CAUSE = 200
 
-#: Kinds whose code splits the heads into this many parts.
+#: Kinds of models whose code splits the heads into this number of parts.
 _PARTS_OF_HEADS = {"codegen": 4}
 
 
@@ -55,22 +52,39 @@ class TransformersSource(DesignSource):
             sizes = {option: getattr(self.config, option, None) for option in ("hidden_size", "num_hidden_layers")}
             n_heads_of(self.config)
             getattr(self.config, "head_dim", None)
-        except Exception as error:  # configurations of models whose blocks differ in size
-            raise OptionError(f"{name} describes {_NOT_EQUAL}") from error
+        except Exception as error:  # Configurations of models whose blocks have several widths raise here.
+            raise self._not_equal() from error
         missing = next((option for option, size in sizes.items() if not is_count(size)), None)
         if missing and parts:
             part = "text_config" if "text_config" in parts else parts[0]
             raise OptionError(
-                f"{name} describes a model of several parts ({', '.join(parts)}), expected one stack of equal blocks; "
-                f"pass one part alone, such as its {part}."
+                f"{name} describes a model of several parts ({', '.join(parts)}), but a design is one stack of equal "
+                f"blocks; pass one of the parts, such as its {part}.",
+                name="source",
+                value=name,
+                expected="one stack of equal blocks",
             )
         if missing:
             raise OptionError(
-                f"{name} has no {missing}, expected a model of one stack of equal blocks; pass a function(width, "
-                "depth, seed) that builds it."
+                f"{name} has no {missing}, but a design is one stack of equal blocks; pass a function(width, depth, "
+                "seed) that builds it.",
+                name=missing,
+                value=sizes[missing],
+                expected="a positive integer",
             )
         if isinstance(getattr(self.config, "depths", None), list | tuple):
-            raise OptionError(f"{name} describes {_NOT_EQUAL}")
+            raise self._not_equal()
+
+    def _not_equal(self) -> OptionError:
+        """Create the exception for blocks of several widths."""
+        name = type(self.config).__name__
+        return OptionError(
+            f"{name} describes blocks of several widths, but a design is one stack of equal blocks; pass a "
+            "function(width, depth, seed) that builds it.",
+            name="source",
+            value=name,
+            expected="one stack of equal blocks",
+        )
 
     @property
     def width(self) -> int:
@@ -79,12 +93,12 @@ class TransformersSource(DesignSource):
 
     @property
     def depth(self) -> int:
-        """Residual blocks; of an encoder-decoder model those of the decoder."""
+        """Number of residual blocks; of an encoder-decoder model that of the decoder."""
         return depth_of(self.config)
 
     @property
     def width_per_head(self) -> int | None:
-        """Width of the stream over the number of heads; None also where both widths are independent."""
+        """Width of the residual stream per head; None if there are no heads, or both widths are independent."""
         n_heads = n_heads_of(self.config)
         if not n_heads:
             return None
@@ -98,16 +112,16 @@ class TransformersSource(DesignSource):
 
     @property
     def n_classes(self) -> int | None:
-        """Number of classes of a model of images."""
+        """Number of classes of a model that reads images; None otherwise."""
         return self.config.num_labels if self._reads_images else None
 
     @property
     def target_shapes(self) -> Shapes:
-        """Shapes of the weights at the target size, by name."""
+        """Shapes of the parameters at the target size, by name."""
         return self._target[0]
 
     def describe(self, width: int, depth: int) -> dict[str, Any]:
-        """The options that decide the size, by transformers' names."""
+        """Return the options that determine the size, with the names of transformers."""
         config = self.at(width, depth, None)
         found = {name: value for name in _DESCRIBED if (value := getattr(config, name, None)) is not None}
         if self.n_classes:
@@ -116,38 +130,38 @@ class TransformersSource(DesignSource):
         return found
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """See `DesignSource`."""
-        with self._naming_the_size(width, depth):
+        """Build a model with initial parameters, and check its size."""
+        with self._errors_with_size(width, depth):
             torch.manual_seed(seed)
             model = self._build(self.at(width, depth, vocabulary))
         self._check(shapes_of(model), width, depth)
         return model
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """See `DesignSource`."""
+        """Return the number of parameters of a model of a size, with tied parameters counted once."""
         if (width, depth, vocabulary) == (self.width, self.depth, None):
             return self._target[1]
-        shapes, n_weights = self._on_meta(width, depth, vocabulary)
+        shapes, n_parameters = self._on_meta(width, depth, vocabulary)
         self._check(shapes, width, depth)
-        return n_weights
+        return n_parameters
 
     def at(self, width: int, depth: int, vocabulary: int | None) -> Any:
-        """The configuration at a size.
+        """Return the configuration at a size.
 
         Raises:
-            OptionError: If transformers has no such configuration.
+            OptionError: If transformers rejects the configuration.
         """
-        with self._naming_the_size(width, depth):
+        with self._errors_with_size(width, depth):
             config = resized(self.config, width, depth, vocabulary, reads_images=self._reads_images)
             if callable(validate := getattr(config, "validate", None)):
                 validate()
             found = config.hidden_size, depth_of(config)
         if found != (width, depth):
-            raise self._refusal(width, depth, f"its configuration stays {found[0]} wide and {found[1]} deep")
+            raise self._cannot_build(width, depth, f"its configuration keeps width {found[0]} and depth {found[1]}")
         return config
 
     def with_images(self, side: int) -> TransformersSource:
-        """See `DesignSource`."""
+        """Return the source for square images of another side; itself if it reads none or their size is fixed."""
         if not self.n_classes or not is_count(getattr(self.config, "image_size", None)):
             return self
         config = copy.deepcopy(self.config)
@@ -155,7 +169,7 @@ class TransformersSource(DesignSource):
         return TransformersSource(config)
 
     def nearest_width(self, width: int) -> int:
-        """See `DesignSource`; the rotated part of each head has to be an even number of features."""
+        """Return the nearest width that a model can have; the rotated part of each head must have an even width."""
         if width == self.width:
             return width
         if self.width_per_head is None and n_heads_of(self.config):
@@ -166,48 +180,56 @@ class TransformersSource(DesignSource):
         return super().nearest_width(width)
 
     def _is_width(self, width: int) -> bool:
+        """Return whether a single head can have this width: its rotated part must have an even width."""
         per_head, named = self.width_per_head, getattr(self.config, "head_dim", None)
         if per_head is None:
             return True
         head = (named if is_count(named) else per_head) * width / per_head
         head = head if head.is_integer() else GRANULE * max(1, round(head / GRANULE))
-        return int(head * rotated_share(self.config)) % 2 == 0
+        return int(head * rotated_fraction(self.config)) % 2 == 0
 
     @cached_property
     def _target(self) -> tuple[Shapes, int]:
-        """Shapes of the weights at the target size, and the number of parameters."""
+        """Shapes and number of the parameters at the target size."""
         return self._on_meta(self.width, self.depth, None)
 
     def _on_meta(self, width: int, depth: int, vocabulary: int | None) -> tuple[Shapes, int]:
-        with self._naming_the_size(width, depth), torch.device("meta"):
+        """Return shapes and number of the parameters of a model, without allocating it."""
+        with self._errors_with_size(width, depth), torch.device("meta"):
             model = self._build(self.at(width, depth, vocabulary))
-        return shapes_of(model), sum(weight.numel() for weight in model.parameters())
+        return shapes_of(model), sum(parameter.numel() for parameter in model.parameters())
 
     def _check(self, shapes: Shapes, width: int, depth: int) -> None:
+        """Raise OptionError if a model does not have the requested size."""
         if (width, depth) == (self.width, self.depth):
             return
         reason = misfit(shapes, self._target[0], (width, depth), (self.width, self.depth))
         if reason:
-            raise self._refusal(width, depth, reason)
+            raise self._cannot_build(width, depth, reason)
 
     @contextmanager
-    def _naming_the_size(self, width: int, depth: int) -> Iterator[None]:
-        """Raise an error of transformers as one sentence that names the size."""
+    def _errors_with_size(self, width: int, depth: int) -> Iterator[None]:
+        """Raise errors of transformers as one sentence that states the size."""
         try:
             yield
         except WorkbenchError:
             raise
-        except Exception as error:  # of any kind, as any code may build the model
-            raise self._refusal(width, depth, cause_of(error)) from error
+        except Exception as error:  # The code of a model may raise any exception.
+            raise self._cannot_build(width, depth, cause_of(error)) from error
 
-    def _refusal(self, width: int, depth: int, reason: str) -> OptionError:
+    def _cannot_build(self, width: int, depth: int, reason: str) -> OptionError:
+        """Create the exception for a size that cannot be built."""
         return OptionError(
-            f"{type(self.config).__name__} cannot be built {width} wide and {depth} deep: {reason}; choose another "
-            "size, or pass a function(width, depth, seed) that builds it."
+            f"{type(self.config).__name__} cannot be built with width {width} and depth {depth}: {reason}; choose "
+            "another size, or pass a function(width, depth, seed) that builds it.",
+            name="size",
+            value=(width, depth),
+            expected="a width and a depth that the configuration can have",
         )
 
     @cached_property
     def _reads_images(self) -> bool:
+        """Whether the model reads only images."""
         from transformers.models.auto import modeling_auto as auto
 
         kind = type(self.config)
@@ -223,9 +245,9 @@ class TransformersSource(DesignSource):
 
 
 def class_of(config: Any) -> Any:
-    """The class of the models: the one that a configuration names, or one with a head if that has none.
+    """Return the class of the models of a configuration: the class that it names, or one with a head.
 
-    A bare model makes no predictions; it gets the head of the task that its kind is pretrained on.
+    A model without a head makes no predictions, so it receives the head of its pretraining task.
 
     Raises:
         OptionError: If there is none.
@@ -238,51 +260,54 @@ def class_of(config: Any) -> Any:
     named = [named] if isinstance(named, str) else named
     classes = [getattr(transformers, name, None) for name in named if isinstance(name, str)]
     own = next((cls for cls in classes if getattr(cls, "config_class", None) is kind), None)
-    bare = _class_of(auto.MODEL_MAPPING, kind)
-    if own is not None and own is not bare:
+    without_head = _class_of(auto.MODEL_MAPPING, kind)
+    if own is not None and own is not without_head:
         return own
     heads = [
         auto.MODEL_FOR_CAUSAL_LM_MAPPING,
         auto.MODEL_FOR_MASKED_LM_MAPPING,
         auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     ]
-    if getattr(config, "is_encoder_decoder", False):  # not the decoder alone, which may have its own class
+    if getattr(config, "is_encoder_decoder", False):  # Otherwise a class of only the decoder may be found.
         heads = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, *heads]
-    found = next((cls for mapping in heads if (cls := _class_of(mapping, kind)) is not None), own or bare)
+    found = next((cls for mapping in heads if (cls := _class_of(mapping, kind)) is not None), own or without_head)
     if found is None:
         raise OptionError(
-            f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed) that builds it."
+            f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed) that builds it.",
+            name="source",
+            value=kind,
+            expected="a configuration with a model in transformers",
         )
     return found
 
 
-def built_whole(config: Any, *, seed: int, most_weights: int) -> nn.Module | None:
-    """A fresh model of a configuration that describes no design, such as of stages; None: it is too large, or fails."""
+def build_full_size(config: Any, *, seed: int, max_parameters: int) -> nn.Module | None:
+    """Build a model of a configuration that describes no design; None if it is too large, or cannot be built."""
     try:
         cls = class_of(config)
         with torch.device("meta"):
-            n_weights = sum(weight.numel() for weight in cls._from_config(copy.deepcopy(config)).parameters())
-        if n_weights > most_weights:
+            model = cls._from_config(copy.deepcopy(config))
+        if sum(parameter.numel() for parameter in model.parameters()) > max_parameters:
             return None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return cls._from_config(copy.deepcopy(config), dtype=torch.float32)
-    except Exception:  # noqa: BLE001  (of any kind, as any code may build the model)
+    except Exception:  # noqa: BLE001  (the code of a model may raise any exception)
         return None
 
 
 def cause_of(error: Exception) -> str:
-    """The message of another library's exception, in one line without a full stop."""
+    """Return the message of an exception of another library, in one line without a period."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Of a validation error the first line names the rule; the last names the class of the error, then the reason.
+    # The first line of a validation error states the rule, the last one the class of the error and the reason.
     is_validation = bool(lines) and lines[0].endswith(":")
-    says = (lines[-1] if is_validation else lines[0]).rstrip(".") if lines else ""
-    says = says if len(says) <= _LONGEST_CAUSE else f"{says[:_LONGEST_CAUSE].rsplit(' ', 1)[0]} …"
-    return says if is_validation else f"{type(error).__name__}: {says}" if says else type(error).__name__
+    text = (lines[-1] if is_validation else lines[0]).rstrip(".") if lines else ""
+    text = text if len(text) <= _MAX_CAUSE else f"{text[:_MAX_CAUSE].rsplit(' ', 1)[0]} …"
+    return text if is_validation else f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _class_of(mapping: Any, kind: type) -> Any:
-    """The class that an auto mapping has for a kind of configuration, the first of several; None if it has none."""
+    """Return the class that an auto mapping has for a kind of configuration, the first of several; None if none."""
     if kind not in mapping:
         return None
     found = mapping[kind]

@@ -1,4 +1,4 @@
-"""Trends over a ladder of sizes: a line in logarithms, its uncertainty, and whether it may be extrapolated."""
+"""Trends over a ladder of sizes: a line in the logarithms, its uncertainty, and whether it can be extrapolated."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-#: Number of sizes of one kind (widths or depths) that an extrapolation needs.
+from workbench.formatting import counted
+
+#: Minimum number of widths or depths for an extrapolation.
 N_SIZES = 3
-#: A claim is too vague if the ends of its interval are further apart than this factor (for a share: this difference).
-LARGEST_FACTOR, LARGEST_SHARE = 10.0, 0.5
-#: A bend counts if it is significant at this level and moves the value at the target by more than this factor (share).
-_BEND_LEVEL, _BEND_FACTOR, _BEND_SHARE = 0.05, 2.0, 0.2
-_SMALLEST_SPREAD = 1e-9
+#: A prediction is too uncertain if the ends of its interval differ by more than this factor (of a fraction: by more
+#: than this difference).
+_MAX_FACTOR, _MAX_DIFFERENCE = 10.0, 0.5
+#: A bend counts if it is significant at this level and changes the value at the target by more than this factor (on a
+#: linear scale: by more than this difference).
+_BEND_LEVEL, _BEND_FACTOR, _BEND_DIFFERENCE = 0.05, 2.0, 0.2
+_MIN_SPREAD = 1e-9
 
 
 @dataclass(frozen=True)
 class TrendLine:
-    """A straight line through values against one coordinate.
+    """The slope of a straight line through values against one coordinate.
 
     Attributes:
-        slope: NaN if it cannot be fitted.
-        slope_low: Lower end of its interval; NaN: no degrees of freedom are left.
-        slope_high: Upper end.
+        slope: The slope; NaN if it cannot be fitted.
+        slope_low: Lower end of its interval; NaN without degrees of freedom.
+        slope_high: Upper end of its interval; NaN without degrees of freedom.
     """
 
     slope: float
@@ -34,18 +38,19 @@ class TrendLine:
 
 @dataclass(frozen=True)
 class Trend:
-    """How a quantity scales with the size, and its prediction at the target.
+    """The dependence of a quantity on the size, and its prediction at the target.
 
     Attributes:
-        scale: ``"log"``: the quantity's logarithm is modelled as linear in the logarithms of width and depth, and the
-            slopes are exponents; ``"linear"``: the quantity itself is, and the slopes are its change per factor e.
+        scale: ``"log"`` if the logarithm of the quantity is linear in the logarithms of width and depth, so that the
+            slopes are exponents; ``"linear"`` if the quantity itself is, so that the slopes are its change per factor
+            e.
         width: Slope against the width.
         depth: Slope against the depth.
-        at_target: Value at the target size; NaN: no prediction.
-        at_target_low: Lower end of the prediction interval of a mean over as many seeds as each rung has.
-        at_target_high: Upper end.
+        at_target: Value at the target size; NaN if there is no prediction.
+        at_target_low: Lower end of the prediction interval of a mean over the number of seeds of a rung.
+        at_target_high: Upper end of the prediction interval.
         is_supported: Whether the ladder supports the value at the target.
-        reason: Why not; empty if it does.
+        reason: Why it does not; empty if it does.
 
     Example:
         >>> import numpy as np
@@ -54,6 +59,9 @@ class Trend:
         >>> trend = wb.scaling.fit_trend(1.0 / widths[:, None] * np.ones(3), widths, np.full(3, 2), (64, 2))
         >>> trend.is_supported, round(trend.width.slope, 3)
         (True, -1.0)
+
+    See Also:
+        `workbench.scaling.fit_trend`: Returns it.
     """
 
     scale: str
@@ -74,7 +82,7 @@ def line_through(x: np.ndarray, values: np.ndarray, *, level: float = 0.95) -> T
 
     Args:
         x: Coordinate of each rung, shape (rung,).
-        values: Values, shape (rung, seed); NaN is ignored.
+        values: Values, shape (rung, seed); NaN values are ignored.
         level: Level of the interval.
     """
     fit = _Fit.of(np.asarray(x, float)[:, None], np.asarray(values, float))
@@ -94,20 +102,20 @@ def fit_trend(
 ) -> Trend:
     """Fit the trend of a quantity over a ladder and extrapolate it to the target size.
 
-    Least squares over all rungs and seeds; the interval at the target follows from Student's t with the scatter about
-    the line, of seeds and of rungs together. Where the rungs are significantly curved, it is extended to the value of a
-    parabola through them. Width and depth are assumed to act independently.
+    The trend is fitted by least squares to all rungs and seeds. The interval at the target is a prediction interval
+    from Student's t distribution, with the scatter of seeds and rungs about the line. If the rungs are significantly
+    curved, it is extended to the value of a parabola through them. Width and depth are assumed to act independently.
 
     Args:
-        values: Values, shape (rung, seed); NaN: not measured; infinite or, in logarithms, not positive: outside of the
-            tried range, in which case nothing is claimed.
+        values: Values, shape (rung, seed). NaN if not measured; infinite or, with ``scale="log"``, not positive if the
+            value lies outside the range that was tried, in which case the trend is not supported.
         widths: Width of each rung.
         depths: Depth of each rung.
         target: Target width and depth.
-        scale: See `Trend`.
-        bounds: Bounds of the quantity; the value at the target is clipped to them.
-        largest_reach: Largest factor between the target and the largest rung, in width and in depth, up to which a
-            prediction is made; 1: none beyond the ladder.
+        scale: As in `Trend`.
+        bounds: Bounds of the quantity, to which the value at the target is clipped.
+        largest_reach: Largest factor between the target and the largest rung, in width and in depth, for a supported
+            prediction; 1 allows none beyond the ladder.
         level: Level of the intervals.
 
     Example:
@@ -117,6 +125,10 @@ def fit_trend(
         >>> trend = wb.scaling.fit_trend(1.0 / widths[:, None] * np.ones(3), widths, depths, (64, 2))
         >>> round(trend.width.slope, 3), round(trend.at_target * 64, 3)
         (-1.0, 1.0)
+
+    See Also:
+        `workbench.scaling.Trend`: Describes the result.
+        `workbench.scaling.extrapolated`: Fits the trends of a study.
     """
     values = np.asarray(values, float)
     is_censored = _is_censored(values, scale)
@@ -125,8 +137,8 @@ def fit_trend(
     y = _uncensored(values, scale)
     fit = _Fit.of(sizes, y)
     if fit is None:
-        what = "lies outside of what was tried" if is_censored.any() else "was not measured"
-        return Trend(scale, _NO_LINE, _NO_LINE, math.nan, math.nan, math.nan, False, f"It {what} on most rungs.")
+        problem = "lies outside the range that was tried" if is_censored.any() else "was not measured"
+        return Trend(scale, _NO_LINE, _NO_LINE, math.nan, math.nan, math.nan, False, f"It {problem} on most rungs.")
     lines = [fit.line(column, level) if np.ptp(fit.x[:, column]) else _NO_LINE for column in (1, 2)]
     middle, _ = fit.at(goal, level, n_seeds=values.shape[1])
     along = along_trend(values, widths, depths, np.array([target]), scale=scale, bounds=bounds, level=level)
@@ -135,7 +147,7 @@ def fit_trend(
         _censored(is_censored)
         or _out_of_reach(np.exp(sizes), target, largest_reach)
         or _bends(_parabolas(sizes, y, goal), middle, scale)
-        or _vague(low, high, scale, level, is_share=bounds == (0.0, 1.0))
+        or _uncertain(low, high, scale, level, is_fraction=bounds == (0.0, 1.0))
     )
     return Trend(scale, lines[0], lines[1], at_target, low, high, not reason, reason)
 
@@ -153,16 +165,16 @@ def along_trend(
     """Evaluate the trend at several sizes, whether or not it is supported there.
 
     Args:
-        values: Values as for `fit_trend`.
+        values: Values as in `fit_trend`.
         widths: Width of each rung.
         depths: Depth of each rung.
-        goals: Widths and depths to evaluate at, shape (goal, 2).
-        scale: See `Trend`.
+        goals: Widths and depths at which the trend is evaluated, shape (goal, 2).
+        scale: As in `Trend`.
         bounds: Bounds of the quantity.
         level: Level of the intervals.
 
     Returns:
-        Value, lower and upper end of its prediction interval, shape (3, goal); NaN: there is no trend.
+        Value, lower and upper end of its prediction interval, shape (3, goal); NaN if there is no trend.
     """
     sizes, y = np.log(np.column_stack([widths, depths]).astype(float)), _uncensored(values, scale)
     fit = _Fit.of(sizes, y)
@@ -179,24 +191,32 @@ def along_trend(
 
 @dataclass(frozen=True)
 class _Fit:
-    """Least squares; columns that do not vary have the coefficient 0."""
+    """A least-squares fit; the coefficients of constant columns are 0.
 
-    x: np.ndarray  # (point, 1 + column), the first is 1
+    Attributes:
+        x: Design matrix, shape (point, 1 + column); its first column is 1.
+        coefficients: Shape (1 + column,).
+        covariance: Covariance of the coefficients, in units of the variance of a point.
+        variance: Variance of a point; NaN without degrees of freedom.
+        n_free: Degrees of freedom.
+    """
+
+    x: np.ndarray
     coefficients: np.ndarray
-    covariance: np.ndarray  # covariance of the coefficients, in units of the variance of a point
-    variance: float  # NaN without degrees of freedom
+    covariance: np.ndarray
+    variance: float
     n_free: int
 
     @classmethod
     def of(cls, sizes: np.ndarray, values: np.ndarray) -> _Fit | None:
-        """Fit values (rung, seed) at sizes (rung, column); None if there is nothing to fit."""
+        """Fit values (rung, seed) at sizes (rung, column); return None if fewer than two rungs have values."""
         values = values if values.ndim == 2 else values[:, None]
         is_there = np.isfinite(values)
         rows, _ = np.nonzero(is_there)
         if len(np.unique(rows)) < 2:
             return None
         x = np.column_stack([np.ones(len(rows)), sizes[rows]])
-        used = [0, *(i for i in range(1, x.shape[1]) if np.ptp(x[:, i]) > _SMALLEST_SPREAD)]
+        used = [0, *(i for i in range(1, x.shape[1]) if np.ptp(x[:, i]) > _MIN_SPREAD)]
         inverse = np.linalg.pinv(x[:, used].T @ x[:, used])
         y = values[is_there]
         found = inverse @ x[:, used].T @ y
@@ -208,19 +228,19 @@ class _Fit:
         return cls(x, coefficients, covariance, float(residual @ residual / n_free) if n_free else math.nan, n_free)
 
     def line(self, column: int, level: float) -> TrendLine:
-        """Line along one column."""
+        """Return the line along one column."""
         slope = float(self.coefficients[column])
         half = self._quantile(level) * math.sqrt(self.variance * self.covariance[column, column])
         return TrendLine(slope, slope - half, slope + half)
 
     def at(self, sizes: np.ndarray, level: float, n_seeds: int) -> tuple[float, float]:
-        """Value at a size, and half its prediction interval for a mean over seeds."""
+        """Return the value at a size, and half the width of its prediction interval for a mean over seeds."""
         x = np.concatenate([[1.0], sizes])
         spread = math.sqrt(self.variance * (1 / n_seeds + x @ self.covariance @ x))
         return float(x @ self.coefficients), self._quantile(level) * spread
 
     def p_value(self, column: int) -> float:
-        """p-value of the hypothesis that the coefficient is 0."""
+        """Return the p-value of the hypothesis that a coefficient is 0."""
         error = math.sqrt(self.variance * self.covariance[column, column])
         if not error > 0:
             return math.nan if math.isnan(error) else 0.0
@@ -231,45 +251,50 @@ class _Fit:
 
 
 def _is_censored(values: np.ndarray, scale: str) -> np.ndarray:
-    """Which values are only known to lie outside of the tried range."""
+    """Return which values are only known to lie outside the range that was tried."""
     values = np.asarray(values, float)
     return np.isinf(values) | ((values <= 0) if scale == "log" else False)
 
 
 def _uncensored(values: np.ndarray, scale: str) -> np.ndarray:
-    """The values, or their logarithms, NaN where they are not known."""
+    """Return the values, or their logarithms; NaN where they are unknown."""
     y = np.where(_is_censored(values, scale), np.nan, np.asarray(values, float))
     return np.log(y) if scale == "log" else y
 
 
 def _censored(is_censored: np.ndarray) -> str:
+    """Return a sentence if some values lie outside the range that was tried; empty otherwise."""
     n = int(is_censored.any(1).sum())
-    return f"It lies outside of what was tried on {n} of {len(is_censored)} rungs." if n else ""
+    return f"It lies outside the range that was tried on {n} of {len(is_censored)} rungs." if n else ""
 
 
 def _out_of_reach(sizes: np.ndarray, target: tuple[int, int], largest_reach: float) -> str:
+    """Return a sentence if the target is too far beyond the ladder; empty otherwise."""
     for name, column, goal in zip(("width", "depth"), sizes.T, target, strict=True):
         known = np.unique(column.round(6))
         if np.isclose(known, goal).any():
             continue
         if len(known) < N_SIZES:
-            return f"The ladder has {len(known)} {name}{'s' * (len(known) > 1)}, a claim about another takes {N_SIZES}."
+            return (
+                f"The ladder has {counted(len(known), name)}, but a prediction for another {name} needs at least "
+                f"{N_SIZES}."
+            )
         reach = max(goal / known[-1], known[0] / goal)
         if reach > largest_reach * (1 + 1e-9) and largest_reach <= 1:
             return (
-                f"The target's {name} lies beyond the ladder, where trends of this quantity have not held; look at a "
-                "fresh model of that size, which needs no training."
+                f"The target {name} lies beyond the ladder, where trends of this quantity did not hold; measure an "
+                "untrained model of that size."
             )
         if reach > largest_reach * (1 + 1e-9):
             return (
-                f"The target's {name} is {reach:.3g} times that of the last rung; no more than {largest_reach:g} is "
-                "claimed."
+                f"The target {name} differs from that of the nearest rung by a factor of {reach:.3g}, but predictions "
+                f"are supported only up to a factor of {largest_reach:g}."
             )
     return ""
 
 
 def _parabolas(sizes: np.ndarray, values: np.ndarray, goal: np.ndarray) -> dict[str, float]:
-    """Values at a size of a parabola in the width or in the depth, by name, where the curvature is significant."""
+    """Return the value at a size of parabolas in width and depth, by name, where the curvature is significant."""
     found = {}
     for i, name in enumerate(("width", "depth")[: sizes.shape[1]]):
         if len(np.unique(sizes[:, i].round(6))) < N_SIZES:
@@ -282,20 +307,22 @@ def _parabolas(sizes: np.ndarray, values: np.ndarray, goal: np.ndarray) -> dict[
 
 
 def _bends(parabolas: dict[str, float], middle: float, scale: str) -> str:
-    """A sentence if a parabola would give a very different value; else empty."""
-    limit = math.log(_BEND_FACTOR) if scale == "log" else _BEND_SHARE
+    """Return a sentence if a parabola yields a very different value; empty otherwise."""
+    limit = math.log(_BEND_FACTOR) if scale == "log" else _BEND_DIFFERENCE
     for name, other in parabolas.items():
         if abs(other - middle) > limit:
-            words = f"by a factor of {math.exp(abs(other - middle)):.3g}" if scale == "log" else "noticeably"
-            return f"The trend bends with the {name}, which would move the value at the target {words}."
+            change = abs(other - middle)
+            size = f"a factor of {math.exp(change):.3g}" if scale == "log" else f"{change:.2g}"
+            return f"The trend bends with the {name}, which would change the value at the target by {size}."
     return ""
 
 
-def _vague(low: float, high: float, scale: str, level: float, *, is_share: bool) -> str:
+def _uncertain(low: float, high: float, scale: str, level: float, *, is_fraction: bool) -> str:
+    """Return a sentence if the interval at the target is too wide or unknown; empty otherwise."""
     if not (math.isfinite(low) and math.isfinite(high)):
-        return "Too few runs to say how certain the trend is; add rungs or seeds."
-    if scale == "log" and not high <= LARGEST_FACTOR * low:
+        return "There are too few runs to estimate the uncertainty of the trend; add rungs or seeds."
+    if scale == "log" and not high <= _MAX_FACTOR * low:
         return f"The {level:.0%} interval at the target spans a factor of {high / low:.3g}; add rungs or seeds."
-    if is_share and high - low > LARGEST_SHARE:
-        return f"The {level:.0%} interval at the target is {high - low:.2g} wide; add rungs or seeds."
+    if is_fraction and high - low > _MAX_DIFFERENCE:
+        return f"The {level:.0%} interval at the target has a width of {high - low:.2g}; add rungs or seeds."
     return ""

@@ -1,4 +1,4 @@
-"""Build thin models with the gains of a wide one: the product of fan-in and variance of every matrix is preserved."""
+"""Narrow models with the gains of a wide one: the product of fan-in and variance of every matrix is preserved."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from workbench.models.model_sizes import model_sizes
 if TYPE_CHECKING:
     from workbench.scaling.designs import Design
 
-#: A spread is assumed to scale with the width to a power that is a multiple of this: 0, -1/2 and -1 are in use.
+#: The standard deviation is assumed to scale with a power of the width that is a multiple of this, such as 0 or -1/2.
 _STEP_OF_EXPONENT = 0.5
 
 
 def matched_width(
     design: Design, width: int, depth: int | None = None, seed: int = 0, *, vocabulary: int | None = None
 ) -> nn.Module:
-    """Build a thin fresh model whose signal and gradient gains are those of the design at its own width.
+    """Build a narrow model whose initial signal and gradient gains are those of the design at its target width.
 
-    In the limit of wide layers, the gains of a fresh network depend on the variance of each matrix times its fan-in
-    alone (mean field: Poole et al., arXiv:1606.05340; Schoenholz et al., arXiv:1611.01232). Where a library draws
-    weights with one fixed spread that product grows with the width, and a model that is merely thin behaves unlike the
-    wide one; here each matrix is multiplied by the square root of the ratio of the two products. How spreads depend on
-    width is estimated from a second model of twice the width, and so are fan-ins, where those of the design are not
-    known. A head that is tied to the embedding is untied first, as the two scale differently.
+    In the limit of wide layers, the gains of a network at initialization depend only on the product of variance and
+    fan-in of each matrix (mean field theory: Poole et al., arXiv:1606.05340; Schoenholz et al., arXiv:1611.01232). If a
+    library initializes matrices with a constant standard deviation, this product grows with the width, and an ordinary
+    narrow model behaves differently from the wide one. Here each matrix is multiplied by the square root of the ratio
+    of the two products. The dependence of the standard deviation on the width is estimated from a second model of twice
+    the width, and so is the fan-in if that of the design is unknown. A head that is tied to the embedding is untied
+    first, because the two scale differently.
 
-    The match holds at initialization only: one learning rate has different effects on the two models.
+    The match holds only at initialization: the same learning rate has different effects on the two models.
 
     Args:
         design: The design at its target size.
-        width: Width of the thin model.
-        depth: Residual blocks; None: those of the design.
+        width: Width of the narrow model.
+        depth: Number of residual blocks; None uses that of the design.
         seed: Seed of the parameters.
         vocabulary: As in `Design.build`.
 
     Returns:
-        The model, otherwise as `Design.build` returns it: biases, gains of norms, constants and weights that begin at
-        zero are unchanged, and nothing of the target's width is allocated.
+        The model, otherwise as returned by `Design.build`: biases, gains of norms, constants and matrices that are
+        initially zero are unchanged. Nothing of the target width is allocated.
 
     Raises:
         OptionError: If there is no model of that size, or it would be wider than the design.
@@ -49,12 +50,16 @@ def matched_width(
     Example:
         >>> import workbench as wb
         >>> design = wb.design({"d_model": 64, "n_layers": 2})
-        >>> thin = wb.scaling.matched_width(design, width=16)
-        >>> thin.config.d_model, len(thin.blocks)
+        >>> narrow = wb.scaling.matched_width(design, width=16)
+        >>> narrow.config.d_model, len(narrow.blocks)
         (16, 2)
+
+    See Also:
+        `workbench.scaling.Design`: Builds narrow models with unmodified initialization.
+        `workbench.samples.matched_width`: Loads the recorded accuracy of the match.
     """
     if width > design.width:
-        raise OptionError(f"width is {width}, expected at most that of the design; choose up to {design.width}.")
+        raise OptionError.of("width", width, f"at most {design.width}, the width of the design")
     model = design.build(width, depth, seed, vocabulary=vocabulary)
     if width == design.width:
         return model
@@ -77,41 +82,47 @@ def matched_width(
 
 
 def _untie(model: nn.Module) -> None:
+    """Replace linear maps that are tied to an embedding by copies."""
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module.weight) in embedded:
             module.weight = nn.Parameter(module.weight.detach().clone())
 
 
-def _fan_in(owner: nn.Module, shape: torch.Size, thin: Tensor, wide: Tensor, n_experts: int | None) -> int:
-    """Numbers that are summed for each output; 1 for a table whose rows are looked up or added.
+def _fan_in(owner: nn.Module, shape: torch.Size, narrow: Tensor, wide: Tensor, n_experts: int | None) -> int:
+    """Return the number of terms that are summed for each output; 1 for a table whose rows are looked up or added.
 
-    A bare matrix with one axis that grows with the width is such a table, unless it has a row for each expert.
+    A parameter outside of a layer of torch is such a table if only one of its axes grows with the width, unless it has
+    a row for each expert.
     """
-    n_growing = sum(a != b for a, b in zip(thin.shape, wide.shape, strict=True))
+    n_growing = sum(a != b for a, b in zip(narrow.shape, wide.shape, strict=True))
     is_bare = type(owner).__module__.split(".")[0] != "torch" and type(owner).__name__ != "Conv1D"
     has_experts = n_experts is not None and shape[0] == n_experts
     if isinstance(owner, nn.Embedding) or (is_bare and n_growing < 2 and not has_experts):
         return 1
-    if type(owner).__name__ == "Conv1D":  # transformers' name for a linear map whose matrix is transposed
+    if type(owner).__name__ == "Conv1D":  # In transformers this is a linear map with a transposed matrix.
         return shape[0]
     return shape[-1] if has_experts else math.prod(shape[1:])
 
 
 def _spread(weight: Tensor) -> float:
+    """Return the root mean square of a weight."""
     return float(torch.linalg.vector_norm(weight, dtype=torch.float64)) / math.sqrt(weight.numel())
 
 
 def _factor(fan_in: list[int], spread: list[float], widths: tuple[int, int, int]) -> float:
-    """The factor that gives a weight of the first width the product of fan-in and variance of the last width.
+    """Return the factor after which a weight has the product of fan-in and variance of the target width.
 
-    The fan-in of the last width is given as the third one, or extrapolated linearly from the first two.
+    Args:
+        fan_in: Fan-in at each width; the third is extrapolated linearly from the first two if it is missing.
+        spread: Standard deviation at the first two widths.
+        widths: Width of the model, width of the second model, and target width.
     """
-    thin, wider, target = widths
+    narrow, wider, target = widths
     if min(spread) == 0:
         return 1.0
-    exponent = math.log(spread[1] / spread[0]) / math.log(wider / thin)
+    exponent = math.log(spread[1] / spread[0]) / math.log(wider / narrow)
     exponent = _STEP_OF_EXPONENT * round(exponent / _STEP_OF_EXPONENT)
-    on_line = fan_in[0] + (fan_in[1] - fan_in[0]) * (target - thin) / (wider - thin)
+    on_line = fan_in[0] + (fan_in[1] - fan_in[0]) * (target - narrow) / (wider - narrow)
     inputs = fan_in[2] if len(fan_in) > 2 else on_line
-    return math.sqrt(inputs / fan_in[0]) * (target / thin) ** exponent
+    return math.sqrt(inputs / fan_in[0]) * (target / narrow) ** exponent

@@ -1,4 +1,16 @@
-"""The shape of the data: every dimension, coordinate, variable, unit and status; names load when first used."""
+"""Schema of the data that the workbench writes: dimensions, coordinates, variables and units.
+
+Example:
+    >>> import workbench as wb
+    >>> wb.schema.MONITORS["grad_norm"].meaning
+    'norm of all gradients together, before clipping'
+    >>> sorted(wb.schema.PARTS)[:3]
+    ['activations', 'attention', 'curvature']
+
+See Also:
+    `workbench.open_run`: Opens a run that follows the schema.
+    `workbench.schema.Variable`: Describes one variable.
+"""
 
 from workbench.lazy_names import attach_stub
 

@@ -9,22 +9,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a step; the columns are those of ``schema.EVENTS``.
+    """Occurrence at a step of a run; the columns are those of ``schema.EVENTS``.
 
     Attributes:
-        step: Updates before it.
+        step: Number of updates before the event.
         kind: Kind of event: ``"fault"``, ``"alarm"``, ``"action"``, ``"gap"``, ``"divergence"``, ...
         source: Signal of an alarm, name of a fault.
-        score: Value that showed it; for an alarm, in multiples of the threshold. NaN: none.
-        message: One sentence for people.
-        layer: That it is about; -1: none.
-        head: That it is about; -1: none.
+        score: Value that caused the event; for an alarm, in multiples of the threshold. NaN if there is none.
+        message: One readable sentence.
+        layer: Layer of the event; -1 if there is none.
+        head: Attention head of the event; -1 if there is none.
 
     Example:
         >>> import workbench as wb
         >>> event = wb.schema.Event(step=120, kind="alarm", source="effective_rank D2", layer=1, head=2)
         >>> event.place
         'layer 1, head 2'
+
+    See Also:
+        `workbench.schema.validate_events`: Validates the events of a run.
+        `workbench.Callback`: Writes events during training.
     """
 
     step: int
@@ -37,11 +41,17 @@ class Event:
 
     @property
     def place(self) -> str:
-        """Layer and head in words; empty if there are none."""
+        """Layer and head as text; empty if there are none."""
         return ", ".join(f"{name} {at}" for name, at in (("layer", self.layer), ("head", self.head)) if at >= 0)
 
     def as_row(self) -> dict[str, Any]:
-        """Every column but the step."""
+        """Return all columns except the step.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.schema.Event(step=120, kind="alarm", source="loss").as_row()["source"]
+            'loss'
+        """
         row = asdict(self)
         del row["step"]
         return row

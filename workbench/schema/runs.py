@@ -1,7 +1,7 @@
-"""The shape of the data: every dimension, coordinate, variable and unit, and the check that a dataset follows it.
+"""Variables of a run: dimensions, coordinates and units, and their validation.
 
-Saved files and users' notebooks depend on these names. Adding a variable keeps ``SCHEMA_VERSION``; renaming or
-redefining one raises it.
+Saved files and notebooks depend on the names of the variables. Adding a variable keeps ``SCHEMA_VERSION``; renaming or
+redefining one increases it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,30 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 
-#: Dimensions along which whole spectra datasets may be concatenated.
+#: Dimensions along which spectra datasets may be concatenated.
 CONCAT_DIMS = ("step", "run", "architecture")
 
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of a schema.
+    """Variable of a schema.
 
     Attributes:
-        dims: Dimensions it always has; concatenation dimensions may come before them.
-        kind: NumPy kinds allowed: ``f`` float, ``c`` complex, ``b`` bool, ``i`` integer, ``U`` and ``T`` text.
+        dims: Dimensions that it always has; concatenation dimensions may precede them.
+        kind: Allowed NumPy kinds: ``f`` float, ``c`` complex, ``b`` bool, ``i`` integer, ``U`` and ``T`` text.
         long_name: Label of the axis of a plot.
-        units: ``"1"`` for dimensionless.
-        meaning: One line for people.
+        units: Unit; ``"1"`` if dimensionless.
+        meaning: Definition in one line.
 
     Example:
         >>> import workbench as wb
         >>> variable = wb.schema.MONITORS["loss"]
         >>> variable.dims, variable.units
         (('step',), 'nat')
+
+    See Also:
+        `workbench.schema`: Lists all variables.
+        `workbench.schema.validate_monitors`: Compares a dataset with its variables.
     """
 
     dims: tuple[str, ...]
@@ -49,7 +53,7 @@ class Variable:
 
     @property
     def attrs(self) -> dict[str, str]:
-        """The attributes of an array of this variable."""
+        """Attributes of a data array of this variable."""
         return {"long_name": self.long_name, "units": self.units, "meaning": self.meaning}
 
 
@@ -59,13 +63,13 @@ SPECTRA: dict[str, Variable] = {
         "c",
         "eigenvalue",
         "1",
-        "Koopman eigenvalue, sorted by falling modulus; NaN: no such mode",
+        "Koopman eigenvalue, modulus decreasing; NaN where the layer has fewer modes",
     ),
     "residual": Variable(("layer", "mode"), "f", "residual r_j", "1", "residual of the mode on the snapshots"),
     "is_reliable": Variable(("layer", "mode"), "b", "reliable", "1", "residual at most the threshold"),
     "near_unit_mass": Variable(("layer",), "f", "near-unit mass M", "1", "fraction of modes near the unit circle"),
-    "expansive_mass": Variable(("layer",), "f", "expansive mass", "1", "fraction of modes clearly outside the circle"),
-    "contractive_mass": Variable(("layer",), "f", "contractive mass", "1", "fraction of modes well inside the circle"),
+    "expansive_mass": Variable(("layer",), "f", "expansive mass", "1", "fraction of modes outside the unit circle"),
+    "contractive_mass": Variable(("layer",), "f", "contractive mass", "1", "fraction of modes inside the unit circle"),
     "intermediate_mass": Variable(("layer",), "f", "intermediate mass", "1", "fraction of the remaining modes"),
     "spectral_radius": Variable(("layer",), "f", "spectral radius", "1", "largest modulus"),
     "eigenvector_condition": Variable(
@@ -73,10 +77,14 @@ SPECTRA: dict[str, Variable] = {
         "f",
         "eigenvector condition",
         "1",
-        "kappa(V) of the unit right eigenvectors; inf: defective",
+        "kappa(V) of the unit right eigenvectors; inf if defective",
     ),
     "nonlinearity_ratio": Variable(
-        ("layer",), "f", "nonlinearity ratio", "1", "share of the whitened update that no linear map explains"
+        ("layer",),
+        "f",
+        "nonlinearity ratio",
+        "1",
+        "norm of the update that no linear map explains, over that of the update",
     ),
     "kreiss_constant": Variable(
         ("layer",),
@@ -85,76 +93,80 @@ SPECTRA: dict[str, Variable] = {
         "1",
         "lower bound of K(A); inf where the spectral radius exceeds 1",
     ),
-    "rank": Variable(("layer",), "i", "rank", "1", "modes used: numerical rank of the state covariance"),
+    "rank": Variable(("layer",), "i", "rank", "1", "number of modes: numerical rank of the state covariance"),
     "energy_gain": Variable(("layer",), "f", "energy gain", "1", "E|Yw|^2 / E|Xw|^2 in the span of the states"),
     "update_norm": Variable(("layer",), "f", "update norm", "1", "|Yw - Xw|_F / sqrt(N m) in the span of the states"),
-    "is_informative": Variable(("layer",), "b", "informative", "1", "update large enough to say anything"),
+    "is_informative": Variable(("layer",), "b", "informative", "1", "update norm above its threshold"),
     "covariance_condition": Variable(
-        ("layer",), "f", "covariance condition", "1", "largest over smallest covariance eigenvalue used"
+        ("layer",), "f", "covariance condition", "1", "largest over smallest eigenvalue of the state covariance in use"
     ),
     "significant_digits": Variable(
         ("layer",),
         "f",
         "significant digits",
         "1",
-        "digits of lambda / rho that survive float64 moments",
+        "digits of lambda / rho that float64 moments keep",
     ),
 }
 
-#: Present only where layers were measured on different numbers of states, because depth depends on the data.
+#: Present only if the number of states differs between layers, because depth depends on the data.
 SPECTRA_COUNTS: dict[str, Variable] = {
     "layer_snapshots": Variable(("layer",), "i", "snapshots of the layer", "1", "token states that reached the layer"),
 }
 
 MONITORS: dict[str, Variable] = {
-    "loss": Variable(("step",), "f", "loss", "nat", "loss of the step's batch, without auxiliary terms"),
+    "loss": Variable(("step",), "f", "loss", "nat", "loss of the batch, without auxiliary terms"),
     "auxiliary_loss": Variable(
-        ("step",), "f", "auxiliary loss", "nat", "weighted auxiliary terms; NaN: there are none"
+        ("step",), "f", "auxiliary loss", "nat", "weighted auxiliary terms; NaN if there are none"
     ),
-    "accuracy": Variable(("step",), "f", "accuracy", "1", "share of the batch's targets that were most likely"),
+    "accuracy": Variable(("step",), "f", "accuracy", "1", "fraction of targets with the largest probability"),
     "grad_norm": Variable(("step",), "f", "gradient norm", "1", "norm of all gradients together, before clipping"),
     "learning_rate": Variable(("step",), "f", "learning rate", "1", "largest rate of the optimizer's groups"),
-    "batch_size": Variable(("step",), "f", "batch size", "row", "rows that the model was trained on in this update"),
+    "batch_size": Variable(("step",), "f", "batch size", "example", "examples of this update"),
     "n_tokens": Variable(
-        ("step",), "f", "tokens", "token", "tokens of the batch, padding left out; NaN: its rows are no sequences"
+        ("step",), "f", "tokens", "token", "tokens of the batch without padding; NaN if its examples are not sequences"
     ),
     "token_entropy": Variable(
-        ("step",), "f", "entropy of the tokens", "nat", "of the distribution of the batch's token ids; NaN: no ids"
+        ("step",), "f", "token entropy", "nat", "of the distribution of token ids in the batch; NaN without ids"
     ),
     "label_entropy": Variable(
-        ("step",), "f", "entropy of the labels", "nat", "of the distribution of the batch's labels; NaN: not seen"
+        ("step",), "f", "label entropy", "nat", "of the distribution of labels in the batch; NaN if not available"
     ),
     "label_agreement": Variable(
-        ("step",), "f", "agreement of the labels", "1", "share of labels that are tokens of their inputs; NaN: not seen"
+        ("step",), "f", "label agreement", "1", "fraction of labels that occur in their inputs; NaN if not available"
     ),
     "largest_losses": Variable(
-        ("step",), "f", "largest token losses", "nat", "mean of the largest eighth of the token losses; NaN: not seen"
+        ("step",), "f", "largest token losses", "nat", "mean of the largest eighth of the token losses; NaN if unknown"
     ),
     "repeated_examples": Variable(
-        ("step",), "f", "repeated examples", "1", "share of the batch's examples that were there in recent batches"
+        ("step",), "f", "repeated examples", "1", "fraction of examples of the batch that occurred in recent batches"
     ),
     "update_ratio": Variable(
-        ("step",), "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update, over a fixed sample of all weights"
+        ("step",), "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update, over a fixed sample of all parameters"
     ),
     "spike_score": Variable(
-        ("step",), "f", "spike score", "1", "share of losses so far far from the last 1,000; NaN: too few to judge"
+        ("step",),
+        "f",
+        "spike score",
+        "1",
+        "fraction of losses so far that are outliers of the last 1,000; NaN at first",
     ),
-    "kss_enabled": Variable(("step",), "b", "KSS on", "1", "whether Koopman Spectral Shaping was switched on"),
+    "kss_enabled": Variable(("step",), "b", "KSS enabled", "1", "whether Koopman Spectral Shaping is enabled"),
     "kss_strength": Variable(("step",), "f", "KSS strength", "1", "weight of the spectral penalty"),
     "kss_interval": Variable(("step",), "i", "KSS interval", "step", "steps between two applications of the penalty"),
-    "kss_gamma": Variable(("step",), "f", "KSS target", "1", "near-unit mass that the penalty aims at"),
-    "kss_penalty": Variable(("step",), "f", "KSS penalty", "1", "mean over the layers looked at; NaN: none were"),
+    "kss_gamma": Variable(("step",), "f", "KSS target", "1", "target of the near-unit mass"),
+    "kss_penalty": Variable(("step",), "f", "KSS penalty", "1", "mean over the measured layers; NaN if there are none"),
     "kss_spectral_radius": Variable(
-        ("step",), "f", "spectral radius under KSS", "1", "largest over the layers that KSS looked at; NaN: none"
+        ("step",), "f", "spectral radius under KSS", "1", "largest over the measured layers; NaN if there are none"
     ),
     "kss_near_unit_mass": Variable(
-        ("step",), "f", "near-unit mass under KSS", "1", "mean over the layers that KSS looked at; NaN: none"
+        ("step",), "f", "near-unit mass under KSS", "1", "mean over the measured layers; NaN if there are none"
     ),
-    "kss_acting": Variable(("step",), "i", "layers shaped", "1", "layers whose penalty reached the weights"),
+    "kss_acting": Variable(("step",), "i", "regularized layers", "1", "layers whose penalty contributed a gradient"),
     "kss_update_size": Variable(
-        ("step",), "f", "update size", "1", "share of the optimizer's own update; below 1 in a trust region"
+        ("step",), "f", "update size", "1", "fraction of the optimizer's update; below 1 in a trust region"
     ),
-    "kss_skipped": Variable(("step",), "i", "layers left out", "1", "layers that were due but gave no usable gradient"),
+    "kss_skipped": Variable(("step",), "i", "skipped layers", "1", "layers that were due but had no usable gradient"),
 }
 
 _SPECTRUM = ("step", "layer", "head", "term")
@@ -162,184 +174,200 @@ _HEAD = ("step", "layer", "head")
 _LAYER = ("step", "layer")
 _MODULE = ("step", "module")
 
-#: Per head, of W = Wq Wk' and of its change over the part's cadence: "D2", "D3", "dWq", "dWk" and "W".
+#: Measures of each head, of W = Wq Wk' and of its change over the cadence: "D2", "D3", "dWq", "dWk" and "W".
 ATTENTION: dict[str, Variable] = {
     "frobenius_norm": Variable(
-        _SPECTRUM, "f", "Frobenius norm", "1", "of the matrix; NaN: weights unreadable or not finite, or no such head"
+        _SPECTRUM,
+        "f",
+        "Frobenius norm",
+        "1",
+        "of the matrix; NaN if unreadable or not finite, or there is no such head",
     ),
     "stable_rank": Variable(
-        _SPECTRUM, "f", "stable rank", "1", "|M|_F^2 / |M|_2^2; NaN: no such matrix, or it is zero"
+        _SPECTRUM, "f", "stable rank", "1", "|M|_F^2 / |M|_2^2; NaN if there is no such matrix, or it is zero"
     ),
-    "effective_rank": Variable(
-        _SPECTRUM, "f", "effective rank", "1", "exp of the spectral entropy; NaN: no such matrix, or it is zero"
-    ),
+    "effective_rank": Variable(_SPECTRUM, "f", "effective rank", "1", "exp of the spectral entropy; NaN if undefined"),
     "spectral_entropy": Variable(
-        _SPECTRUM, "f", "spectral entropy", "nat", "of s^alpha / sum s^alpha; NaN: no such matrix, or it is zero"
+        _SPECTRUM, "f", "spectral entropy", "nat", "of s^alpha / sum s^alpha; NaN if undefined"
     ),
     "attention_logit_max": Variable(
-        _HEAD, "f", "largest attention logit", "1", "over the probe tokens; NaN: scores that cannot be seen"
+        _HEAD, "f", "largest attention logit", "1", "over the probe tokens; NaN if not observable"
     ),
     "attention_entropy": Variable(
-        _HEAD, "f", "attention entropy", "nat", "mean over the probe tokens; NaN: scores that cannot be seen"
+        _HEAD, "f", "attention entropy", "nat", "mean over the probe tokens; NaN if not observable"
     ),
     "attention_entropy_share": Variable(
         _HEAD,
         "f",
-        "attention entropy share",
+        "normalized attention entropy",
         "1",
-        "entropy over log(visible), mean over tokens that see several",
+        "entropy over log(visible tokens), mean over tokens that attend to several",
     ),
 }
 
 ROUTER: dict[str, Variable] = {
     "router_similarity": Variable(
-        _LAYER, "f", "router similarity", "1", "mean cosine of the rows of two experts; NaN: one expert"
+        _LAYER, "f", "router similarity", "1", "mean cosine of the rows of two experts; NaN with one expert"
     ),
     "router_conditioning": Variable(
         _LAYER, "f", "router conditioning", "1", "largest distance of a row from the mean row, over its norm"
     ),
     "routing_entropy": Variable(
-        _LAYER, "f", "routing entropy", "nat", "of the full softmax, mean over the probe tokens; NaN: logits not seen"
+        _LAYER, "f", "routing entropy", "nat", "of the full softmax, mean over the probe tokens; NaN if not observable"
     ),
     "routing_entropy_share": Variable(
-        _LAYER, "f", "routing entropy share", "1", "over log(experts); NaN: one expert, or logits not seen"
+        _LAYER, "f", "normalized routing entropy", "1", "over log(experts); NaN with one expert, or if not observable"
     ),
     "max_violation": Variable(
-        _LAYER, "f", "MaxVio", "1", "(largest - mean) / mean of the load on the probe; NaN: choices not seen"
+        _LAYER, "f", "MaxVio", "1", "(largest - mean) / mean of the load on the probe; NaN if not observable"
     ),
     "dead_experts": Variable(
-        _LAYER, "f", "dead experts", "1", "experts that no probe token goes to; NaN: choices not seen"
+        _LAYER, "f", "dead experts", "1", "experts that receive no probe token; NaN if not observable"
     ),
     "routing_change": Variable(
-        _LAYER, "f", "routing change", "1", "share of the probe's choices that are new since the last look; NaN: first"
+        _LAYER, "f", "routing change", "1", "fraction of choices on the probe that changed since the last measurement"
     ),
     "expert_load": Variable(
-        ("step", "layer", "expert"), "f", "expert load", "1", "share of the probe's choices; NaN: no such expert"
+        ("step", "layer", "expert"), "f", "expert load", "1", "fraction of choices on the probe; NaN if no such expert"
     ),
 }
 
-#: Per module: each block, then "outside", which holds all other weights.
+#: Measures of each module: each block, then "outside", which holds all other parameters.
 OPTIMIZER: dict[str, Variable] = {
     "module_grad_norm": Variable(
-        _MODULE, "f", "gradient norm", "1", "of the module's gradients as the optimizer gets them; NaN: it has none"
+        _MODULE, "f", "gradient norm", "1", "of the gradients that the optimizer receives; NaN if there are none"
     ),
-    "module_weight_norm": Variable(_MODULE, "f", "weight norm", "1", "of the module's weights before the update"),
-    "update_ratio": Variable(_MODULE, "f", "update ratio", "1", "RMS(dw) / RMS(w) of this one update; NaN: no weights"),
+    "module_weight_norm": Variable(_MODULE, "f", "parameter norm", "1", "of the parameters before the update"),
+    "update_ratio": Variable(
+        _MODULE, "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update; NaN without parameters"
+    ),
     "unchanged_share": Variable(
         _MODULE,
         "f",
-        "share of unchanged weights",
+        "unchanged fraction",
         "1",
-        "of the weights whose gradient is not 0, those that this update left as they were; NaN: none, or a rate of 0",
+        "of the parameters whose gradient is not 0, those that the update did not change; NaN if none, or rate 0",
     ),
     "adam_staleness": Variable(
-        _MODULE, "f", "Adam staleness", "1", "sqrt(mean g^2 / max(v, eps^2)); NaN: the optimizer keeps no second moment"
+        _MODULE, "f", "Adam staleness", "1", "sqrt(mean g^2 / max(v, eps^2)); NaN without second moments"
     ),
-    "gradient_rms": Variable(_MODULE, "f", "gradient RMS", "1", "root mean square of the module's gradients"),
+    "gradient_rms": Variable(_MODULE, "f", "gradient RMS", "1", "root mean square of the gradients of the module"),
     "gradient_rms_over_eps": Variable(
-        _MODULE, "f", "gradient RMS over eps", "1", "NaN: the optimizer keeps no second moment"
+        _MODULE, "f", "gradient RMS over eps", "1", "gradient RMS over eps of Adam; NaN without second moments"
     ),
     "gradient_signal_share": Variable(
         _MODULE,
         "f",
-        "signal share of the gradient",
+        "gradient signal fraction",
         "1",
-        "of the mean squared gradient, common to successive batches; NaN: the optimizer keeps no two moments",
+        "of the mean squared gradient, common to successive batches; NaN without first and second moments",
     ),
 }
 
-#: Variables of the residual stream that leaves each block, on the probe.
+#: Measures of the residual stream that leaves each block, on the probe.
 ACTIVATIONS: dict[str, Variable] = {
-    "activation_max": Variable(_LAYER, "f", "largest activation", "1", "largest magnitude; NaN: not finite"),
-    "outlier_ratio": Variable(_LAYER, "f", "outlier ratio", "1", "largest over median magnitude; NaN: not finite"),
-    "kurtosis": Variable(_LAYER, "f", "kurtosis", "1", "of all entries, 3 for a normal distribution; NaN: not finite"),
-    "state_norm": Variable(_LAYER, "f", "state norm", "1", "mean over tokens; NaN: not finite"),
+    "activation_max": Variable(_LAYER, "f", "largest activation", "1", "largest magnitude; NaN if not finite"),
+    "outlier_ratio": Variable(_LAYER, "f", "outlier ratio", "1", "largest over median magnitude; NaN if not finite"),
+    "kurtosis": Variable(
+        _LAYER, "f", "kurtosis", "1", "of all entries, 3 for a normal distribution; NaN if not finite"
+    ),
+    "state_norm": Variable(_LAYER, "f", "state norm", "1", "mean over tokens; NaN if not finite"),
     "log_z": Variable(
-        ("step",), "f", "log Z", "nat", "rms over tokens of log sum exp of the output logits; NaN: there are none"
+        ("step",), "f", "log Z", "nat", "RMS over tokens of log sum exp of the output logits; NaN without logits"
     ),
 }
 
 CURVATURE: dict[str, Variable] = {
     "sharpness": Variable(
-        ("step",), "f", "sharpness", "1", "largest eigenvalue of the loss's Hessian on the probe; NaN: not found"
+        ("step",), "f", "sharpness", "1", "largest eigenvalue of the Hessian of the loss on the probe; NaN if not found"
     ),
     "sharpness_rate": Variable(
-        ("step",), "f", "sharpness times rate", "1", "largest eigenvalue times learning rate; plain descent breaks at 2"
+        ("step",),
+        "f",
+        "sharpness times learning rate",
+        "1",
+        "largest eigenvalue times learning rate; gradient descent diverges above 2",
     ),
     "preconditioned_sharpness": Variable(
-        ("step",), "f", "preconditioned sharpness", "1", "of the Hessian as Adam scales it; NaN: no second moment kept"
+        ("step",), "f", "preconditioned sharpness", "1", "of the Hessian as scaled by Adam; NaN without second moments"
     ),
     "preconditioned_sharpness_rate": Variable(
-        ("step",), "f", "preconditioned sharpness times rate", "1", "Adam at beta1 = .9 breaks at 38; NaN as before"
+        ("step",),
+        "f",
+        "preconditioned sharpness times learning rate",
+        "1",
+        "Adam with beta1 = 0.9 diverges above 38; NaN without second moments",
     ),
 }
 
-#: Errors of the run's own arithmetic, see `workbench.probes.precision_errors`.
+#: Errors of the arithmetic of the run, see `workbench.probes.precision_errors`.
 PRECISION: dict[str, Variable] = {
-    "output_error": Variable(_LAYER, "f", "error of the output", "1", "relative error of the block's output"),
+    "output_error": Variable(_LAYER, "f", "output error", "1", "relative error of the output of the block"),
     "gradient_error": Variable(
-        _LAYER, "f", "error of the gradient", "1", "relative error of the gradient of all of the block's parameters"
+        _LAYER, "f", "gradient error", "1", "relative error of the gradient of all parameters of the block"
     ),
     "error_excess": Variable(
-        _LAYER, "f", "excess of error", "1", "largest error of output or a gradient over what rounding explains"
+        _LAYER, "f", "excess of error", "1", "largest error of the output or a gradient over that of rounding"
     ),
     "query_gradient_error": Variable(
-        _HEAD, "f", "error of the query gradient", "1", "relative error of the gradient of a head's query weights"
+        _HEAD, "f", "query gradient error", "1", "relative error of the gradient of the query weights of a head"
     ),
     "query_error_excess": Variable(
-        _HEAD, "f", "excess of error of the query gradient", "1", "its error over what rounding explains"
+        _HEAD, "f", "excess of query gradient error", "1", "error of the query gradient over that of rounding"
     ),
     "query_gradient_bias": Variable(
-        _HEAD, "f", "bias of the query gradient", "1", "part of its error along the right gradient, over its length"
+        _HEAD, "f", "query gradient bias", "1", "part of the error along the exact gradient, over its norm"
     ),
     "excess_limit": Variable(
-        ("step",), "f", "limit of the excess", "1", "excess that rounding does not reach in the run's number format"
+        ("step",), "f", "excess limit", "1", "excess that rounding does not reach in the number format of the run"
     ),
     "broken_rank": Variable(
-        ("step",), "f", "broken rank", "1", "first rank that computes wrongly while others do not; NaN: all, or none"
+        ("step",), "f", "faulty rank", "1", "first rank with errors while others have none; NaN if all or none"
     ),
 }
 
-#: Whether the optimizer gets the gradients that were computed, see `workbench.probes.compare_gradients`.
+#: Whether the optimizer receives the gradients that were computed, see `workbench.probes.compare_gradients`.
 REDUCTION: dict[str, Variable] = {
     "gradient_verdict": Variable(
-        ("step",), "f", "verdict on the gradients", "1", "severity of the `GradientVerdict`; -1: not measured"
+        ("step",), "f", "gradient verdict", "1", "severity of the `GradientVerdict`; -1 if not measured"
     ),
     "wrong_parameters": Variable(
-        ("step",), "f", "wrong parameters", "1", "share of the parameters that get other gradients; NaN: not measured"
+        ("step",), "f", "wrong parameters", "1", "fraction of parameters with wrong gradients; NaN if not measured"
     ),
     "significant_bits": Variable(
-        ("step",), "f", "significant bits", "1", "of gradients that arrive in low precision; NaN: they do not"
+        ("step",), "f", "significant bits", "1", "of gradients received in low precision; NaN if none are"
     ),
-    "missing_rank": Variable(("step",), "f", "missing rank", "1", "first rank whose gradients are missing; NaN: none"),
+    "missing_rank": Variable(
+        ("step",), "f", "missing rank", "1", "first rank whose gradients are missing; NaN if there is none"
+    ),
     "missing_pass": Variable(
-        ("step",), "f", "missing pass", "1", "first backward pass of the step whose gradients are missing; NaN: none"
+        ("step",), "f", "missing backward pass", "1", "first one of the step whose gradients are missing; NaN if none"
     ),
     "receiving_rank": Variable(
-        ("step",), "f", "receiving rank", "1", "first rank whose optimizer gets wrong ones; NaN: all, or none"
+        ("step",), "f", "receiving rank", "1", "first rank that receives wrong gradients; NaN if all or none"
     ),
 }
 
-#: The effect of one update on the loss of fixed examples, see `workbench.probes.update_effect`.
+#: Effect of one update on the loss of fixed examples, see `workbench.probes.update_effect`.
 UPDATE: dict[str, Variable] = {
-    "loss_change": Variable(("step",), "f", "change of the loss", "nat", "on fixed examples, by this one update"),
+    "loss_change": Variable(("step",), "f", "loss change", "nat", "change on fixed examples by this update"),
     "predicted_loss_change": Variable(
-        ("step",), "f", "predicted change of the loss", "nat", "gradient on these examples times the change of weights"
+        ("step",), "f", "predicted loss change", "nat", "gradient on these examples times the change of the parameters"
     ),
 }
 
-#: What the alarms make of the watched signals, every 10 updates and at each alarm; see `workbench.Alarms`.
+#: Evidence of the alarms for a change of each signal, every 10 updates and at each alarm; see `workbench.Alarms`.
 EVIDENCE: dict[str, Variable] = {
     "evidence": Variable(
         ("step", "signal"),
         "f",
-        "evidence of a change over that of an alarm",
+        "evidence relative to an alarm",
         "1",
-        "largest since the last row, 1: an alarm; inf: not finite any more; NaN: not measured, or not judged yet",
+        "largest since the last row; 1 is an alarm, inf if the signal is not finite, NaN if not evaluated",
     ),
 }
 
-#: Parts of a run besides the scalars of each update; each part has its own steps. Alarms write the last one.
+#: Parts of a run in addition to the scalars of each update. Each part has its own steps; alarms write ``evidence``.
 PARTS: dict[str, dict[str, Variable]] = {
     "attention": ATTENTION,
     "router": ROUTER,
@@ -359,25 +387,25 @@ EVENTS: dict[str, Variable] = {
         "UT",
         "kind",
         "",
-        "what happened: divergence, started, finished, stopped, resumed, no spectra, kss, fault, setting, alarm, "
+        "one of divergence, started, finished, stopped, resumed, no spectra, kss, fault, setting, alarm, "
         "attribution, action, not recorded, not finite, gap",
     ),
-    "source": Variable(("event",), "UT", "source", "", "what showed it: loss, grad_norm, non-finite; or empty"),
-    "score": Variable(("event",), "f", "score", "1", "value that showed it; NaN: none"),
-    "message": Variable(("event",), "UT", "message", "", "one sentence for people"),
+    "source": Variable(("event",), "UT", "source", "", "its source, such as loss, grad_norm, non-finite; may be empty"),
+    "score": Variable(("event",), "f", "score", "1", "value that caused it; NaN if there is none"),
+    "message": Variable(("event",), "UT", "message", "", "one readable sentence"),
 }
 
 #: Place of an event; stores of older versions lack it.
 EVENT_PLACES: dict[str, Variable] = {
-    "layer": Variable(("event",), "i", "layer", "1", "block that it is about; -1: none in particular"),
-    "head": Variable(("event",), "i", "head", "1", "attention head that it is about; -1: none in particular"),
+    "layer": Variable(("event",), "i", "layer", "1", "layer of the event; -1 if there is none"),
+    "head": Variable(("event",), "i", "head", "1", "attention head of the event; -1 if there is none"),
 }
 
 _INTEGER = (int, np.integer)
 _FLOAT = (float, np.floating)
 _KIND_WORDS = {str: "text", _INTEGER: "an integer", _FLOAT: "a floating-point number"}
 
-#: Attributes that every spectra dataset carries, with the Python types they may have.
+#: Attributes of every spectra dataset and their Python types.
 SPECTRA_ATTRS: dict[str, type | tuple[type, ...]] = {
     "schema_version": _INTEGER,
     "subject": str,
@@ -399,7 +427,7 @@ SPECTRA_ATTRS: dict[str, type | tuple[type, ...]] = {
 
 
 def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
-    """Check that a dataset is a spectra dataset, and hand it back.
+    """Validate a spectra dataset and return it.
 
     Args:
         spectra: Dims ``layer`` and ``mode``, possibly preceded by ``step``, ``run`` or ``architecture``.
@@ -409,100 +437,127 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
 
     Raises:
         SchemaError: If a variable, dimension or attribute is missing or of another kind, if the schema is newer
-            than this version of the workbench, or if masses do not add up to one.
+            than this version of the workbench, or if the masses do not sum to 1.
 
     Example:
         >>> import numpy as np
         >>> import workbench as wb
         >>> states = np.random.default_rng(0).normal(size=(64, 4))
         >>> spectra = wb.koopman.whitened_dmd(states, 0.9 * states)
-        >>> wb.schema.validate_spectra(spectra) is spectra
-        True
+        >>> wb.schema.validate_spectra(spectra).sizes["layer"]
+        1
+
+    See Also:
+        `workbench.profile`: Computes spectra.
+        `workbench.koopman.whitened_dmd`: Computes the spectrum of one layer.
     """
     check_version(spectra)
     missing = [name for name in SPECTRA if name not in spectra]
     if missing:
         raise SchemaError(
-            f"This dataset is no spectra dataset: it lacks {', '.join(missing)}; make one with wb.profile() or "
-            "wb.koopman.whitened_dmd()."
+            f"The dataset is not a spectra dataset: it lacks {', '.join(missing)}; compute one with wb.profile() or "
+            "wb.koopman.whitened_dmd().",
+            name=missing[0],
+            expected="present in the dataset",
         )
     optional = {name: rule for name, rule in SPECTRA_COUNTS.items() if name in spectra}
     check_variables(spectra, SPECTRA | optional, CONCAT_DIMS)
     for name, kind in SPECTRA_ATTRS.items():
         if name not in spectra.attrs:
-            raise SchemaError(f"The spectra carry no attribute '{name}'; keep the attributes that wb.profile() wrote.")
-        if not isinstance(spectra.attrs[name], kind):
-            found, wanted = type(spectra.attrs[name]).__name__, _KIND_WORDS[kind]
             raise SchemaError(
-                f"Attribute '{name}' is of type {found}, expected {wanted}; keep it as wb.profile() wrote it."
+                f"The spectra have no attribute '{name}'; keep the attributes that wb.profile() wrote.",
+                name=name,
+                expected="an attribute of the spectra",
+            )
+        if not isinstance(spectra.attrs[name], kind):
+            found, expected = type(spectra.attrs[name]).__name__, _KIND_WORDS[kind]
+            raise SchemaError(
+                f"Attribute '{name}' is of type {found}, expected {expected}; keep the value that wb.profile() wrote.",
+                name=name,
+                value=spectra.attrs[name],
+                expected=expected,
             )
     if "layer_name" not in spectra.coords:
-        raise SchemaError("The spectra have no coordinate 'layer_name'; assign one name per layer.")
-    masses = [spectra[f"{name}_mass"] for name in ("near_unit", "expansive", "contractive", "intermediate")]
-    total = np.asarray(sum(masses))
-    if not np.allclose(total[np.isfinite(total)], 1.0, atol=1e-9):
-        raise SchemaError("The four mass fractions of a layer do not add up to 1; recompute them with wb.remeasure().")
+        raise SchemaError(
+            "The spectra have no coordinate 'layer_name'; assign one name per layer.",
+            name="layer_name",
+            expected="a coordinate of the spectra",
+        )
+    names = [f"{name}_mass" for name in ("near_unit", "expansive", "contractive", "intermediate")]
+    total = np.asarray(sum(spectra[name] for name in names))
+    total = total[np.isfinite(total)]
+    if not np.allclose(total, 1.0, atol=1e-9):
+        raise SchemaError(
+            "The four masses of a layer do not sum to 1; recompute them with wb.remeasure().",
+            name=", ".join(names),
+            value=float(total[np.argmax(np.abs(total - 1))]),
+            expected="fractions that sum to 1",
+        )
     return spectra
 
 
 def validate_monitors(monitors: xr.Dataset) -> xr.Dataset:
-    """Check that a dataset holds the monitors of one training run, and hand it back.
+    """Validate the monitors of a run and return them.
 
     Args:
-        monitors: Dim ``step``: variables of ``MONITORS``, as many as were recorded, and any others.
+        monitors: Dim ``step``: the recorded variables of ``MONITORS``, and any others.
 
     Returns:
         The same object.
 
     Raises:
-        SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or steps do not rise.
+        SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or the steps do not
+            increase.
 
     Example:
-        >>> import workbench as wb
         >>> import xarray as xr
+        >>> import workbench as wb
         >>> monitors = xr.Dataset({"loss": ("step", [2.0, 1.5])}, {"step": [0, 1]})
-        >>> wb.schema.validate_monitors(monitors) is monitors
-        True
+        >>> wb.schema.validate_monitors(monitors).sizes["step"]
+        2
+
+    See Also:
+        `workbench.read_log`: Reads monitors from a log.
+        `workbench.schema.validate_part`: Validates the other parts of a run.
     """
-    check_version(monitors)
-    if "step" not in monitors.coords:
-        raise SchemaError("The monitors have no coordinate 'step'; assign the step of each row.")
-    _check_rows(monitors, MONITORS)
+    _check_rows("monitors", monitors, MONITORS)
     return monitors
 
 
 def validate_part(part: str, data: xr.Dataset) -> xr.Dataset:
-    """Check that a dataset holds one of the parts that a recorder looks at, and hand it back.
+    """Validate a part of a run and return it.
 
     Args:
         part: A name in ``PARTS``.
-        data: Dim ``step`` and those of the part: its variables, as many as were recorded, and any others.
+        data: Dim ``step`` and those of the part: its recorded variables, and any others.
 
     Returns:
         The same object.
 
     Raises:
-        SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or steps do not rise.
+        SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or the steps do not
+            increase.
 
     Example:
-        >>> import workbench as wb
         >>> import xarray as xr
+        >>> import workbench as wb
         >>> part = xr.Dataset({"sharpness": ("step", [2.0])}, {"step": [0]})
-        >>> wb.schema.validate_part("curvature", part) is part
-        True
+        >>> wb.schema.validate_part("curvature", part).sizes["step"]
+        1
+
+    See Also:
+        `workbench.Recorder`: Records the parts.
+        `workbench.schema.validate_monitors`: Validates the monitors.
     """
-    check_version(data)
-    if "step" not in data.coords:
-        raise SchemaError(f"The part '{part}' has no coordinate 'step'; assign the step of each row.")
-    _check_rows(data, PARTS[part])
+    _check_rows(part, data, PARTS[part])
     return data
 
 
 def validate_events(events: xr.Dataset) -> xr.Dataset:
-    """Check that a dataset holds the events of one training run, and hand it back.
+    """Validate the events of a run and return them.
 
     Args:
-        events: Dim ``event``: every variable of ``EVENTS``, and those of ``EVENT_PLACES`` where there are any.
+        events: Dim ``event``: all variables of ``EVENTS``, and optionally those of ``EVENT_PLACES``.
 
     Returns:
         The same object.
@@ -513,29 +568,48 @@ def validate_events(events: xr.Dataset) -> xr.Dataset:
     Example:
         >>> import workbench as wb
         >>> events = wb.open_run(wb.samples.failed_run("architecture"))["events"].to_dataset()
-        >>> wb.schema.validate_events(events) is events
-        True
+        >>> wb.schema.validate_events(events)["kind"].values.tolist()
+        ['divergence']
+
+    See Also:
+        `workbench.schema.Event`: Describes one event.
     """
     check_version(events)
     missing = [name for name in EVENTS if name not in events]
     if missing:
-        raise SchemaError(f"The events lack {', '.join(missing)}; add them, with empty text or NaN where unknown.")
+        raise SchemaError(
+            f"The events lack {', '.join(missing)}; add them, with empty text or NaN where unknown.",
+            name=missing[0],
+            expected="present in the dataset",
+        )
     check_variables(events, EVENTS | {name: rule for name, rule in EVENT_PLACES.items() if name in events})
     return events
 
 
-def _check_rows(data: xr.Dataset, rules: Mapping[str, Variable]) -> None:
-    """Known variables follow their rules, and steps rise."""
+def _check_rows(part: str, data: xr.Dataset, rules: Mapping[str, Variable]) -> None:
+    """Raise if known variables do not follow their rules, or the steps do not increase."""
+    check_version(data)
+    if "step" not in data.coords:
+        raise SchemaError(
+            f"The part '{part}' has no coordinate 'step'; assign the step of each row.",
+            name="step",
+            expected="a coordinate of the part",
+        )
     check_variables(data, {name: rule for name, rule in rules.items() if name in data})
-    if (np.diff(data["step"].values) <= 0).any():
-        raise SchemaError("The steps of the monitors do not rise; sort the rows and drop repeated ones.")
+    if len(bad := np.flatnonzero(np.diff(data["step"].values) <= 0)):
+        raise SchemaError(
+            f"The steps of the part '{part}' do not increase; sort the rows and drop repeated ones.",
+            name="step",
+            value=data["step"].values[bad[0] + 1],
+            expected="increasing",
+        )
 
 
 def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims: tuple[str, ...] = ()) -> None:
-    """Variables follow their rules, perhaps along further dimensions.
+    """Raise if a variable has other dimensions than its rule, except for ``extra_dims``, or another kind.
 
     Raises:
-        SchemaError: If one has other dimensions or another kind.
+        SchemaError: Names the variable.
     """
     for name, rule in rules.items():
         variable = data[name]
@@ -543,30 +617,48 @@ def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims:
         if core != rule.dims:
             after = f" (after any of {extra_dims})" if extra_dims else ""
             raise SchemaError(
-                f"Variable '{name}' has dims {variable.dims}, expected {rule.dims}{after}; rename or transpose it."
+                f"Variable '{name}' has dims {variable.dims}, expected {rule.dims}{after}; rename or transpose it.",
+                name=name,
+                value=tuple(map(str, variable.dims)),
+                expected=f"of dims {rule.dims}{after}",
             )
         if variable.dtype.kind not in rule.kind:
             raise SchemaError(
-                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; convert it with astype()."
+                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; convert it with astype().",
+                name=name,
+                value=str(variable.dtype),
+                expected=f"of kind '{rule.kind}'",
             )
 
 
 def check_version(data: xr.Dataset | xr.DataTree) -> None:
-    """Refuse data that a newer version of the workbench wrote.
+    """Raise if data were written by a newer version of the workbench.
+
+    Args:
+        data: A dataset or a run.
 
     Raises:
-        SchemaError: If the data carry a higher schema version than ``SCHEMA_VERSION``.
+        SchemaError: If the schema version of the data exceeds ``SCHEMA_VERSION``.
 
     Example:
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("architecture"))
-        >>> wb.schema.check_version(run)  # no error
-        >>> bool(run.attrs["schema_version"] <= wb.schema.SCHEMA_VERSION)
-        True
+        >>> run.attrs["schema_version"] = 99
+        >>> try:
+        ...     wb.schema.check_version(run)
+        ... except wb.errors.SchemaError as error:
+        ...     error.name, error.value
+        ('schema_version', 99)
+
+    See Also:
+        `workbench.open_run`: Checks the version of a run.
     """
     version = data.attrs.get("schema_version")
     if version is not None and int(version) > SCHEMA_VERSION:
         raise SchemaError(
-            f"The data follow schema version {int(version)}, this workbench reads up to {SCHEMA_VERSION}; "
-            "update the workbench."
+            f"The data follow schema version {int(version)}, but this workbench reads up to {SCHEMA_VERSION}; "
+            "update the workbench.",
+            name="schema_version",
+            value=int(version),
+            expected=f"at most {SCHEMA_VERSION}",
         )

@@ -1,6 +1,6 @@
-"""Every word that a result may have as its status: one enum a question, with the very strings that files hold.
+"""Statuses of results, as enums whose values are the strings stored in files.
 
-A member is a ``str``, so what is read back from a file compares equal to it.
+Members are strings, so values read from a file compare equal to them.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from enum import IntEnum, StrEnum
 
 
 class Verdict(StrEnum):
-    """The verdict of an assessment, from best to worst.
+    """Verdicts of an assessment, from best to worst.
 
-    "cannot say": nothing that was measured failed, but what was measured does not say that the design will train.
+    "cannot say": no measurement failed, but the measurements do not show that the design will train.
     """
 
     PROCEED = "proceed"
@@ -21,48 +21,48 @@ class Verdict(StrEnum):
 
     @property
     def severity(self) -> int:
-        """0 for the best, rising."""
+        """Rank from 0, the best verdict."""
         return list(Verdict).index(self)
 
     @property
     def exit_status(self) -> int:
-        """The exit status of ``workbench assess``; see `ExitStatus` for those that are no verdict."""
+        """Exit status of ``workbench assess``; `ExitStatus` lists the others."""
         return {Verdict.PROCEED: 0, Verdict.AT_RISK: 1, Verdict.REFUSE: 2, Verdict.CANNOT_SAY: 4}[self]
 
 
 class ExitStatus(IntEnum):
-    """Exit statuses of every command that are no verdict."""
+    """Exit statuses of all commands, other than those of verdicts."""
 
     BAD_INPUT = 3
-    #: The workbench itself failed.
+    #: An internal error of the workbench.
     BROKEN = 5
-    #: Ctrl-C, as shells count it.
+    #: Ctrl-C, by the convention of shells.
     INTERRUPTED = 130
 
 
 class CriterionState(StrEnum):
-    """The state of a number relative to its limits, for criteria, failure modes and hazards; from best to worst."""
+    """State of a measurement relative to its limits, for criteria, failure modes and hazards; from best to worst."""
 
     HEALTHY = "healthy"
     AT_RISK = "at risk"
     FAILING = "failing"
-    #: Stands beside the others, and says nothing.
+    #: Not part of the order.
     NOT_MEASURED = "not measured"
 
     @property
     def severity(self) -> int:
-        """0: healthy, 1: at risk, 2: failing; -1: not measured."""
+        """Severity: 0 healthy, 1 at risk, 2 failing, -1 not measured."""
         return -1 if self is CriterionState.NOT_MEASURED else list(CriterionState).index(self)
 
 
-#: The states that speak against a plan.
+#: States that are evidence against a plan.
 BAD_STATES = (CriterionState.AT_RISK, CriterionState.FAILING)
-#: The order of tables: the worst first, and what was not measured last.
+#: Order of rows in tables: the worst first, and "not measured" last.
 WORST_FIRST = tuple(sorted(CriterionState, key=lambda state: -state.severity))
 
 
 class DecisionKind(StrEnum):
-    """The kinds of decisions of an assessment, in the order in which to act."""
+    """Kinds of decisions of an assessment, in the order in which to act on them."""
 
     PROCEED = "proceed"
     MEASURE = "measure"
@@ -73,18 +73,18 @@ class DecisionKind(StrEnum):
 
 
 class RunState(StrEnum):
-    """The state of a recorded run, from its store."""
+    """State of a recorded run, as read from its store."""
 
     RUNNING = "running"
     FINISHED = "finished"
     STOPPED = "stopped"
     DIVERGED = "diverged"
-    #: An error ended it.
+    #: Ended by an error.
     INTERRUPTED = "interrupted"
 
 
 class CoordinateState(StrEnum):
-    """The result of a coordinate check: the behaviour of updates with growing width."""
+    """Result of a coordinate check: the behavior of updates as the width increases."""
 
     PASSES = "passes"
     GROWS = "grows"
@@ -94,32 +94,32 @@ class CoordinateState(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """The way in which a run failed, from its loss."""
+    """Way in which a run failed, as shown by its loss."""
 
     DIVERGED = "diverged"
-    #: The loss rose above where it had been, and stayed or came back.
+    #: The loss rose above its previous level, with or without a return to it.
     SPIKE = "spike"
-    #: Neither: if the run failed, then by learning too little.
+    #: Neither of the two: if the run failed, it learned too little.
     STALLED = "stalled"
 
 
 class CauseKind(StrEnum):
-    """Kinds of causes, the most common first."""
+    """Kinds of causes of a failure, the most common first."""
 
     HYPERPARAMETER = "hyperparameter"
     ARCHITECTURE = "architecture"
     PRECISION = "precision"
     ROUTING = "routing"
     DATA = "data"
-    #: Nothing is wrong.
+    #: There is no fault.
     NONE = "none"
 
 
 class SymptomKind(StrEnum):
-    """The source of a symptom."""
+    """Source of a symptom."""
 
-    #: What the run did: loss, gradients, spectra, attention.
+    #: Measurements of the run: loss, gradients, spectra, attention.
     MECHANISM = "mechanism"
-    #: Learning rate and batch size, as every step records them.
+    #: Learning rate and batch size, as recorded at every step.
     LOG = "log"
     CONFIGURATION = "configuration"

@@ -1,4 +1,4 @@
-"""The variables of a dataset of weight spectra: dimensions, units, meaning, and the check that a dataset has them."""
+"""Variables of a dataset of weight spectra: dimensions, units, meaning, and their validation."""
 
 from __future__ import annotations
 
@@ -12,73 +12,75 @@ if TYPE_CHECKING:
 
 _MATRIX = ("matrix",)
 
-#: Per weight matrix W with N = its longer and M = its shorter side; eigenvalues are those of W'W / N.
+#: Measures of a weight matrix W with longer side N and shorter side M; eigenvalues are those of W'W / N.
 WEIGHTS: dict[str, Variable] = {
     "singular_value": Variable(
-        ("matrix", "value"), "f", "singular value", "1", "of W, largest first; NaN: the matrix has fewer"
+        ("matrix", "value"), "f", "singular value", "1", "of W, largest first; NaN beyond the shorter side of W"
     ),
     "frobenius_norm": Variable(_MATRIX, "f", "Frobenius norm", "1", "root of the sum of squares of all entries"),
     "spectral_norm": Variable(_MATRIX, "f", "spectral norm", "1", "largest singular value"),
-    "stable_rank": Variable(_MATRIX, "f", "stable rank", "1", "|W|_F^2 / |W|_2^2; NaN: the matrix is zero"),
+    "stable_rank": Variable(_MATRIX, "f", "stable rank", "1", "|W|_F^2 / |W|_2^2; NaN if W is zero"),
     "effective_rank": Variable(
-        _MATRIX, "f", "effective rank", "1", "exp of the entropy of s / sum s; NaN: the matrix is zero"
+        _MATRIX, "f", "effective rank", "1", "exp of the entropy of s / sum s; NaN if W is zero"
     ),
     "alpha": Variable(
         _MATRIX,
         "f",
         "power-law exponent alpha",
         "1",
-        "of the tail of the eigenvalue density; NaN: fewer than 50 eigenvalues above 0, or all are equal",
+        "of the tail of the eigenvalue density; NaN if fewer than 50 eigenvalues are positive, or all are equal",
     ),
     "alpha_error": Variable(
-        _MATRIX, "f", "standard error of alpha", "1", "(alpha - 1) / sqrt(n_tail); NaN: alpha is NaN"
+        _MATRIX, "f", "standard error of alpha", "1", "(alpha - 1) / sqrt(n_tail); NaN where alpha is"
     ),
     "ks_distance": Variable(
-        _MATRIX, "f", "Kolmogorov-Smirnov distance D", "1", "between tail and fitted power law; NaN: alpha is NaN"
+        _MATRIX, "f", "Kolmogorov-Smirnov distance D", "1", "between tail and fitted power law; NaN where alpha is"
     ),
     "tail_start": Variable(
-        _MATRIX, "f", "start of the tail", "1", "smallest eigenvalue of the tail; NaN: alpha is NaN"
+        _MATRIX, "f", "start of the tail", "1", "smallest eigenvalue of the tail; NaN where alpha is"
     ),
-    "n_tail": Variable(_MATRIX, "f", "eigenvalues in the tail", "1", "from tail_start on; NaN: alpha is NaN"),
+    "n_tail": Variable(_MATRIX, "f", "eigenvalues in the tail", "1", "from tail_start on; NaN where alpha is"),
     "bulk_variance": Variable(
         _MATRIX,
         "f",
         "bulk variance",
         "1",
-        "variance of the entries of a random matrix with the same median eigenvalue; NaN: fewer than 50 "
-        "eigenvalues, or the matrix is zero",
+        "variance of the entries of a random matrix with the same median eigenvalue; NaN if there are fewer than 50 "
+        "eigenvalues, or W is zero",
     ),
     "bulk_edge": Variable(
         _MATRIX,
         "f",
         "edge of the bulk",
         "1",
-        "99 % quantile of the largest eigenvalue of such a random matrix; NaN: bulk_variance is NaN",
+        "99 % quantile of the largest eigenvalue of such a random matrix; NaN where bulk_variance is",
     ),
     "n_spikes": Variable(
-        _MATRIX, "f", "spikes", "1", "eigenvalues above the edge of the bulk; NaN: bulk_variance is NaN"
+        _MATRIX, "f", "spikes", "1", "eigenvalues above the edge of the bulk; NaN where bulk_variance is"
     ),
 }
 
-#: Present only in the spectra of a difference of two checkpoints.
+#: Present only if the spectra are those of the difference of two checkpoints.
 WEIGHT_CHANGES: dict[str, Variable] = {
     "relative_change": Variable(
-        _MATRIX, "f", "relative change", "1", "|W - W_ref|_F / |W_ref|_F; NaN: the reference matrix is zero"
+        _MATRIX, "f", "relative change", "1", "|W - W_ref|_F / |W_ref|_F; NaN if W_ref is zero"
     ),
 }
 
 #: Coordinates of the matrices; ``matrix`` itself is the name of the tensor, with [i] for expert i of a stack.
 WEIGHT_COORDS: dict[str, Variable] = {
-    "matrix": Variable(_MATRIX, "UT", "matrix", "", "name of the tensor; [i]: matrix i of a stack of experts"),
-    "layer": Variable(_MATRIX, "i", "layer", "1", "number of the layer that the name states; -1: none"),
-    "role": Variable(_MATRIX, "UT", "role", "", "role that the name states, such as attention query; empty: unknown"),
+    "matrix": Variable(_MATRIX, "UT", "matrix", "", "name of the tensor; with [i] for matrix i of a stack of experts"),
+    "layer": Variable(_MATRIX, "i", "layer", "1", "index of the layer in the name; -1 if there is none"),
+    "role": Variable(
+        _MATRIX, "UT", "role", "", "role according to the name, such as attention query; empty if unknown"
+    ),
     "n_rows": Variable(_MATRIX, "i", "rows", "1", "of the matrix, a convolution flattened to (out, in * kernel)"),
     "n_columns": Variable(_MATRIX, "i", "columns", "1", "of the matrix, a convolution flattened to (out, in * kernel)"),
 }
 
 
 def validate_weights(weights: xr.Dataset) -> xr.Dataset:
-    """Check that a dataset holds weight spectra, and hand it back.
+    """Validate a dataset of weight spectra and return it.
 
     Args:
         weights: Dims ``matrix`` and ``value``, possibly preceded by ``step``, ``run`` or ``architecture``.
@@ -94,15 +96,20 @@ def validate_weights(weights: xr.Dataset) -> xr.Dataset:
         >>> import torch
         >>> import workbench as wb
         >>> weights = wb.weights.weight_spectra(torch.nn.Linear(64, 64), progress=False)
-        >>> wb.schema.validate_weights(weights) is weights
-        True
+        >>> wb.schema.validate_weights(weights).sizes["matrix"]
+        1
+
+    See Also:
+        `workbench.weights.weight_spectra`: Computes weight spectra.
     """
     check_version(weights)
     missing = [name for name in (*WEIGHTS, *WEIGHT_COORDS) if name not in weights.variables]
     if missing:
         raise SchemaError(
-            f"This dataset holds no weight spectra: it lacks {', '.join(missing)}; make one with "
-            "wb.weights.weight_spectra()."
+            f"The dataset does not hold weight spectra: it lacks {', '.join(missing)}; compute them with "
+            "wb.weights.weight_spectra().",
+            name=missing[0],
+            expected="present in the dataset",
         )
     optional = {name: rule for name, rule in WEIGHT_CHANGES.items() if name in weights}
     check_variables(weights, WEIGHTS | WEIGHT_COORDS | optional, CONCAT_DIMS)

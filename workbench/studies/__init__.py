@@ -1,4 +1,4 @@
-"""Evaluate recorded data: outcomes of sweeps, early warnings, comparisons, published figures, samples."""
+"""Evaluation of recorded data: outcomes of sweeps, early warnings, comparisons, published figures and samples."""
 
 from workbench.lazy_names import attach_stub
 

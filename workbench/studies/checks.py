@@ -1,4 +1,4 @@
-"""What the probes of a run have checked: each measurement, and whether it was sound."""
+"""Measurements of the probes of a run, and whether each passed its check."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ __all__ = ["Check", "checks_of"]
 
 
 def checks_of(run: xr.DataTree) -> list[Check]:
-    """Every measurement of the probes of arithmetic and gradients in a run, by rising step, as the alarms judge it.
+    """Return every measurement of the probes of arithmetic and gradients in a run, as evaluated by the alarms.
 
     Args:
         run: A run; it may have no probes.
+
+    Returns:
+        The measurements by increasing step.
 
     Example:
         >>> import workbench as wb

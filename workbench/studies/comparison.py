@@ -1,4 +1,4 @@
-"""Compare architectures as data: each run at one step, with the published figures."""
+"""Comparison of architectures: the spectra of each run at one step, with the published figures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from workbench.studies import published as papers
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Measures without meaning while a layer is the identity; averaged over the informative layers.
+#: Measures that have no meaning while a layer is the identity; averaged over the informative layers.
 SPECTRAL = (*MASSES, "spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "kreiss_constant")
-#: Measures of a layer that hold in any case; averaged over all layers.
+#: Measures that are meaningful for every layer; averaged over all layers.
 ENERGETIC = ("energy_gain", "update_norm")
 SOURCES = ("ours", "published")
 
@@ -29,11 +29,13 @@ _BOTH = ("architecture", "source")
 #: Variables of `compare` in addition to the measures of the schema.
 VARIABLES: dict[str, Variable] = {
     **{name: Variable(_BOTH, "f", long_name, "1", meaning) for name, (long_name, meaning) in papers.SHARES.items()},
-    "is_informative": Variable(_OURS, "b", "informative", "1", "at least one layer's update says anything"),
-    "has_diverged": Variable(
-        _OURS, "b", "diverged", "1", "the events hold a divergence; where divergence_rate is NaN, nothing was watched"
+    "is_informative": Variable(
+        _OURS, "b", "informative", "1", "whether the update of at least one layer is informative"
     ),
-    "divergence_step": Variable(_OURS, "f", "step of divergence", "1", "first divergence; NaN: none"),
+    "has_diverged": Variable(
+        _OURS, "b", "diverged", "1", "whether a divergence was recorded; unknown where divergence_rate is NaN"
+    ),
+    "divergence_step": Variable(_OURS, "f", "step of divergence", "1", "first divergence; NaN if there is none"),
     "final_loss": Variable(_OURS, "f", "final loss", "nat", "mean over the last tenth of the recorded losses"),
     "final_accuracy": Variable(
         _OURS, "f", "final accuracy", "1", "mean over the last tenth of the recorded accuracies"
@@ -41,15 +43,15 @@ VARIABLES: dict[str, Variable] = {
     "best_accuracy": Variable(_OURS, "f", "best accuracy", "1", "largest recorded accuracy"),
 }
 _COORDS: dict[str, Variable] = {
-    "step": Variable(_OURS, "f", "step", "1", "optimizer updates before the spectra; NaN: the data name no step"),
+    "step": Variable(_OURS, "f", "step", "1", "optimizer updates before the spectra; NaN if unknown"),
     "n_layers": Variable(_OURS, "i", "layers", "1", "number of layers"),
-    "n_informative": Variable(_OURS, "i", "informative layers", "1", "layers that the spectral measures average over"),
+    "n_informative": Variable(_OURS, "i", "informative layers", "1", "layers in the spectral averages"),
     "rank": Variable(
-        _OURS, "f", "rank", "1", "modes used, mean over layers; M depends on it, so compare at equal rank"
+        _OURS, "f", "rank", "1", "modes used, mean over layers; M depends on it, so compare runs of equal rank"
     ),
 }
 
-#: Other names of published rows, as `_plain` writes them.
+#: Further names of published rows, normalized by `_plain`.
 _ALIASES = {"none": "No-Norm"}
 
 
@@ -59,33 +61,37 @@ def compare(
     at: int | str = "first",
     published: Mapping[str, str] | bool = True,
 ) -> xr.Dataset:
-    """Compare architectures with each other, and with the published figures (RKSP, architecture tables).
+    """Compare architectures with each other and with the published figures (RKSP, architecture tables).
 
     Args:
-        runs: Run by name: a tree with ``spectra`` (dims ``layer``, ``mode``, possibly ``step``) and, if it was trained,
-            ``monitors`` and ``events``; or a spectra dataset alone.
-        at: Step of the spectra: ``"first"``, ``"last"``, or a number; the latest recorded step up to that number is
-            taken, as the coordinate ``step`` shows.
-        published: True finds the published row by the run's name, ignoring case and punctuation ("pre_ln" is
-            "Pre-LN"); a mapping from names of runs to names of `published.architectures` has precedence; False leaves
-            the published figures out.
+        runs: Name -> run: a tree with ``spectra`` (dims ``layer``, ``mode``, possibly ``step``) and, if it was trained,
+            ``monitors`` and ``events``; or a dataset of spectra.
+        at: Step of the spectra: ``"first"``, ``"last"``, or a number, which selects the latest recorded step up to that
+            number. The coordinate ``step`` holds the selected step.
+        published: True finds the published row by the name of the run, ignoring case and punctuation ("pre_ln" matches
+            "Pre-LN"). A mapping from names of runs to names of `workbench.published.architectures` has precedence.
+            False omits the published figures.
 
     Returns:
-        Dataset with dims ``architecture`` (in the order given) and ``source`` ("ours", "published").
-        By both dims, NaN where unknown: the measures of a layer, averaged over layers as in the paper, and
-        ``reliable_fraction``, ``divergence_rate`` (ours: 0 or 1, of this one run).
-        The published figures are those at initialization, for any ``at``. By ``architecture``, ours only:
-        ``is_informative``, ``has_diverged``, ``divergence_step``, ``final_loss``, ``final_accuracy``,
-        ``best_accuracy``; coordinates ``step``, ``n_layers``, ``n_informative``, ``rank`` and ``published_as`` (empty:
-        no row). Every variable has ``long_name``, ``units`` and ``meaning``.
-        Layers whose update is too small to be informative (an identity initialization has M = 1 and no risk) are left
-        out of the spectral averages, which are NaN where no layer is left; ``energy_gain`` and ``update_norm`` average
-        over all. A measure that is infinite in one layer is infinite.
-        A run with monitors and no divergence among its events counts as not diverged.
+        Dataset with dims ``architecture`` (in the given order) and ``source`` ("ours", "published"). Every variable has
+        ``long_name``, ``units`` and ``meaning``.
+
+        - By both dims, NaN where unknown: the measures of a layer, averaged over layers as in the paper, and
+          ``reliable_fraction`` and ``divergence_rate`` (ours: 0 or 1, for this run). The published figures are those at
+          initialization, for any ``at``.
+        - By ``architecture``, ours only: ``is_informative``, ``has_diverged``, ``divergence_step``, ``final_loss``,
+          ``final_accuracy``, ``best_accuracy``.
+        - Coordinates: ``step``, ``n_layers``, ``n_informative``, ``rank`` and ``published_as`` (empty if no row
+          matches).
+
+        Layers whose update is too small to be informative (an identity initialization has M = 1 and no risk) are
+        excluded from the spectral averages, which are NaN if no layer remains; ``energy_gain`` and ``update_norm`` are
+        averaged over all layers. A measure that is infinite in one layer is infinite. A run with monitors and without a
+        recorded divergence counts as converged.
 
     Raises:
-        SchemaError: If there is no run, one has no spectra or does not follow the schema, or a published name is not
-            known.
+        SchemaError: If there is no run, a run has no spectra or does not follow the schema, or a published name is
+            unknown.
         OptionError: If a run has no such step, or the runs were measured with different thresholds.
 
     Example:
@@ -96,27 +102,35 @@ def compare(
         >>> comparison = wb.compare({"Pre-LN": spectra})
         >>> comparison["near_unit_mass"].sel(architecture="Pre-LN").to_series().to_dict()
         {'ours': 1.0, 'published': 0.16}
+
+    See Also:
+        `workbench.profile`: Measures the spectra of a model.
+        `workbench.published.architectures`: The published figures.
+        `workbench.remeasure`: Applies other thresholds to measured spectra.
     """
-    _refuse_models(runs)
+    _require_measured(runs)
     trees = named_runs(runs)
     spectra = {name: at_step(spectra_of(tree), at, name=name) for name, tree in trees.items()}
     return compare_checked(trees, spectra, published=published).assign_attrs(at=str(at))
 
 
-def _refuse_models(runs: Any) -> None:
-    """Refuse models, whose spectra have not been measured.
+def _require_measured(runs: Any) -> None:
+    """Raise an error if a run is a model whose spectra have not been measured.
 
     Raises:
-        SchemaError: If there is one, with the call that measures it.
+        SchemaError: If there is one; the message shows the call that measures it.
     """
     from torch import nn
 
     for name, run in (runs if isinstance(runs, Mapping) else {"mine": runs}).items():
         if isinstance(run, Subject | nn.Module):
-            what = f"'{name}'" if isinstance(runs, Mapping) else "That"
+            what = f"'{name}'" if isinstance(runs, Mapping) else "The argument"
             raise SchemaError(
-                f"{what} is a model, but spectra are compared; measure them first: "
-                f"wb.compare({{'{name}': wb.profile(model, inputs)}})."
+                f"{what} is a model, but wb.compare() compares spectra; measure them first: "
+                f"wb.compare({{'{name}': wb.profile(model, inputs)}}).",
+                name="runs",
+                value=name,
+                expected="runs or spectra by name",
             )
 
 
@@ -126,18 +140,18 @@ def compare_checked(
     *,
     published: Mapping[str, str] | bool = True,
 ) -> xr.Dataset:
-    """Like `compare`, for runs that are known to follow the schema.
+    """Compare runs that are known to follow the schema; see `compare`.
 
     Args:
         runs: Runs from `named_runs`, with their outcomes.
-        spectra: Spectra of each run, at one step and of the selected layers, at least one; dims ``layer`` and ``mode``.
+        spectra: Spectra of each run at one step and for at least one selected layer; dims ``layer`` and ``mode``.
         published: As in `compare`.
 
     Returns:
-        As `compare`, without the attribute ``at``.
+        The dataset of `compare` without the attribute ``at``.
 
     Raises:
-        SchemaError: If a published name is not known.
+        SchemaError: If a published name is unknown.
         OptionError: If the runs were measured with different thresholds.
     """
     import xarray as xr
@@ -164,7 +178,7 @@ def compare_checked(
 
 
 def _check_thresholds(spectra: Mapping[str, xr.Dataset]) -> None:
-    """Refuse spectra of different thresholds, whose masses are not comparable."""
+    """Raise an error if the spectra have different thresholds, because their masses are not comparable."""
     names = list(spectra)
     for name in names[1:]:
         here, there = _threshold_attrs(spectra[names[0]]), _threshold_attrs(spectra[name])
@@ -172,7 +186,10 @@ def _check_thresholds(spectra: Mapping[str, xr.Dataset]) -> None:
             if there[key] != value:
                 raise OptionError(
                     f"'{names[0]}' was measured with {key} {value:g} and '{name}' with {there[key]:g}; "
-                    "apply wb.remeasure() with the same thresholds first."
+                    "apply wb.remeasure() with the same thresholds first.",
+                    name=key,
+                    value=(value, there[key]),
+                    expected="the same for all runs",
                 )
 
 
@@ -181,16 +198,26 @@ def _threshold_attrs(spectra: xr.Dataset) -> dict[str, float]:
 
 
 def _published_rows(names: list[str], published: Mapping[str, str] | bool) -> dict[str, str]:
-    """Run -> name of its published row; empty where there is none."""
+    """Return run -> name of its published row, which is empty if there is none."""
     if published is False:
         return dict.fromkeys(names, "")
     known = papers.architectures()["architecture"].values.tolist()
     given = published if isinstance(published, Mapping) else {}
     for run, row in given.items():
         if run not in names:
-            raise SchemaError(f"published names the run '{run}', which is not there; the runs are {', '.join(names)}.")
+            raise SchemaError(
+                f"published= names the run '{run}', but the runs are {', '.join(names)}; use one of these names.",
+                name="published",
+                value=run,
+                expected=tuple(names),
+            )
         if row not in known:
-            raise SchemaError(f"Nothing is published under the name '{row}'; choose from {', '.join(known)}.")
+            raise SchemaError(
+                f"There are no published figures for '{row}'; choose from {', '.join(known)}.",
+                name="published",
+                value=row,
+                expected=tuple(known),
+            )
     found = {_plain(name): name for name in known} | _ALIASES
     return {name: given.get(name) or found.get(_plain(name), "") for name in names}
 
@@ -200,12 +227,12 @@ def _plain(name: str) -> str:
 
 
 def _averages(spectra: xr.Dataset) -> dict[str, float | int | bool]:
-    """The means over layers of one run at one step, and the number of averaged layers."""
+    """Return the means over layers of one run at one step, and the number of averaged layers."""
     informative = spectra["is_informative"].values.astype(bool)
     exists = np.isfinite(spectra["eigenvalue"].transpose("layer", "mode").values)
     reliable = spectra["is_reliable"].transpose("layer", "mode").values & exists
-    share = reliable.sum(1) / np.where(exists.any(1), exists.sum(1), np.nan)
-    spectral = {name: spectra[name].values.astype(float) for name in SPECTRAL} | {"reliable_fraction": share}
+    fraction = reliable.sum(1) / np.where(exists.any(1), exists.sum(1), np.nan)
+    spectral = {name: spectra[name].values.astype(float) for name in SPECTRAL} | {"reliable_fraction": fraction}
     return {
         **{name: _mean(values[informative]) for name, values in spectral.items()},
         **{name: _mean(spectra[name].values.astype(float)) for name in ENERGETIC},
@@ -218,16 +245,16 @@ def _averages(spectra: xr.Dataset) -> dict[str, float | int | bool]:
 
 
 def _outcome(run: xr.DataTree) -> dict[str, float | bool]:
-    """The outcome of one run; NaN where it was not recorded."""
+    """Return the outcome of one run; NaN where it was not recorded."""
     monitors = run["monitors"].to_dataset() if "monitors" in run.children else {}
     step = divergence_step(run)
-    was_watched = "monitors" in run.children or "events" in run.children
+    was_recorded = "monitors" in run.children or "events" in run.children
     values = {name: monitors[name].values if name in monitors else np.zeros(0) for name in ("loss", "accuracy")}
     accuracy = values["accuracy"][np.isfinite(values["accuracy"])]
     return {
         "has_diverged": step is not None,
         "divergence_step": np.nan if step is None else float(step),
-        "divergence_rate": float(step is not None) if was_watched else np.nan,
+        "divergence_rate": float(step is not None) if was_recorded else np.nan,
         "final_loss": _final(values["loss"]),
         "final_accuracy": _final(accuracy),
         "best_accuracy": float(accuracy.max()) if len(accuracy) else np.nan,
@@ -235,13 +262,13 @@ def _outcome(run: xr.DataTree) -> dict[str, float | bool]:
 
 
 def _final(values: np.ndarray) -> float:
-    """Mean over the last tenth of the recorded values, at least one; NaN entries are ignored."""
+    """Return the mean over the last tenth of the recorded values, at least one; NaN entries are ignored."""
     recorded = values[~np.isnan(values)]
     return _mean(recorded[-max(1, len(recorded) // 10) :])
 
 
 def _mean(values: np.ndarray) -> float:
-    """Mean of the values that are defined; NaN if there are none."""
+    """Return the mean of the values that are not NaN; NaN if there are none."""
     defined = values[~np.isnan(values)]
     return float(defined.mean()) if len(defined) else np.nan
 

@@ -1,6 +1,16 @@
-"""Evaluate a recorded study of alarms: delays from the onset of a fault, causes named, and false alarms.
+"""Evaluation of a recorded study of alarms: delays from the onset of a fault, named causes, and false alarms.
 
-Every function takes the table of `workbench.samples.early_warning`, or one made like it.
+Every function takes the table of `workbench.samples.early_warning`, or one with the same columns.
+
+Example:
+    >>> import workbench as wb
+    >>> runs = wb.early_warning.of_set(wb.samples.early_warning(), "locked")
+    >>> wb.early_warning.goals(runs)["goal"].values[0].item()
+    'alarm within 50 steps of the onset'
+
+See Also:
+    `workbench.samples.early_warning`: The recorded study.
+    `workbench.Alarms`: The alarms that the study evaluates.
 """
 
 from __future__ import annotations
@@ -18,22 +28,23 @@ if TYPE_CHECKING:
 
 __all__ = ["by_kind", "delays", "false_alarms", "goals", "harmful", "of_set", "subtle"]
 
-#: Detectors that are compared -> column of their first alarm from the onset on.
+#: Compared detectors -> column with the step of their first alarm from the onset on.
 DETECTORS = {"all alarms": "first_step", "loss alone": "loss_step", "gradient norm alone": "grad_norm_step"}
-#: Harm that comes more than this many steps after the onset makes a fault subtle.
+#: A fault is subtle if it harms the run only more than this many steps after its onset.
 SUBTLE = 500
-#: Steps in which a fault should be found.
+#: Number of steps from the onset within which a fault should be found.
 SOON = 50
 _PER_STEPS = 100_000
 _N_BOOTSTRAP = 1000
 
 
 def of_set(runs: xr.Dataset, *names: str) -> xr.Dataset:
-    """The runs of some sets.
+    """Return the runs of the given sets.
 
     Args:
         runs: The table.
-        *names: Sets, such as ``"locked"``, which neither detectors nor thresholds have seen.
+        *names: Names of sets, such as the test set (``"locked"``), which was used neither for detectors nor for
+            thresholds.
 
     Raises:
         OptionError: If there is no such set.
@@ -43,20 +54,23 @@ def of_set(runs: xr.Dataset, *names: str) -> xr.Dataset:
         >>> locked = wb.early_warning.of_set(wb.samples.early_warning(), "locked")
         >>> set(locked["set"].values.tolist())
         {'locked'}
+
+    See Also:
+        `workbench.early_warning.goals`: Evaluates the runs of a set.
     """
     _need(runs, "set")
     known = sorted(set(runs["set"].values.tolist()))
     for name in names:
         if name not in known:
-            raise OptionError(f"There is no set '{name}' in this table, expected some of {', '.join(known)}.")
+            raise OptionError.of("set", name, tuple(known))
     return runs.isel(run=np.flatnonzero(np.isin(runs["set"].values, names)))
 
 
 def harmful(runs: xr.Dataset) -> xr.DataArray:
-    """Which runs were harmed by a fault that the logged settings do not give away; bool, dim ``run``.
+    """Return which runs were harmed by a fault that the logged settings do not reveal, bool with dim ``run``.
 
-    A run is harmed if it diverged, or if its loss was visibly worse than that of the same run without the fault: by
-    three deviations of a mean over 50 steps, when it ended.
+    A run is harmed if it diverged, or if at its end the loss exceeded that of the same run without the fault by three
+    standard deviations of a mean over 50 steps.
 
     Args:
         runs: The table.
@@ -69,13 +83,18 @@ def harmful(runs: xr.Dataset) -> xr.DataArray:
         >>> runs = wb.samples.early_warning()
         >>> bool((runs["kind"][wb.early_warning.harmful(runs)] != "").all())
         True
+
+    See Also:
+        `workbench.early_warning.subtle`: The runs that were harmed late.
     """
     _need(runs, "start", "is_harmful", "settings_show_it")
     return runs["start"].notnull() & runs["is_harmful"] & ~runs["settings_show_it"]
 
 
 def subtle(runs: xr.Dataset) -> xr.DataArray:
-    """Which runs were harmed late: more than 500 steps after the onset, or without a fault; bool, dim ``run``.
+    """Return which runs were harmed late, bool with dim ``run``.
+
+    Late means more than 500 steps after the onset of the fault, or without a fault.
 
     Args:
         runs: The table.
@@ -88,6 +107,9 @@ def subtle(runs: xr.Dataset) -> xr.DataArray:
         >>> runs = wb.samples.early_warning()
         >>> bool(runs["is_harmful"][wb.early_warning.subtle(runs)].all())
         True
+
+    See Also:
+        `workbench.early_warning.harmful`: All runs that were harmed.
     """
     _need(runs, "harm_step", "kind")
     is_late = (runs["kind"] == "late") & runs["is_harmful"]
@@ -95,15 +117,15 @@ def subtle(runs: xr.Dataset) -> xr.DataArray:
 
 
 def delays(runs: xr.Dataset, *, detector: str = "all alarms") -> xr.DataArray:
-    """Steps from the onset of the fault to the first alarm; dim ``run``.
+    """Return the number of steps from the onset of the fault to the first alarm, dim ``run``.
 
     Args:
         runs: The table.
-        detector: ``"all alarms"``, ``"loss alone"`` or ``"gradient norm alone"``, each with the whole rate of false
-            alarms.
+        detector: ``"all alarms"``, ``"loss alone"`` or ``"gradient norm alone"``, each with the same total rate of
+            false alarms.
 
     Returns:
-        Steps; NaN where there is no fault or no alarm.
+        Number of steps; NaN if there is no fault or no alarm.
 
     Raises:
         SchemaError: If the table lacks a column.
@@ -114,9 +136,12 @@ def delays(runs: xr.Dataset, *, detector: str = "all alarms") -> xr.DataArray:
         >>> runs = wb.samples.early_warning()
         >>> bool((wb.early_warning.delays(runs).dropna("run") >= 0).all())
         True
+
+    See Also:
+        `workbench.early_warning.by_kind`: Median delays by kind of fault.
     """
     if detector not in DETECTORS:
-        raise OptionError(f"There is no detector '{detector}', expected one of {', '.join(DETECTORS)}.")
+        raise OptionError.of("detector", detector, tuple(DETECTORS))
     _need(runs, "start", DETECTORS[detector])
     return runs[DETECTORS[detector]] - runs["start"]
 
@@ -128,8 +153,8 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
         runs: The table.
 
     Returns:
-        Dataset with dim ``detector``: ``n_alarms``, ``n_steps``, ``rate`` for 100,000 steps, and ``low`` and ``high``,
-        its 95 % interval if false alarms come independently (Poisson).
+        Dataset with dim ``detector``: ``n_alarms``, ``n_steps``, ``rate`` per 100,000 steps, and ``low`` and ``high``,
+        its 95 % interval if false alarms are independent (Poisson).
 
     Raises:
         SchemaError: If the table lacks a column or has no healthy run.
@@ -139,6 +164,9 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
         >>> counts = wb.early_warning.false_alarms(wb.samples.early_warning())
         >>> bool((counts["low"] <= counts["rate"]).all())
         True
+
+    See Also:
+        `workbench.early_warning.goals`: Evaluates the alarms of runs with faults.
     """
     import xarray as xr
     from scipy.stats import chi2
@@ -146,7 +174,12 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
     _need(runs, "kind", "n_steps", "n_alarms", "n_loss_alarms", "n_grad_norm_alarms")
     healthy = runs.isel(run=np.flatnonzero(runs["kind"].values == ""))
     if not healthy.sizes["run"]:
-        raise SchemaError("The table has no healthy run; add runs whose kind of fault is empty.")
+        raise SchemaError(
+            "The table has no healthy run; add runs whose kind of fault is empty.",
+            name="kind",
+            value=tuple(sorted(set(runs["kind"].values.tolist()))),
+            expected="empty for at least one run",
+        )
     n_steps = int(healthy["n_steps"].sum())
     columns = ("n_alarms", "n_loss_alarms", "n_grad_norm_alarms")
     counts = np.array([int(healthy[name].sum()) for name in columns])
@@ -161,16 +194,17 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
 
 
 def goals(runs: xr.Dataset, *, seed: int = 0) -> xr.Dataset:
-    """What is asked of the alarms for harmful faults that settings do not give away, what was found, and two baselines.
+    """Compare the alarms with their goals and with two baselines, for harmful faults that the settings do not reveal.
 
     Args:
-        runs: The table; see `of_set`.
+        runs: The table; see `workbench.early_warning.of_set`.
         seed: Seed of the resamples of the families.
 
     Returns:
-        Dataset with dims ``goal`` and ``detector``: ``asked`` (share), ``n`` (runs that count), ``n_reached``,
-        ``share``, and ``low`` and ``high``: the wider of Wilson's 95 % interval over runs and of that over resamples of
-        the families. NaN: no such run, or a goal that a detector has no answer to.
+        Dataset with dims ``goal`` and ``detector``: ``asked`` (the target fraction), ``n`` (runs that count),
+        ``n_reached``, ``share`` (the fraction reached), and ``low`` and ``high``, the wider of Wilson's 95 % interval
+        over runs and of that over resamples of the families. NaN if there is no such run, or a goal does not apply to a
+        detector.
 
     Raises:
         SchemaError: If the table lacks a column.
@@ -181,6 +215,10 @@ def goals(runs: xr.Dataset, *, seed: int = 0) -> xr.Dataset:
         >>> found = wb.early_warning.goals(runs)
         >>> bool((found["share"].sel(detector="all alarms") <= 1).all())
         True
+
+    See Also:
+        `workbench.early_warning.false_alarms`: The alarms of healthy runs.
+        `workbench.early_warning.by_kind`: The same runs by kind of fault.
     """
     import xarray as xr
 
@@ -226,15 +264,15 @@ def goals(runs: xr.Dataset, *, seed: int = 0) -> xr.Dataset:
 
 
 def by_kind(runs: xr.Dataset) -> xr.Dataset:
-    """The harmful runs by kind of fault: how many, how soon each detector alarms, and what alarmed first.
+    """Summarize the harmful runs by kind of fault: their number, the delays of the detectors and the first signal.
 
     Args:
         runs: The table.
 
     Returns:
         Dataset with dim ``kind``: ``n_runs``, ``n_harmful``, ``n_soon`` (alarm within 50 steps), ``n_named`` (cause
-        named by the first alarm), ``delay`` (median in steps, of those that alarm; NaN: none), ``delay_of_loss``,
-        ``delay_of_grad_norm``, and ``first_signal``, the most frequent one.
+        named by the first alarm), ``delay`` (median in steps over the runs with an alarm; NaN if there is none),
+        ``delay_of_loss``, ``delay_of_grad_norm``, and ``first_signal``, the most frequent first signal.
 
     Raises:
         SchemaError: If the table lacks a column.
@@ -244,6 +282,9 @@ def by_kind(runs: xr.Dataset) -> xr.Dataset:
         >>> kinds = wb.early_warning.by_kind(wb.samples.early_warning())
         >>> bool((kinds["n_soon"] <= kinds["n_harmful"]).all())
         True
+
+    See Also:
+        `workbench.early_warning.delays`: The delay of each run.
     """
     import xarray as xr
 
@@ -278,16 +319,16 @@ def _median(values: np.ndarray) -> float:
 
 
 def _interval(reached: np.ndarray, family: np.ndarray, seed: int) -> tuple[float, float]:
-    """The wider of Wilson's interval over runs and of the interval over resamples of families."""
+    """Return the wider of Wilson's interval over runs and of the interval over resamples of families."""
     from scipy.stats import binomtest
 
     wilson = binomtest(int(reached.sum()), len(reached)).proportion_ci(method="wilson")
     _, codes = np.unique(family, return_inverse=True)
-    shares = [
+    fractions = [
         weight @ reached / np.maximum(weight.sum(axis=1), 1e-12)
         for weight in resamples(codes, len(reached), _N_BOOTSTRAP, seed)
     ]
-    low, high = np.quantile(np.concatenate(shares), [0.025, 0.975])
+    low, high = np.quantile(np.concatenate(fractions), [0.025, 0.975])
     return min(wilson.low, float(low)), max(wilson.high, float(high))
 
 
@@ -295,7 +336,11 @@ def _need(runs: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in runs.variables]
     if missing:
         raise SchemaError(
-            f"This table of runs lacks {', '.join(missing)}; take samples.early_warning(), or one made like it."
+            f"The table of runs lacks {', '.join(missing)}; pass wb.samples.early_warning() or a table with the same "
+            "columns.",
+            name="runs",
+            value=tuple(map(str, runs.variables)),
+            expected=f"a table with {', '.join(missing)}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Lines of values over steps: fewer points for the same look, and the band of healthy runs."""
+"""Lines of values over steps: reduction of their points without visible change, and the band of healthy runs."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import numpy as np
 
 from workbench.errors import OptionError
 
-#: Beyond every step.
+#: A number larger than every step.
 _FAR = 2**31 - 1
 
 
 def decimate(
     step: np.ndarray, value: np.ndarray, n: int, start: float | None = None, stop: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce the points of a line without changing its look: keep the extremes of each bucket of rows, and both ends.
+    """Reduce the points of a line without visible change: keep both ends and the extremes of each bucket of rows.
 
-    Every spike is kept, however short. Buckets have equally many rows, a power of two counted from the first row, so
-    that they stay the same while the view moves, and the line does not flicker.
+    Every spike is kept, however short. Every bucket has the same number of rows, a power of two, and buckets are
+    counted from the first row. They therefore do not change while the view moves, and the line does not flicker.
 
     Args:
-        step: Rising steps, shape (row,).
-        value: Values, shape (row,); those that are NaN or infinite are left out.
-        n: Approximate number of buckets, such as the pixels of the figure: from 0.7 to 1.4 times as many.
-        start: First step in view; the last row before it is kept, so that the line enters the view. None: all.
-        stop: Last step in view; likewise.
+        step: Steps in increasing order, shape (row,).
+        value: Values, shape (row,); values that are NaN or infinite are omitted.
+        n: Approximate number of buckets, such as the width of the figure in pixels; the actual number is 0.7 to 1.4
+            times as large.
+        start: First step in view; the last row before it is kept, so that the line enters the view. None for no limit.
+        stop: Last step in view; the first row after it is kept. None for no limit.
 
     Returns:
-        Steps and values, rows of the input in their order; all rows in view if there are at most ``2 * n``.
+        Steps and values of the kept rows in their order; all rows in view if there are at most ``2 * n``.
 
     Raises:
         OptionError: If ``n`` is below 1.
@@ -42,9 +43,12 @@ def decimate(
         >>> step, value = wb.signals.decimate(np.arange(1000), value, n=10)
         >>> len(step) < 50, float(value.max())
         (True, 9.0)
+
+    See Also:
+        `workbench.signals.read`: Reads a signal as a line over steps.
     """
     if n < 1:
-        raise OptionError(f"n is {n}, expected at least 1 bucket.")
+        raise OptionError.of("n", n, "at least 1")
     is_finite = np.isfinite(value)
     if not is_finite.all():
         step, value = step[is_finite], value[is_finite]
@@ -54,9 +58,9 @@ def decimate(
     size = 1 << int(np.round(np.log2((last - first) / n)))
     begin = min(-(-first // size) * size, last)
     end = max(last - last % size, begin)
-    whole = value[begin:end].reshape(-1, size)
+    buckets = value[begin:end].reshape(-1, size)
     offset = np.arange(begin, end, size)
-    extremes = np.sort([whole.argmin(1) + offset, whole.argmax(1) + offset], axis=0).T.ravel()
+    extremes = np.sort([buckets.argmin(1) + offset, buckets.argmax(1) + offset], axis=0).T.ravel()
     # The visible parts of the buckets at the ends of the view are separate buckets.
     kept = np.concatenate([[first], _extremes(value, first, begin), extremes, _extremes(value, end, last), [last - 1]])
     kept = kept[np.append(True, kept[1:] > kept[:-1])].astype(np.intp)
@@ -68,9 +72,9 @@ class SignalBand:
     """The range of a signal in healthy runs.
 
     Attributes:
-        step: Middle of each stretch of steps, shape (stretch,).
-        lower: Lower quantile there.
-        upper: Upper quantile there.
+        step: Center of each interval of steps, shape (interval,).
+        lower: Lower quantile in each interval, shape (interval,).
+        upper: Upper quantile in each interval, shape (interval,).
 
     Example:
         >>> import numpy as np
@@ -78,6 +82,9 @@ class SignalBand:
         >>> band = wb.signals.healthy_band([(np.arange(100), np.ones(100))], n=2)
         >>> band.step.shape, band.lower, band.upper
         ((2,), array([1., 1.]), array([1., 1.]))
+
+    See Also:
+        `workbench.signals.healthy_band`: Computes the band.
     """
 
     step: np.ndarray
@@ -88,18 +95,18 @@ class SignalBand:
 def healthy_band(
     lines: Sequence[tuple[np.ndarray, np.ndarray]], *, quantiles: tuple[float, float] = (0.05, 0.95), n: int = 100
 ) -> SignalBand:
-    """Compute running quantiles over healthy runs, of all values in each stretch of steps and its neighbours.
+    """Compute running quantiles over healthy runs, from all values in each interval of steps and its neighbors.
 
     Args:
         lines: Steps and values of each run; values that are not finite are ignored.
         quantiles: Lower and upper quantile.
-        n: Number of equally long stretches; fewer where there are fewer than five values for each.
+        n: Number of intervals of equal length; fewer if there are fewer than five values per interval.
 
     Returns:
         The band; empty if there are no values.
 
     Raises:
-        OptionError: If the quantiles are not two rising numbers from 0 to 1.
+        OptionError: If the quantiles are not two increasing numbers from 0 to 1.
 
     Example:
         >>> import numpy as np
@@ -108,8 +115,12 @@ def healthy_band(
         >>> band = wb.signals.healthy_band(lines, quantiles=(0.0, 1.0), n=1)
         >>> band.lower, band.upper
         (array([1.]), array([3.]))
+
+    See Also:
+        `workbench.signals.read`: Reads the lines of the runs.
+        `workbench.plots.timeline`: Draws the band behind a run.
     """
-    quantiles = checked_quantiles(quantiles)
+    quantiles = checked_quantiles(quantiles, "quantiles")
     finite = [np.isfinite(value) for _, value in lines]
     step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])
     value = np.concatenate([np.zeros(0), *(line[1][is_there] for line, is_there in zip(lines, finite, strict=True))])
@@ -120,26 +131,30 @@ def healthy_band(
     n = int(np.clip(len(step) // 5, 1, n))
     edges = np.linspace(step[0], step[-1], n + 1)
     bounds = np.append(np.searchsorted(step, edges[:-1]), len(step))
-    middle, found = [], []
-    for stretch in range(n):
-        nearby = value[bounds[max(stretch - 1, 0)] : bounds[min(stretch + 2, n)]]
+    centers, found = [], []
+    for i in range(n):
+        nearby = value[bounds[max(i - 1, 0)] : bounds[min(i + 2, n)]]
         if len(nearby):
-            middle.append((edges[stretch] + edges[stretch + 1]) / 2)
+            centers.append((edges[i] + edges[i + 1]) / 2)
             found.append(np.quantile(nearby, quantiles))
     lower, upper = np.array(found).T
-    middle[0], middle[-1] = edges[0], edges[-1]
-    return SignalBand(np.array(middle), lower, upper)
+    centers[0], centers[-1] = edges[0], edges[-1]
+    return SignalBand(np.array(centers), lower, upper)
 
 
-def checked_quantiles(quantiles: tuple[float, float]) -> tuple[float, float]:
-    """Check two quantiles and return them.
+def checked_quantiles(quantiles: tuple[float, float], name: str = "band") -> tuple[float, float]:
+    """Return two quantiles as floats.
+
+    Args:
+        quantiles: Lower and upper quantile.
+        name: Name of the argument, for the error.
 
     Raises:
-        OptionError: If they are not two rising numbers from 0 to 1.
+        OptionError: If they are not two increasing numbers from 0 to 1.
     """
     pair = tuple(quantiles) if isinstance(quantiles, Sequence) and not isinstance(quantiles, str) else ()
     if len(pair) != 2 or not 0 <= pair[0] < pair[1] <= 1:
-        raise OptionError(f"The band is {quantiles!r}, expected two rising quantiles, such as (0.05, 0.95).")
+        raise OptionError.of(name, quantiles, "two increasing quantiles such as (0.05, 0.95)")
     return float(pair[0]), float(pair[1])
 
 
@@ -149,8 +164,8 @@ def _extremes(value: np.ndarray, first: int, last: int) -> list[int]:
 
 
 def _rows_in_view(step: np.ndarray, start: float | None, stop: float | None) -> tuple[int, int]:
-    """First row, and the row after the last: those in view, and one more on either side."""
-    if step.dtype.kind == "i":  # bounds of another type would have NumPy convert all steps first
+    """Return the first row and the row after the last one, with one row beyond the view on either side."""
+    if step.dtype.kind == "i":  # for bounds of another type NumPy would convert all steps first
         start, stop = (None if end is None else np.clip(end, -_FAR, _FAR) for end in (start, stop))
         start = None if start is None else step.dtype.type(np.ceil(start))
         stop = None if stop is None else step.dtype.type(np.floor(stop))

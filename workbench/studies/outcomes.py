@@ -1,4 +1,15 @@
-"""Evaluate the outcomes of a sweep: divergence rates with their uncertainty, and fair comparisons."""
+"""Evaluation of the outcomes of a sweep: divergence rates with their uncertainty, and fair comparisons.
+
+Example:
+    >>> import workbench as wb
+    >>> table = wb.outcomes.divergence_rates(wb.samples.shaping("controls"))
+    >>> bool((table["n_diverged"] <= table["n_runs"]).all())
+    True
+
+See Also:
+    `workbench.samples.shaping`: A recorded sweep.
+    `workbench.rates`: How well the runs learned.
+"""
 
 from __future__ import annotations
 
@@ -26,53 +37,58 @@ __all__ = [
 ]
 
 
-#: Variables that every run needs.
+#: Variables that a table of outcomes must have.
 _NEEDED = ("control", "learning_rate", "seed", "has_diverged", "accuracy", "near_unit_mass")
 _CELL = ["learning_rate", "seed"]
 #: Variables of `divergence_rates`: name -> long name and meaning; unit 1.
 RATES = {
-    "divergence_rate": ("divergence rate", "share of runs that diverged; NaN: no run"),
-    "low": ("lower bound", "of the Wilson interval of the divergence rate; NaN: no run"),
-    "high": ("upper bound", "of the Wilson interval of the divergence rate; NaN: no run"),
+    "divergence_rate": ("divergence rate", "fraction of runs that diverged; NaN if there is no run"),
+    "low": ("lower bound", "lower end of the Wilson interval of the divergence rate; NaN if there is no run"),
+    "high": ("upper bound", "upper end of the Wilson interval of the divergence rate; NaN if there is no run"),
     "n_runs": ("runs", "number of runs"),
     "n_diverged": ("diverged runs", "number of runs that diverged"),
-    "accuracy": ("accuracy", "mean over the runs that converged; NaN: none did"),
-    "near_unit_mass": ("near-unit mass M", "at the end, mean over the runs that converged and have one; NaN: none"),
+    "accuracy": ("accuracy", "mean over the runs that converged; NaN if none did"),
+    "near_unit_mass": ("near-unit mass M", "final M, mean over the runs that converged and have it; NaN if none do"),
 }
 
 
 def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: float = 0.95) -> xr.Dataset:
     """Compute the divergence rate under each control, and the accuracy of the other runs.
 
-    Two controls can be compared directly only where both ran on the same cells (learning rate and seed); see
-    `shared_cells`. The accuracies are those of the runs that converged, which under a weak control are only the easy
-    ones: `accuracy_where_both_converge` compares them fairly.
+    Two controls can be compared directly only if both ran on the same cells (learning rate and seed); see
+    `workbench.outcomes.shared_cells`. The accuracies are those of the runs that converged, which under a weak control
+    are only the easy ones; `workbench.outcomes.accuracy_where_both_converge` compares them fairly.
 
     Args:
-        outcomes: One row for each run, dim ``run``, as `workbench.samples.shaping` returns them.
-        by_rate: Separate the learning rates.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
+        by_rate: Whether to separate the learning rates.
         level: Level of the Wilson score interval (Wilson 1927), between 0 and 1.
 
     Returns:
-        Dataset with dim ``control`` in the order of the runs and, if asked for, ``learning_rate``, ascending: the
-        variables of `RATES`. Counts are 0 and everything else is NaN where there is no run.
+        Dataset with dim ``control`` in the order of the runs and, with ``by_rate``, ``learning_rate`` in increasing
+        order: ``divergence_rate`` with ``low`` and ``high``, ``n_runs``, ``n_diverged``, ``accuracy`` and
+        ``near_unit_mass``. If there is no run, counts are 0 and all other variables are NaN.
 
     Raises:
-        SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
-        OptionError: If the level is no share.
+        SchemaError: If the dataset is not a table of outcomes, is empty, or contains a run twice.
+        OptionError: If the level is not between 0 and 1.
 
     Example:
         >>> import workbench as wb
         >>> rates = wb.outcomes.divergence_rates(wb.samples.shaping("controls"))["divergence_rate"]
         >>> bool(rates.sel(control="KSS, best") < rates.sel(control="none"))
         True
+
+    See Also:
+        `workbench.outcomes.divergence_where_both_ran`: Compares two controls cell by cell.
+        `workbench.plots.dose_response`: Draws the rates over the dose of a control.
     """
     import pandas as pd
     import xarray as xr
     from scipy.stats import binomtest
 
     if not 0 < level < 1:
-        raise OptionError(f"level is {level}, expected a share between 0 and 1.")
+        raise OptionError.of("level", level, "between 0 and 1")
     runs = _table(outcomes)
     keys = ["control", "learning_rate"] if by_rate else ["control"]
     labels = [runs["control"].unique(), np.sort(runs["learning_rate"].unique())][: len(keys)]
@@ -103,43 +119,52 @@ def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: floa
 
 
 def shared_cells(outcomes: xr.Dataset) -> xr.Dataset:
-    """The runs of those cells (learning rate and seed) on which every control ran.
+    """Return the runs of those cells (learning rate and seed) on which every control ran.
+
+    Args:
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
 
     Raises:
-        SchemaError: If the dataset is no table of outcomes, or no cell is shared by all.
+        SchemaError: If the dataset is not a table of outcomes, or no cell is shared by all controls.
 
     Example:
         >>> import workbench as wb
         >>> outcomes = wb.samples.shaping("controls")
         >>> wb.outcomes.shared_cells(outcomes).sizes["run"] <= outcomes.sizes["run"]
         True
+
+    See Also:
+        `workbench.outcomes.divergence_rates`: Compares the controls on these runs.
     """
     runs = _table(outcomes)
     n_controls = runs.groupby(_CELL)["control"].transform("nunique")
     is_shared = (n_controls == runs["control"].nunique()).to_numpy()
     if not is_shared.any():
         raise SchemaError(
-            "No learning rate and seed was run under every control; leave out controls that ran elsewhere."
+            "No learning rate and seed was run under every control; remove the controls that ran on other cells.",
+            name="control",
+            value=tuple(runs["control"].unique()),
+            expected="controls with shared cells",
         )
     return outcomes.isel(run=is_shared)
 
 
 def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: str) -> xr.Dataset:
-    """Accuracies under two controls on the cells (learning rate and seed) where neither diverged.
+    """Compare accuracies under two controls on the cells (learning rate and seed) on which neither diverged.
 
-    This is the fair comparison: without control only the easy cells converge, and their mean is biased upwards.
+    This comparison is fair: without control only the easy cells converge, and their mean is biased upwards.
 
     Args:
-        outcomes: One row for each run, as `workbench.samples.shaping` returns them.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
         control: Name of a control.
         reference: Name of the control to compare with, such as ``"none"``.
 
     Returns:
         Dataset with dim ``cell`` and its ``learning_rate`` and ``seed``: ``accuracy``, ``reference_accuracy`` and
-        ``gain``, their difference; without cells where the two never both converge.
+        ``gain``, their difference. It has no cells if the two never both converge.
 
     Raises:
-        SchemaError: If the dataset is no table of outcomes.
+        SchemaError: If the dataset is not a table of outcomes.
         OptionError: If it has no such control.
 
     Example:
@@ -148,13 +173,16 @@ def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: 
         >>> cells = wb.outcomes.accuracy_where_both_converge(outcomes, "KSS, best", "none")
         >>> bool((cells["gain"] == cells["accuracy"] - cells["reference_accuracy"]).all())
         True
+
+    See Also:
+        `workbench.outcomes.divergence_where_both_ran`: Compares how often the runs diverge.
     """
     import xarray as xr
 
     ours, other = _two_controls(outcomes, control, reference)
-    is_alive = ~ours["has_diverged"] & ~other["has_diverged"]
-    cells = ours.index[is_alive]
-    own, others = ours["accuracy"][is_alive].to_numpy(), other["accuracy"][is_alive].to_numpy()
+    has_converged = ~ours["has_diverged"] & ~other["has_diverged"]
+    cells = ours.index[has_converged]
+    own, others = ours["accuracy"][has_converged].to_numpy(), other["accuracy"][has_converged].to_numpy()
     return xr.Dataset(
         {"accuracy": ("cell", own), "reference_accuracy": ("cell", others), "gain": ("cell", own - others)},
         {name: ("cell", cells.get_level_values(name).values) for name in _CELL},
@@ -166,17 +194,17 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
     """Compare the divergence under two controls, cell by cell (learning rate and seed).
 
     Args:
-        outcomes: One row for each run, as `workbench.samples.shaping` returns them.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
         control: Name of a control.
         reference: Name of the control to compare with, such as ``"none"``.
 
     Returns:
-        Dataset of numbers: ``n_cells`` that both ran on, ``n_saved`` (the reference diverged, the control did not),
-        ``n_lost`` (the other way round) and ``p_value``: the chance of a split at least as uneven if the two were
-        equally good (exact, two-sided; McNemar 1947); 1 where nothing was saved or lost.
+        Dataset of 0-dim variables: ``n_cells`` on which both ran, ``n_saved`` (the reference diverged, the control did
+        not), ``n_lost`` (the reverse) and ``p_value``, the probability of a split at least as uneven if both were
+        equally good (exact, two-sided; McNemar 1947), which is 1 if no cell was saved or lost.
 
     Raises:
-        SchemaError: If the dataset is no table of outcomes.
+        SchemaError: If the dataset is not a table of outcomes.
         OptionError: If it has no such control.
 
     Example:
@@ -185,6 +213,9 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
         >>> cells = wb.outcomes.divergence_where_both_ran(outcomes, "KSS, best", "none")
         >>> bool(cells["n_saved"] > cells["n_lost"]), bool(cells["p_value"] < 0.05)
         (True, True)
+
+    See Also:
+        `workbench.outcomes.accuracy_where_both_converge`: Compares the accuracies.
     """
     import xarray as xr
     from scipy.stats import binomtest
@@ -201,103 +232,124 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
 def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.DataArray:
     """Find the largest learning rate up to which few runs diverge under each control.
 
-    It says nothing about how well the other runs learn: see `workbench.rates.useful_band` for that.
+    It says nothing about how well the other runs learn; see `workbench.rates.useful_band` for that.
 
     Args:
-        outcomes: One row for each run, as `workbench.samples.shaping` returns them.
-        below: At this rate and all smaller ones of the grid, less than this share of the runs diverge; 0.20 is the
-            share by which the paper calls a rate stable.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
+        below: At the returned rate and all smaller ones of the grid, less than this fraction of the runs diverge. The
+            paper calls a rate stable by a fraction of 0.20.
 
     Returns:
-        By ``control``, in the order of the runs; NaN where too many diverge even at the smallest rate. The
-        coordinate ``is_lower_bound`` is true where it is the largest rate of the grid.
+        The rate by ``control``, in the order of the runs; NaN if too many runs diverge even at the smallest rate. The
+        coordinate ``is_lower_bound`` is true if the rate is the largest one of the grid.
 
     Raises:
-        SchemaError: If the dataset is no table of outcomes, is empty, or holds a run twice.
-        OptionError: If ``below`` is no share above 0.
+        SchemaError: If the dataset is not a table of outcomes, is empty, or contains a run twice.
+        OptionError: If ``below`` is not above 0 and at most 1.
 
     Example:
         >>> import workbench as wb
         >>> rates = wb.outcomes.largest_rate_without_explosion(wb.samples.shaping("controls"))
         >>> bool(rates.sel(control="KSS, best") > rates.sel(control="none"))
         True
+
+    See Also:
+        `workbench.published.largest_stable_rates`: The published rates.
+        `workbench.rates.useful_band`: The rates at which a model learns well.
     """
     import xarray as xr
 
     if not 0 < below <= 1:
-        raise OptionError(f"below is {below}, expected a share above 0, at most 1.")
+        raise OptionError.of("below", below, "above 0 and at most 1")
     rates = divergence_rates(outcomes, by_rate=True)
     found, is_bound = [], []
     for control in rates["control"].values:
-        share = rates["divergence_rate"].sel(control=control).dropna("learning_rate")
-        n_below = int((share < below).cumprod().sum())
-        found.append(float(share["learning_rate"][n_below - 1]) if n_below else np.nan)
-        is_bound.append(n_below == share.size)
+        fraction = rates["divergence_rate"].sel(control=control).dropna("learning_rate")
+        n_below = int((fraction < below).cumprod().sum())
+        found.append(float(fraction["learning_rate"][n_below - 1]) if n_below else np.nan)
+        is_bound.append(n_below == fraction.size)
     about = {"long_name": "largest rate without explosion", "units": "1", "below": below}
     coords = {"control": rates["control"].values, "is_lower_bound": ("control", is_bound)}
     return xr.DataArray(found, coords, ["control"], name="largest_rate_without_explosion", attrs=about)
 
 
 def _table(outcomes: xr.Dataset) -> pd.DataFrame:
-    """A table with one row for each run.
+    """Return the outcomes as a data frame with one row per run.
 
     Raises:
-        SchemaError: If it is no table of outcomes.
+        SchemaError: If the dataset is not a table of outcomes, is empty, or contains a run twice.
     """
     missing = [name for name in _NEEDED if name not in outcomes.variables]
     if missing or "run" not in outcomes.dims:
         lacks = ", ".join(missing) or "the dimension run"
-        raise SchemaError(f"The dataset is no table of outcomes: it lacks {lacks}; take one of wb.samples.shaping().")
+        raise SchemaError(
+            f"The dataset is not a table of outcomes, because it lacks {lacks}; pass one like wb.samples.shaping().",
+            name=missing[0] if missing else "run",
+            expected="a variable of the table of outcomes" if missing else "a dimension of the table of outcomes",
+        )
     if not outcomes.sizes["run"]:
-        raise SchemaError("The table of outcomes has no run; select less narrowly.")
+        raise SchemaError(
+            "The table of outcomes has no run; select at least one.", name="run", value=0, expected="at least 1 run"
+        )
     runs = outcomes[list(_NEEDED)].reset_coords().to_dataframe().reset_index(drop=True)
     runs["has_diverged"] = runs["has_diverged"].astype(bool)
     key = ["control", *_CELL]
     if (twice := runs[runs.duplicated(key)]).shape[0]:
         name, rate, seed = twice[key].iloc[0]
-        raise SchemaError(f"The run '{name}' at rate {rate:g}, seed {seed} is there twice; take each study once.")
+        raise SchemaError(
+            f"The table contains the run '{name}' at rate {rate:g} with seed {seed} twice; pass each study once.",
+            name="run",
+            value=(name, rate, seed),
+            expected="unique in control, learning rate and seed",
+        )
     return runs
 
 
 def _two_controls(outcomes: xr.Dataset, control: str, reference: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The runs of two controls on the cells that both ran on, in the same order.
+    """Return the runs of two controls on the cells on which both ran, in the same order.
 
     Raises:
-        SchemaError: If it is no table of outcomes.
+        SchemaError: If the dataset is not a table of outcomes.
         OptionError: If it has no such control.
     """
     runs = _table(outcomes)
     known = runs["control"].unique()
-    for name in (control, reference):
+    for argument, name in (("control", control), ("reference", reference)):
         if name not in known:
-            raise OptionError(f"No run has the control '{name}'; choose from {'; '.join(known)}.")
+            raise OptionError.of(argument, name, tuple(known))
     ours, other = (runs[runs["control"] == name].set_index(_CELL) for name in (control, reference))
     cells = ours.index.intersection(other.index).sort_values()
     return ours.loc[cells], other.loc[cells]
 
 
 def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -> xr.Dataset:
-    """AUROC of every predictor of RKSP's Table 2, with the published one.
+    """Compute the AUROC of every predictor of RKSP's Table 2, with the published values.
 
     Args:
         sweep: Runs with their outcomes.
-        n_bootstrap: Resamples of the configurations behind the intervals; 0: none.
+        n_bootstrap: Number of resamples of the configurations for the intervals; 0 for no intervals.
         seed: Seed of the resamples.
 
     Returns:
-        Dataset with dim ``predictor``: ``auroc``, ``low``, ``high`` (a score is never reversed: below .5 it predicts
+        Dataset with dim ``predictor``: ``auroc``, ``low``, ``high`` (a score is never reversed; below 0.5 it predicts
         the opposite); ``auroc_within_architecture`` and ``auroc_within_cell``, which compare only runs of one
-        architecture, or runs that differ in learning rate and seed alone; ``n_runs`` and ``n_diverged`` that have
-        the score; ``published_auroc``, ``published_low``, ``published_high``. NaN where there is none.
+        architecture, or runs that differ in learning rate and seed alone; ``n_runs`` and ``n_diverged``, the numbers of
+        runs and of diverged runs that have the score; ``published_auroc``, ``published_low``, ``published_high``. NaN
+        where a value is unknown.
 
     Raises:
-        SchemaError: If the sweep lacks a variable, or all runs ended alike.
+        SchemaError: If the sweep lacks a variable, or all or none of its runs diverged.
 
     Example:
         >>> import workbench as wb
         >>> table = wb.outcomes.predictor_table(wb.samples.divergence_sweep("norms"), n_bootstrap=0)
         >>> table["predictor"].values[:2].tolist(), table["published_auroc"].sel(predictor="M").item()
         (['M', 'M log10(kappa)'], 0.995)
+
+    See Also:
+        `workbench.published.predictor_table`: The published values alone.
+        `workbench.risk.predictor_scores`: The scores of the predictors.
+        `workbench.samples.divergence_sweep`: A recorded sweep.
     """
     import xarray as xr
 
@@ -306,7 +358,13 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0
     scores = predictor_scores(sweep)
     label = sweep["has_diverged"].values.astype(bool)
     if label.all() or not label.any():
-        raise SchemaError(f"All {len(label)} runs of the sweep ended alike, so no AUROC says anything.")
+        raise SchemaError(
+            f"{'All' if len(label) and label.all() else 'None'} of the {len(label)} runs of the sweep diverged, so the "
+            "AUROC is undefined; add runs with the other outcome.",
+            name="has_diverged",
+            value=bool(len(label) and label.all()),
+            expected="true for some of the runs only",
+        )
     strata = {f"auroc_within_{name}": column(sweep, name) for name in ("architecture", "cell")}
     groups = column(sweep, "configuration")
     rows = []
@@ -317,13 +375,13 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0
         rows.append((*found, *within, has.sum(), label[has].sum()))
     names = ("auroc", "low", "high", *strata, "n_runs", "n_diverged")
     about = {
-        "auroc": "chance that a run which diverged scores higher",
+        "auroc": "probability that a diverged run scores higher than a converged run",
         "low": "lower bound, from a bootstrap over configurations",
         "high": "upper bound, from a bootstrap over configurations",
-        "auroc_within_architecture": "the same among runs of one architecture; NaN: none has both outcomes",
-        "auroc_within_cell": "the same among runs that differ in rate and seed alone; NaN: none has both outcomes",
+        "auroc_within_architecture": "AUROC among runs of one architecture; NaN if none has both outcomes",
+        "auroc_within_cell": "AUROC among runs that differ in rate and seed alone; NaN if none has both outcomes",
         "n_runs": "runs that have the score",
-        "n_diverged": "of these, those that diverged",
+        "n_diverged": "diverged runs that have the score",
     }
     variables = {
         name: (
@@ -341,7 +399,7 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0
 def _auroc(score: np.ndarray, label: np.ndarray, groups: np.ndarray, n_bootstrap: int, seed: int) -> Auroc:
     try:
         return auroc(score.tolist(), label.tolist(), groups=groups.tolist(), n_bootstrap=n_bootstrap, seed=seed)
-    except SchemaError:  # all runs with the score ended alike
+    except SchemaError:  # all runs with the score have the same outcome
         return Auroc(np.nan, np.nan, np.nan)
 
 

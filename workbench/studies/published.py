@@ -1,4 +1,13 @@
-"""Published figures of the papers as data, to compare with ours."""
+"""Published figures of the papers as data, for comparison with measured ones.
+
+Example:
+    >>> import workbench as wb
+    >>> wb.published.normalization_table()["norm"].values[:3].tolist()
+    ['pre_ln', 'post_ln', 'rms_norm']
+
+See Also:
+    `workbench.compare`: Compares runs with the published figures.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +48,7 @@ _NORMS = {
     "none": (96.4, 0.80, 0.19, 1.11),
 }
 
-#: Model -> measure -> values in the early, middle and late third of the layers; None where none is published.
+#: Model -> measure -> values in the early, middle and late third of the layers; None if not published.
 _DEPTH: dict[str, dict[str, tuple[float | None, ...]]] = {
     "GPT-2 124M": {
         "near_unit_mass": (0.68, 0.62, 0.58),
@@ -63,12 +72,13 @@ _DEPTH: dict[str, dict[str, tuple[float | None, ...]]] = {
 
 #: Variables of `architectures` in addition to the measures of the schema: name -> long name and meaning; unit 1.
 SHARES = {
-    "reliable_fraction": ("reliable modes", "share of modes whose residual is at most the threshold"),
-    "divergence_rate": ("divergence rate", "share of runs that diverged"),
+    "reliable_fraction": ("reliable modes", "fraction of modes whose residual is at most the threshold"),
+    "divergence_rate": ("divergence rate", "fraction of runs that diverged"),
 }
 
-#: Architecture -> figures of the architecture tables of RKSP, at initialization. M < 1 is read as the contractive mass,
-#: as M > 1 is the expansive one. The figures of No-Norm differ a little from those of Table 1 (M .80).
+#: Architecture -> figures of the architecture tables of RKSP, at initialization. "M < 1" is interpreted as the
+#: contractive mass, because "M > 1" is the expansive mass. The figures of No-Norm differ slightly from those of Table 1
+#: (M = 0.80).
 _ARCHITECTURES = {
     "Pre-LN": {"nonlinearity_ratio": 0.52, "near_unit_mass": 0.16, "spectral_radius": 2.29},
     "Post-LN": {},
@@ -102,7 +112,7 @@ _ARCHITECTURES = {
     "ViT RMSNorm": {"near_unit_mass": 0.48},
 }
 
-#: Architecture -> its norm in Table 1, which adds figures that the architecture tables lack.
+#: Architecture -> its normalization in Table 1, which has figures that the architecture tables lack.
 _NORM_OF = {
     "Pre-LN": "pre_ln",
     "Post-LN": "post_ln",
@@ -112,9 +122,9 @@ _NORM_OF = {
     "No-Norm": "none",
 }
 
-#: Control -> diverged runs of 24, accuracy (percent), M and overhead (percent of the time) on No-Norm, rates .005 to
-#: .01 (RKSP, tables of KSS); None where nothing is given. Named as in our sweep, `workbench.samples.shaping`; which
-#: radius SAM has in the combination is not known, and muP's "less than 1 %" is entered as 1 %.
+#: Control -> diverged runs of 24, accuracy (percent), M and overhead (percent of the time) on No-Norm, at learning
+#: rates from 0.005 to 0.01 (RKSP, tables of KSS); None if not published. Names as in `workbench.samples.shaping`. The
+#: radius of SAM in the combination is unknown, and muP's "less than 1 %" is entered as 1 %.
 _N_SHAPING_RUNS = 24
 _SHAPING = {
     "none": (16, 28.5, 0.85, None),
@@ -141,11 +151,11 @@ _SHAPING = {
     "muP + KSS .15, published": (2, 51.5, None, None),
 }
 
-#: Norm -> largest rate without and with KSS: less than 20 % of the runs diverge (RKSP).
+#: Normalization -> largest rate at which less than 20 % of the runs diverge, without and with KSS (RKSP).
 _STABLE_RATES = {"pre_ln": (0.005, 0.008), "rms_norm": (0.003, 0.005), "none": (0.002, 0.005)}
 
-#: Predictor of divergence -> AUROC and its 95 % interval (RKSP Table 2; the interval is given for M alone). M, rho and
-#: kappa are those of the fresh model.
+#: Predictor of divergence -> AUROC and its 95 % interval (RKSP Table 2; the interval is published for M alone). M, rho
+#: and kappa are those at initialization.
 _PREDICTORS = {
     "M": (0.995, 0.986, 1.00),
     "M log10(kappa)": (0.873, None, None),
@@ -164,21 +174,25 @@ DECISION_ZONES = ("proceed", "caution", "high risk")
 
 
 def architectures() -> xr.Dataset:
-    """Published spectra of architectures at initialization (RKSP, Table 1 and the architecture tables).
+    """Return the published spectra of architectures at initialization (RKSP, Table 1 and the architecture tables).
 
-    The rows of the norms are the associative recall of Table 1, with what the architecture tables add; "MoE top-2" is
-    top 2 of 8 experts; "KAN B=4" and "KAN B=8" have the share of reliable modes only.
+    The rows of the normalizations are those of associative recall in Table 1, completed by the architecture tables;
+    "MoE top-2" is top 2 of 8 experts; "KAN B=4" and "KAN B=8" have the fraction of reliable modes only.
 
     Returns:
         Dataset with dim ``architecture``: near_unit_mass, expansive_mass, contractive_mass, spectral_radius and
-        nonlinearity_ratio as in our spectra (means over layers), reliable_fraction and divergence_rate as fractions;
-        NaN where nothing is published.
+        nonlinearity_ratio as in the spectra of the workbench (means over layers), reliable_fraction and divergence_rate
+        as fractions; NaN if not published.
 
     Example:
         >>> import workbench as wb
         >>> table = wb.published.architectures()
         >>> table["near_unit_mass"].sel(architecture=["Pre-LN", "No-Norm"]).values
         array([0.16, 0.79])
+
+    See Also:
+        `workbench.compare`: Compares runs with these figures.
+        `workbench.samples.initialization`: Measured spectra at the same sizes.
     """
     import numpy as np
     import xarray as xr
@@ -201,15 +215,19 @@ def architectures() -> xr.Dataset:
 
 
 def depth_thirds() -> xr.Dataset:
-    """Published spectra of pretrained models by depth (RKSP, depth tables).
+    """Return the published spectra of pretrained models by depth (RKSP, depth tables).
 
     Returns:
-        Dataset with dims ``model`` and ``third``, the names of our spectra; NaN where nothing is published.
+        Dataset with dims ``model`` and ``third``, with the variable names of `workbench.depth_thirds`; NaN if not
+        published.
 
     Example:
         >>> import workbench as wb
         >>> wb.published.depth_thirds()["model"].values.tolist()
         ['GPT-2 124M', 'GPT-2 355M', 'LLaMA-2 7B']
+
+    See Also:
+        `workbench.depth_thirds`: The same averages of measured spectra.
     """
     import numpy as np
     import xarray as xr
@@ -222,16 +240,20 @@ def depth_thirds() -> xr.Dataset:
 
 
 def normalization_table() -> xr.Dataset:
-    """Published divergence rate and spectra of the six normalizations at initialization (RKSP Table 1).
+    """Return the published divergence rates and spectra of six normalizations at initialization (RKSP Table 1).
 
     Returns:
-        Dataset with dim ``norm``: divergence_rate (fraction of runs), near_unit_mass, expansive_mass, spectral_radius.
+        Dataset with dim ``norm``: divergence_rate (fraction of runs), near_unit_mass, expansive_mass and
+        spectral_radius.
 
     Example:
         >>> import workbench as wb
         >>> table = wb.published.normalization_table()
         >>> round(table["divergence_rate"].sel(norm="none").item(), 3)
         0.964
+
+    See Also:
+        `workbench.samples.divergence_table`: Recorded outcomes of the same normalizations.
     """
     import numpy as np
     import xarray as xr
@@ -247,15 +269,18 @@ def normalization_table() -> xr.Dataset:
 
 
 def largest_stable_rates() -> xr.DataArray:
-    """Published largest stable learning rates, without and with KSS: less than 20 % of the runs diverge (RKSP).
+    """Return the published largest stable learning rates, at which less than 20 % of the runs diverge (RKSP).
 
     Returns:
-        By ``norm`` and ``control`` ("none" and "KSS .15, published").
+        The rate by ``norm`` and ``control`` ("none" and "KSS .15, published").
 
     Example:
         >>> import workbench as wb
         >>> wb.published.largest_stable_rates().sel(norm="none").to_series().to_dict()
         {'none': 0.002, 'KSS .15, published': 0.005}
+
+    See Also:
+        `workbench.outcomes.largest_rate_without_explosion`: The same rate of recorded runs.
     """
     import numpy as np
     import xarray as xr
@@ -267,28 +292,30 @@ def largest_stable_rates() -> xr.DataArray:
 
 
 def shaping_table() -> xr.Dataset:
-    """Published divergence, accuracy and cost of KSS and of other controls on No-Norm (RKSP, tables of KSS).
+    """Return the published divergence, accuracy and cost of KSS and of other controls on No-Norm (RKSP, tables of KSS).
 
-    Whether the accuracies count runs that diverged is not known.
+    It is unknown whether the accuracies include runs that diverged.
 
     Returns:
-        Dataset with dim ``control``, named as in our sweep (`workbench.samples.shaping`): divergence_rate (of 24
-        runs), accuracy, near_unit_mass and overhead (additional time over the time of a step) as fractions; NaN where
-        nothing is published.
+        Dataset with dim ``control``, named as in `workbench.samples.shaping`: divergence_rate (of 24 runs), accuracy,
+        near_unit_mass and overhead (additional time over the time of a step) as fractions; NaN if not published.
 
     Example:
         >>> import workbench as wb
         >>> table = wb.published.shaping_table()
         >>> table["control"].values[:3].tolist()
         ['none', 'clip 0.5', 'clip 1.0']
+
+    See Also:
+        `workbench.samples.shaping`: Recorded runs under the same controls.
     """
     import numpy as np
     import xarray as xr
 
     n_diverged, accuracy, mass, overhead = np.array([*_SHAPING.values()], dtype=float).T
     columns = {
-        "divergence_rate": (n_diverged / _N_SHAPING_RUNS, "divergence rate", "share of runs that diverged"),
-        "accuracy": (accuracy / 100, "accuracy", "of the runs"),
+        "divergence_rate": (n_diverged / _N_SHAPING_RUNS, "divergence rate", "fraction of runs that diverged"),
+        "accuracy": (accuracy / 100, "accuracy", "accuracy of the runs"),
         "near_unit_mass": (mass, "near-unit mass M", "fraction of modes near the unit circle"),
         "overhead": (overhead / 100, "overhead", "additional time over the time of a step without control"),
     }
@@ -300,28 +327,31 @@ def shaping_table() -> xr.Dataset:
 
 
 def predictor_table() -> xr.Dataset:
-    """Published AUROC of predictors of divergence (RKSP Table 2).
+    """Return the published AUROC of predictors of divergence (RKSP Table 2).
 
-    "grad norm variance" is over steps 1 to 100, "loss spikes" their number over steps 1 to 500; M, rho, kappa and the
-    initial gradient norm are known before training.
+    "grad norm variance" is the variance over steps 1 to 100, and "loss spikes" the number of spikes in steps 1 to 500;
+    M, rho, kappa and the initial gradient norm are known before training.
 
     Returns:
-        Dataset with dim ``predictor``: auroc, low and high (of the 95 % interval); NaN where nothing is published. The
-        attribute ``ece_of_mass`` is the expected calibration error of M read as a probability.
+        Dataset with dim ``predictor``: auroc, low and high (of the 95 % interval); NaN if not published. The attribute
+        ``ece_of_mass`` is the expected calibration error of M interpreted as a probability.
 
     Example:
         >>> import workbench as wb
         >>> wb.published.predictor_table()["auroc"].sel(predictor="M").item()
         0.995
+
+    See Also:
+        `workbench.outcomes.predictor_table`: The same table of a recorded sweep.
     """
     import numpy as np
     import xarray as xr
 
     columns = zip(("auroc", "low", "high"), np.array([*_PREDICTORS.values()], dtype=float).T, strict=True)
     meanings = {
-        "auroc": ("AUROC", "chance that a run which diverged scores higher than one which did not"),
-        "low": ("lower bound", "of the 95 % interval; NaN: not published"),
-        "high": ("upper bound", "of the 95 % interval; NaN: not published"),
+        "auroc": ("AUROC", "probability that a diverged run scores higher than a converged run"),
+        "low": ("lower bound", "lower end of the 95 % interval; NaN if not published"),
+        "high": ("upper bound", "upper end of the 95 % interval; NaN if not published"),
     }
     variables = {
         name: ("predictor", values, {"long_name": meanings[name][0], "units": "1", "meaning": meanings[name][1]})
@@ -332,26 +362,31 @@ def predictor_table() -> xr.Dataset:
 
 
 def decision_chart(*, modest_condition: float | None = None, large_condition: float | None = None) -> xr.Dataset:
-    """Published decision chart for a fresh model (RKSP, Fig. 7).
+    """Return the published decision chart for a model at initialization (RKSP, Fig. 7).
 
-    Proceed where M < 0.3 and kappa is modest; the risk is high where M > 0.5 or kappa is large: use KSS; between the
-    two, caution. The paper gives no number for "modest" and "large" kappa; without one, M alone decides.
+    If M < 0.3 and kappa is modest, training may proceed. If M > 0.5 or kappa is large, the risk is high, and the paper
+    recommends KSS. Between the two, caution is advised. The paper gives no number for a "modest" or "large" kappa;
+    without numbers, M alone decides.
 
     Args:
-        modest_condition: Eigenvector condition kappa below which it counts as modest; None: no number, as published.
-        large_condition: Kappa above which it counts as large; None: no number, as published.
+        modest_condition: Eigenvector condition kappa below which it counts as modest; None for no limit, as published.
+        large_condition: Kappa above which it counts as large; None for no limit, as published.
 
     Returns:
-        Dataset with dim ``zone`` ("proceed", "high risk"): near_unit_mass and eigenvector_condition, below which all
-        must lie to proceed and above which either is a high risk; NaN: no number.
+        Dataset with dim ``zone`` ("proceed", "high risk"): near_unit_mass and eigenvector_condition. Both must lie
+        below their values to proceed; either above its value is a high risk. NaN means no limit.
 
     Raises:
-        OptionError: If a condition is less than 1, as none can be, or modest is more than large.
+        OptionError: If a condition is less than 1 or infinite, or ``modest_condition`` exceeds ``large_condition``.
 
     Example:
         >>> import workbench as wb
         >>> wb.published.decision_chart()["near_unit_mass"].to_series().to_dict()
         {'proceed': 0.3, 'high risk': 0.5}
+
+    See Also:
+        `workbench.published.decision_zones`: The zones of given models.
+        `workbench.plots.decision_chart`: Draws the chart.
     """
     import numpy as np
     import xarray as xr
@@ -359,36 +394,39 @@ def decision_chart(*, modest_condition: float | None = None, large_condition: fl
     condition = np.array([modest_condition, large_condition], dtype=float)
     for name, value in zip(("modest_condition", "large_condition"), condition, strict=True):
         if value < 1 or np.isinf(value):
-            raise OptionError(f"{name} is {value:g}, expected a finite number of at least 1.")
+            raise OptionError.of(name, float(value), "a finite number of at least 1")
     if condition[0] > condition[1]:
-        raise OptionError(
-            f"modest_condition is {condition[0]:g}, expected at most large_condition, which is {condition[1]:g}."
-        )
+        raise OptionError.of("modest_condition", modest_condition, f"at most large_condition ({condition[1]:g})")
     variables = {
         name: ("zone", np.array(values), {"long_name": SPECTRA[name].long_name, "units": "1"})
         for name, values in (("near_unit_mass", _DECISION_MASS), ("eigenvector_condition", condition))
     }
-    note = "thresholds of the near-unit mass are the paper's; it gives no number for the eigenvector condition"
+    note = "the thresholds of the near-unit mass are published; the paper gives none for the eigenvector condition"
     return xr.Dataset(variables, {"zone": ["proceed", "high risk"]}, {"source": f"{_SOURCE}, Fig. 7", "note": note})
 
 
 def decision_zones(
     near_unit_mass: ArrayLike, eigenvector_condition: ArrayLike, *, chart: xr.Dataset | None = None
 ) -> NDArray[np.str_]:
-    """The zone of the published decision chart in which models lie.
+    """Return the zones of models in the published decision chart.
 
     Args:
-        near_unit_mass: M of each fresh model.
-        eigenvector_condition: Its kappa; may be infinite.
-        chart: Chart from `decision_chart`; None: the published one, in which M alone decides.
+        near_unit_mass: M of each model at initialization.
+        eigenvector_condition: Kappa of each model; may be infinite.
+        chart: Chart from `workbench.published.decision_chart`; None for the published chart, in which M alone decides.
 
     Returns:
-        Names out of `DECISION_ZONES`, of the common shape of the two; empty where a deciding value is NaN.
+        "proceed", "caution" or "high risk", with the broadcast shape of the two arguments; empty if a value that is
+        needed for the decision is NaN.
 
     Example:
         >>> import workbench as wb
         >>> wb.published.decision_zones([0.1, 0.4, 0.7], [10.0, 10.0, 10.0]).tolist()
         ['proceed', 'caution', 'high risk']
+
+    See Also:
+        `workbench.published.decision_chart`: The thresholds.
+        `workbench.risk.predict`: Predicts the risk of a planned run.
     """
     import numpy as np
 

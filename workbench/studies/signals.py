@@ -1,8 +1,18 @@
-"""Signals: every variable of a run as a line over steps, by one name, independent of its part and shape.
+"""Signals: the variables of a run as lines over steps, each by a single name that does not depend on its part or shape.
 
-A signal is a variable of any part that has steps, and of a variable with terms one of its terms: ``"loss"``,
+A signal is a variable of any part with steps, or one term of a variable with terms: ``"loss"``,
 ``"effective_rank D2"``, ``"routing_entropy"``. A variable with layers, heads, modules or experts is reduced to one
-line, or one layer or head is selected; `heat` returns all of them at one step.
+line, or one layer or head is selected; `workbench.signals.heat` returns all of them at one step.
+
+Example:
+    >>> import workbench as wb
+    >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
+    >>> wb.signals.read(run, "grad_norm").long_name
+    'gradient norm'
+
+See Also:
+    `workbench.open_run`: Opens a run.
+    `workbench.plots.timeline`: Draws signals over steps.
 """
 
 from __future__ import annotations
@@ -40,11 +50,11 @@ __all__ = [
 
 
 REDUCTIONS = ("min", "max", "mean")
-#: Parts in the order that their signals are listed; parts with other names come before the spectra.
+#: Parts in the order in which their signals are listed; other parts come before the spectra.
 _PARTS = ("monitors", "attention", "router", "optimizer", "activations", "curvature")
-#: Dimensions of a signal besides steps, and their names in titles.
+#: Dimensions of a signal besides steps -> their names in titles.
 _PLACES = {"layer": "layers", "module": "modules", "head": "heads", "expert": "experts"}
-#: Signals for which low values are bad; for all others, high values are.
+#: Signals for which low values are bad; for all others, high values are bad.
 _LOW_IS_BAD = (
     "accuracy",
     "attention_entropy",
@@ -61,23 +71,23 @@ _LOW_IS_BAD = (
     "spectral_entropy",
     "stable_rank",
 )
-#: Neither: a share of the modes, a setting.
+#: Signals for which neither low nor high values are bad: fractions of the modes.
 _NEITHER = tuple(name for name in SPECTRA if name.endswith("_mass"))
 
 
 @dataclass(frozen=True)
 class Signal:
-    """One line over steps.
+    """A quantity of a run as a line over steps.
 
     Attributes:
         name: Name, such as ``"effective_rank D2"``.
         part: Part of the run that holds it, such as ``"attention"``.
-        step: Optimizer updates, int64, shape (step,); rising.
-        value: float64, shape (step,); NaN where not measured; may be infinite.
+        step: Optimizer updates in increasing order, int64, shape (step,).
+        value: Values, float64, shape (step,); NaN where not measured; may be infinite.
         long_name: Title: the quantity, and how it was reduced.
-        unit: ``"1"`` for dimensionless.
+        unit: Unit; ``"1"`` for dimensionless quantities.
         reduce: ``"min"``, ``"max"`` or ``"mean"`` over its other dimensions; empty if it has only steps.
-        variable: The variable's name, without its term.
+        variable: Name of the variable without its term.
 
     Example:
         >>> import workbench as wb
@@ -85,6 +95,9 @@ class Signal:
         >>> signal = wb.signals.read(run, "effective_rank D2")
         >>> signal.reduce, signal.value.shape == signal.step.shape
         ('min', True)
+
+    See Also:
+        `workbench.signals.read`: Reads a signal.
     """
 
     name: str
@@ -98,23 +111,23 @@ class Signal:
 
     @property
     def finite(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and values where the value is finite."""
+        """Steps and values at which the value is finite."""
         is_finite = np.isfinite(self.value)
         return (self.step, self.value) if is_finite.all() else (self.step[is_finite], self.value[is_finite])
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The description of a signal, without its values.
+    """Description of a signal without its values.
 
     Attributes:
         name: Name of the signal.
         part: Part of the run.
         variable: Variable in that part.
-        term: Term of the variable; None: it has no terms.
-        places: Its dimensions besides steps: some of ``layer``, ``head``, ``module``, ``expert``.
+        term: Term of the variable; None if it has no terms.
+        places: Dimensions besides steps, some of ``layer``, ``head``, ``module``, ``expert``.
         long_name: Title of the quantity.
-        unit: ``"1"`` for dimensionless.
+        unit: Unit; ``"1"`` for dimensionless quantities.
 
     Example:
         >>> import workbench as wb
@@ -122,6 +135,9 @@ class Entry:
         >>> entry = wb.signals.catalogue(run)["effective_rank D2"]
         >>> entry.part, entry.term, entry.places
         ('attention', 'D2', ('layer', 'head'))
+
+    See Also:
+        `workbench.signals.catalogue`: Describes all signals of a run.
     """
 
     name: str
@@ -134,27 +150,41 @@ class Entry:
 
 
 def names(run: xr.DataTree) -> list[str]:
-    """Every signal that a run offers, in the order of its parts.
+    """Return the names of all signals of a run, in the order of its parts.
+
+    Args:
+        run: A run, from `workbench.open_run`.
 
     Example:
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("precision"))
         >>> wb.signals.names(run)[:3]
         ['accuracy', 'auxiliary_loss', 'batch_size']
+
+    See Also:
+        `workbench.signals.read`: Reads a signal by its name.
+        `workbench.signals.catalogue`: Describes the signals.
     """
     return list(catalogue(run))
 
 
 def catalogue(run: xr.DataTree) -> dict[str, Entry]:
-    """Describe the signals of a run, by name; no values are read.
+    """Return descriptions of the signals of a run by name, without reading values.
 
-    Where two parts have a variable of one name, the later ones are called ``"part/name"``.
+    If two parts have a variable of the same name, the later signal is called ``"part/name"``.
+
+    Args:
+        run: A run, from `workbench.open_run`.
 
     Example:
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("precision"))
         >>> wb.signals.catalogue(run)["loss"].part
         'monitors'
+
+    See Also:
+        `workbench.signals.Entry`: One description.
+        `workbench.signals.names`: The names alone.
     """
     found: dict[str, Entry] = {}
     others = [part for part in run.children if part not in (*_PARTS, "spectra", "events")]
@@ -168,7 +198,7 @@ def catalogue(run: xr.DataTree) -> dict[str, Entry]:
 
 
 def bad_direction(name: str) -> str:
-    """Which values are bad: ``"low"`` for ranks and entropies, ``"high"`` for norms, logits, loads and the rest.
+    """Return which values are bad: ``"low"`` for ranks and entropies, ``"high"`` for norms, logits, loads and others.
 
     Args:
         name: Name of a signal or a variable.
@@ -177,12 +207,17 @@ def bad_direction(name: str) -> str:
         >>> import workbench as wb
         >>> wb.signals.bad_direction("effective_rank D2"), wb.signals.bad_direction("grad_norm")
         ('low', 'high')
+
+    See Also:
+        `workbench.signals.worst`: The corresponding reduction over layers and heads.
     """
     return "low" if _variable_of(name) in _LOW_IS_BAD else "high"
 
 
 def worst(name: str) -> str:
-    """The reduction to the worst value: ``"min"`` where low is bad, ``"max"`` where high is; the mean of shares.
+    """Return the reduction to the worst value: ``"min"`` if low values are bad, ``"max"`` if high values are.
+
+    For masses, which are fractions of the modes, it is ``"mean"``.
 
     Args:
         name: Name of a signal or a variable.
@@ -191,6 +226,9 @@ def worst(name: str) -> str:
         >>> import workbench as wb
         >>> wb.signals.worst("effective_rank D2"), wb.signals.worst("attention_logit_max")
         ('min', 'max')
+
+    See Also:
+        `workbench.signals.read`: Reduces by it, unless another reduction is given.
     """
     if _variable_of(name) in _NEITHER:
         return "mean"
@@ -210,15 +248,15 @@ def read(
 
     Args:
         run: A run with any parts that have steps.
-        name: One of `names`.
-        reduce: ``"min"``, ``"max"`` or ``"mean"`` over all dimensions besides steps; values that are NaN are ignored.
-            None: `worst`.
-        layer: Take this layer alone, by its number; None: all.
-        head: Take this head alone; None: all.
-        first_row: Leave out the rows before it, which a reader that follows a run already has.
+        name: One of `workbench.signals.names`.
+        reduce: ``"min"``, ``"max"`` or ``"mean"`` over all dimensions besides steps, ignoring NaN; None for
+            `workbench.signals.worst`.
+        layer: Number of the layer to select; None for all layers.
+        head: Number of the head to select; None for all heads.
+        first_row: First row to read; a reader that follows a run skips the rows that it already has.
 
     Returns:
-        The signal; its value is NaN where every layer and head is. Spectral measures leave layers out whose update is
+        The signal; its value is NaN where all layers and heads are NaN. Spectral measures omit layers whose update is
         too small to be informative.
 
     Raises:
@@ -229,21 +267,26 @@ def read(
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
         >>> loss = wb.signals.read(run, "loss")
-        >>> loss.part, bool(loss.value[-1] > 50)  # it diverged
+        >>> loss.part, bool(loss.value[-1] > 50)  # the run diverged
         ('monitors', True)
+
+    See Also:
+        `workbench.signals.names`: The signals of a run.
+        `workbench.signals.heat`: All layers and heads at one step.
+        `workbench.signals.healthy_band`: The band of several lines.
     """
     if reduce is not None and reduce not in REDUCTIONS:
-        raise OptionError(f"The reduction is '{reduce}', expected one of {', '.join(REDUCTIONS)}.")
+        raise OptionError.of("reduce", reduce, REDUCTIONS)
     entry = _entry(run, name)
     values = _values(run, entry, slice(first_row, None))
     step = values["step"].values.astype(np.int64)
-    values, words = _taken(values, entry, layer=layer, head=head)
+    values, words = _selected(values, entry, layer=layer, head=head)
     places = [str(dim) for dim in values.dims if dim != "step"]
     reduce = (reduce or worst(entry.variable)) if places else ""
     if places:
         words.append(f"{reduce} over {listed([_PLACES[place] for place in places])}")
-    plain = values.transpose("step", ...).values.astype(float)
-    line = _reduced(plain.reshape(len(plain), -1), reduce) if places else plain
+    table = values.transpose("step", ...).values.astype(float)
+    line = _reduced(table.reshape(len(table), -1), reduce) if places else table
     if (np.diff(step) < 0).any():
         order = np.argsort(step, kind="stable")
         step, line = step[order], line[order]
@@ -256,28 +299,38 @@ def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
 
     Args:
         run: A run with the signal.
-        name: One of `names`.
-        step: The nearest recorded step is taken; of two as near, the earlier.
+        name: One of `workbench.signals.names`.
+        step: Step to read; the nearest recorded step is used, and the earlier one of two equally near steps.
 
     Returns:
-        Dims ``layer`` and ``head``, or those of ``layer``, ``module``, ``expert`` that it has; the scalar coordinate
-        ``step`` is the step that was taken. NaN where not measured.
+        The values with dims ``layer`` and ``head``, or those of ``layer``, ``module`` and ``expert`` that the signal
+        has. The scalar coordinate ``step`` is the step that was used. NaN where not measured.
 
     Raises:
-        SchemaError: If the run has no such signal, no row of it, or it has no dimension besides steps.
+        SchemaError: If the run has no such signal, the signal has no row yet, or no dimension besides steps.
 
     Example:
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
         >>> wb.signals.heat(run, "effective_rank D2", step=50).dims
         ('layer', 'head')
+
+    See Also:
+        `workbench.signals.read`: Reads a signal over all steps.
     """
     entry = _entry(run, name)
     if not entry.places:
-        raise SchemaError(f"'{name}' has no layers; choose one that has, such as an effective rank or an entropy.")
+        raise SchemaError(
+            f"'{name}' has no layers; choose a signal that has, such as an effective rank or an entropy.",
+            name="name",
+            value=name,
+            expected="a signal with layers, heads, modules or experts",
+        )
     recorded = run.children[entry.part].to_dataset()["step"].values
     if not len(recorded):
-        raise SchemaError(f"'{name}' has no row yet; wait for the first.")
+        raise SchemaError(
+            f"'{name}' has no row yet; wait for the first one.", name="name", value=name, expected="a recorded signal"
+        )
     row = int(np.abs(recorded - step).argmin())
     found = _values(run, entry, slice(row, row + 1)).isel(step=0).transpose(*sorted(entry.places, key=[*_PLACES].index))
     return found.load().assign_attrs(long_name=entry.long_name, units=entry.unit).rename(name)
@@ -308,8 +361,9 @@ def _entries(part: str, data: xr.Dataset) -> list[Entry]:
 def _entry(run: xr.DataTree, name: str) -> Entry:
     known = catalogue(run)
     if name not in known:
-        choice = f"choose from {', '.join(known)}" if known else "it holds nothing that has steps"
-        raise SchemaError(f"The run has no signal '{name}'; {choice}.")
+        choice = f"choose from {', '.join(known)}" if known else "none of its parts has steps"
+        expected = tuple(known) or "a signal of a run with steps"
+        raise SchemaError(f"The run has no signal '{name}'; {choice}.", name="name", value=name, expected=expected)
     return known[name]
 
 
@@ -323,10 +377,10 @@ def _values(run: xr.DataTree, entry: Entry, rows: slice) -> xr.DataArray:
     )
 
 
-def _taken(
+def _selected(
     values: xr.DataArray, entry: Entry, *, layer: int | None, head: int | None
 ) -> tuple[xr.DataArray, list[str]]:
-    """Select one layer, one head, or both, and describe the selection."""
+    """Return the values of one layer, one head, or both, and a description of the selection."""
     words = []
     for dim, chosen in (("layer", layer), ("head", head)):
         if chosen is None:
@@ -334,18 +388,22 @@ def _taken(
         # The modules of an optimizer are blocks, each with its layer.
         along = "module" if dim == "layer" and dim in values.coords and dim not in values.dims else dim
         if along not in values.dims:
-            raise OptionError(f"'{entry.name}' has no {dim}s; leave {dim}= out.")
+            raise OptionError(
+                f"'{entry.name}' has no {dim}s; omit {dim}=.",
+                name=dim,
+                value=chosen,
+                expected="left out for this signal",
+            )
         labels = values[dim].values if dim in values.coords else np.arange(values.sizes[along])
         if chosen not in labels:
-            choice = ", ".join(map(str, labels))
-            raise OptionError(f"'{entry.name}' has no {dim} {chosen}; choose from {choice}.")
+            raise OptionError.of(dim, chosen, tuple(labels.tolist()))
         values = values.isel({along: int(np.flatnonzero(labels == chosen)[0])})
         words.append(f"{dim} {chosen}")
     return values, words
 
 
 def _reduced(values: np.ndarray, reduce: str) -> np.ndarray:
-    """Reduce over the last axis, ignoring NaN; NaN where all are."""
+    """Reduce over the last axis, ignoring NaN; NaN where all values are NaN."""
     if values.shape[-1] == 0:
         return np.full(len(values), np.nan)
     if reduce != "mean":
@@ -360,29 +418,33 @@ def _variable_of(name: str) -> str:
 
 
 def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), *, n: int = 6) -> list[str]:
-    """The signals to show first: loss and gradient norm, those with alarms, and those that distinguish mechanisms.
+    """Return the signals to show first: loss, gradient norm, those with alarms, and those that distinguish mechanisms.
 
     Args:
         runs: Runs by name.
-        alarmed: Signals with alarms, the first alarm first.
-        n: Largest number, if loss, gradient norm and the first three with alarms fit.
+        alarmed: Signals with alarms, in the order of their alarms; the first three are used.
+        n: Maximum number of signals.
 
     Returns:
-        Names of signals that at least one run offers.
+        Names of signals that at least one run has.
 
     Example:
         >>> import workbench as wb
         >>> run = wb.open_run(wb.samples.failed_run("precision"))
         >>> wb.signals.default_names({"mine": run}, n=3)
         ['loss', 'grad_norm', 'effective_rank D2']
+
+    See Also:
+        `workbench.signals.names`: All signals of a run.
+        `workbench.widgets.Timeline`: Shows these signals.
     """
-    offered = dict.fromkeys(name for run in runs.values() for name in names(run))
-    wanted = ["loss", "grad_norm", *list(dict.fromkeys(name for name in alarmed if name in offered))[:3], *_TELLING]
-    return list(dict.fromkeys(name for name in wanted if name in offered))[:n]
+    known = dict.fromkeys(name for run in runs.values() for name in names(run))
+    order = ["loss", "grad_norm", *list(dict.fromkeys(name for name in alarmed if name in known))[:3], *_INFORMATIVE]
+    return list(dict.fromkeys(name for name in order if name in known))[:n]
 
 
 #: Signals that distinguish faults: attention, router, rate, and precursors of spikes.
-_TELLING = (
+_INFORMATIVE = (
     "effective_rank D2",
     "routing_entropy_share",
     "routing_entropy",

@@ -1,4 +1,4 @@
-"""Measure a planned run before its first update: spectra, forward passes, a gradient, and trial updates on a copy."""
+"""Measurements of a planned run before its first update: spectra, forward passes, a gradient, updates on a copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from workbench.models.capture import StreamWatcher
 from workbench.models.losses import accuracy_of, token_loss
 from workbench.models.probing import undisturbed
 from workbench.models.profile import profile
-from workbench.models.residual_check import refuse_plain_chain
+from workbench.models.residual_check import require_residuals
 from workbench.models.subject import Subject
 from workbench.models.token_selection import TokenSelection
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
@@ -33,8 +33,9 @@ from workbench.training.training_plan import TrainingPlan
 if TYPE_CHECKING:
     import xarray as xr
 
+#: Measurements that need gradients.
 _OF_UPDATES = ("initial_grad_norm", "overshoot_rate", "breaking_rate", "unit_change_rate", "rehearsed_rate")
-#: Measures of the spectra that a sweep keeps.
+#: Spectral quantities that a sweep records.
 SPECTRAL = tuple(name for name, rule in MEASURES.items() if "layer" in rule.dims and "mode" not in rule.dims)
 
 
@@ -61,40 +62,40 @@ def measure_case(
     grad_norm_limit: float = 500.0,
     stops_at_divergence: bool = True,
 ) -> xr.Dataset:
-    """Measure everything that a risk model reads, for one planned run; the model is left unchanged.
+    """Measure the features of a risk model for one planned run, without changing the model.
 
     Args:
-        model: The model as training would begin with it.
-        task: The task it would be trained on; see `workbench.tasks.as_task`. The first batch of its stream is used,
-            and held-out inputs for the spectra.
-        architecture: Name of the model in tables and figures; by default that of its class.
-        n_snapshots: Number of token states of the spectra.
-        stack: Name of the block stack to read, where a model has several.
-        takes_gradients: Also measure with a backward pass: the initial gradient norm, and the rates at which the
-            optimizer's first update alone overshoots or diverges; otherwise they are NaN.
-        runs_pilot: Also measure the rate at which a copy diverges within ten updates, which costs about a hundred
-            updates in all; otherwise, and without gradients, it is NaN.
+        model: The model in its initial state.
+        task: The task of the planned run; see `workbench.tasks.as_task`. Spectra are measured on held-out inputs,
+            everything else on the first batches of the task's stream.
+        architecture: Name of the model in tables and figures; by default the name of its class.
+        n_snapshots: Number of token states from which the spectra are computed.
+        stack: Name of the block stack to measure, if the model has several.
+        takes_gradients: Also measure with a backward pass: the initial gradient norm, and the learning rates at which
+            the optimizer's first update alone overshoots or diverges; otherwise they are NaN.
+        runs_pilot: Also measure the learning rate at which a copy diverges within ten updates, which costs about a
+            hundred updates in total; it is NaN otherwise, and without gradients.
         loss: Function of logits and targets that returns a 0-dim tensor.
         n_steps: Planned updates; this and the arguments below are those of `TrainingPlan`.
-        learning_rate: Peak rate; None: 1e-3, or that of an existing optimizer.
+        learning_rate: Peak learning rate; if None, 1e-3 or that of an existing optimizer.
         warmup: Steps of the warm-up.
         schedule: Schedule after the warm-up.
-        optimizer: Name of a class in ``torch.optim``, a function that makes an optimizer, or an existing one.
-        optimizer_options: Options of a named optimizer; None: none.
-        clip_norm: Largest norm of all gradients together; None: no clipping.
+        optimizer: Name of a class in ``torch.optim``, a function that creates an optimizer, or an existing one.
+        optimizer_options: Options of a named optimizer; None uses its defaults.
+        clip_norm: Limit at which the norm of all gradients together is clipped; None disables clipping.
         precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         seed: Seed of all randomness in training.
-        loss_limit: A loss above it is a divergence.
-        grad_norm_limit: A norm of all gradients above it is a divergence.
-        stops_at_divergence: Whether the run ends at a divergence.
+        loss_limit: A loss above it counts as divergence.
+        grad_norm_limit: A norm of all gradients together above it counts as divergence.
+        stops_at_divergence: Whether the run ends when it diverges.
 
     Returns:
-        Dataset of one ``run`` (a sweep without outcomes; see `workbench.schema.sweeps`).
+        Dataset with one ``run``: a sweep without outcomes; see `workbench.schema.sweeps`.
 
     Raises:
-        OptionError: If a setting is impossible.
+        OptionError: If a setting is invalid.
         AnatomyError: If the residual stream cannot be read.
-        SnapshotError: If the stream holds NaN or infinite values.
+        SnapshotError: If the stream contains NaN or infinite values.
 
     Example:
         >>> import workbench as wb
@@ -103,6 +104,10 @@ def measure_case(
         >>> case = wb.sweeps.measure_case(model, task, n_steps=100, n_snapshots=64, runs_pilot=False)
         >>> case["learning_rate"].values, dict(case.sizes)
         (array([0.001]), {'run': 1, 'layer': 2, 'mode': 16})
+
+    See Also:
+        `workbench.risk.predict`: Predicts the risk of a measured case.
+        `workbench.sweeps.replan`: Changes the settings of a case without measuring it again.
     """
     module = model.model if isinstance(model, Subject) else model
     plan = TrainingPlan(
@@ -131,9 +136,9 @@ def measure_row(
     runs_pilot: bool = True,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
 ) -> dict[str, Any]:
-    """What `measure_case` measures, by name; per-layer measures as arrays (layer,), eigenvalues as (layer, mode).
+    """Return the measurements of `measure_case` by name: arrays of shape (layer,), eigenvalues of shape (layer, mode).
 
-    With ``n_snapshots=0`` there are no spectra.
+    With ``n_snapshots=0`` the spectral quantities are NaN.
     """
     module = model.model if isinstance(model, Subject) else model
     n_batches = N_PILOT_UPDATES + 1 if takes_gradients and runs_pilot else 1
@@ -143,7 +148,7 @@ def measure_row(
     inputs, targets = batches[0]
     anatomy = read_anatomy(module, inputs, stack=stack)
     if stack is None:
-        refuse_plain_chain(module, inputs, anatomy.stack, anatomy.sites)
+        require_residuals(module, inputs, anatomy.stack, anatomy.sites)
     row = _spectra(model, task, anatomy, n_snapshots)
     row |= _forward(module, anatomy, inputs, targets, loss)
     gradient = dict.fromkeys(_OF_UPDATES, math.nan)
@@ -158,7 +163,7 @@ def measure_row(
         | {
             "n_layers": len(anatomy.sites),
             "d_model": anatomy.width,
-            "n_weights": sum(weight.numel() for weight in module.parameters()),
+            "n_weights": sum(parameter.numel() for parameter in module.parameters()),
             "batch_size": int(first.shape[0]),
             "n_tokens": int(targets.numel()),
             "task": str(task.describe().get("task", "")),
@@ -167,7 +172,7 @@ def measure_row(
 
 
 def _spectra(model: nn.Module | Subject, task: Any, anatomy: Anatomy, n_snapshots: int) -> dict[str, Any]:
-    """Measures of the spectra; NaN without snapshots."""
+    """Return the spectral quantities; NaN without snapshots."""
     if not n_snapshots:
         missing: dict[str, Any] = dict.fromkeys(SPECTRAL, np.full(len(anatomy.sites), math.nan))
         return missing | {"eigenvalue": np.full((len(anatomy.sites), 1), complex(math.nan, math.nan))}
@@ -183,15 +188,16 @@ def _spectra(model: nn.Module | Subject, task: Any, anatomy: Anatomy, n_snapshot
 def _forward(
     model: nn.Module, anatomy: Anatomy, inputs: Any, targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, float]:
-    """Measure two forward passes over the first batch."""
-    plain, rms = _forward_pass(model, anatomy, inputs, factor=1.0)
-    louder, louder_rms = _forward_pass(model, anatomy, inputs, factor=2.0)
-    spread, louder_spread = (float(logits.double().std(-1).mean()) for logits in (plain, louder))
-    # Where the initial output is zero, the stream itself shows whether a later norm removes the factor again.
-    ratio = louder_spread / spread if spread > 0 else louder_rms["last"] / rms["last"] if rms["last"] > 0 else math.nan
+    """Measure two forward passes over the first batch: unmodified, and with the residual stream doubled."""
+    logits, rms = _forward_pass(model, anatomy, inputs, factor=1.0)
+    doubled, doubled_rms = _forward_pass(model, anatomy, inputs, factor=2.0)
+    spread, doubled_spread = (float(each.double().std(-1).mean()) for each in (logits, doubled))
+    # Where the initial output is zero, the residual stream shows whether a later normalization removes the factor.
+    before, after = (spread, doubled_spread) if spread > 0 else (rms["last"], doubled_rms["last"])
+    ratio = after / before if before > 0 else math.nan
     return {
-        "initial_loss": float(loss(plain, targets)),
-        "initial_accuracy": accuracy_of(plain, targets),
+        "initial_loss": float(loss(logits, targets)),
+        "initial_accuracy": accuracy_of(logits, targets),
         "logit_std": spread,
         "scale_response": math.log2(ratio) if 0 < ratio < math.inf else math.nan,
         "stream_rms_first": rms["first"],
@@ -200,20 +206,27 @@ def _forward(
 
 
 def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: float) -> tuple[Tensor, dict[str, float]]:
-    """Logits of a forward pass with the stream multiplied before the first block, and its rms there and at the end."""
+    """Return logits of a forward pass, and the RMS of the residual stream before the first and after the last block.
+
+    Args:
+        model: The model.
+        anatomy: Its anatomy.
+        inputs: Inputs of the first batch.
+        factor: The residual stream is multiplied by it before the first block.
+    """
     last = len(anatomy.sites) - 1
     rms: dict[str, float] = {}
 
-    def enlarge(call: BlockCall) -> Tensor | None:
+    def scale(call: BlockCall) -> Tensor | None:
         return None if factor == 1 else call.state_in * factor
 
-    def take(layer: int, x: Tensor, y: Tensor) -> None:
-        for name, of, state in (("first", 0, x), ("last", last, y)):
-            if layer == of:
+    def measure(layer: int, x: Tensor, y: Tensor) -> None:
+        for name, index, state in (("first", 0, x), ("last", last, y)):
+            if layer == index:
                 rms[name] = math.sqrt(float(state.detach().double().square().mean()))
 
-    watcher = StreamWatcher(anatomy, TokenSelection(None, layout=anatomy.layout), take, layers={0, last})
-    with undisturbed(model), BlockHooks(anatomy.sites[:1], enlarge), watcher:
+    watcher = StreamWatcher(anatomy, TokenSelection(None, layout=anatomy.layout), measure, layers={0, last})
+    with undisturbed(model), BlockHooks(anatomy.sites[:1], scale), watcher:
         watcher.begin(inputs)
         return _logits(call_model(model, inputs)), rms
 
@@ -223,7 +236,7 @@ def _logits(output: Any) -> Tensor:
 
 
 def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:
-    """Combine rows into one dataset; layers and modes that a run lacks are NaN."""
+    """Combine rows into one dataset; missing layers and modes are NaN."""
     import xarray as xr
 
     data = {}
@@ -234,7 +247,7 @@ def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:
 
 
 def padded(values: list[np.ndarray]) -> np.ndarray:
-    """Combine arrays of different sizes into one, NaN where one has no entry."""
+    """Stack arrays of different sizes along a new first axis, padded with NaN."""
     if values[0].ndim == 0:
         return np.array(values)
     shape = tuple(max(value.shape[axis] for value in values) for axis in range(values[0].ndim))

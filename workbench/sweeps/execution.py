@@ -1,4 +1,4 @@
-"""Execute many runs on `dask.distributed`: worker processes of this machine, or any cluster."""
+"""Parallel execution of many runs with `dask.distributed`, in worker processes of this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import xarray as xr
     from distributed import Client, LocalCluster
 
-#: How often a run may lose its worker before it fails; an existing cluster keeps its own setting.
-_MOST_LOST_WORKERS = 10
+#: How often the worker of a run may end before the run fails; an existing cluster keeps its own setting.
+_MAX_LOST_WORKERS = 10
 _SECONDS_TO_CONNECT = 10
 
 
@@ -32,29 +32,29 @@ def run(
     overwrite: bool = False,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
-    """Execute the runs of a design in parallel and record them in one store.
+    """Execute planned runs in parallel and record them in one store.
 
-    Each finished run is written at once. After an interruption the same call continues with the missing runs; if none
-    is missing it only reads the store. A run whose worker process ends is repeated on another one. In a script, call it
-    under ``if __name__ == "__main__":``, as every program that starts processes.
+    Each run is written as soon as it is finished. After an interruption the same call continues with the missing runs;
+    if none is missing, it only opens the store. A run whose worker process ends is repeated on another worker. In a
+    script, call this function under ``if __name__ == "__main__":``, because it starts processes.
 
     Args:
-        runs: The design; see `grid`. Its order is the order of the rows.
+        runs: The planned runs; see `grid`. The rows of the sweep have the same order.
         path: Path of the store, by convention ending in ``.zarr``.
-        scheduler: Address of a running dask scheduler, such as ``"tcp://10.0.0.1:8786"``, or a client; None: processes
-            of this machine, for the time of the call.
-        n_workers: Processes of this machine; None: one for each core.
-        overwrite: Start again, replacing an existing store at ``path``.
-        progress: Show how far it is, and the address of the dashboard; or a function that gets each text, whose
-            exceptions end it.
+        scheduler: Address of a running dask scheduler, such as ``"tcp://10.0.0.1:8786"``, or a client. None starts
+            processes on this machine, which end with the call.
+        n_workers: Number of processes on this machine; None starts one for each core.
+        overwrite: Replace an existing store at ``path``.
+        progress: Show the progress and the address of the dashboard; or a function that receives each message and may
+            stop the sweep by raising an exception.
 
     Returns:
-        The sweep, as `open_sweep` returns it.
+        The sweep, as returned by `open_sweep`.
 
     Raises:
-        OptionError: If there is no run, one is given twice, or both a cluster and processes are requested.
-        StoreError: If the path holds something else, or a sweep of another design.
-        SweepError: If the scheduler cannot be reached, or runs raise errors; all others are executed and kept.
+        OptionError: If there is no run, a run is given twice, or both a cluster and processes are requested.
+        StoreError: If the path holds something else, or a sweep of other runs.
+        SweepError: If the scheduler cannot be reached, or if runs fail; all other runs are executed and kept.
 
     Example:
         >>> import workbench as wb
@@ -63,6 +63,10 @@ def run(
         >>> sweep = wb.sweeps.run(runs, "sweep.zarr", n_workers=2)  # doctest: +SKIP
         >>> len(runs)
         2
+
+    See Also:
+        `workbench.sweeps.grid`: Creates the planned runs.
+        `workbench.open_sweep`: Opens the store, also while it is being written.
     """
     runs = list(runs)
     _check(runs, scheduler, n_workers)
@@ -70,20 +74,23 @@ def run(
     missing = store.missing()
     if missing:
         with Progress(progress, "finished", total=len(missing), unit="run") as bar:
-            bar.say("starting")
+            bar.describe("starting")
             with _cluster(scheduler, min(n_workers or n_cores(), len(missing))) as client:
-                bar.say(f"dashboard at {client.dashboard_link}")
-                failed = _make(client, runs, missing, store, after_run=bar.update)
+                bar.describe(f"dashboard at {client.dashboard_link}")
+                failed = _execute(client, runs, missing, store, after_run=bar.update)
         if failed:
             index, error = next(iter(failed.items()))
             raise SweepError(
                 f"{len(failed)} of {len(runs)} runs failed, the first being run {index} ({runs[index].architecture}: "
-                f"{type(error).__name__}: {error}); the others are kept: fix the cause and call wb.sweeps.run() again."
+                f"{type(error).__name__}: {error}); the others are kept; fix the cause and call wb.sweeps.run() again.",
+                name="runs",
+                value=tuple(failed),
+                expected="runs that raise no error",
             ) from error
     return open_sweep(path)
 
 
-def _make(
+def _execute(
     client: Client,
     runs: Sequence[RunSettings],
     missing: Sequence[int],
@@ -91,7 +98,7 @@ def _make(
     *,
     after_run: Callable[[], None],
 ) -> dict[int, BaseException]:
-    """Execute the missing runs; returns the errors of those that failed."""
+    """Execute the missing runs and return the errors of those that failed, by index."""
     from distributed import as_completed
 
     futures = {
@@ -107,14 +114,14 @@ def _make(
                 store.write(index, future.result())
             future.release()
             after_run()
-    finally:  # of a sweep that is stopped, no run begins any more on a cluster of the caller's
+    finally:  # A cluster of the caller would otherwise continue the runs of a stopped sweep.
         client.cancel(list(futures))
     return dict(sorted(failed.items()))
 
 
 @contextmanager
 def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]:
-    """Yield a client of the given cluster, or of processes that end with the block."""
+    """Yield a client of the given cluster, or of new processes that end with the ``with`` block."""
     import dask
     from distributed import Client, LocalCluster
 
@@ -126,15 +133,18 @@ def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]
             client = Client(scheduler, timeout=_SECONDS_TO_CONNECT, set_as_default=False)
         except (OSError, TimeoutError, ValueError) as error:
             raise SweepError(
-                f"No dask scheduler answers at {scheduler}; start one with `dask scheduler`, or leave out scheduler=."
+                f"No dask scheduler answers at {scheduler}; start one with `dask scheduler`, or omit scheduler=.",
+                name="scheduler",
+                value=scheduler,
+                expected="the address of a running dask scheduler",
             ) from error
         with client:
             yield client
         return
-    settings = {"distributed.scheduler.allowed-failures": _MOST_LOST_WORKERS, "distributed.worker.daemon": False}
+    settings = {"distributed.scheduler.allowed-failures": _MAX_LOST_WORKERS, "distributed.worker.daemon": False}
     with (
         dask.config.set(settings),
-        # Any free port, as another sweep or dashboard may use the default one.
+        # Any free port, because another sweep or dashboard may use the default one.
         LocalCluster(
             n_workers=n_workers, threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs="ERROR"
         ) as cluster,
@@ -148,29 +158,38 @@ def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]
 
 
 async def _end_workers(cluster: LocalCluster) -> None:
-    """End the workers at once: runs that are stopped are not waited for."""
+    """End the workers without waiting for their runs."""
     await asyncio.gather(*(worker.close(timeout=0.2) for worker in cluster.workers.values()))
 
 
 def _check(runs: list[RunSettings], scheduler: Any, n_workers: int | None) -> None:
-    """Refuse impossible arguments.
-
-    Raises:
-        OptionError: If there is no run, a run is given twice, or both a cluster and processes are requested.
-    """
+    """Raise OptionError if there is no run, a run is given twice, or both a cluster and processes are requested."""
     if not runs:
-        raise OptionError("The sweep has no run; make some with wb.sweeps.grid(...).")
-    for run in runs:
+        raise OptionError(
+            "The sweep has no runs; create some with wb.sweeps.grid(...).",
+            name="runs",
+            value=(),
+            expected="at least one run",
+        )
+    for i, run in enumerate(runs):
         if not isinstance(run, RunSettings):
-            raise OptionError(
-                f"A run of the sweep is a {type(run).__name__}, expected RunSettings; see wb.sweeps.grid."
-            )
+            raise OptionError.of(f"runs[{i}]", run, "RunSettings", remedy="see wb.sweeps.grid")
     if n_workers is not None and n_workers < 1:
-        raise OptionError(f"n_workers is {n_workers}, expected at least 1.")
+        raise OptionError.of("n_workers", n_workers, "at least 1")
     if n_workers is not None and scheduler is not None:
-        raise OptionError("A cluster has workers of its own; leave out n_workers= or scheduler=.")
+        raise OptionError(
+            "n_workers= cannot be combined with scheduler=, because a cluster has its own workers; omit one of them.",
+            name="n_workers",
+            value=n_workers,
+            expected="None with a scheduler",
+        )
     seen: dict[str, int] = {}
     for i, run in enumerate(runs):
         if run.identity in seen:
-            raise OptionError(f"Runs {seen[run.identity]} and {i} of the sweep are the same; give each its own seed.")
+            raise OptionError(
+                f"Runs {seen[run.identity]} and {i} of the sweep are the same; give each run its own seed.",
+                name="runs",
+                value=(seen[run.identity], i),
+                expected="runs that differ in their settings or seed",
+            )
         seen[run.identity] = i

@@ -1,4 +1,4 @@
-"""Execute one run of a sweep, from its settings to its row."""
+"""Execution of one run of a sweep, from its settings to its row."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from workbench.tasks.target_frequencies import frequency_loss
 from workbench.tasks.task import SeededTask
 from workbench.training.step_record import StepRecord
 
-#: Steps over which the predictors of RKSP Table 2 are taken.
+#: Steps from which the predictors of RKSP Table 2 are computed.
 _GRAD_NORM_STEP, _SPIKE_STEPS = 100, 500
-#: A loss is a spike if it lies this many standard deviations above the mean of the window before it. The paper gives
-#: no rule; with 3 deviations noise alone makes about one spike in a thousand steps.
+#: A loss is a spike if it exceeds the mean of the preceding window by this many standard deviations. The paper states
+#: no rule; with 3 deviations, noise alone causes about one spike in a thousand steps.
 _SPIKE_WINDOW, _SPIKE_DEVIATIONS = 20, 3.0
-#: Token states of the held-out examples.
+#: Number of token states of the held-out examples.
 N_HELD_OUT = 4096
 
 
 def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure a fresh model, train it, and return its row.
+    """Measure a new model, train it, and return its row.
 
-    Only one thread computes, so the same settings give the same row on every worker of one machine type.
+    The computation uses one thread, so the same settings yield the same row on every worker of one machine type.
 
     Args:
-        settings: Settings from `RunSettings.as_dict`.
+        settings: Settings, as returned by `RunSettings.as_dict`.
 
     Returns:
-        Values by the names of `workbench.schema.sweeps`.
+        The values of the row by name, as defined in `workbench.schema.sweeps`.
 
     Example:
         >>> import workbench as wb
@@ -52,6 +52,9 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
         >>> row = wb.sweeps.make_run(runs[0].as_dict())
         >>> row["has_diverged"]
         False
+
+    See Also:
+        `workbench.sweeps.run`: Executes many runs in parallel.
     """
     start = time.monotonic()
     run = RunSettings.from_dict(settings)
@@ -76,10 +79,10 @@ def make_run(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outcome(records: list[StepRecord]) -> dict[str, Any]:
-    """Outcome of a run, by the names of ``schema.sweeps.OUTCOMES``; without its duration."""
+    """Return the outcome of a run, with the names of ``schema.sweeps.OUTCOMES``, without the duration."""
     loss = np.array([record.loss for record in records])
     grad_norm = np.array([record.grad_norm for record in records])
-    last, broken = records[-1], next((record for record in records if record.diverged), None)
+    last, diverged = records[-1], next((record for record in records if record.diverged), None)
     n_last = max(1, len(records) // 8)
     grad_norm = np.where(np.isnan(grad_norm), np.inf, grad_norm)
     known = grad_norm[1 : _GRAD_NORM_STEP + 1]
@@ -89,25 +92,25 @@ def outcome(records: list[StepRecord]) -> dict[str, Any]:
         "grad_norm_step_100": float(grad_norm[min(_GRAD_NORM_STEP, len(records) - 1)]),
         "grad_norm_variance": variance,
         "n_loss_spikes": count_spikes(loss[: _SPIKE_STEPS + 1]),
-        "has_diverged": broken is not None,
-        "cause": "" if broken is None else broken.cause,
-        "divergence_step": math.nan if broken is None else float(broken.step),
+        "has_diverged": diverged is not None,
+        "cause": "" if diverged is None else diverged.cause,
+        "divergence_step": math.nan if diverged is None else float(diverged.step),
         "final_loss": last.loss if math.isfinite(last.loss) else math.nan,
         "accuracy": math.nan
-        if broken is not None
+        if diverged is not None
         else float(np.mean([record.accuracy for record in records[-n_last:]])),
     }
 
 
 def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]]) -> dict[str, np.ndarray]:
-    """The losses of a run along its updates, by the names of ``schema.sweeps.CURVES``.
+    """Return the losses along a run, with the names of ``schema.sweeps.CURVES``.
 
     Args:
         records: Record of each update.
         evaluations: Number of updates before each evaluation, and the held-out loss.
 
     Returns:
-        Arrays of shapes (window,) and (evaluation,), infinite where a loss is not finite.
+        Arrays of shapes (window,) and (evaluation,); infinite where a loss is not finite.
     """
     losses = np.array([record.loss for record in records])
     n_windows = -(-len(losses) // LOSS_WINDOW)
@@ -123,11 +126,11 @@ def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]])
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, task: SeededTask) -> float:
-    """Loss on held-out examples of a task, in eval mode; nat.
+    """Return the loss on held-out examples of a task in eval mode, in nats.
 
     Args:
-        model: The model; its mode is as before.
-        task: One of the workbench's own tasks.
+        model: The model; its training mode is restored.
+        task: One of the workbench's tasks.
     """
     inputs, targets = task.held_out(N_HELD_OUT)
     with eval_mode(model):
@@ -137,18 +140,18 @@ def held_out_loss(model: nn.Module, task: SeededTask) -> float:
 
 
 def trivial_loss(task: SeededTask) -> float:
-    """Held-out loss of the predictor that knows nothing but how often each target occurs in training; nat."""
+    """Return the held-out loss of the predictor that knows only the frequencies of the training targets, in nats."""
     _, targets = task.held_out(N_HELD_OUT)
     return frequency_loss(task, targets)
 
 
 def count_spikes(loss: np.ndarray) -> int:
-    """Count the steps whose loss exceeds the mean of the ``20`` before it by more than three standard deviations.
+    """Count the steps whose loss exceeds the mean of the previous 20 losses by more than three standard deviations.
 
-    RKSP counts loss spikes without defining one; this is our definition.
+    RKSP counts loss spikes without defining them; this definition is the workbench's own.
 
     Args:
-        loss: Loss of each step, in nats; a value that is not finite is a spike.
+        loss: Loss of each step, in nats; a value that is not finite counts as a spike.
 
     Example:
         >>> import numpy as np
@@ -156,6 +159,9 @@ def count_spikes(loss: np.ndarray) -> int:
         >>> loss = np.r_[np.tile([1.0, 1.1], 15), 9.0, np.tile([1.0, 1.1], 5)]
         >>> wb.sweeps.count_spikes(loss)
         1
+
+    See Also:
+        `workbench.rates.count_lasting_spikes`: Counts spikes from which a run does not recover soon.
     """
     loss = np.asarray(loss, dtype=float)
     if not len(loss) > _SPIKE_WINDOW:
@@ -169,6 +175,7 @@ def count_spikes(loss: np.ndarray) -> int:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
+    """Compute with one thread within the ``with`` block."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Convert plans to and from the settings that a sweep records, and change the plan of a case."""
+"""Conversion of training plans to and from the recorded settings of a sweep, and changes of the plan of a case."""
 
 from __future__ import annotations
 
@@ -21,30 +21,39 @@ if TYPE_CHECKING:
 
 
 def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
-    """Make a plan from the settings of a call.
+    """Create a training plan from its settings.
 
     Raises:
-        OptionError: If one is unknown or impossible.
+        OptionError: If a setting is unknown, missing or invalid.
     """
-    known = [item.name for item in fields(TrainingPlan)]
+    known = tuple(item.name for item in fields(TrainingPlan))
     for name in training:
         if name not in known:
-            raise OptionError(f"'{name}' is no setting of a training run, expected one of {', '.join(known)}.")
+            raise OptionError(
+                f"A training run has no setting '{name}'; its settings are {', '.join(known)}.",
+                name=name,
+                value=training[name],
+                expected=known,
+            )
     if "n_steps" not in training:
-        raise OptionError("A planned run needs n_steps, the number of updates; pass n_steps=.")
+        raise OptionError(
+            "A planned run needs n_steps, the number of updates; pass n_steps=.",
+            name="n_steps",
+            expected="the number of updates",
+        )
     return TrainingPlan(**training)
 
 
 def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run by the names of ``schema.sweeps.SETTINGS``, as far as plan and configuration have them."""
+    """Return the settings that plan and configuration determine, with the names of ``schema.sweeps.SETTINGS``."""
     optimizer = plan.optimizer if isinstance(plan.optimizer, str) else ""
     if isinstance(plan.optimizer, torch.optim.Optimizer):
         optimizer = type(plan.optimizer).__name__
         defaults = dict(plan.optimizer.defaults)
     elif optimizer:
-        any_weight = nn.ParameterList([nn.Parameter(torch.zeros(1))])
-        ready = replace(plan, learning_rate=plan.learning_rate or DEFAULT_RATE).optimizer_for(any_weight)
-        optimizer, defaults = type(ready).__name__, dict(ready.defaults)
+        any_model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        created = replace(plan, learning_rate=plan.learning_rate or DEFAULT_RATE).optimizer_for(any_model)
+        optimizer, defaults = type(created).__name__, dict(created.defaults)
     else:
         defaults = {}
     betas = defaults.get("betas")
@@ -78,31 +87,36 @@ def replan(
     optimizer_options: Mapping[str, Any] | None = None,
     clip_norm: float | Literal["unchanged"] | None = "unchanged",
 ) -> xr.Dataset:
-    """Change the settings of cases without measuring them again; settings that are not given keep their value.
+    """Change the settings of cases without measuring them again; omitted settings keep their values.
 
     Args:
         case: Cases from `measure_case`, or rows of a sweep.
-        n_steps: Optimizer steps.
-        learning_rate: Peak rate.
-        warmup: Steps over which the rate rises linearly to its peak.
-        schedule: What follows the warm-up, as in `TrainingPlan`.
-        optimizer: Name of a class in ``torch.optim``; without ``optimizer_options`` it gets its own defaults.
+        n_steps: Number of updates.
+        learning_rate: Peak learning rate.
+        warmup: Steps over which the learning rate rises linearly to its peak.
+        schedule: Schedule after the warm-up, as in `TrainingPlan`.
+        optimizer: Name of a class in ``torch.optim``; without ``optimizer_options`` it has its default options.
         optimizer_options: Further arguments of the optimizer.
-        clip_norm: Largest norm of all gradients together; None: no clipping.
+        clip_norm: Limit at which the norm of all gradients together is clipped; None disables clipping.
 
     Returns:
-        The same cases with the settings changed. With another optimizer or clipping ``overshoot_rate``,
-        ``breaking_rate`` and ``rehearsed_rate`` are NaN, because they were measured with the old one.
+        The same cases with changed settings. With another optimizer or clipping ``overshoot_rate``,
+        ``breaking_rate``, ``unit_change_rate`` and ``rehearsed_rate`` are NaN, because they were measured with the
+        old one.
 
     Raises:
-        OptionError: If a setting is impossible, or the case's own schedule is a function or its optimizer not one of
-            torch's, which cannot be made from the record.
+        OptionError: If a setting is invalid, or if the schedule of a case is a function or its optimizer is not from
+            ``torch.optim``, because these cannot be restored from the record.
 
     Example:
         >>> import workbench as wb
         >>> cases = wb.samples.divergence_sweep("held out").isel(run=slice(0, 2))
         >>> wb.sweeps.replan(cases, learning_rate=0.02)["learning_rate"].values
         array([0.02, 0.02])
+
+    See Also:
+        `workbench.sweeps.measure_case`: Measures a case.
+        `workbench.risk.over_rates`: Predicts the risk of a case over a range of learning rates.
     """
     import xarray as xr
 
@@ -131,7 +145,12 @@ def replan(
         ):
             value = before.get(name, default)
             if name not in changes and value not in known:
-                raise OptionError(f"The {name} of the case is '{value}', which is not in the record; pass {name}=.")
+                raise OptionError(
+                    f"The {name} of the case is '{value}', which cannot be restored from the record; pass {name}=.",
+                    name=name,
+                    value=value,
+                    expected=tuple(sorted(known)) if name == "schedule" else "a class in torch.optim",
+                )
         plan = plan_of({**before, **changes})
         settings = describe_plan(plan, {})
         for name in ("family", "norm", "initialization", "init_std", "seed"):

@@ -1,4 +1,4 @@
-"""The settings of one run of a sweep, as plain values that are checked before anything is trained."""
+"""Settings of one run of a sweep, as JSON values that are validated before any run is trained."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ _N_HEX = 12
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """All settings that decide the numbers of one run of a sweep.
+    """All settings that determine the results of one run of a sweep.
 
     Attributes:
         architecture: Name of the model in tables and figures.
         model: Options of `ArchitectureConfig` except the seed; or ``{"make": "package.module:function", ...}`` for a
-            custom model: the function gets the other options and ``seed``, and returns a module. Workers have to be
-            able to import it.
+            custom model. The function receives the other options and ``seed``, and returns a module; the workers must
+            be able to import it.
         task: ``{"name": "associative_recall", ...}``: one of ``TASKS`` and its options except the seed.
-        training: Fields of `TrainingPlan` as plain values, except the seed: ``n_steps``, ``learning_rate``, ...
+        training: Fields of `TrainingPlan` as JSON values, except the seed: ``n_steps``, ``learning_rate``, ...
         seed: Seed of the parameters, the data and all other randomness in training.
-        study: A label to select by later; it changes no number.
-        n_snapshots: Number of token states of the fresh model's spectra; 0: neither spectra nor trial updates.
-        n_evaluations: Number of times, evenly spread over the run, that the loss on held-out examples is measured; it
-            divides the number of updates.
-        kss: ``"published"`` or ``"recommended"``: Koopman Spectral Shaping of that kind during training; empty: none.
+        study: A label by which runs can be selected; it does not change the results.
+        n_snapshots: Number of token states from which the spectra of the untrained model are computed; 0 omits the
+            spectra and the trial updates.
+        n_evaluations: Number of evaluations of the loss on held-out examples, evenly spread over the run; must divide
+            the number of updates.
+        kss: Koopman Spectral Shaping during training, ``"published"`` or ``"recommended"``; empty if there is none.
 
     Raises:
-        OptionError: If the model, the task or the training is impossible.
+        OptionError: If the settings of the model, the task or the training are invalid.
 
     Example:
         >>> import workbench as wb
@@ -59,6 +60,10 @@ class RunSettings:
         ... )
         >>> settings.plan().n_steps, settings.make_model().config.d_model
         (10, 16)
+
+    See Also:
+        `workbench.sweeps.grid`: Creates all combinations of settings.
+        `workbench.TrainingPlan`: Describes the options of training.
     """
 
     architecture: str
@@ -78,27 +83,34 @@ class RunSettings:
         if self.n_snapshots != 0:
             require_whole(3, n_snapshots=self.n_snapshots)
         if self.kss not in ("", *KINDS_OF_KSS):
-            raise OptionError(f"kss is {self.kss!r}, expected one of {', '.join(KINDS_OF_KSS)}, or nothing.")
+            raise OptionError.of("kss", self.kss, (*KINDS_OF_KSS, ""))
         for part in ("model", "task", "training"):
             if "seed" in getattr(self, part):
-                raise OptionError(f"{part} of '{self.architecture}' has a seed of its own; pass seed= for all three.")
+                raise OptionError(
+                    f"The {part} of '{self.architecture}' must not have its own seed; pass seed= for all parts.",
+                    name="seed",
+                    value=getattr(self, part)["seed"],
+                    expected=f"absent from {part}",
+                )
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-        for name in ("n_evaluations", "kss"):  # sweeps recorded before there were these do not name them
+        for name in ("n_evaluations", "kss"):  # Older sweeps do not record these options.
             if not plain[name]:
                 del plain[name]
         try:
             text = json.dumps(plain, sort_keys=True, allow_nan=False, default=_as_plain)
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"The settings of '{self.architecture}' are no plain values ({error}); use numbers, texts and lists."
+                f"The settings of '{self.architecture}' are not JSON values ({error}); use numbers, strings and lists.",
+                name="settings",
+                value=str(error),
+                expected="JSON values",
             ) from error
         object.__setattr__(self, "_plain", json.loads(text))
         self.make_task()
         n_steps = self.plan().n_steps
         if self.n_evaluations and n_steps % self.n_evaluations:
-            raise OptionError(
-                f"n_evaluations is {self.n_evaluations}, which does not divide the {n_steps} updates of "
-                f"'{self.architecture}'; choose a divisor."
+            raise OptionError.of(
+                "n_evaluations", self.n_evaluations, f"a divisor of the {n_steps} updates of '{self.architecture}'"
             )
         if "make" in self.model:
             _function(self.model["make"])
@@ -107,16 +119,34 @@ class RunSettings:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> RunSettings:
-        """Settings from the values that `as_dict` returned."""
+        """Create settings from the values that `as_dict` returned.
+
+        Example:
+            >>> import workbench as wb
+            >>> runs = wb.sweeps.grid(
+            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
+            ... )
+            >>> wb.sweeps.RunSettings.from_dict(runs[0].as_dict()) == runs[0]
+            True
+        """
         return cls(**settings)
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as plain values, for a JSON text."""
+        """Return the settings as JSON values.
+
+        Example:
+            >>> import workbench as wb
+            >>> runs = wb.sweeps.grid(
+            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
+            ... )
+            >>> runs[0].as_dict()["training"]
+            {'learning_rate': 0.001, 'n_steps': 5}
+        """
         return json.loads(json.dumps(self._plain))
 
     @property
     def identity(self) -> str:
-        """12 hexadecimal digits that identify all settings that decide the run's numbers."""
+        """12 hexadecimal digits that identify all settings that determine the results of the run."""
         return _digest({name: value for name, value in self._plain.items() if name not in ("study", "architecture")})
 
     @property
@@ -134,7 +164,17 @@ class RunSettings:
         return _digest(parts | ({"kss": self.kss} if self.kss else {}))
 
     def describe(self) -> dict[str, Any]:
-        """The columns of the row that the settings decide, by the names of ``schema.sweeps.SETTINGS``."""
+        """Return the columns of the row that the settings determine, with the names of ``schema.sweeps.SETTINGS``.
+
+        Example:
+            >>> import workbench as wb
+            >>> runs = wb.sweeps.grid(
+            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
+            ... )
+            >>> row = runs[0].describe()
+            >>> row["architecture"], row["optimizer"], row["n_steps"]
+            ('tiny', 'AdamW', 5)
+        """
         config = {} if "make" in self.model else self._config().as_dict()
         names = {name: getattr(self, name) for name in ("study", "architecture", "configuration", "cell")}
         return {
@@ -145,45 +185,86 @@ class RunSettings:
         }
 
     def make_model(self) -> nn.Module:
-        """The fresh model."""
+        """Create the model with its initial parameters.
+
+        Example:
+            >>> import workbench as wb
+            >>> runs = wb.sweeps.grid(
+            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
+            ... )
+            >>> runs[0].make_model().config.d_model
+            16
+        """
         if "make" in self.model:
             options = {name: value for name, value in self._plain["model"].items() if name != "make"}
             return _function(self.model["make"])(**options, seed=self.seed)
         return build(self._config())
 
     def make_task(self) -> SeededTask:
-        """The task.
+        """Create the task.
 
         Raises:
-            OptionError: If there is none of that name, or it does not take these options.
+            OptionError: If there is no task of that name, or an option is unknown.
+
+        Example:
+            >>> import workbench as wb
+            >>> runs = wb.sweeps.grid(
+            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
+            ... )
+            >>> runs[0].make_task().describe()["task"]
+            'digits'
         """
         from workbench import tasks
 
         options = dict(self._plain["task"])
         name = options.pop("name", None)
         if name not in TASKS:
-            raise OptionError(f"The task is called {name!r}, expected one of {', '.join(TASKS)}.")
+            raise OptionError.of("task", name, TASKS)
         make = getattr(tasks, name)
-        known = [item for item in inspect.signature(make).parameters if item != "seed"]
+        known = tuple(item for item in inspect.signature(make).parameters if item != "seed")
         for option in options:
             if option not in known:
-                raise OptionError(f"'{option}' is no option of the task {name}, expected one of {', '.join(known)}.")
+                raise OptionError(
+                    f"The task {name} has no option '{option}'; its options are {', '.join(known)}.",
+                    name=option,
+                    value=options[option],
+                    expected=known,
+                )
         return make(**options, seed=self.seed)
 
     def make_kss(self) -> KSS | None:
-        """The control; None: there is none."""
+        """Create the callback for Koopman Spectral Shaping, or return None if there is none.
+
+        Example:
+            >>> import workbench as wb
+            >>> runs = wb.sweeps.grid(
+            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
+            ... )
+            >>> runs[0].make_kss() is None
+            True
+        """
         return getattr(KSS, self.kss)() if self.kss else None
 
     def plan(self) -> TrainingPlan:
-        """The training plan.
+        """Return the training plan.
 
         Raises:
-            OptionError: If a setting is unknown or impossible.
+            OptionError: If a setting is unknown or invalid.
+
+        Example:
+            >>> import workbench as wb
+            >>> runs = wb.sweeps.grid(
+            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
+            ... )
+            >>> runs[0].plan().n_steps
+            5
         """
         training = self._plain["training"]
         if "learning_rate" not in training:
             raise OptionError(
-                f"The training of '{self.architecture}' has no learning_rate; every run of a sweep needs one."
+                f"The training of '{self.architecture}' has no learning_rate; every run of a sweep needs one.",
+                name="learning_rate",
+                expected="a positive number",
             )
         options = training.get("optimizer_options", {})
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
@@ -206,7 +287,7 @@ def grid(
     kss: str = "",
     **axes: Any,
 ) -> list[RunSettings]:
-    """Make the runs of a sweep: every combination of architectures and settings.
+    """Create the planned runs of a sweep: every combination of architectures and settings.
 
     Args:
         architectures: Name -> options of the model, as in `RunSettings`.
@@ -214,7 +295,7 @@ def grid(
         n_steps: Updates of each run.
         task: One task or several, as in `RunSettings`.
         seed: The seeds.
-        study: A label for all of them.
+        study: A label for all runs.
         n_snapshots: As in `RunSettings`.
         n_evaluations: As in `RunSettings`.
         kss: As in `RunSettings`.
@@ -222,10 +303,11 @@ def grid(
             (``warmup``, ``schedule``, ``optimizer``, ...): one value, or a list of values.
 
     Returns:
-        The runs: architectures outermost, then the axes in the order given, tasks, rates and seeds.
+        The planned runs. The architecture varies slowest, then the axes in the order given, the task, the learning
+        rate and the seed.
 
     Raises:
-        OptionError: If an axis is unknown or empty, an architecture sets it too, or a combination is impossible.
+        OptionError: If an axis is unknown or empty, an architecture sets it too, or a combination is invalid.
 
     Example:
         >>> import workbench as wb
@@ -235,16 +317,29 @@ def grid(
         >>> runs = wb.sweeps.grid(norms, learning_rate=rates, n_steps=10, task=task, seed=seeds, warmup=[0, 5])
         >>> len(runs), runs[0].architecture
         (24, 'Pre-LN')
+
+    See Also:
+        `workbench.sweeps.run`: Executes the planned runs.
     """
     of_training = [item.name for item in fields(TrainingPlan)]
     of_model = [item.name for item in fields(ArchitectureConfig)]
     values = {name: value if isinstance(value, list | tuple | range) else [value] for name, value in axes.items()}
     for name in values:
         if name not in of_training and name not in of_model:
-            raise OptionError(f"'{name}' is no option of a model and no setting of a training run.")
+            raise OptionError(
+                f"'{name}' is neither an option of a model nor a setting of a training run.",
+                name=name,
+                value=axes[name],
+                expected=(*of_model, *of_training),
+            )
         for title, model in architectures.items():
             if name in model:
-                raise OptionError(f"'{title}' sets its {name} itself; leave the axis {name} or that option out.")
+                raise OptionError(
+                    f"'{title}' already sets {name}; omit the axis {name} or that option.",
+                    name=name,
+                    value=model[name],
+                    expected=f"set either by the axis or by '{title}'",
+                )
     last = {
         "task": [task] if isinstance(task, Mapping) else list(task),
         "rate": list(learning_rate),
@@ -252,22 +347,27 @@ def grid(
     }
     for name, choices in {"architectures": architectures, **values, **last}.items():
         if not len(choices):
-            raise OptionError(f"The sweep has no {name}; pass at least one.")
+            raise OptionError(
+                f"The sweep has no {name}; pass at least one.",
+                name="learning_rate" if name == "rate" else name,
+                value=(),
+                expected="at least one value",
+            )
     runs = []
     for title, *chosen in itertools.product(architectures, *values.values(), *last.values()):
-        *chosen, job, rate, number = chosen
+        *chosen, each_task, rate, each_seed = chosen
         options = dict(zip(values, chosen, strict=True))
         runs.append(
             RunSettings(
                 architecture=title,
                 model={**architectures[title], **{k: v for k, v in options.items() if k in of_model}},
-                task=job,
+                task=each_task,
                 training={
                     "n_steps": n_steps,
                     "learning_rate": rate,
                     **{k: v for k, v in options.items() if k in of_training},
                 },
-                seed=number,
+                seed=each_seed,
                 study=study,
                 n_snapshots=n_snapshots,
                 n_evaluations=n_evaluations,
@@ -283,7 +383,7 @@ def _digest(values: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """Convert types that JSON lacks: NumPy's numbers and read-only mappings."""
+    """Convert NumPy scalars and read-only mappings, which JSON does not support."""
     if isinstance(value, Mapping):
         return dict(value)
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -298,8 +398,16 @@ def _function(place: Any) -> Callable[..., nn.Module]:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise OptionError(
-            f"There is no function at '{place}' ({error}); write package.module:function, importable by the workers."
+            f"There is no function at '{place}' ({error}); write package.module:function, importable by the workers.",
+            name="make",
+            value=place,
+            expected="package.module:function",
         ) from error
     if not callable(function):
-        raise OptionError(f"'{place}' is a {type(function).__name__}, expected a function that returns a module.")
+        raise OptionError(
+            f"'{place}' must be a function that returns a module, got {type(function).__name__}.",
+            name="make",
+            value=place,
+            expected="a function that returns a module",
+        )
     return function

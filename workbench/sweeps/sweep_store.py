@@ -1,7 +1,7 @@
-"""A sweep on disk: one Zarr store with one row for each run, in the order of the design.
+"""A sweep on disk: one Zarr store with one row for each run, in the order of the planned runs.
 
-The columns that the design decides are written at the beginning; the rest is written row by row, by one process. Zarr
-replaces each of its files in one step, and a row counts only once it is marked as finished, so the store is
+The columns that the settings determine are written first; the other columns are written row by row, by one process.
+Zarr replaces each of its files atomically, and a row counts only when it is marked as finished, so the store is
 crash-consistent: after a kill at any moment it opens with every row that was finished before.
 """
 
@@ -24,7 +24,7 @@ from workbench.sweeps.run_settings import RunSettings
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Rows in a chunk: it is read and written again with each of its rows, and empty chunks take no space.
+#: Rows in a chunk. A chunk is rewritten with each of its rows; empty chunks take no space.
 _ROWS_PER_CHUNK = 256
 _MARK = "is_done"
 _KIND = "sweep"
@@ -34,12 +34,12 @@ class SweepStore:
     """The store of a sweep that is being executed.
 
     Args:
-        path: Path of the store; an existing sweep of the same design is continued.
-        runs: The design.
-        overwrite: Start again, replacing an existing store at ``path``.
+        path: Path of the store; an existing sweep of the same runs is continued.
+        runs: The planned runs.
+        overwrite: Replace an existing store at ``path``.
 
     Raises:
-        StoreError: If the path holds something else, or a sweep of another design.
+        StoreError: If the path holds something else, or a sweep of other runs.
 
     Example:
         >>> import workbench as wb
@@ -47,8 +47,12 @@ class SweepStore:
         >>> size = {"d_model": 16, "n_layers": 2, "n_heads": 2}
         >>> runs = wb.sweeps.grid({"tiny": size}, learning_rate=[0.001, 0.01], n_steps=2, task=task, n_snapshots=64)
         >>> store = wb.sweeps.SweepStore("sweep.zarr", runs)
-        >>> store.missing()  # store.write(0, wb.sweeps.make_run(runs[0].as_dict())) makes the first
+        >>> store.missing()
         [0, 1]
+
+    See Also:
+        `workbench.sweeps.run`: Executes the runs and fills the store.
+        `workbench.open_sweep`: Opens the store.
     """
 
     def __init__(self, path: str | os.PathLike[str], runs: Sequence[RunSettings], *, overwrite: bool = False) -> None:
@@ -64,19 +68,42 @@ class SweepStore:
         self._group = zarr.open_group(self.path, mode="r+", use_consolidated=False)
         designed = runs[0].describe()
         names = [name for name in {**SETTINGS, **MEASURES, **OUTCOMES, **CURVES} if name not in designed]
-        # A store from before there were losses along the runs goes on without them.
+        # An older store has no losses along the runs, and is continued without them.
         self._arrays = {name: cast(zarr.Array, self._group[name]) for name in names if name in self._group}
         self._mark = cast(zarr.Array, self._group[_MARK])
 
     def missing(self) -> list[int]:
-        """Indices of the rows that are not finished."""
+        """Return the indices of the unfinished rows.
+
+        Example:
+            >>> import workbench as wb
+            >>> runs = wb.sweeps.grid(
+            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
+            ... )
+            >>> wb.sweeps.SweepStore("sweep.zarr", runs).missing()
+            [0]
+        """
         return np.flatnonzero(~np.asarray(self._mark[:])).tolist()
 
     def write(self, index: int, row: Mapping[str, Any]) -> None:
-        """Write a finished row.
+        """Write the row of a finished run.
+
+        Args:
+            index: Index of the run among the planned runs.
+            row: Values of the row, as returned by `make_run`.
 
         Raises:
-            StoreError: If it cannot be written, as on a full disk; the row is not marked as finished then.
+            StoreError: If the row cannot be written, for example on a full disk; it is then not marked as finished.
+
+        Example:
+            >>> import workbench as wb
+            >>> task = {"name": "random_tokens", "length": 8, "vocab_size": 16, "batch_size": 4}
+            >>> tiny = {"d_model": 16, "n_layers": 2, "n_heads": 2}
+            >>> runs = wb.sweeps.grid({"tiny": tiny}, learning_rate=[1e-3], n_steps=2, task=task, n_snapshots=0)
+            >>> store = wb.sweeps.SweepStore("sweep.zarr", runs)
+            >>> store.write(0, wb.sweeps.make_run(runs[0].as_dict()))
+            >>> store.missing()
+            []
         """
         try:
             for name, array in self._arrays.items():
@@ -90,7 +117,10 @@ class SweepStore:
         except OSError as error:
             raise StoreError(
                 f"The sweep at {self.path} cannot be written ({error.strerror or error}); its finished runs are kept: "
-                "free some space and start it again."
+                "free some space and start it again.",
+                name="path",
+                value=self.path,
+                expected="writable",
             ) from error
 
 
@@ -101,24 +131,28 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
         path: Path of the store.
 
     Returns:
-        Dataset with dim ``run``, in the order of the design; see `workbench.schema.sweeps`. ``n_missing`` in its
-        attributes counts the runs that are not finished.
+        Dataset with dimension ``run``, in the order of the planned runs; see `workbench.schema.sweeps`. Its attribute
+        ``n_missing`` is the number of unfinished runs.
 
     Raises:
-        StoreError: If there is no sweep at the path, or it is of a newer version.
+        StoreError: If there is no sweep at the path, or its version is newer than that of this workbench.
 
     Example:
         >>> import workbench as wb
         >>> size, task = {"d_model": 16, "n_layers": 2}, {"name": "random_tokens"}
         >>> runs = wb.sweeps.grid({"tiny": size}, learning_rate=[1e-3, 1e-2], n_steps=2, task=task)
-        >>> store = wb.sweeps.SweepStore("sweep.zarr", runs)  # what wb.sweeps.run() begins with
+        >>> store = wb.sweeps.SweepStore("sweep.zarr", runs)  # wb.sweeps.run() creates it
         >>> wb.open_sweep("sweep.zarr").attrs["n_missing"]
         2
+
+    See Also:
+        `workbench.sweeps.run`: Executes a sweep.
+        `workbench.sweeps.join`: Joins several sweeps.
     """
     import xarray as xr
 
     attrs = _attrs_of(Path(path))
-    with xr.open_zarr(path, consolidated=False, chunks=None) as data:  # dask is slower at this size
+    with xr.open_zarr(path, consolidated=False, chunks=None) as data:  # At this size dask would be slower.
         is_done = data[_MARK].values
         data = data.drop_vars(_MARK).isel(run=is_done).load()
     data = data.set_coords(list(SETTINGS))
@@ -132,24 +166,29 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
 
 
 def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Join several sweeps into one, in the order given; layers and modes that a run lacks are NaN.
+    """Join several sweeps into one, in the order given; missing layers and modes are NaN.
 
     Args:
         sweeps: Sweeps from `open_sweep`; attributes in which they differ are dropped.
 
     Raises:
-        SchemaError: If none is given, or one is no sweep.
+        SchemaError: If no sweep is given, or a dataset is not a sweep.
 
     Example:
         >>> import workbench as wb
         >>> norms, scales = wb.samples.divergence_sweep("norms"), wb.samples.divergence_sweep("scales")
         >>> wb.sweeps.join([norms, scales]).sizes["run"] == norms.sizes["run"] + scales.sizes["run"]
         True
+
+    See Also:
+        `workbench.open_sweep`: Opens a sweep.
     """
     import xarray as xr
 
     if not sweeps:
-        raise SchemaError("There is no sweep to join; pass at least one.")
+        raise SchemaError(
+            "There is no sweep to join; pass at least one.", name="sweeps", value=(), expected="at least one sweep"
+        )
     for part in sweeps:
         require(part, [*SETTINGS, *OUTCOMES])
     dims = dict.fromkeys(dim for part in sweeps for dim in part.dims if dim != "run")
@@ -159,7 +198,7 @@ def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
 
 
 def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
-    """Create a store in which no row is finished: every array has its full length, with the design's columns filled."""
+    """Create a store in which no row is finished: arrays have their full length, and the settings are filled in."""
     import zarr
 
     designed = [run.describe() for run in runs]
@@ -194,10 +233,10 @@ def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
 
 
 def _attrs_of(path: Path) -> dict[str, Any]:
-    """Attributes of a sweep's store.
+    """Return the attributes of the store of a sweep.
 
     Raises:
-        StoreError: If there is none.
+        StoreError: If there is no sweep, it is damaged, or its version is newer.
     """
     import zarr
     from zarr.errors import GroupNotFoundError
@@ -205,41 +244,60 @@ def _attrs_of(path: Path) -> dict[str, Any]:
     try:
         attrs: dict[str, Any] = dict(zarr.open_group(path, mode="r", use_consolidated=False).attrs)
     except (GroupNotFoundError, FileNotFoundError, NotADirectoryError) as error:
-        raise StoreError(f"There is no sweep at {path}; make one with wb.sweeps.run(runs, path).") from error
+        raise StoreError(
+            f"There is no sweep at {path}; create one with wb.sweeps.run(runs, path).",
+            name="path",
+            value=path,
+            expected="an existing sweep",
+        ) from error
     except ValueError as error:
-        raise StoreError(f"The store at {path} is damaged ({error}); delete it and make the sweep again.") from error
+        raise StoreError(
+            f"The store at {path} is damaged ({error}); delete it and run the sweep again.",
+            name="path",
+            value=path,
+            expected="an undamaged store",
+        ) from error
     if attrs.get("kind") != _KIND:
-        raise StoreError(f"{path} is no sweep but another store; choose another path.")
+        raise StoreError(
+            f"The store at {path} is not a sweep; choose another path.", name="path", value=path, expected="a sweep"
+        )
     if attrs["sweep_version"] > SWEEP_VERSION:
         raise StoreError(
-            f"The sweep at {path} is of version {attrs['sweep_version']}; this workbench reads {SWEEP_VERSION}."
+            f"The sweep at {path} has version {attrs['sweep_version']}, but this workbench reads versions up to "
+            f"{SWEEP_VERSION}; update the workbench.",
+            name="sweep_version",
+            value=attrs["sweep_version"],
+            expected=f"at most {SWEEP_VERSION}",
         )
     return attrs
 
 
 def _check_design(path: Path, runs: Sequence[RunSettings]) -> None:
-    """Refuse a store of another design.
-
-    Raises:
-        StoreError: If the path holds something else, or other runs.
-    """
+    """Raise StoreError if the path holds something else, or a sweep of other runs."""
     recorded = _attrs_of(path)["design"]
-    asked = [json.dumps(run.as_dict(), sort_keys=True) for run in runs]
-    if recorded == asked:
+    planned = [json.dumps(run.as_dict(), sort_keys=True) for run in runs]
+    if recorded == planned:
         return
-    advice = "go on with the same design, choose another path, or pass overwrite=True"
-    if len(recorded) != len(asked):
+    advice = "pass the same runs, choose another path, or pass overwrite=True"
+    if len(recorded) != len(planned):
         raise StoreError(
-            f"The sweep at {path} has another design, {len(recorded)} runs instead of {len(asked)}; {advice}."
+            f"The sweep at {path} has {len(recorded)} runs instead of {len(planned)}; {advice}.",
+            name="runs",
+            value=len(planned),
+            expected=f"the {len(recorded)} runs of the store",
         )
-    index = next(i for i, (old, new) in enumerate(zip(recorded, asked, strict=True)) if old != new)
-    name, old, new = _difference(json.loads(recorded[index]), json.loads(asked[index]))
+    index = next(i for i, (old, new) in enumerate(zip(recorded, planned, strict=True)) if old != new)
+    name, old, new = _difference(json.loads(recorded[index]), json.loads(planned[index]))
     raise StoreError(
-        f"The sweep at {path} has another design: run {index} has {name} = {old} instead of {new}; {advice}."
+        f"The sweep at {path} has other runs: in run {index}, {name} is {old} instead of {new}; {advice}.",
+        name=str(name),
+        value=new,
+        expected=str(old),
     )
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """Return name, old and new value of the first setting that differs."""
     from workbench.training.configuration import first_difference
 
     return first_difference(old, new) or ("settings", old, new)

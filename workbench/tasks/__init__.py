@@ -1,4 +1,19 @@
-"""Tasks: what a model learns. Made on the fly from a seed, or from any data a user has."""
+"""Tasks on which models are trained, generated from a seed or created from any data.
+
+Example:
+    >>> import torch
+    >>> import workbench as wb
+    >>> tokens, targets = wb.tasks.associative_recall(length=16, batch_size=4).batch(0)
+    >>> tuple(tokens.shape)
+    (4, 16)
+    >>> task = wb.tasks.as_task(torch.arange(80).reshape(10, 8), batch_size=4)
+    >>> tuple(next(task.stream())[0].shape)
+    (4, 8)
+
+See Also:
+    `workbench.tasks.as_task`: Creates a task from data.
+    `workbench.train`: Trains a model on a task.
+"""
 
 from workbench.tasks.images import Digits, digits
 from workbench.tasks.recall import PADDING, AssociativeRecall, associative_recall

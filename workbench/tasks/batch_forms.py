@@ -1,4 +1,4 @@
-"""Batches and rows as users have them -> what a model takes, and targets."""
+"""Convert batches and rows of user data to the inputs of a model and targets."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from workbench.tasks.task import Inputs
 
 IGNORED = -100
 _IMAGES = ("pixel_values", "images")
-_BESIDE_TOKENS = ("attention_mask", "token_type_ids", "position_ids")
+_WITH_TOKENS = ("attention_mask", "token_type_ids", "position_ids")
 _LABELS = ("labels", "label")
-#: Columns that are used, under Hugging Face's names; all others (text, ids of rows) are left out.
-_COLUMNS = ("input_ids", *_BESIDE_TOKENS, *_IMAGES, *_LABELS)
+#: Columns that are used, under Hugging Face's names; all others (text, row ids) are dropped.
+_COLUMNS = ("input_ids", *_WITH_TOKENS, *_IMAGES, *_LABELS)
 
 
 def as_batch(batch: Any) -> tuple[Inputs, Tensor]:
-    """Inputs and targets of one batch.
+    """Return the inputs and targets of a batch.
 
     Args:
         batch: One of
 
-            - ``(inputs, targets)``: used as it is, targets standing where they are predicted;
-            - a mapping with ``input_ids`` (batch, token): the targets are the ``labels`` in Hugging Face's convention,
-              equal in shape and unshifted, or the ids themselves, moved one position to the left; labels of shape
-              (batch,) are classes and not moved. ``attention_mask``, ``token_type_ids`` and ``position_ids`` are
-              kept as inputs, and a target is ignored where it or its position is masked;
+            - ``(inputs, targets)``, which are used unchanged: each target is at the position that predicts it;
+            - a mapping with ``input_ids`` (batch, token). The targets are the ``labels`` in Hugging Face's convention,
+              of the same shape and unshifted, or else the ids; both are shifted by one position to the left. Labels of
+              shape (batch,) are classes and are not shifted. ``attention_mask``, ``token_type_ids`` and
+              ``position_ids`` are kept as inputs; a target is ignored if it or its position is masked;
             - a mapping with ``pixel_values`` or ``images``, and ``labels``;
             - token ids (batch, token).
 
     Returns:
-        inputs: A tensor, or a mapping of keyword arguments where there is more than one.
-        targets: -100 where nothing is to be predicted, as at the last position of token ids: all positions are kept,
-            so that the states are those of the whole sequence.
+        inputs: A tensor, or a mapping of keyword arguments if there are several.
+        targets: -100 where nothing is predicted, such as at the last position of token ids. All positions are kept, so
+            that the states are those of the full sequence.
 
     Raises:
-        WorkbenchError: If the batch is none of these.
+        WorkbenchError: If the batch has none of these forms.
     """
     if isinstance(batch, Mapping):
         return _from_mapping(batch)
@@ -59,27 +59,27 @@ def as_batch(batch: Any) -> tuple[Inputs, Tensor]:
             raise _not_a_batch(batch)
         if not _have_same_rows(inputs, targets):
             raise WorkbenchError(
-                f"A batch has inputs of shape {_shapes(inputs)} and targets of shape {tuple(targets.shape)}; expected "
-                "the same number of rows in both."
+                f"A batch has inputs of shape {_shapes(inputs)} and targets of shape {tuple(targets.shape)}; both must "
+                "have the same number of examples.",
+                name="targets",
+                value=tuple(targets.shape),
+                expected="as many targets as inputs",
             )
         return inputs, targets
     raise _not_a_batch(batch)
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:
-    """A batch from rows of a dataset (a collate function): token ids, (inputs, target), or mappings of columns.
+    """Stack rows of a dataset to a batch (a collate function): token ids, (inputs, target), or mappings of columns.
 
     Raises:
-        WorkbenchError: If rows differ in length, hold something other than numbers, or have none of the known columns.
+        WorkbenchError: If rows differ in length, hold values other than numbers, or have none of the known columns.
     """
     first = rows[0]
     if isinstance(first, Mapping):
         used = [name for name in _COLUMNS if name in first]
         if not used:
-            raise WorkbenchError(
-                f"Rows have the columns {', '.join(map(str, first))}; expected input_ids, pixel_values or images, "
-                "so make those with a tokenizer or an image processor."
-            )
+            raise _missing_column("Rows", first, "; create them with a tokenizer or an image processor")
         return {name: _stack([row[name] for row in rows], name) for name in used}
     if _is_pair(first):
         inputs = [row[0] for row in rows]
@@ -91,7 +91,7 @@ def stack_rows(rows: Sequence[Any]) -> Any:
 
 
 def looks_like_batch(item: Any) -> bool:
-    """Whether an item of a list is a batch, and not a single row: whether its inputs have a leading batch dimension."""
+    """Return whether an item of a list is a batch, that is, whether its inputs have a batch dimension."""
     if isinstance(item, Mapping):
         if "input_ids" in item:
             return _n_dims(item["input_ids"]) >= 2
@@ -111,31 +111,44 @@ def _from_mapping(batch: Mapping[str, Any]) -> tuple[Inputs, Tensor]:
     if "input_ids" in batch:
         tokens = _token_ids(batch["input_ids"], "input_ids")
         inputs = {"input_ids": tokens}
-        inputs |= {name: _tensor(batch[name], name) for name in _BESIDE_TOKENS if batch.get(name) is not None}
+        inputs |= {name: _tensor(batch[name], name) for name in _WITH_TOKENS if batch.get(name) is not None}
         mask = inputs.get("attention_mask")
         return (inputs if len(inputs) > 1 else tokens), _language_targets(tokens, labels, mask)
     name = next((name for name in _IMAGES if name in batch), None)
     if name is None:
-        raise WorkbenchError(
-            f"A batch has the columns {', '.join(map(str, batch))}; expected input_ids, pixel_values or images."
-        )
+        raise _missing_column("A batch", batch)
     images = _tensor(batch[name], name)
     if labels is None:
-        raise WorkbenchError(f"A batch has {name} but no labels; expected the classes of the images under 'labels'.")
-    if not images.is_floating_point():
         raise WorkbenchError(
-            f"{name} are {_dtype(images)}, expected floating point; scale them, to [0, 1] for example."
+            f"A batch has {name} but no labels; add the classes of the images as 'labels'.",
+            name="labels",
+            expected="the classes of the images",
         )
+    if not images.is_floating_point():
+        raise WorkbenchError.of(name, _dtype(images), "floating point", remedy="scale them, for example to [0, 1]")
     targets = _targets(labels)
     if not _have_same_rows(images, targets):
         raise WorkbenchError(
-            f"A batch has {len(images)} images and labels of shape {tuple(targets.shape)}, expected a label for each."
+            f"A batch has {len(images)} images and labels of shape {tuple(targets.shape)}; pass one label per image.",
+            name="labels",
+            value=tuple(targets.shape),
+            expected="one label for each image",
         )
     return images, targets
 
 
+def _missing_column(what: str, columns: Mapping[str, Any], remedy: str = "") -> WorkbenchError:
+    """Create the error for a batch or rows without inputs of a known name."""
+    return WorkbenchError(
+        f"{what} must have a column input_ids, pixel_values or images, got {', '.join(map(str, columns))}{remedy}.",
+        name="columns",
+        value=tuple(map(str, columns)),
+        expected=("input_ids", *_IMAGES),
+    )
+
+
 def _have_same_rows(inputs: Inputs, targets: Tensor) -> bool:
-    """Whether both have the same number of rows."""
+    """Return whether both have the same number of examples."""
     tensors = inputs.values() if isinstance(inputs, Mapping) else [inputs]
     return targets.ndim > 0 and any(value.ndim and len(value) == len(targets) for value in tensors)
 
@@ -152,7 +165,10 @@ def _language_targets(tokens: Tensor, labels: Any, mask: Tensor | None) -> Tenso
         else:
             raise WorkbenchError(
                 f"labels have shape {tuple(given.shape)} and input_ids {tuple(tokens.shape)}; expected the same shape, "
-                "or one class for each row."
+                "or one class for each example.",
+                name="labels",
+                value=tuple(given.shape),
+                expected=f"of shape {tuple(tokens.shape)}, or one class for each example",
             )
     if mask is not None and mask.shape == tokens.shape:
         targets[:, :-1][(mask[:, 1:] == 0) | (mask[:, :-1] == 0)] = IGNORED
@@ -169,12 +185,18 @@ def _token_ids(value: Any, name: str) -> Tensor:
     tokens = _tensor(value, name)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise WorkbenchError(
-            f"{name} holds {_dtype(tokens)}, expected token ids; pass other inputs together with their targets."
+            f"{name} has the type {_dtype(tokens)}, expected token ids; pass other inputs together with their targets.",
+            name=name,
+            value=_dtype(tokens),
+            expected="token ids",
         )
     if tokens.ndim != 2:
         raise WorkbenchError(
-            f"{name} has shape {tuple(tokens.shape)}, expected (batch, token); make batches of single rows with "
-            "a DataLoader, or with batch() of an iterable dataset."
+            f"{name} has shape {tuple(tokens.shape)}, expected (batch, token); combine single rows to batches with "
+            "a DataLoader, or with batch() of an iterable dataset.",
+            name=name,
+            value=tuple(tokens.shape),
+            expected="of shape (batch, token)",
         )
     return tokens.long()
 
@@ -187,14 +209,20 @@ def _targets(value: Any) -> Tensor:
 def _tensor(value: Any, name: str = "a batch") -> Tensor:
     if isinstance(value, list | tuple) and any(isinstance(part, Tensor) for part in value):
         raise WorkbenchError(
-            f"{name} is a list of tensors, in which rows and columns may have been exchanged; pass the dataset itself, "
-            "or give it with_format('torch')."
+            f"{name} is a list of tensors, which may be transposed; pass the dataset itself, or call "
+            "with_format('torch') on it.",
+            name=name,
+            value=value,
+            expected="a tensor or an array",
         )
     try:
         return _as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkbenchError(
-            f"{name} cannot be made a tensor ({error}); expected numbers, in rows of equal length."
+            f"{name} cannot be converted to a tensor ({error}); expected numbers, in rows of equal length.",
+            name=name,
+            value=value,
+            expected="numbers, in rows of equal length",
         ) from error
 
 
@@ -203,21 +231,27 @@ def _stack(values: Sequence[Any], name: str) -> Tensor:
         tensors = [_as_tensor(value) for value in values]
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkbenchError(
-            f"{name} hold a {type(values[0]).__name__} that cannot be made a tensor ({error}); expected numbers, so "
-            "tokenize text and turn images into tensors first."
+            f"{name} hold a {type(values[0]).__name__} that cannot be converted to a tensor ({error}); expected "
+            "numbers, so tokenize text and convert images to tensors first.",
+            name=name,
+            value=values[0],
+            expected="numbers",
         ) from error
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         few = " and ".join(map(str, sorted(shapes)[:2]))
         raise WorkbenchError(
-            f"{name} differ in shape from row to row, such as {few}; expected equal lengths, so pad or cut the rows "
-            "(with a tokenizer: padding='max_length', truncation=True) and keep the attention_mask."
+            f"{name} differ in shape between rows, such as {few}; expected equal lengths, so pad or truncate the rows "
+            "(with a tokenizer: padding='max_length', truncation=True) and keep the attention_mask.",
+            name=name,
+            value=sorted(shapes),
+            expected="of equal shape in all rows",
         )
     return torch.stack(tensors)
 
 
 def _as_tensor(value: Any) -> Tensor:
-    """A tensor; arrays are copied, since they may be read-only."""
+    """Convert a value to a tensor; arrays are copied, because they may be read-only."""
     return torch.tensor(value) if isinstance(value, np.ndarray) else torch.as_tensor(value)
 
 
@@ -232,7 +266,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_pair(value: Any) -> bool:
-    """Whether it is (inputs, target) and not two token ids."""
+    """Return whether a value is (inputs, target) rather than two token ids."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         return False
     return isinstance(value, tuple) or isinstance(value[0], Mapping) or _is_array(value[0])
@@ -240,9 +274,14 @@ def _is_pair(value: Any) -> bool:
 
 def _not_a_batch(batch: Any) -> WorkbenchError:
     parts = f" of {len(batch)} parts" if isinstance(batch, tuple | list) else ""
+    expected = (
+        "token ids (batch, token), (inputs, targets), or a mapping with input_ids, or with pixel_values and labels"
+    )
     return WorkbenchError(
-        f"A batch is a {type(batch).__name__}{parts}; expected token ids (batch, token), (inputs, targets), or a "
-        "mapping with input_ids, or with pixel_values and labels."
+        f"A batch is a {type(batch).__name__}{parts}; expected {expected}.",
+        name="batch",
+        value=f"{type(batch).__name__}{parts}",
+        expected=expected,
     )
 
 

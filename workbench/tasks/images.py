@@ -1,4 +1,4 @@
-"""Handwritten digits, for vision transformers."""
+"""Classification of handwritten digits, for vision transformers."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SIDE, _N_DIGITS = 8, 10
-#: Share of the images kept for validation.
-_HELD_OUT_SHARE = 0.2
+#: Fraction of the images in the validation split.
+_HELD_OUT_FRACTION = 0.2
 
 
 @dataclass(frozen=True)
 class Digits(SeededTask):
-    """Classification of 1,797 grey images of handwritten digits, 8 by 8 pixels.
+    """Classification of 1,797 gray images of handwritten digits, 8 by 8 pixels.
 
     The images ship with scikit-learn (``load_digits``; BSD-3-Clause). They are the test part of "Optical Recognition of
     Handwritten Digits" by E. Alpaydin and C. Kaynak, UCI Machine Learning Repository, doi:10.24432/C50P49, CC BY 4.0.
 
-    One fifth, 360 images, is kept for validation, drawn from the seed and stratified: each digit has its share of both
-    splits. An epoch goes once through all images of the split, each time in another order; the last batch of an epoch
-    is filled up from the next.
+    The validation split has one fifth of the images (360), drawn at random and stratified by digit. An epoch reads all
+    images of the split once, in a different order each time; the last batch of an epoch is completed with images of
+    the next.
 
     Attributes:
-        image_size: Pixels along a side: 8, or a multiple of 8, where each pixel is repeated (more patches for a vision
-            transformer, nothing more to see).
-        n_channels: Channels, all equal: 3 for models of colour images.
+        image_size: Pixels along a side: 8, or a multiple of 8, for which each pixel is repeated (a vision transformer
+            then has more patches, but no more information).
+        n_channels: Number of channels, all equal; 3 for models of color images.
         batch_size: Images in a batch.
         seed: Seed of the split and the order.
         split: ``"train"`` or ``"validation"``.
@@ -54,6 +54,10 @@ class Digits(SeededTask):
         >>> images, labels = task.batch(0)
         >>> tuple(images.shape), task.n_classes
         ((4, 1, 8, 8), 10)
+
+    See Also:
+        `workbench.tasks.digits`: Creates the task.
+        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "digits"
@@ -70,22 +74,22 @@ class Digits(SeededTask):
         require_split(self.split)
         require_whole(2, n_classes=self.n_classes)
         if self.n_classes > _N_DIGITS:
-            raise OptionError(f"n_classes is {self.n_classes}, expected at most {_N_DIGITS}.")
+            raise OptionError.of("n_classes", self.n_classes, f"at most {_N_DIGITS}")
         if self.image_size % _SIDE:
-            raise OptionError(f"image_size is {self.image_size}, expected a multiple of {_SIDE}.")
+            raise OptionError.of("image_size", self.image_size, f"a multiple of {_SIDE}")
 
     @property
     def states_per_row(self) -> int:
-        """The number of tokens that an image counts as in `probe` if its patches are not known."""
+        """Number of token states that `probe` counts for an image, whose number of patches depends on the model."""
         return STATES_PER_IMAGE
 
     @property
     def n_held_out(self) -> int:
-        """Images for validation."""
+        """Images in the validation split."""
         return len(split_rows(self.seed, "validation"))
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Batch number ``index`` of the stream.
+        """Return batch number ``index`` of the stream.
 
         Returns:
             images: float32 in [0, 1], shape (batch, channel, height, width); 1 is ink.
@@ -100,9 +104,10 @@ class Digits(SeededTask):
         return larger.repeat(1, self.n_channels, 1, 1).to(device), (digits[chosen] % self.n_classes).to(device)
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """The task's name and fields; those that came after the first recorded runs only where they say something."""
-        usual = {"n_channels": 1, "n_classes": _N_DIGITS}
-        return {name: value for name, value in super().describe().items() if usual.get(name) != value}
+        """Return the name of the task and its fields; ``n_channels`` and ``n_classes`` only if not the defaults."""
+        # Descriptions in runs recorded before these fields were added do not have them.
+        added = {"n_channels": 1, "n_classes": _N_DIGITS}
+        return {name: value for name, value in super().describe().items() if added.get(name) != value}
 
 
 def digits(
@@ -114,33 +119,46 @@ def digits(
     seed: int = 0,
     split: str = "train",
 ) -> Digits:
-    """Handwritten digits from scikit-learn; see `Digits`.
+    """Create a task of handwritten digits from scikit-learn.
+
+    Args:
+        image_size: See `Digits`; likewise the others.
+        n_channels: See `Digits`.
+        n_classes: See `Digits`.
+        batch_size: See `Digits`.
+        seed: See `Digits`.
+        split: See `Digits`.
 
     Example:
         >>> import workbench as wb
         >>> images, labels = wb.tasks.digits(n_channels=3, batch_size=4).batch(0)
         >>> tuple(images.shape)
         (4, 3, 8, 8)
+
+    See Also:
+        `workbench.tasks.Digits`: Describes the task.
     """
     return Digits(image_size, batch_size, seed, split, n_channels, n_classes)
 
 
 @lru_cache(maxsize=8)
 def split_rows(seed: int, split: str) -> Tensor:
-    """Which of the 1,797 images belong to a split: int64, rising."""
-    with RandomStream(0).active():  # importing scikit-learn draws from Python's random numbers
+    """Return the indices of the images of a split: int64, increasing."""
+    with RandomStream(0).active():  # importing scikit-learn draws from Python's global generator
         from sklearn.model_selection import train_test_split
 
     classes = _images_and_digits()[1].numpy()
     random_state = mixed_seed("digits", "split", seed) % 2**32
     rows = torch.arange(len(classes)).numpy()
-    train, validation = train_test_split(rows, test_size=_HELD_OUT_SHARE, stratify=classes, random_state=random_state)
+    train, validation = train_test_split(
+        rows, test_size=_HELD_OUT_FRACTION, stratify=classes, random_state=random_state
+    )
     return torch.from_numpy(train if split == "train" else validation).sort().values
 
 
 @cache
 def _images_and_digits() -> tuple[Tensor, Tensor]:
-    """Images as float32 in [0, 1], shape (image, height, width), and their digits."""
+    """Load the images as float32 in [0, 1], shape (image, height, width), and their digits."""
     with RandomStream(0).active():
         from sklearn.datasets import load_digits
 

@@ -1,4 +1,4 @@
-"""A task from a later batch on."""
+"""A task whose stream begins at a later batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from workbench.tasks.task import Inputs, Task
 
 @dataclass(frozen=True)
 class LaterBatches:
-    """A task whose stream begins at a later batch.
+    """Task whose stream begins at a later batch of another task.
 
     Args:
-        task: The task.
-        first: Number of its batch that comes first.
+        task: The other task.
+        first: Number of its batch with which the stream begins.
 
     Example:
         >>> from workbench import tasks
@@ -31,13 +31,13 @@ class LaterBatches:
     first: int
 
     def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """Its batches, counted from the first."""
+        """Return the batches, counted from the first one."""
         return self.task.stream(self.first + start)
 
     def probe(self, n_tokens: int) -> Inputs:
-        """The task's."""
+        """Return the probe of the task."""
         return self.task.probe(n_tokens)
 
     def describe(self) -> dict[str, Any]:
-        """The task's, and the number of the batch that comes first."""
+        """Return the description of the task, with the number of its first batch."""
         return {**self.task.describe(), "from_batch": self.first}

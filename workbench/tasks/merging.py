@@ -1,4 +1,4 @@
-"""Inputs of several batches as one: how much is in them, which fit together, and a checksum."""
+"""Merge the inputs of several batches, count their states, and compute checksums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.tasks.task import STATES_PER_IMAGE, Inputs
 
 
 def n_states(inputs: Inputs) -> int:
-    """Token states of a batch; masked ones do not count, and an image counts as 16."""
+    """Count the token states of a batch; masked ones do not count, and an image counts as 16."""
     if isinstance(inputs, Mapping):
         mask = inputs.get("attention_mask")
         return int((mask != 0).sum()) if mask is not None and mask.ndim == 2 else n_states(next(iter(inputs.values())))
@@ -26,7 +26,7 @@ def n_states(inputs: Inputs) -> int:
 
 
 def enough_inputs(batches: Iterable[tuple[Inputs, Tensor]], n_tokens: int) -> list[Inputs]:
-    """Inputs of the first batches that can be merged, until they have ``n_tokens`` states."""
+    """Collect the inputs of the first batches that can be merged, until they have ``n_tokens`` states."""
     chosen: list[Inputs] = []
     n_chosen = 0
     for inputs, _ in batches:
@@ -39,7 +39,7 @@ def enough_inputs(batches: Iterable[tuple[Inputs, Tensor]], n_tokens: int) -> li
 
 
 def merged(batches: list[Inputs]) -> Inputs:
-    """Batches of one form as one; where there is a mask, what has its shape is padded at the end to the longest."""
+    """Merge batches of one form; with a mask, tensors of its shape are padded at the end to the longest."""
     first = batches[0]
     if isinstance(first, Tensor):
         return torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
@@ -55,12 +55,12 @@ def merged(batches: list[Inputs]) -> Inputs:
 
 
 def copied(inputs: Inputs) -> Inputs:
-    """The same values in tensors of their own."""
+    """Copy the tensors of inputs."""
     return {n: value.clone() for n, value in inputs.items()} if isinstance(inputs, Mapping) else inputs.clone()
 
 
 def checksum(batch: tuple[Inputs, Tensor]) -> str:
-    """Sixteen hexadecimal digits that differ from batch to batch."""
+    """Compute a checksum of a batch: sixteen hexadecimal digits."""
     inputs, targets = batch
     tensors = {**(inputs if isinstance(inputs, Mapping) else {"": inputs}), "targets": targets}
     digest = hashlib.sha256()
@@ -71,13 +71,13 @@ def checksum(batch: tuple[Inputs, Tensor]) -> str:
 
 
 def _form(inputs: Inputs) -> Any:
-    """The properties that must be equal for batches to be merged."""
+    """Return the properties that must be equal for batches to be merged."""
     if isinstance(inputs, Mapping):
         return {name: "masked" if _is_masked(name, inputs) else value.shape[1:] for name, value in inputs.items()}
     return inputs.shape[1:]
 
 
 def _is_masked(name: str, inputs: Mapping[str, Tensor]) -> bool:
-    """Whether these are token ids or the like, of which the mask says where a row ends."""
+    """Return whether a tensor has the shape of the mask, which marks the end of each sequence."""
     mask = inputs.get("attention_mask")
     return mask is not None and mask.ndim == 2 and inputs[name].shape == mask.shape

@@ -1,4 +1,4 @@
-"""Let a data source draw random numbers without touching anybody else's, and begin again where it once began."""
+"""Random numbers of data sources that repeat in every stream and do not affect the rest of the process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 
 from workbench.tasks.random_stream import RandomStream
 
-#: Attributes of loaders, samplers and datasets that lead to further parts with generators of their own.
+#: Attributes of loaders, samplers and datasets whose values may have generators too.
 _PARTS = ("dataset", "datasets", "sampler", "batch_sampler", "data_source", "transform", "transforms", "collate_fn")
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class OwnGenerators:
-    """The random generators that a source keeps for itself, and the states in which they were found.
+    """Random generators that a source keeps as attributes, and their initial states.
 
     Args:
-        source: A DataLoader or anything else that is iterated over; its attributes are searched, and those of its
-            dataset, samplers, transforms and collate function.
+        source: A DataLoader or another iterable; its attributes are searched, and those of its dataset, samplers,
+            transforms and collate function.
     """
 
     def __init__(self, source: Any) -> None:
@@ -30,20 +30,20 @@ class OwnGenerators:
         self.initial_states = self.states()
 
     def states(self) -> list[Any]:
-        """The state of each of them."""
+        """Return the state of each generator."""
         return [_get_state(generator) for generator in self._generators]
 
     def restore(self, states: list[Any]) -> None:
-        """Put each of them where it stood."""
+        """Restore the state of each generator."""
         for generator, state in zip(self._generators, states, strict=True):
             _set_state(generator, state)
 
 
 class PrivateDraws:
-    """The random numbers of one stream over a source: the global generators' and the source's own.
+    """Random numbers of one stream over a source, from the global generators and those of the source.
 
-    The source's own generators begin in the states in which they were found; the global ones are seeded anew in each
-    epoch. Between the blocks of `active` all of them are as the rest of the process left them.
+    The generators of the source begin in their initial states; the global ones are seeded in each epoch. Outside the
+    blocks of `active`, all of them have the states of the rest of the process.
 
     Args:
         own: Generators of the source.
@@ -55,12 +55,12 @@ class PrivateDraws:
         self._globals = RandomStream(0)
 
     def begin_epoch(self, seed: int) -> None:
-        """Seed what the source sees of the global generators."""
+        """Seed the global generators as seen by the source."""
         self._globals = RandomStream(seed)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the block draw from this stream."""
+        """Draw all random numbers within the ``with`` block from this stream."""
         outside = self._own.states()
         self._own.restore(self._states)
         try:

@@ -1,4 +1,4 @@
-"""Randomness of one's own: what runs inside a stream neither reads nor moves the global random states."""
+"""Private random streams: code that runs inside one neither reads nor changes the global random states."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 
 class RandomStream:
-    """A private continuation of the global generators of Python, NumPy and torch (CPU and, where asked, CUDA).
+    """Private states of the global generators of Python, NumPy and torch (CPU and optionally CUDA).
 
-    Two training runs that take turns in one process draw the same numbers as each would alone.
+    Two training runs that alternate in one process draw the same numbers as each does alone.
 
     Args:
         seed: Seed of the stream.
-        device: A CUDA device whose generator belongs to the stream too.
+        device: A CUDA device whose generator also belongs to the stream.
     """
 
     def __init__(self, seed: int, *, device: torch.device | str = "cpu") -> None:
@@ -36,7 +36,7 @@ class RandomStream:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the block draw from this stream; the global states are as before afterwards."""
+        """Draw all random numbers within the ``with`` block from this stream; restore the global states afterwards."""
         outside = self._get()
         self._set(self._state)
         try:
@@ -46,7 +46,7 @@ class RandomStream:
             self._set(outside)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the stream, in types that ``torch.load(weights_only=True)`` reads."""
+        """Return the state of the stream, in types that ``torch.load(weights_only=True)`` reads."""
         version, internal, gauss = self._state["python"]
         name, keys, *rest = self._state["numpy"]
         return {
@@ -57,7 +57,7 @@ class RandomStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from where another stream stood."""
+        """Continue from the state of another stream."""
         version, internal, gauss = state["python"]
         name, keys, *rest = state["numpy"]
         self._state = {

@@ -1,4 +1,4 @@
-"""Associative recall."""
+"""The associative recall task."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PADDING = 0
 
 @dataclass(frozen=True)
 class AssociativeRecall(SequenceTask):
-    """Associative recall (RKSP): read key-value pairs, then answer for one key at the last position.
+    """Associative recall (RKSP): read key-value pairs, then predict the value of one key at the last position.
 
-    A sequence is ``n_pairs`` pairs key, value, then padding, then the query key. Keys of a sequence differ. The paper
-    does not say how keys and values share the vocabulary; here keys are the lower half (without padding, token 0) and
-    values the upper half, so that a value is never mistaken for a key.
+    A sequence consists of ``n_pairs`` pairs (key, value), padding, and the query key. The keys of a sequence differ.
+    The paper does not state how keys and values share the vocabulary; here keys are from the lower half (without token
+    0, the padding) and values from the upper half, so that they cannot be confused.
 
     Attributes:
         length: Tokens in a sequence.
@@ -37,6 +37,10 @@ class AssociativeRecall(SequenceTask):
         >>> tokens, targets = task.batch(0)
         >>> tuple(tokens.shape), (targets != -100).sum(dim=1).tolist()
         ((4, 6), [1, 1, 1, 1])
+
+    See Also:
+        `workbench.tasks.associative_recall`: Creates the task.
+        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "associative_recall"
@@ -52,47 +56,55 @@ class AssociativeRecall(SequenceTask):
         )
         require_seed(self.seed)
         if self.length < 2 * self.n_pairs + 1:
-            raise OptionError(
-                f"length is {self.length}, expected at least {2 * self.n_pairs + 1}: {self.n_pairs} pairs and a query."
+            raise OptionError.of(
+                "length", self.length, f"at least {2 * self.n_pairs + 1} for {self.n_pairs} pairs and a query"
             )
         if self.vocab_size // 2 - 1 < self.n_pairs:
-            raise OptionError(
-                f"vocab_size is {self.vocab_size}, too small for {self.n_pairs} different keys; "
-                f"expected at least {2 * self.n_pairs + 2}."
+            raise OptionError.of(
+                "vocab_size", self.vocab_size, f"at least {2 * self.n_pairs + 2} for {self.n_pairs} different keys"
             )
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Batch number ``index`` of the stream.
+        """Return batch number ``index`` of the stream.
 
         Returns:
-            tokens: int64, shape (batch, token).
-            targets: int64, shape (batch, token): the value at the last position, -100 (ignored by cross entropy)
-                elsewhere.
+            Tokens and targets, both int64 of shape (batch, token). The target at the last position is the value, and
+            all others are -100, which cross entropy ignores.
         """
         generator = batch_generator(self.seed, index)
         half = self.vocab_size // 2
         n, pairs = self.batch_size, self.n_pairs
         keys = torch.rand(n, half - 1, generator=generator).argsort(1)[:, :pairs] + 1
         values = torch.randint(half, self.vocab_size, (n, pairs), generator=generator)
-        asked = torch.randint(pairs, (n, 1), generator=generator)
+        query = torch.randint(pairs, (n, 1), generator=generator)
         tokens = torch.full((n, self.length), PADDING, dtype=torch.int64)
         tokens[:, 0 : 2 * pairs : 2] = keys
         tokens[:, 1 : 2 * pairs : 2] = values
-        tokens[:, -1:] = keys.gather(1, asked)
+        tokens[:, -1:] = keys.gather(1, query)
         targets = torch.full_like(tokens, -100)
-        targets[:, -1:] = values.gather(1, asked)
+        targets[:, -1:] = values.gather(1, query)
         return tokens.to(device), targets.to(device)
 
 
 def associative_recall(
     *, length: int = 64, vocab_size: int = 256, n_pairs: int = 4, batch_size: int = 32, seed: int = 0
 ) -> AssociativeRecall:
-    """The paper's associative recall; see `AssociativeRecall`.
+    """Create a task of associative recall.
+
+    Args:
+        length: See `AssociativeRecall`; likewise the others.
+        vocab_size: See `AssociativeRecall`.
+        n_pairs: See `AssociativeRecall`.
+        batch_size: See `AssociativeRecall`.
+        seed: See `AssociativeRecall`.
 
     Example:
         >>> import workbench as wb
         >>> task = wb.tasks.associative_recall(length=6, vocab_size=16, n_pairs=2)
         >>> task.describe()
         {'task': 'associative_recall', 'length': 6, 'vocab_size': 16, 'n_pairs': 2, 'batch_size': 32, 'seed': 0}
+
+    See Also:
+        `workbench.tasks.AssociativeRecall`: Describes the task.
     """
     return AssociativeRecall(length=length, vocab_size=vocab_size, n_pairs=n_pairs, batch_size=batch_size, seed=seed)

@@ -1,4 +1,4 @@
-"""Synthetic language modelling: repetitions, integer runs and random runs."""
+"""Synthetic language modeling: repetitions, integer runs and random runs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KINDS = ("repetition", "integer_run", "random_run")
-#: The lowest token id; those below are left free for special tokens.
+#: The lowest token id; those below are reserved for special tokens.
 FIRST_TOKEN = 10
 _LONGEST_RUN = 15
 
 
 @dataclass(frozen=True)
 class SyntheticLM(SequenceTask):
-    """Synthetic language modelling (RKSP): next-token prediction on sequences made of segments, see `segments`.
+    """Synthetic language modeling (RKSP): next-token prediction on sequences of random segments.
 
-    Every sequence is a function of the seed, the split and its number. An epoch goes once through all sequences of the
-    split, each time in another order; the last batch of an epoch is filled up from the next.
+    A segment is a repeated pattern of 2 to 5 tokens, a run of consecutive token ids, or a run of random tokens. Every
+    sequence is a function of the seed, the split and its number. An epoch reads all sequences of the split once, in a
+    different order each time; the last batch of an epoch is completed with sequences of the next.
 
     Attributes:
-        length: Tokens in a sequence that the model reads; one more is made, so that every position has a target.
-        vocab_size: Tokens in the vocabulary; ids from 10 up occur.
+        length: Tokens in a sequence that the model reads; one more is generated, so that every position has a target.
+        vocab_size: Tokens in the vocabulary; ids below 10 do not occur.
         batch_size: Sequences in a batch.
         seed: Seed of the sequences and their order.
         split: ``"train"`` or ``"validation"``.
-        n_sequences: Sequences for training.
-        n_validation_sequences: Sequences for validation, made apart from those for training.
+        n_sequences: Sequences in the training split.
+        n_validation_sequences: Sequences in the validation split, generated independently of the training split.
 
     Example:
         >>> import workbench as wb
@@ -42,6 +43,10 @@ class SyntheticLM(SequenceTask):
         >>> tokens, targets = task.batch(0)
         >>> bool((tokens[:, 1:] == targets[:, :-1]).all())
         True
+
+    See Also:
+        `workbench.tasks.synthetic_lm`: Creates the task.
+        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "synthetic_lm"
@@ -62,11 +67,23 @@ class SyntheticLM(SequenceTask):
 
     @property
     def n_held_out(self) -> int:
-        """Sequences for validation."""
+        """Sequences in the validation split."""
         return self.n_validation_sequences
 
     def sequence(self, row: int) -> Tensor:
-        """Sequence number ``row`` of the split, with the token after its last: int64, shape (``length`` + 1,)."""
+        """Return sequence number ``row`` of the split and the token that follows it.
+
+        Args:
+            row: Number of the sequence.
+
+        Returns:
+            int64, shape (``length`` + 1,).
+
+        Example:
+            >>> import workbench as wb
+            >>> tuple(wb.tasks.synthetic_lm(length=16, vocab_size=64).sequence(0).shape)
+            (17,)
+        """
         generator = random.Random(mixed_seed(self.name, self.split, self.seed, row))
         tokens: list[int] = []
         for _, segment in segments(generator, vocab_size=self.vocab_size):
@@ -76,11 +93,11 @@ class SyntheticLM(SequenceTask):
         return torch.tensor(tokens[: self.length + 1])
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Batch number ``index`` of the stream.
+        """Return batch number ``index`` of the stream.
 
         Returns:
             tokens: int64, shape (batch, token).
-            targets: Token after each of them, same shape.
+            targets: The next token at each position, same shape.
         """
         n_rows = self.n_sequences if self.split == "train" else self.n_validation_sequences
         key = (self.name, "order", self.split, self.seed)
@@ -99,37 +116,48 @@ def synthetic_lm(
     n_sequences: int = 20_000,
     n_validation_sequences: int = 2_000,
 ) -> SyntheticLM:
-    """The paper's synthetic language modelling; see `SyntheticLM`.
+    """Create a task of synthetic language modeling.
+
+    Args:
+        length: See `SyntheticLM`; likewise the others.
+        vocab_size: See `SyntheticLM`.
+        batch_size: See `SyntheticLM`.
+        seed: See `SyntheticLM`.
+        split: See `SyntheticLM`.
+        n_sequences: See `SyntheticLM`.
+        n_validation_sequences: See `SyntheticLM`.
 
     Example:
         >>> import workbench as wb
         >>> task = wb.tasks.synthetic_lm(length=16, vocab_size=64, batch_size=2)
         >>> [tuple(part.shape) for part in task.batch(0)]
         [(2, 16), (2, 16)]
+
+    See Also:
+        `workbench.tasks.SyntheticLM`: Describes the task.
     """
     return SyntheticLM(length, vocab_size, batch_size, seed, split, n_sequences, n_validation_sequences)
 
 
 def segments(generator: random.Random, *, vocab_size: int = 10_000) -> Iterator[tuple[str, list[int]]]:
-    """Segments of a sequence, without end.
+    """Generate the segments of a sequence, without end.
 
-    The paper gives the three kinds and their lengths:
+    The paper states the three kinds and their lengths:
 
-    - ``"repetition"``: a pattern of 2 to 5 random tokens, 2 to 4 times;
-    - ``"integer_run"``: 5 to 15 consecutive token ids, rising;
+    - ``"repetition"``: a pattern of 2 to 5 random tokens, repeated 2 to 4 times;
+    - ``"integer_run"``: 5 to 15 consecutive token ids, increasing;
     - ``"random_run"``: 5 to 15 random tokens.
 
-    Chosen here, where the paper says nothing: the three kinds are equally likely and independent of what came before;
-    lengths and counts are uniform over their ranges; random tokens are uniform over the ids from 10 up and may repeat;
-    an integer run starts where it still fits below ``vocab_size``, so none wraps around; nothing marks the border of
-    two segments; the last segment is cut where the sequence is full.
+    The following is not in the paper: the kinds are equally likely and independent; lengths and counts are uniform over
+    their ranges; random tokens are uniform over the ids from 10 up and may repeat; integer runs stay below
+    ``vocab_size``; there is no separator between segments; the last segment is truncated at the end of the sequence.
 
     Args:
         generator: Generator of the random numbers.
-        vocab_size: Token ids lie below it.
+        vocab_size: Upper bound of the token ids, exclusive.
 
     Yields:
-        The kind, and its tokens.
+        The kind of the segment, and its tokens.
     """
     vocabulary = range(FIRST_TOKEN, vocab_size)
 

@@ -1,4 +1,4 @@
-"""The loss of a predictor that has learned nothing but how often each target occurs."""
+"""Loss of a predictor that knows only the frequencies of the targets."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 from workbench.tasks.task import Task
 
-#: Batches in which targets are counted.
+#: Number of batches in which targets are counted.
 _N_COUNTED = 100
 
 
 def frequency_loss(task: Task, targets: Tensor) -> float:
-    """Mean cross entropy of the predictor that knows nothing but how often each class occurs; nat.
+    """Compute the mean cross entropy, in nats, of the predictor that knows only the frequencies of the classes.
 
     Args:
-        task: Its first 100 batches are counted. Each class counts once more, so that none is impossible.
-        targets: Class numbers that are predicted, of any shape; negative ones are left out.
+        task: Task whose first 100 batches are counted. One is added to each count, so that no probability is 0.
+        targets: Classes to predict, of any shape; negative ones are ignored.
 
     Example:
         >>> from workbench import tasks

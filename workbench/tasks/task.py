@@ -1,4 +1,4 @@
-"""The interface of tasks, and the base class of tasks that are generated during training."""
+"""The interface of tasks, and the base class of tasks that are generated from a seed."""
 
 from __future__ import annotations
 
@@ -19,40 +19,77 @@ from workbench.errors import OptionError
 Inputs: TypeAlias = Tensor | Mapping[str, Tensor]
 
 SPLITS = ("train", "validation")
-#: Token states that one image is counted as, since its patches depend on the model.
+#: Number of token states that are counted for an image, whose number of patches depends on the model.
 STATES_PER_IMAGE = 16
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Something to learn: a stream of batches, held-out inputs to measure the model with, and a description.
+    """Interface of tasks: a stream of batches, inputs for measurements, and a description.
 
-    Tasks of token ids also have ``vocab_size``, tasks of classes ``n_classes``, where it is known.
+    Any object with these methods is a task. Tasks of token ids also have ``vocab_size``, and tasks of classes
+    ``n_classes``, where it is known.
 
     Example:
+        >>> import torch
         >>> import workbench as wb
-        >>> task = wb.tasks.random_tokens()
-        >>> isinstance(task, wb.tasks.Task), isinstance([1, 2], wb.tasks.Task)
-        (True, False)
+        >>> class Zeros:
+        ...     def stream(self, start=0):
+        ...         while True:
+        ...             yield torch.zeros(2, 8).long(), torch.zeros(2, 8).long()
+        ...     def probe(self, n_tokens):
+        ...         return torch.zeros(-(-n_tokens // 8), 8).long()
+        ...     def describe(self):
+        ...         return {"task": "zeros"}
+        >>> isinstance(Zeros(), wb.tasks.Task)
+        True
+
+    See Also:
+        `workbench.tasks.as_task`: Creates a task from data.
+        `workbench.train`: Trains a model on a task.
     """
 
     def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """Batches (inputs, targets) from number ``start`` on, without end unless the data can be read only once.
+        """Return the batches (inputs, targets) from number ``start`` on, endless unless the data can be read only once.
 
-        Targets of -100 are to be ignored by the loss.
+        The loss must ignore targets of -100.
+
+        Args:
+            start: Number of the first batch.
+
+        Example:
+            >>> import workbench as wb
+            >>> inputs, targets = next(wb.tasks.random_tokens(length=4, batch_size=2).stream(start=3))
+            >>> tuple(inputs.shape), tuple(targets.shape)
+            ((2, 4), (2, 4))
         """
 
     def probe(self, n_tokens: int) -> Inputs:
-        """Inputs with at least ``n_tokens`` token states (or all that there are), the same at any time of training."""
+        """Return inputs with at least ``n_tokens`` token states (or all available ones), always the same.
+
+        Args:
+            n_tokens: Number of token states.
+
+        Example:
+            >>> import workbench as wb
+            >>> tuple(wb.tasks.random_tokens(length=8).probe(20).shape)
+            (3, 8)
+        """
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """The settings of the task, with its name as ``"task"``: equal descriptions, equal batches."""
+        """Return the settings of the task, with its name as ``"task"``; tasks of equal description have equal batches.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.tasks.random_tokens(length=8).describe()["task"]
+            'random_tokens'
+        """
 
 
 class SeededTask(ABC):
-    """Base of the tasks that are made on the fly: every batch is a function of the seed and its number.
+    """Base class of generated tasks, in which every batch is a function of the seed and its number.
 
-    A child is a frozen dataclass with the fields ``batch_size`` and ``seed``, and ``split`` where it has splits.
+    A subclass is a frozen dataclass with the fields ``batch_size`` and ``seed``, and ``split`` if it has splits.
     """
 
     name: ClassVar[str]
@@ -61,54 +98,98 @@ class SeededTask(ABC):
 
     @abstractmethod
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Batch number ``index`` of the stream; the numbers below 0 are for `probe` and never trained on."""
+        """Return batch number ``index`` of the stream; negative numbers are used by `probe` and never for training.
+
+        Args:
+            index: Number of the batch.
+            device: Device of the tensors.
+
+        Returns:
+            Inputs and targets.
+
+        Example:
+            >>> import workbench as wb
+            >>> inputs, targets = wb.tasks.random_tokens(length=4, batch_size=2).batch(0)
+            >>> tuple(inputs.shape), tuple(targets.shape)
+            ((2, 4), (2, 4))
+        """
 
     @property
     @abstractmethod
     def states_per_row(self) -> int:
-        """Token states of one row of the inputs."""
+        """Number of token states of one example of the inputs."""
 
     @property
     def n_held_out(self) -> int | None:
-        """Different rows that can be held out; None: without limit."""
+        """Number of different examples that can be held out; None if unlimited."""
         return None
 
     def stream(self, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches from number ``start`` on, without end.
+        """Return an endless iterator over the batches from number ``start`` on.
+
+        Args:
+            start: Number of the first batch.
 
         Raises:
             OptionError: If ``start`` is negative.
+
+        Example:
+            >>> import workbench as wb
+            >>> inputs, targets = next(wb.tasks.random_tokens(length=4, batch_size=2).stream(start=3))
+            >>> tuple(inputs.shape)
+            (2, 4)
         """
         require_whole(0, start=start)
         return (self.batch(index) for index in count(start))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches without end."""
+        """Return an endless iterator over the batches."""
         return self.stream()
 
     def probe(self, n_tokens: int) -> Tensor:
-        """Held-out inputs; see `held_out`."""
+        """Return held-out inputs; see `held_out`.
+
+        Args:
+            n_tokens: Number of token states.
+
+        Example:
+            >>> import workbench as wb
+            >>> tuple(wb.tasks.random_tokens(length=8).probe(20).shape)
+            (3, 8)
+        """
         return self.held_out(n_tokens)[0]
 
     def held_out(self, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Held-out inputs and targets: of the validation split where there is one, else never trained on.
+        """Return held-out inputs and targets, from the validation split if there is one, else never used in training.
 
         They do not depend on ``batch_size``.
 
         Args:
-            n_tokens: Token states wanted; where fewer can be held out, all of them are given.
+            n_tokens: Number of token states; if fewer can be held out, all of them are returned.
 
         Raises:
             OptionError: If ``n_tokens`` is below 1.
+
+        Example:
+            >>> import workbench as wb
+            >>> inputs, targets = wb.tasks.random_tokens(length=8).held_out(20)
+            >>> tuple(inputs.shape), tuple(targets.shape)
+            ((3, 8), (3, 8))
         """
         require_whole(1, n_tokens=n_tokens)
         n_rows = -(-n_tokens // self.states_per_row)
         changes: dict[str, Any] = {"split": "validation"} if hasattr(self, "split") else {}
-        task: Any = self  # every child is a dataclass
+        task: Any = self  # every subclass is a dataclass
         return replace(task, batch_size=min(n_rows, self.n_held_out or n_rows), **changes).batch(-1)
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """The task's name and fields."""
+        """Return the name of the task and its fields.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.tasks.random_tokens(length=8).describe()
+            {'task': 'random_tokens', 'length': 8, 'vocab_size': 256, 'batch_size': 32, 'seed': 0}
+        """
         task: Any = self
         values = asdict(task).items()
         return {"task": self.name} | {
@@ -117,7 +198,7 @@ class SeededTask(ABC):
 
 
 class SequenceTask(SeededTask):
-    """Base of those whose rows are sequences of ``length`` tokens, a field of the child."""
+    """Base class of tasks whose examples are sequences of ``length`` tokens, a field of the subclass."""
 
     length: int
 
@@ -128,26 +209,26 @@ class SequenceTask(SeededTask):
 
 
 def batch_generator(seed: int, index: int) -> torch.Generator:
-    """Randomness of batch number ``index``. Recorded data depend on this formula."""
+    """Return the generator of batch number ``index``. Recorded data depend on this formula."""
     return torch.Generator().manual_seed(int(seed) * 1_000_003 + index)
 
 
 def mixed_seed(*key: str | int) -> int:
-    """A seed in [0, 2^63) that differs from key to key and says nothing about its neighbours."""
+    """Compute a seed in [0, 2^63) by hashing a key, so that seeds of similar keys are unrelated."""
     text = repr([part if isinstance(part, str) else int(part) for part in key])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def shuffled_rows(n_rows: int, *, batch_size: int, index: int, key: tuple[str | int, ...]) -> Tensor:
-    """Which rows batch number ``index`` holds when every epoch goes once through all rows, in an order of its own.
+    """Return the rows of batch number ``index`` if every epoch reads all rows once, in a different order each time.
 
-    A batch at the end of an epoch is filled up from the next one, so that all batches have the same size.
+    The last batch of an epoch is completed with rows of the next one, so that all batches have the same size.
 
     Args:
         n_rows: Rows in an epoch.
         batch_size: Rows in a batch.
         index: Number of the batch.
-        key: Names the sequence of orders, such as the task, its split and its seed.
+        key: Identifies the sequence of orders, for example by task, split and seed.
 
     Returns:
         Row numbers as int64, shape (batch,).
@@ -162,34 +243,34 @@ def shuffled_rows(n_rows: int, *, batch_size: int, index: int, key: tuple[str | 
 
 
 def require_whole(lowest: int, **options: int) -> None:
-    """Refuse options that are not whole numbers of at least ``lowest``.
+    """Raise if options are not integers of at least ``lowest``.
 
     Raises:
-        OptionError: That names the option.
+        OptionError: Names the option.
     """
     for name, value in options.items():
         if not isinstance(value, Integral) or isinstance(value, bool):
-            raise OptionError(f"{name} is {value!r}, expected a whole number.")
+            raise OptionError.of(name, value, "an integer")
         if value < lowest:
-            raise OptionError(f"{name} is {value}, expected at least {lowest}.")
+            raise OptionError.of(name, value, f"at least {lowest}")
 
 
 def require_split(split: str) -> None:
-    """Refuse the name of a split that does not exist.
+    """Raise if there is no split of this name.
 
     Raises:
-        OptionError: That names those that do.
+        OptionError: Names the existing splits.
     """
     if split not in SPLITS:
-        raise OptionError(f"split is '{split}', expected 'train' or 'validation'.")
+        raise OptionError.of("split", split, SPLITS)
 
 
 def require_seed(seed: int) -> None:
-    """Refuse a seed that torch's generators do not take.
+    """Raise if a seed is outside the range of torch's generators.
 
     Raises:
-        OptionError: That gives the range.
+        OptionError: Names the range.
     """
     require_whole(-(2**32), seed=seed)
     if seed > 2**32:
-        raise OptionError(f"seed is {seed}, expected at most {2**32}.")
+        raise OptionError.of("seed", seed, f"at most {2**32}")

@@ -1,4 +1,4 @@
-"""Bytes of English text, and passages of it."""
+"""Byte-level language modeling on English text, and passages of the text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from workbench.tasks.task import SequenceTask, batch_generator, require_seed, re
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Share of the text kept for validation.
-HELD_OUT_SHARE = 0.1
+#: Fraction of the text in the validation split.
+_HELD_OUT_FRACTION = 0.1
 
 
 @dataclass(frozen=True)
 class TextBytes(SequenceTask):
-    """Byte-level language modelling on English text that ships with every CPython.
+    """Byte-level language modeling on English text that is part of every CPython.
 
-    The text is Python's own language reference (module ``pydoc_data.topics``, about 0.7 MB, PSF licence 2.0). It
-    differs a little between Python versions; a seed gives the same batches on the same Python.
+    The text is Python's language reference (module ``pydoc_data.topics``, about 0.7 MB, PSF license 2.0). It differs
+    slightly between Python versions; a seed yields the same batches on the same version.
 
     Attributes:
         length: Tokens in a sequence.
@@ -39,6 +39,10 @@ class TextBytes(SequenceTask):
         >>> tokens, targets = task.batch(0)
         >>> tuple(tokens.shape), task.vocab_size
         ((2, 16), 256)
+
+    See Also:
+        `workbench.tasks.text_bytes`: Creates the task.
+        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "text_bytes"
@@ -55,14 +59,14 @@ class TextBytes(SequenceTask):
         require_split(self.split)
         longest = len(split_text("validation")) - 2
         if self.length > longest:
-            raise OptionError(f"length is {self.length}, expected at most {longest}, what the validation text allows.")
+            raise OptionError.of("length", self.length, f"at most {longest}, the length of the validation text")
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Batch number ``index`` of the stream.
+        """Return batch number ``index`` of the stream.
 
         Returns:
             tokens: Bytes as int64, shape (batch, token).
-            targets: Byte after each of them, same shape.
+            targets: The next byte at each position, same shape.
         """
         text = split_text(self.split)
         generator = batch_generator(self.seed, index)
@@ -71,53 +75,67 @@ class TextBytes(SequenceTask):
         return window[:, :-1].to(device), window[:, 1:].to(device)
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """The task's name and fields, and a checksum of the text, which depends on the version of Python."""
+        """Return the name of the task, its fields, and a checksum of the text, which depends on the Python version."""
         return super().describe() | {"text_crc32": zlib.crc32(_text_bytes())}
 
 
 def text_bytes(*, length: int = 64, batch_size: int = 32, seed: int = 0, split: str = "train") -> TextBytes:
-    """Bytes of Python's language reference; see `TextBytes`.
+    """Create a task of byte-level language modeling on Python's language reference.
+
+    Args:
+        length: See `TextBytes`; likewise the others.
+        batch_size: See `TextBytes`.
+        seed: See `TextBytes`.
+        split: See `TextBytes`.
 
     Example:
         >>> import workbench as wb
         >>> tokens, targets = wb.tasks.text_bytes(length=16, batch_size=2).batch(0)
         >>> tuple(tokens.shape), bool((tokens[:, 1:] == targets[:, :-1]).all())
         ((2, 16), True)
+
+    See Also:
+        `workbench.tasks.TextBytes`: Describes the task.
     """
     return TextBytes(length=length, batch_size=batch_size, seed=seed, split=split)
 
 
 def split_text(split: str) -> Tensor:
-    """The first nine tenths of the text (``"train"``) or its last (``"validation"``): int64, shape (byte,)."""
+    """Return the first nine tenths of the text (``"train"``) or the last one (``"validation"``), int64, (byte,)."""
     text = _reference_text()
-    border = int(len(text) * (1 - HELD_OUT_SHARE))
+    border = int(len(text) * (1 - _HELD_OUT_FRACTION))
     return text[:border] if split == "train" else text[border:]
 
 
 def reference_passages(n_passages: int, *, n_characters: int = 400) -> list[str]:
-    """Passages of English text, evenly spread over Python's language reference.
+    """Return passages of English text, evenly spaced in Python's language reference.
 
     Args:
         n_passages: Number of passages.
         n_characters: Length of each.
 
     Returns:
-        The passages, different from each other; the same on the same Python.
+        Passages that do not overlap, the same on the same Python version.
 
     Raises:
-        OptionError: If the text holds fewer.
+        OptionError: If the text is too short.
 
     Example:
         >>> import workbench as wb
         >>> passages = wb.tasks.reference_passages(3, n_characters=50)
         >>> [len(passage) for passage in passages]
         [50, 50, 50]
+
+    See Also:
+        `workbench.tasks.text_bytes`: Creates a task from the same text.
+        `workbench.profile`: Measures a language model on text.
     """
     require_whole(1, n_passages=n_passages, n_characters=n_characters)
     text = _text_bytes().decode()
     stride = len(text) // n_passages
     if stride < n_characters:
-        raise OptionError(f"The text holds fewer than {n_passages} passages of {n_characters} characters.")
+        limit = len(text) // n_characters
+        raise OptionError.of("n_passages", n_passages, f"at most {limit} for passages of {n_characters} characters")
     return [text[i * stride : i * stride + n_characters] for i in range(n_passages)]
 
 
@@ -127,7 +145,9 @@ def _text_bytes() -> bytes:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise WorkbenchError(
-            "This Python comes without pydoc_data.topics, the text of the task; use a Python with its documentation."
+            "This Python has no pydoc_data.topics, the text of the task; use a Python with its documentation.",
+            name="pydoc_data.topics",
+            expected="part of the Python installation",
         ) from error
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 

@@ -1,4 +1,4 @@
-"""Random tokens: nothing to learn but to be uncertain."""
+"""Random tokens, of which only the distribution can be learned."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RandomTokens(SequenceTask):
-    """Next-token prediction on uniformly random tokens, as RKSP trains its MoE, Mamba and KAN models.
+    """Next-token prediction on uniformly random tokens, on which RKSP trains its MoE, Mamba and KAN models.
 
-    The best possible loss is ln ``vocab_size`` nats: whatever a model does beyond that is its own doing. The paper
-    does not give length and vocabulary; the defaults are those of associative recall.
+    The lowest possible loss is ln ``vocab_size`` nats. The paper does not state length and vocabulary; the defaults are
+    those of associative recall.
 
     Attributes:
         length: Tokens in a sequence.
@@ -32,6 +32,10 @@ class RandomTokens(SequenceTask):
         >>> tokens, targets = task.batch(0)
         >>> tuple(tokens.shape), bool((tokens < 16).all())
         ((2, 8), True)
+
+    See Also:
+        `workbench.tasks.random_tokens`: Creates the task.
+        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "random_tokens"
@@ -46,11 +50,11 @@ class RandomTokens(SequenceTask):
         require_seed(self.seed)
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Batch number ``index`` of the stream.
+        """Return batch number ``index`` of the stream.
 
         Returns:
             tokens: int64, shape (batch, token).
-            targets: Token after each of them, same shape.
+            targets: The next token at each position, same shape.
         """
         shape = (self.batch_size, self.length + 1)
         tokens = torch.randint(self.vocab_size, shape, generator=batch_generator(self.seed, index))
@@ -58,12 +62,21 @@ class RandomTokens(SequenceTask):
 
 
 def random_tokens(*, length: int = 64, vocab_size: int = 256, batch_size: int = 32, seed: int = 0) -> RandomTokens:
-    """Uniformly random tokens; see `RandomTokens`.
+    """Create a task of uniformly random tokens.
+
+    Args:
+        length: See `RandomTokens`; likewise the others.
+        vocab_size: See `RandomTokens`.
+        batch_size: See `RandomTokens`.
+        seed: See `RandomTokens`.
 
     Example:
         >>> import workbench as wb
         >>> task = wb.tasks.random_tokens(length=8, vocab_size=16)
         >>> tuple(task.probe(32).shape)
         (4, 8)
+
+    See Also:
+        `workbench.tasks.RandomTokens`: Describes the task.
     """
     return RandomTokens(length=length, vocab_size=vocab_size, batch_size=batch_size, seed=seed)

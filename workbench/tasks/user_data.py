@@ -1,4 +1,4 @@
-"""Any source of data that a user has -> a task, with an order that follows from a seed alone."""
+"""Create tasks from user data, in an order that depends only on a seed."""
 
 from __future__ import annotations
 
@@ -21,37 +21,39 @@ _END = object()
 
 
 def as_task(source: Any, *, batch_size: int = 32, seed: int = 0) -> Task:
-    """A task from whatever a user has.
+    """Create a task from user data.
+
+    A batch may be ``(inputs, targets)``; token ids of shape (batch, token), whose targets are the next tokens; or a
+    mapping in Hugging Face's convention, with ``input_ids`` and optionally ``attention_mask`` and ``labels``, or with
+    ``pixel_values`` or ``images`` and ``labels``.
 
     Args:
         source: One of
 
-            - a task: returned as it is;
-            - a torch DataLoader, or anything else that gives the batches anew each time it is iterated over, such as a
+            - a task, which is returned unchanged;
+            - a torch DataLoader, or another object that yields the batches each time it is iterated over, such as a
               list of batches;
-            - a dataset, that is anything with a length and numbered rows (a Hugging Face dataset, a torch dataset, a
-              list of rows, a tensor of token ids): its rows are shuffled anew in each epoch and stacked, so they have
-              to be of equal length;
+            - a dataset, that is an object with a length and numbered rows (a Hugging Face dataset, a torch dataset, a
+              list of rows, a tensor of token ids). The rows are shuffled in each epoch and stacked, so they must have
+              equal lengths;
             - a generator of batches, which can be read only once.
-
-            What a batch may be is said in `as_batch`, under what names columns are looked for too.
-        batch_size: Rows in a batch, where the source is a dataset; the last batch of an epoch may be smaller.
+        batch_size: Rows in a batch if the source is a dataset; the last batch of an epoch may be smaller.
         seed: Seed of all random choices of the source.
 
     Returns:
-        A task whose batches depend on nothing but the source and the seed. The source is iterated over with the
-        global random states of Python, NumPy and torch swapped for private ones, seeded by ``seed`` and the epoch, and
-        samplers with a ``set_epoch`` are told it. Generators that a loader, sampler, dataset, transform or collate
-        function keeps as an attribute start, in every stream, in the state they are in now. All of them are put back
-        after each batch, so the rest of the process is undisturbed, and streams over one source may take turns.
+        A task whose batches depend only on the source and the seed. While the source is read, the global random states
+        of Python, NumPy and torch are replaced by private ones, seeded by ``seed`` and the epoch. Samplers with a
+        ``set_epoch`` receive the epoch. Generators that a loader, sampler, dataset, transform or collate function keeps
+        as an attribute begin every stream in their current state. All states are restored after each batch, so that the
+        rest of the process is not affected and several streams over one source can alternate.
 
-        A stream that starts at a later batch reads and drops those before it; so it gives what an uninterrupted one
-        would, at the price of loading them. With workers (``num_workers > 0``) the order is as exact, and what the
-        workers draw follows from the seed too, but not with ``in_order=False``, nor where workers of an iterable
-        dataset or the dataset itself keep other state from epoch to epoch.
+        A stream that starts at a later batch reads and drops the previous ones, so that it yields the same batches as
+        an uninterrupted one. With workers (``num_workers > 0``) order and random numbers are reproducible too, except
+        with ``in_order=False``, or if workers of an iterable dataset or the dataset itself keep other state between
+        epochs.
 
     Raises:
-        WorkbenchError: If the source is empty, or gives no batches of a known form.
+        WorkbenchError: If the source is empty, or does not yield batches of a known form.
 
     Example:
         >>> import torch
@@ -60,18 +62,30 @@ def as_task(source: Any, *, batch_size: int = 32, seed: int = 0) -> Task:
         >>> tokens, targets = next(task.stream())
         >>> tuple(tokens.shape)
         (4, 8)
+
+    See Also:
+        `workbench.tasks.Task`: Describes the interface of a task.
+        `workbench.train`: Trains a model on a task.
     """
     require_whole(1, batch_size=batch_size)
     require_seed(seed)
     if isinstance(source, str | bytes | type):
         what = "text" if isinstance(source, str | bytes) else f"the class {source.__name__}"
-        raise WorkbenchError(f"The source is {what}; expected token ids, a dataset, a DataLoader or a task.")
+        raise WorkbenchError(
+            f"The source is {what}; expected token ids, a dataset, a DataLoader or a task.",
+            name="source",
+            value=source,
+            expected="token ids, a dataset, a DataLoader or a task",
+        )
     if isinstance(source, Task):
         return source
     if isinstance(source, Mapping):
         raise WorkbenchError(
             f"The source is a {type(source).__name__} with the entries {', '.join(map(str, source))}; pass one of them "
-            "if they are the splits of a dataset, or [source] if it is a batch."
+            "if they are the splits of a dataset, or [source] if it is a batch.",
+            name="source",
+            value=tuple(map(str, source)),
+            expected="token ids, a dataset, a DataLoader or a task",
         )
     if isinstance(source, Iterator):
         return OneShotTask(source, seed=seed)
@@ -80,18 +94,16 @@ def as_task(source: Any, *, batch_size: int = 32, seed: int = 0) -> Task:
         return DataTask(loader, seed=seed, description={"source": type(source).__name__, "batch_size": batch_size})
     if isinstance(source, Iterable):
         return DataTask(source, seed=seed, description={"source": type(source).__name__})
-    raise WorkbenchError(
-        f"The source is a {type(source).__name__}, expected a DataLoader, a dataset, an iterable of batches or a task."
-    )
+    raise WorkbenchError.of("source", source, "a DataLoader, a dataset, an iterable of batches or a task")
 
 
 class DataTask:
-    """A task from data that can be read again and again; made by `as_task`.
+    """Task from data that can be read repeatedly; created by `as_task`.
 
     Args:
-        source: Gives the raw batches of one epoch each time it is iterated over.
+        source: Yields the raw batches of one epoch each time it is iterated over.
         seed: Seed of all random choices of the source.
-        description: More that defines the task.
+        description: Further entries of the description.
     """
 
     def __init__(self, source: Iterable[Any], *, seed: int, description: Mapping[str, str | int]) -> None:
@@ -105,7 +117,7 @@ class DataTask:
         self._probes: dict[int, Inputs] = {}
 
     def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """Batches from number ``start`` on, epoch after epoch without end.
+        """Return an endless iterator over the batches of all epochs, from number ``start`` on.
 
         Raises:
             OptionError: If ``start`` is negative.
@@ -115,13 +127,13 @@ class DataTask:
         return map(as_batch, islice(self._raw_batches(), start, None))
 
     def probe(self, n_tokens: int) -> Inputs:
-        """The first batches of a pass whose random choices differ from those of training, as one.
+        """Return the first batches, merged, of an epoch whose random choices differ from those of training.
 
-        They are not held out: whoever trains long enough trains on them too. Of batches that differ in length, those
-        with an ``attention_mask`` are padded at the end, and of others only those that fit the first are used.
+        They are not held out: a long run is also trained on them. Batches of different lengths are padded at the end if
+        they have an ``attention_mask``; otherwise only those of the length of the first one are used.
 
         Args:
-            n_tokens: Token states wanted; where one pass over the source has fewer, all of them are given.
+            n_tokens: Number of token states; if an epoch has fewer, all of them are returned.
 
         Raises:
             OptionError: If ``n_tokens`` is below 1.
@@ -130,16 +142,16 @@ class DataTask:
         if n_tokens not in self._probes:
             draws = PrivateDraws(self._own_generators)
             draws.begin_epoch(mixed_seed("data", "probe", self._seed))
-            batches = map(as_batch, _one_pass(self._source_of_its_own(), draws, epoch=0))
+            batches = map(as_batch, _one_pass(self._private_source(), draws, epoch=0))
             self._probes[n_tokens] = merged(enough_inputs(batches, n_tokens))
         return copied(self._probes[n_tokens])
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """A description of the source, with a checksum of its first batch."""
+        """Return a description of the source, with a checksum of its first batch."""
         return dict(self._description)
 
     def _raw_batches(self) -> Iterator[Any]:
-        source = self._source_of_its_own()
+        source = self._private_source()
         draws = PrivateDraws(self._own_generators)
         for epoch in count():
             draws.begin_epoch(mixed_seed("data", "epoch", self._seed, epoch))
@@ -148,14 +160,17 @@ class DataTask:
                 is_empty = False
                 yield batch
             if is_empty:
+                if epoch == 0:
+                    raise _empty_source()
                 raise WorkbenchError(
-                    "The source is empty; pass at least one batch."
-                    if epoch == 0
-                    else f"The source gave nothing after {epoch} epochs; pass one that can be read again and again."
+                    f"The source has no batches in epoch {epoch + 1}; pass one that can be read repeatedly.",
+                    name="source",
+                    value=self._description["source"],
+                    expected="readable repeatedly",
                 )
 
-    def _source_of_its_own(self) -> Iterable[Any]:
-        """The source, or a copy of a loader that would share its persistent workers among all who iterate over it."""
+    def _private_source(self) -> Iterable[Any]:
+        """Return the source, or a copy of it if it is a loader whose iterators would share persistent workers."""
         if not getattr(self._source, "persistent_workers", False):
             return self._source
         loader: Any = copy.copy(self._source)
@@ -164,11 +179,11 @@ class DataTask:
 
 
 class OneShotTask:
-    """A task from a generator, which can be read only once and from the beginning; made by `as_task`.
+    """Task from a generator, which can be read only once and from the beginning; created by `as_task`.
 
     Args:
-        source: Gives batches.
-        seed: Seed of the source's draws from the global random generators.
+        source: Yields batches.
+        seed: Seed of the random numbers that the source draws from the global generators.
     """
 
     def __init__(self, source: Iterator[Any], *, seed: int) -> None:
@@ -178,7 +193,7 @@ class OneShotTask:
         self._read_ahead = list(islice(self._batches, 1))
         self._is_streaming = self._has_ended = False
         if not self._read_ahead:
-            raise WorkbenchError("The source is empty; pass at least one batch.")
+            raise _empty_source()
         self._description: dict[str, Any] = {
             "task": "data",
             "source": type(source).__name__,
@@ -188,7 +203,7 @@ class OneShotTask:
         self._description["first_batch"] = checksum(self._read_ahead[0])
 
     def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """The batches, once, until the source ends.
+        """Return an iterator over the batches; it can be called once.
 
         Raises:
             WorkbenchError: If ``start`` is not 0, or on a second call.
@@ -196,14 +211,17 @@ class OneShotTask:
         require_whole(0, start=start)
         if start or self._is_streaming:
             raise WorkbenchError(
-                "A one-shot source cannot be read again or from a later batch; to resume or repeat a run, pass one "
-                "that can be iterated over anew, such as a DataLoader or a list of batches."
+                "A one-shot source can be read only once and from the beginning; to resume or repeat a run, pass one "
+                "that can be read repeatedly, such as a DataLoader or a list of batches.",
+                name="source",
+                value=self._description["source"],
+                expected="readable repeatedly",
             )
         self._is_streaming = True
         return chain(self._read_ahead, self._batches)
 
     def probe(self, n_tokens: int) -> Inputs:
-        """The first batches, read ahead if training has not begun; they are trained on too.
+        """Return the first batches, merged; if training has not begun, they are read ahead and kept for training.
 
         Raises:
             OptionError: If ``n_tokens`` is below 1.
@@ -214,14 +232,17 @@ class OneShotTask:
         if sum(map(n_states, known)) < n_tokens and not self._has_ended:
             if self._is_streaming:
                 raise WorkbenchError(
-                    f"Too few batches of the one-shot source were kept for {n_tokens} tokens; ask for the probe before "
-                    "training, or pass a source that can be iterated over anew."
+                    f"Too few batches of the one-shot source were kept for {n_tokens} tokens; request the probe before "
+                    "training, or pass a source that can be read repeatedly.",
+                    name="n_tokens",
+                    value=n_tokens,
+                    expected=f"at most {sum(map(n_states, known))} after training has begun",
                 )
             known = enough_inputs(chain(tuple(self._read_ahead), self._reading_ahead()), n_tokens)
         return merged(known)
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """A description of the source, with a checksum of its first batch."""
+        """Return a description of the source, with a checksum of its first batch."""
         return dict(self._description)
 
     def _reading_ahead(self) -> Iterator[tuple[Inputs, Tensor]]:
@@ -232,18 +253,27 @@ class OneShotTask:
 
 
 def _is_dataset(source: Any) -> bool:
-    """Whether it has numbered rows, and is not a sequence of batches."""
+    """Return whether a source has numbered rows and is not a sequence of batches."""
     if isinstance(source, IterableDataset) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         return False
     if not len(source):
-        raise WorkbenchError("The source is empty; pass at least one batch or row.")
+        raise _empty_source()
     return not (isinstance(source, Sequence) and looks_like_batch(source[0]))
 
 
+def _empty_source() -> WorkbenchError:
+    return WorkbenchError(
+        "The source is empty; pass at least one batch or row.",
+        name="source",
+        value="empty",
+        expected="at least one batch or row",
+    )
+
+
 def _one_pass(source: Iterable[Any], draws: PrivateDraws, *, epoch: int) -> Iterator[Any]:
-    """The raw batches of one epoch, with the global generators swapped while the source is at work."""
+    """Yield the raw batches of one epoch; the global random states are replaced while the source is read."""
     with draws.active():
-        _tell_epoch(source, epoch)
+        _set_epoch(source, epoch)
         batches = iter(source)
     while True:
         with draws.active():
@@ -253,8 +283,8 @@ def _one_pass(source: Iterable[Any], draws: PrivateDraws, *, epoch: int) -> Iter
         yield batch
 
 
-def _tell_epoch(source: Any, epoch: int) -> None:
-    """Samplers and datasets that shuffle by the number of the epoch wait to be told it."""
+def _set_epoch(source: Any, epoch: int) -> None:
+    """Pass the number of the epoch to samplers and datasets that shuffle by it."""
     batch_sampler = getattr(source, "batch_sampler", None)
     parts = (source, getattr(source, "dataset", None), getattr(source, "sampler", None), batch_sampler)
     for part in (*parts, getattr(batch_sampler, "sampler", None)):

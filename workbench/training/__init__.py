@@ -1,1 +1,1 @@
-"""Training: the plan of a run, its loop, its checkpoints."""
+"""Training: plan, loop and checkpoints of a run, and callbacks."""

@@ -1,4 +1,4 @@
-"""The protocol of callbacks: regularizers, faults, penalties, recorders, alarms, and the user's own.
+"""Protocol of callbacks: regularizers, faults, penalties, recorders, alarms, and custom ones.
 
 class LargeGradients(wb.Callback):
     def end_step(self, step, numbers):
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PassResult:
-    """The result of a forward and backward pass; its gradients are on the parameters.
+    """Result of a forward and backward pass; the gradients are on the parameters.
 
     Attributes:
         loss: Loss of the task.
-        auxiliary_loss: Weighted further terms; NaN if there are none.
+        auxiliary_loss: Weighted auxiliary terms; NaN if there are none.
         logits: Logits of the model.
         is_finite: Whether the total loss is finite; otherwise there are no gradients.
     """
@@ -45,31 +45,31 @@ class PassResult:
     is_finite: bool
 
 
-#: One forward and backward pass over some examples: inputs and targets -> its result; it clears the gradients first.
+#: Forward and backward pass over some examples: inputs and targets -> its result. It clears the gradients first.
 PassFunction = Callable[[Any, Any], PassResult]
 
 
 @dataclass
 class TrainingRun:
-    """The training that callbacks act on, in any loop.
+    """Training run on which callbacks act, in any loop.
 
     Attributes:
         model: Model in training, as the loop calls it.
         optimizer: Optimizer of its parameters.
-        on_event: Function that takes the events of the run.
-        step: Updates done when it begins, above 0 where it is resumed.
-        probe: Function from a number of tokens to inputs to measure the model on, on its device; None: there is none.
-        probe_loss: Function from the model to its loss on some examples that it is not trained on; None: there is none.
-        targets: Targets of the present batch; None: the loop does not know them.
-        planned_rates: Learning rate of each group that is planned for this step; empty: not known.
+        on_event: Function that receives the events of the run.
+        step: Number of updates before the run begins, above 0 if it is resumed.
+        probe: Function from a number of tokens to inputs for measurements, on the device of the model; None if there
+            is none.
+        probe_loss: Function from the model to its loss on held-out examples; None if there is none.
+        targets: Targets of the current batch; None if unknown.
+        planned_rates: Planned learning rate of each parameter group in this step; empty if unknown.
         owns_loop: Whether the loop is `workbench.train`, the only one that can repeat a pass or skip a batch.
-        output: Output in which `workbench.train` records the run, from its first step on; in another trainer it writes
-            nothing.
-        checkpoints: Folder of the checkpoints of `workbench.train`; None: there are none.
-        scaler: Gradient scaler for float16; None: there is none, or the trainer keeps it.
+        output: Output in which `workbench.train` records the run; in another trainer it writes nothing.
+        checkpoints: Folder of the checkpoints of `workbench.train`; None if there is none.
+        scaler: Gradient scaler for float16; None if there is none, or the trainer keeps it.
         n_skipped: Number of batches skipped so far.
-        stop_reason: Reason for stopping after this step, such as ``"by an alarm"``; empty: it continues.
-        has_begun: Whether its callbacks act.
+        stop_reason: Reason for stopping after this step, such as ``"by an alarm"``; empty if the run continues.
+        has_begun: Whether the callbacks are active.
     """
 
     model: nn.Module
@@ -99,24 +99,32 @@ class TrainingRun:
     def skip_batches(self, n_batches: int) -> None:
         """Skip the next batches.
 
+        Args:
+            n_batches: Number of batches.
+
         Raises:
-            OptionError: If the trainer cannot.
+            OptionError: If the loop is not `workbench.train`.
         """
         if n_batches and not self.owns_loop:
-            raise OptionError("Only wb.train() can skip batches; set skip=0 in this trainer.")
+            raise OptionError(
+                "Only wb.train() can skip batches; set skip=0 in this trainer.",
+                name="skip",
+                value=n_batches,
+                expected="0 outside wb.train()",
+            )
         self.n_skipped += n_batches
 
 
 class Callback:
     """Base class of callbacks, which act during training; override the methods you need.
 
-    The methods are called in this order: `setup`, before anything is done; `begin`; in each step `begin_step`,
-    `change_batch`, `run_pass` with `around_pass` and `auxiliary_loss` in it, `before_update`, `end_step`, `after_step`;
-    `end`. Every method of this class leaves the training as it is, to the bit.
+    The methods are called in this order: `setup`, before training; `begin`; in each step `begin_step`, `change_batch`,
+    `run_pass` (which calls `around_pass` and `auxiliary_loss`), `before_update`, `end_step`, `after_step`; `end`. With
+    the methods of this class, training is bitwise identical to that without a callback.
 
     Attributes:
-        name: Its name in checkpoints and configurations, unique in a run.
-        is_planned: Whether its `rate_factor` belongs to the plan of the run; that of a fault does not.
+        name: Name in checkpoints and configurations, unique in a run; by default that of the class.
+        is_planned: Whether `rate_factor` belongs to the plan of the run; that of a fault does not.
 
     Example:
         >>> import workbench as wb
@@ -128,6 +136,11 @@ class Callback:
         >>> records = list(wb.train(model, wb.tasks.associative_recall(), n_steps=2, callbacks=[GradNorms()]))
         0 True
         1 True
+
+    See Also:
+        `workbench.train`: Calls callbacks.
+        `workbench.trainer_callback`: Calls them in Hugging Face's Trainer.
+        `workbench.lightning_callback`: Calls them in Lightning.
     """
 
     name: str = ""
@@ -140,153 +153,386 @@ class Callback:
 
     @property
     def is_running(self) -> bool:
-        """Whether it acts on a training: from `setup` to `end`."""
+        """Whether the callback acts on a run, which it does from `setup` to `end`."""
         return self._run is not None
 
     @property
     def run(self) -> TrainingRun:
-        """The training it acts on, from `setup` to `end`.
+        """Run on which the callback acts, from `setup` to `end`.
 
         Raises:
             OptionError: If no run is active.
         """
         if self._run is None:
             raise OptionError(
-                f"{type(self).__name__} acts on no training run now; pass it to wb.train(callbacks=), "
-                "wb.trainer_callback() or wb.lightning_callback(), and ask while that run lasts."
+                f"{type(self).__name__} does not act on a run at this time; pass it to wb.train(callbacks=), "
+                "wb.trainer_callback() or wb.lightning_callback(), and use it during that run.",
+                name="run",
+                expected="an active run",
             )
         return self._run
 
     def describe(self) -> Mapping[str, Any]:
-        """The settings that affect the run's numbers, as plain values; a run is resumed only with the same."""
+        """Return the settings that affect the results of a run, as plain values; they must not change when it resumes.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Halved(wb.Callback):
+            ...     rate_factor = 0.5
+            ...     def describe(self):
+            ...         return {"factor": self.rate_factor}
+            >>> Halved().describe()
+            {'factor': 0.5}
+        """
         return {}
 
     def setup(self, run: TrainingRun) -> None:
-        """Receive the training to act on, and refuse it if that is impossible; nothing of it is changed yet.
+        """Receive the run before it begins; raise an exception if the callback cannot act on it.
+
+        An override calls that of the base class, and must not change the model or the optimizer.
 
         Args:
-            run: Training to act on.
+            run: Run on which to act.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Frozen(wb.Callback):
+            ...     def setup(self, run):
+            ...         super().setup(run)
+            ...         print(type(run.optimizer).__name__)
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Frozen()])
+            AdamW
         """
         self._run = run
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave, in a run that is resumed: after `setup`, before `begin`."""
-
-    def begin(self) -> None:
-        """Attach to the model: training begins, no store is made yet."""
-
-    def begin_step(self, step: int) -> None:
-        """Called at the beginning of a step.
+        """Load the state of a checkpoint into the callback of a resumed run, after `setup` and before `begin`.
 
         Args:
-            step: Updates done before it.
+            state: State as returned by `state_dict`.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Count(wb.Callback):
+            ...     n = 0
+            ...     def state_dict(self):
+            ...         return {"n": self.n}
+            ...     def load_state_dict(self, state):
+            ...         self.n = state["n"]
+            >>> count = Count()
+            >>> count.load_state_dict({"n": 7})
+            >>> count.n
+            7
+        """
+
+    def begin(self) -> None:
+        """Attach to the model when training begins; the store of the run does not exist yet.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Begin(wb.Callback):
+            ...     def begin(self):
+            ...         print("begins at step", self.run.step)
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Begin()]))
+            begins at step 0
+        """
+
+    def begin_step(self, step: int) -> None:
+        """Act at the beginning of a step.
+
+        Args:
+            step: Number of updates before this one.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Steps(wb.Callback):
+            ...     def begin_step(self, step):
+            ...         print("step", step)
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Steps()]))
+            step 0
+            step 1
         """
 
     @property
     def rate_factor(self) -> float:
-        """The factor on the planned learning rate in this step."""
+        """Factor by which the planned learning rate is multiplied in this step."""
         return 1.0
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return the batch of this step, changed or not."""
+        """Return the batch of this step, changed or unchanged.
+
+        Args:
+            inputs: Inputs of the model.
+            targets: Targets of the batch.
+
+        Example:
+            >>> import workbench as wb
+            >>> class FirstHalf(wb.Callback):
+            ...     def change_batch(self, inputs, targets):
+            ...         return inputs[:16], targets[:16]
+            ...     def end_step(self, step, numbers):
+            ...         print(len(self.run.targets))
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> task = wb.tasks.random_tokens(batch_size=32)
+            >>> records = list(wb.train(model, task, n_steps=2, callbacks=[FirstHalf()]))
+            16
+            16
+        """
         return inputs, targets
 
     def run_pass(self, one_pass: PassFunction, inputs: Any, targets: Any) -> PassResult:
         """Run the forward and backward pass; an override may repeat it or change its gradients.
 
         Only `workbench.train` calls it.
+
+        Args:
+            one_pass: Function that runs one pass and returns its result.
+            inputs: Inputs of the model.
+            targets: Targets of the batch.
+
+        Example:
+            >>> import workbench as wb
+            >>> class ZeroGradients(wb.Callback):
+            ...     def run_pass(self, one_pass, inputs, targets):
+            ...         result = one_pass(inputs, targets)
+            ...         for parameter in self.run.model.parameters():
+            ...             parameter.grad.zero_()
+            ...         return result
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[ZeroGradients()])
+            >>> [record.grad_norm for record in run]
+            [0.0, 0.0]
         """
         return one_pass(inputs, targets)
 
     def around_pass(self) -> AbstractContextManager[Any]:
-        """Return a context that is entered before each forward pass and left after its backward pass."""
+        """Return a context that is entered before each forward pass and left after its backward pass.
+
+        Example:
+            >>> import contextlib
+            >>> import workbench as wb
+            >>> class Passes(wb.Callback):
+            ...     @contextlib.contextmanager
+            ...     def around_pass(self):
+            ...         print("forward and backward")
+            ...         yield
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Passes()]))
+            forward and backward
+            forward and backward
+        """
         return nullcontext()
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
-        """Return the auxiliary terms of the loss, changed or not.
+        """Return the auxiliary terms of the loss, changed or unchanged.
 
         Args:
             task_loss: Loss of the task, 0-dim, with its graph.
-            auxiliary: Terms of the model and of earlier callbacks, 0-dim; None: there are none.
+            auxiliary: Terms of the model and of previous callbacks, 0-dim; None if there are none.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Doubled(wb.Callback):
+            ...     def auxiliary_loss(self, task_loss, auxiliary):
+            ...         return task_loss if auxiliary is None else task_loss + auxiliary
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Doubled()])
+            >>> [record.auxiliary_loss == record.loss for record in run]
+            [True, True]
         """
         return auxiliary
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Called when gradients are computed and parameters are not yet updated.
+        """Act after the gradients are computed and before the parameters are updated.
 
         Args:
-            step: Updates done before this one.
-            numbers: Numbers of the step so far, such as ``loss``.
+            step: Number of updates before this one.
+            numbers: Metrics of the step so far, such as ``loss``.
+
+        Example:
+            >>> import workbench as wb
+            >>> class GradNorms(wb.Callback):
+            ...     def before_update(self, step, numbers):
+            ...         print(numbers["grad_norm"] > 0)
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[GradNorms()]))
+            True
+            True
         """
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any] | None:
-        """Called after the update.
+        """Act after the update.
 
         Args:
-            step: Updates done before it.
-            numbers: Numbers of the step: ``loss``, ``grad_norm``, ``learning_rate``, ... as far as the trainer knows.
+            step: Number of updates before this one.
+            numbers: Metrics of the step, such as ``loss``, ``grad_norm`` and ``learning_rate``, where the trainer
+                provides them.
 
         Returns:
-            Further numbers to record; None: none.
+            Further metrics to record; None if there are none.
+
+        Example:
+            >>> import math
+            >>> import workbench as wb
+            >>> class Perplexity(wb.Callback):
+            ...     def end_step(self, step, numbers):
+            ...         return {"perplexity": math.exp(numbers["loss"])}
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Perplexity()])
+            >>> [round(math.log(record.numbers["perplexity"]) - record.loss, 6) for record in run]
+            [0.0, 0.0]
         """
         return None
 
     def outcome(self) -> Any:
-        """The entry of this callback in `StepRecord.outcomes`, read after `end_step`; None: nothing."""
+        """Return the entry of this callback in `StepRecord.outcomes`, read after `end_step`; None if there is none.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Lengths(wb.Callback):
+            ...     def outcome(self):
+            ...         return len(self.run.targets)
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> run = wb.train(model, wb.tasks.random_tokens(batch_size=8), n_steps=2, callbacks=[Lengths()])
+            >>> [record.outcomes["Lengths"] for record in run]
+            [8, 8]
+        """
         return None
 
     def after_step(self, step: int) -> None:
-        """Called when the step is recorded and its checkpoint written; the model may be changed now.
+        """Act after the step is recorded and its checkpoint is written; the model may be changed here.
 
         Args:
-            step: Updates done.
+            step: Number of updates so far.
+
+        Example:
+            >>> import workbench as wb
+            >>> class StopEarly(wb.Callback):
+            ...     def after_step(self, step):
+            ...         if step == 2:
+            ...             self.run.stop("by a callback")
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> len(list(wb.train(model, wb.tasks.random_tokens(), n_steps=100, callbacks=[StopEarly()])))
+            2
         """
 
     def to_log(self) -> dict[str, float]:
-        """The numbers of the last step for a trainer with its own logs."""
+        """Return the metrics of the last step for a trainer with its own logs.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Losses(wb.Callback):
+            ...     def end_step(self, step, numbers):
+            ...         self.loss = numbers["loss"]
+            ...     def to_log(self):
+            ...         return {"my_loss": self.loss}
+            >>> losses = Losses()
+            >>> losses.end_step(0, {"loss": 2.5})
+            >>> losses.to_log()
+            {'my_loss': 2.5}
+        """
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs: plain values and tensors."""
+        """Return the state that a resumed run needs, as plain values and tensors.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Count(wb.Callback):
+            ...     n = 0
+            ...     def after_step(self, step):
+            ...         self.n += 1
+            ...     def state_dict(self):
+            ...         return {"n": self.n}
+            >>> count = Count()
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[count]))
+            >>> count.state_dict()
+            {'n': 2}
+        """
         return {}
 
     def take_event(self, event: Event) -> None:
-        """Called with an event of any callback, in a trainer that does not record events; a recorder writes it."""
-
-    def end(self, *, is_broken: bool = False) -> None:
-        """Release the model and remove hooks. May be called again.
+        """Receive an event of any callback, in a trainer that does not record events itself.
 
         Args:
-            is_broken: Whether training ended by an error.
+            event: The event.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Events(wb.Callback):
+            ...     def take_event(self, event):
+            ...         print(event.kind, event.step)
+            >>> Events().take_event(wb.schema.Event(step=5, kind="alarm"))
+            alarm 5
+        """
+
+    def end(self, *, is_broken: bool = False) -> None:
+        """Release the model and remove hooks. May be called several times.
+
+        An override calls that of the base class.
+
+        Args:
+            is_broken: Whether training was ended by an error.
+
+        Example:
+            >>> import workbench as wb
+            >>> class End(wb.Callback):
+            ...     def end(self, *, is_broken=False):
+            ...         if self.is_running:
+            ...             print("failed" if is_broken else "ended")
+            ...         super().end()
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[End()]))
+            ended
         """
         self._run = None
 
     def event(self, step: int, kind: str, **what: Any) -> None:
-        """Record an event; does nothing outside of a run.
+        """Record an event in the run; without an active run, do nothing.
 
         Args:
-            step: Number of updates before it.
+            step: Number of updates before the event.
             kind: Kind of event.
             **what: Further fields of `workbench.schema.Event`: ``source``, ``score``, ``message``, ``layer``, ``head``.
+
+        Example:
+            >>> import workbench as wb
+            >>> class Notes(wb.Callback):
+            ...     def end_step(self, step, numbers):
+            ...         if step == 1:
+            ...             self.event(step, "note", message="This is the second step.")
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> task = wb.tasks.random_tokens()
+            >>> records = list(wb.train(model, task, n_steps=2, store="run.zarr", callbacks=[Notes()]))
+            >>> wb.open_run("run.zarr")["events"]["kind"].values.tolist()
+            ['note', 'finished']
         """
         if self._run is not None:
             self._run.on_event(Event(step, kind, **what))
 
 
 def checked(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks after checking that they are valid and have different names.
+    """Return the callbacks unchanged; raise if one is invalid or two have the same name.
 
     Raises:
-        OptionError: If two have one name, or something is no callback.
+        OptionError: If two have the same name, or one is not a callback.
     """
     names: set[str] = set()
     for callback in callbacks:
         if not isinstance(callback, Callback):
-            raise OptionError(
-                f"callbacks holds a {type(callback).__name__}, expected a wb.Callback, wb.KSS, wb.Recorder, a fault or "
-                "a penalty."
+            raise OptionError.of(
+                "callbacks", callback, "a list of wb.Callback, wb.KSS, wb.Recorder, faults or penalties"
             )
         if callback.name in names:
-            raise OptionError(f"Two callbacks are called '{callback.name}', expected one of a name; rename one.")
+            raise OptionError(
+                f"Two callbacks have the name '{callback.name}'; rename one of them.",
+                name="callbacks",
+                value=callback.name,
+                expected="callbacks of different names",
+            )
         names.add(callback.name)
     return callbacks

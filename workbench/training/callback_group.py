@@ -1,4 +1,4 @@
-"""Call all callbacks of one run, in the order in which they act."""
+"""The callbacks of one run, called in order."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from workbench.errors import OptionError
 from workbench.training.callback import Callback, TrainingRun
 from workbench.training.step_record import NUMBERS
 
-#: Names that no callback may give its numbers, even where the trainer does not know that number.
-_TAKEN = frozenset({"step", *NUMBERS})
+#: Names that callbacks must not use for their metrics.
+_RESERVED = frozenset({"step", *NUMBERS})
 
 
 class CallbackGroup:
-    """The callbacks of one run; what holds for each holds for the group.
+    """Callbacks of one run; its methods call those of each callback.
 
     Args:
-        callbacks: In the order in which they act.
+        callbacks: Callbacks in the order in which they act.
     """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
@@ -33,16 +33,19 @@ class CallbackGroup:
         return iter(self.callbacks)
 
     def setup(self, run: TrainingRun) -> None:
-        """Set up all of them, or none where one refuses the run.
+        """Set up all callbacks, or none if one of them raises an exception.
 
         Raises:
-            OptionError: If one cannot act on the run, or acts on another one now.
+            OptionError: If one cannot act on the run, or acts on another one.
         """
         for callback in self.callbacks:
             if callback.is_running and callback.run is not run and callback.run.has_begun:
                 raise OptionError(
-                    f"Callback '{callback.name}' acts on another run at this moment; end that run first (close() of "
-                    "what wb.train() returned, detach() of a trainer's callback), or make another callback."
+                    f"Callback '{callback.name}' acts on another run; end that run first (close() of the generator "
+                    "that wb.train() returned, detach() of the callback of a trainer), or create another callback.",
+                    name="callbacks",
+                    value=callback.name,
+                    expected="callbacks that do not act on another run",
                 )
         try:
             for callback in self.callbacks:
@@ -52,59 +55,65 @@ class CallbackGroup:
             raise
 
     def begin(self, run: TrainingRun) -> None:
-        """Begin all of them.
+        """Begin all callbacks.
 
         Raises:
-            OptionError: If one was set up for another run since.
+            OptionError: If one was set up for another run since `setup`.
         """
         for callback in self.callbacks:
             if not callback.is_running or callback.run is not run:
-                raise OptionError(f"Callback '{callback.name}' was passed to another run since; make one for each run.")
+                raise OptionError(
+                    f"Callback '{callback.name}' was passed to another run before this one began; create one callback "
+                    "for each run.",
+                    name="callbacks",
+                    value=callback.name,
+                    expected="callbacks of this run alone",
+                )
         run.has_begun = True
         for callback in self.callbacks:
             callback.begin()
 
     @property
     def act_in_pass(self) -> bool:
-        """Whether one of them repeats a pass, or acts on its gradients: whether it overrides ``run_pass``."""
+        """Whether a callback overrides ``run_pass``, so that it may repeat a pass or change its gradients."""
         return any(getattr(each.run_pass, "__func__", None) is not Callback.run_pass for each in self.callbacks)
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """The batch as all of them leave it."""
+        """Return the batch after all callbacks have changed it."""
         for callback in self.callbacks:
             inputs, targets = callback.change_batch(inputs, targets)
         return inputs, targets
 
     @contextmanager
     def around_pass(self) -> Iterator[None]:
-        """All their contexts around a forward pass and its backward pass."""
+        """Enter the contexts of all callbacks around a forward pass and its backward pass."""
         with ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback.around_pass())
             yield
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
-        """The terms besides the task's loss as all of them leave them."""
+        """Return the auxiliary terms of the loss after all callbacks have changed them."""
         for callback in self.callbacks:
             auxiliary = callback.auxiliary_loss(task_loss, auxiliary)
         return auxiliary
 
     def rate_factor(self, planned: float = 1.0) -> float:
-        """The planned share of the peak learning rate, multiplied by the factor of each of them."""
+        """Return the planned fraction of the peak learning rate, multiplied by the factor of each callback."""
         return planned * math.prod(callback.rate_factor for callback in self.callbacks)
 
     def planned_factor(self, planned: float = 1.0) -> float:
-        """The same without the factors of faults."""
+        """Return the same product without the factors of faults."""
         return planned * math.prod(callback.rate_factor for callback in self.callbacks if callback.is_planned)
 
     def end_step(self, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """Hand the numbers of a step from one to the next.
+        """End a step, passing its metrics from one callback to the next.
 
         Returns:
-            These numbers and those that the callbacks add.
+            The metrics, including those that the callbacks add.
 
         Raises:
-            OptionError: If a callback returns something other than names with one number each, or a name that is taken.
+            OptionError: If a callback does not return one number for each name, or returns a reserved name.
         """
         known = dict(numbers)
         for callback in self.callbacks:
@@ -112,12 +121,12 @@ class CallbackGroup:
         return known
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """State by name, of those that have one."""
+        """Return the state of each callback that has one, by its name."""
         states = {callback.name: callback.state_dict() for callback in self.callbacks}
         return {name: state for name, state in states.items() if state}
 
     def end(self, run: TrainingRun, *, is_broken: bool) -> None:
-        """End all that act on a run, whatever one of them raises; in their order, so that the recorder is last."""
+        """End all callbacks that act on a run, in their order, even if one of them raises an exception."""
         with ExitStack() as stack:
             for callback in reversed(self.callbacks):
                 if callback.is_running and callback.run is run:
@@ -129,22 +138,31 @@ def _checked_numbers(callback: Callback, found: Any, known: Mapping[str, Any]) -
         return {}
     if not isinstance(found, Mapping):
         raise OptionError(
-            f"end_step() of callback '{callback.name}' returned a {type(found).__name__}, expected numbers by name or "
-            "None."
+            f"end_step() of callback '{callback.name}' returned a {type(found).__name__}, expected a mapping of "
+            "numbers or None.",
+            name="end_step",
+            value=found,
+            expected="a mapping of numbers or None",
         )
     numbers = {}
     for name, value in found.items():
-        if name in known or name in _TAKEN:
+        if name in known or name in _RESERVED:
             raise OptionError(
                 f"end_step() of callback '{callback.name}' returned '{name}', which the run records already; choose "
-                "another name."
+                "another name.",
+                name="end_step",
+                value=name,
+                expected="a name that the run does not record already",
             )
         if isinstance(value, Tensor | np.ndarray) and value.shape == ():
             value = value.item()
         if not isinstance(name, str) or not isinstance(value, Real | np.bool_):
             raise OptionError(
                 f"end_step() of callback '{callback.name}' returned {name} as a {type(value).__name__}, expected one "
-                "number; return its mean or another number, and NaN where there is none."
+                "number; return its mean or another number, and NaN where it is unknown.",
+                name=str(name),
+                value=value,
+                expected="one number",
             )
         numbers[name] = value
     return numbers

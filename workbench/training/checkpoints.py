@@ -1,4 +1,4 @@
-"""Checkpoints of a run in training: parameters as safetensors, and everything else that exact resuming needs."""
+"""Checkpoints of a run: parameters as safetensors, and all other state that exact resuming needs."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from workbench.models.run_checkpoints import list_checkpoints
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "training.pt"
 _FIRST_CALLBACKS = ("kss", "faults", "guard")
-#: Parameters of a parametrized model as they are trained; model.safetensors has them as they act.
+#: Trained tensors of a parametrized model; model.safetensors has the tensors computed from them.
 PARAMETRIZED = "parametrized.safetensors"
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state besides the parameters that a run needs to continue as if it had never stopped.
+    """State in addition to the parameters that a run needs to continue exactly.
 
     Attributes:
-        step: Number of updates done.
+        step: Number of updates so far.
         configuration: Configuration of the run, as nested plain values.
         optimizer: State dict of the optimizer.
         scaler: State dict of the gradient scaler.
-        random: State dict of the run's `RandomStream`.
+        random: State dict of the `RandomStream` of the run.
         callbacks: State dict of each callback that has one, by its name.
     """
 
@@ -51,42 +51,41 @@ class TrainingState:
 
 
 def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:
-    """Write one checkpoint, crash-consistently, as ``folder/step-00000500``.
+    """Write a checkpoint atomically, as ``folder/step-00000500``.
 
     The parameters of a zoo model or a Hugging Face model can be opened with `open_checkpoint`.
 
     Args:
         model: Model whose parameters are saved.
         state: All other state.
-        folder: Folder of all checkpoints of the run; one for the same step is replaced.
+        folder: Folder of all checkpoints of the run; an existing one of the same step is replaced.
 
     Returns:
-        The checkpoint's folder.
+        The folder of the checkpoint.
 
     Raises:
         StoreError: If the disk is full, or the folder cannot be written.
     """
     place = folder / f"step-{state.step:08d}"
-    with replacing(place) as partial, _said(place):
+    with replacing(place) as partial, _as_store_error(place):
         partial.mkdir()
         _save_weights(model, partial)
         kept = {**vars(state), "configuration": json.dumps(dict(state.configuration))}
         try:
             torch.save(kept, partial / _STATE)
-        except RuntimeError as error:  # torch's own error for a write that failed
-            raise CheckpointError(str(error)) from error
+        except RuntimeError as error:  # raised by torch if a write fails
+            raise _write_error(place, error) from error
     return place
 
 
 def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
-    """Copy a run as of one of its checkpoints; ``train(..., store=new_store, resume=True)`` continues from there.
+    """Copy a run up to one of its checkpoints; ``train(..., store=new_store, resume=True)`` continues from there.
 
     The original run is not changed.
 
     Args:
-        store: Store of a run that is not training at this moment, with its checkpoints next to it.
-        new_store: Store of the copy; its checkpoint is next to it, and its attribute ``branched_from`` gives the
-            origin.
+        store: Store of a run that is not in training, with its checkpoints next to it.
+        new_store: Store of the copy, with its checkpoint next to it; its attribute ``branched_from`` names the origin.
         step: Step of the checkpoint.
 
     Returns:
@@ -94,16 +93,23 @@ def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
 
     Raises:
         CheckpointError: If there is no checkpoint of that step.
-        StoreError: If there is no run, the new place is taken, or the disk is full.
+        StoreError: If there is no run, the new path exists, or the disk is full.
     """
     store, new_store = Path(store), Path(new_store)
     checkpoints, new_checkpoints = store.with_suffix(".checkpoints"), new_store.with_suffix(".checkpoints")
     found = list_checkpoints(checkpoints)
     if step not in found:
         known = ", ".join(map(str, found)) or "none"
-        raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}; there are: {known}.")
+        raise CheckpointError(
+            f"{checkpoints} has no checkpoint of step {step}; the existing ones are: {known}.",
+            name="step",
+            value=step,
+            expected=tuple(found),
+        )
     if not store.exists():
-        raise StoreError(f"There is no run at {store}; check the path.")
+        raise StoreError(
+            f"There is no run at {store}; check the path.", name="store", value=store, expected="an existing run"
+        )
     for place in (new_store, new_checkpoints):
         check_free(place, overwrite=False)
     with replacing(new_checkpoints) as partial:
@@ -116,35 +122,47 @@ def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
 
 
 def read_checkpoint(place: Path) -> TrainingState:
-    """Read what a checkpoint holds besides the parameters, which `load_weights` reads.
+    """Read the state of a checkpoint except the parameters, which `load_weights` reads.
 
     Raises:
-        CheckpointError: If it is damaged.
+        CheckpointError: If the checkpoint is damaged.
     """
     try:
-        # weights_only: a checkpoint is data, and runs no code.
+        # weights_only, so that no code in the checkpoint is run.
         kept = torch.load(place / _STATE, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"The checkpoint {place} is damaged ({error}); remove it to resume from the one before."
+            f"The checkpoint {place} is damaged ({error}); remove it to resume from the previous one.",
+            name="checkpoints",
+            value=place,
+            expected="an undamaged checkpoint",
         ) from error
     callbacks = kept.pop("callbacks", {})
-    for name in _FIRST_CALLBACKS:  # a checkpoint from before callbacks had names of their own
+    for name in _FIRST_CALLBACKS:  # format of the first version, without a table of callbacks
         if state := kept.pop(name, None):
             callbacks[name] = state
     return TrainingState(**{**kept, "configuration": json.loads(kept["configuration"]), "callbacks": callbacks})
 
 
 @contextmanager
-def _said(place: Path) -> Iterator[None]:
-    """Turn write errors of torch and safetensors into a sentence; `replacing` handles those of the system."""
+def _as_store_error(place: Path) -> Iterator[None]:
+    """Convert write errors of safetensors to a `StoreError`; `replacing` converts those of the operating system."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (CheckpointError, SafetensorError) as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise StoreError(f"{place} cannot be written ({reason}); check its folder and the space left.") from error
+        raise _write_error(place, error.__cause__ or error) from error
+
+
+def _write_error(place: Path, error: BaseException) -> StoreError:
+    reason = str(error).splitlines()[0]
+    return StoreError(
+        f"{place} cannot be written ({reason}); check its folder and the free space.",
+        name="checkpoints",
+        value=place,
+        expected="a folder that can be written",
+    )
 
 
 def _save_weights(model: nn.Module, folder: Path) -> None:
@@ -168,7 +186,7 @@ def _save_weights(model: nn.Module, folder: Path) -> None:
 
 
 def _untied(model: nn.Module) -> dict[str, Tensor]:
-    """The state with each shared tensor once, under the name that Hugging Face loads it by."""
+    """Return the state dict with each shared tensor once, under the name by which Hugging Face loads it."""
     hugging_face_drops = getattr(model, "_tied_weights_keys", None) or ()
     state = model.state_dict()
     kept: dict[tuple[int, torch.Size] | str, str] = {}

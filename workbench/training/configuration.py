@@ -1,4 +1,4 @@
-"""The configuration of a training run, as plain values: stored with it, and compared before it is resumed."""
+"""Configuration of a training run as plain values, stored with it and compared before it is resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from workbench.training.recording import Recording
     from workbench.training.training_plan import TrainingPlan
 
-#: Entries of a Hugging Face config about its origin, not about the model.
+#: Entries of a Hugging Face config that describe its origin rather than the model.
 _PROVENANCE = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
 
@@ -30,15 +30,15 @@ def describe_run(
     loss: Callable[..., Any],
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """All settings that affect a run's numbers, as JSON gives them back; functions by their names.
+    """Return all settings that affect the results of a run, as values of JSON; functions by their names.
 
     Returns:
         ``model``, ``task``, ``training`` and ``spectra``, each a mapping; and, by name, the configuration of each
-        callback, without settings that may change from step to step and are recorded there, such as switches.
+        callback, without settings that may change during the run and are recorded at each step, such as switches.
     """
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
     if callable(plan.schedule) or plan.schedule == "constant":
-        del training["n_steps"]  # the run may be made longer: its steps do not depend on where it ends
+        del training["n_steps"]  # steps do not depend on the length of the run, which may be extended
     configuration = {
         "model": describe_model(model),
         "task": task.describe(),
@@ -50,7 +50,7 @@ def describe_run(
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """A model's name, number of parameters and configuration; without a configuration, a digest of its shapes."""
+    """Return the name, number of parameters and configuration of a model; else a digest of its tensor shapes."""
     config: Any = getattr(model, "config", None)
     about: dict[str, Any] = {"name": type(model).__name__}
     if hasattr(config, "as_dict"):
@@ -66,16 +66,16 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _parametrizations(model: nn.Module) -> dict[str, int]:
-    """How many tensors of a model are computed by each parametrization, such as ``_SpectralNorm()``."""
+    """Count the tensors of a model that are computed by each parametrization, such as ``_SpectralNorm()``."""
     tables: list[Any] = [module.parametrizations for module in model.modules() if parametrize.is_parametrized(module)]
     return dict(Counter(repr(item) for table in tables for chain in table.values() for item in chain))
 
 
 def first_difference(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """The first difference between two configurations.
+    """Find the first difference between two configurations.
 
     Returns:
-        Dotted name, recorded value and current value ("nothing" where one lacks it); None if they are the same.
+        Dotted name, recorded value and current value ("nothing" if one lacks it); None if they are equal.
     """
     old, new = dict(_flat(recorded)), dict(_flat(current))
     for name in [*new, *(name for name in old if name not in new)]:

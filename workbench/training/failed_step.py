@@ -1,4 +1,4 @@
-"""What is known of a step that failed, and where its first value arose that is not finite."""
+"""Evidence of a diverged step, and the place of its first value that is not finite."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 
 
 def place_of_failure(model: nn.Module, loss_of: LossOf, *, around: Around) -> str:
-    """Run the pass again and tell in a sentence where the first value arises that is not finite.
+    """Repeat a failed pass and describe where the first value that is not finite arises.
 
     Args:
-        model: Model, with the weights that the failed pass had.
+        model: Model with the parameters of the failed pass.
         loss_of: Function from the model to its loss on the batch of that pass.
         around: Function that returns the context of the pass.
 
     Returns:
-        The sentence; why there is none, if the pass cannot be run again; empty if it does not fail a second time.
+        A sentence; it states the reason if the pass cannot be repeated, and is empty if the repeated pass is finite.
     """
     try:
         bad = first_bad_tensor(model, loss_of, around=around)
-    except Exception as error:  # noqa: BLE001  (whatever it is, the record of the run is what matters)
+    except Exception as error:  # noqa: BLE001  (no error may prevent the record of the run)
         reason = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
-        return f"Where it arose is not known ({reason.rstrip('.')})."
+        return f"Its origin is unknown ({reason.rstrip('.')})."
     return "" if bad is None else bad.sentence
 
 
 def evidence(record: StepRecord, plan: TrainingPlan, place: str) -> dict[str, Any]:
-    """The source, score and message of a divergence, for its event.
+    """Return source, score and message of the event of a divergence.
 
     Args:
-        record: Numbers of the step.
+        record: Record of the step.
         plan: Plan with the limits.
         place: Sentence of `place_of_failure`; may be empty.
     """

@@ -1,4 +1,4 @@
-"""The training loop: a generator that yields one record per step. No user interface; a thread writes the store."""
+"""Training loop: a generator that yields one record per step, while a thread writes the store."""
 
 from __future__ import annotations
 
@@ -52,27 +52,27 @@ if TYPE_CHECKING:
 
 #: Tokens of the examples on which the effect of updates is measured.
 _PROBE_TOKENS = 64
-#: What users call the callbacks of the keywords of `workbench.train`.
+#: Names of callbacks in error messages.
 _TITLES = {"guard": "a recorder", "kss": "KSS"}
 
 
 class Training:
-    """One run in training; `steps` is the generator that `workbench.train` returns.
+    """Training run; `steps` is the generator that `workbench.train` returns.
 
     Args:
         model: Model to train in place, on its device.
-        task: Task that gives the batches.
+        task: Task that provides the batches.
         plan: Settings of the training.
-        recording: Settings of what is recorded.
+        recording: Settings of the record.
         loss: Function from logits, or an output without them, and targets to a 0-dim tensor.
-        callbacks: Callbacks that act on it, in this order; see `Callback`.
+        callbacks: Callbacks that act on the run, in this order; see `Callback`.
         resume: Whether to continue from the last checkpoint.
-        overwrite: Whether to replace the run at the store.
+        overwrite: Whether to replace an existing run at the store.
 
     Raises:
-        OptionError: If a setting is impossible, or a callback cannot act on this run.
-        StoreError: If the store is taken, or holds a run of another configuration.
-        CheckpointError: If there is nothing to resume from, or it is damaged.
+        OptionError: If a setting is invalid, or a callback cannot act on this run.
+        StoreError: If the store exists, or holds a run of another configuration.
+        CheckpointError: If there is no checkpoint to resume from, or it is damaged.
     """
 
     def __init__(
@@ -91,17 +91,27 @@ class Training:
         self.callbacks = CallbackGroup(callbacks)
         self.device = _device_of(model)
         if plan.precision == "float16" and self.device.type != "cuda":
-            raise OptionError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
+            raise OptionError(
+                "float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.",
+                name="precision",
+                value=plan.precision,
+                expected=("float32", "bfloat16"),
+            )
         self.optimizer = plan.optimizer_for(model)
         if plan.precision == "float16" and _is_two_pass(self.optimizer):
-            raise OptionError("float16 scales one gradient a step, but SAM takes two; choose 'bfloat16' or 'float32'.")
+            raise OptionError(
+                "float16 scales one gradient per step, but SAM needs two; choose 'bfloat16' or 'float32'.",
+                name="precision",
+                value=plan.precision,
+                expected=("float32", "bfloat16"),
+            )
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.random = RandomStream(plan.seed, device=self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
         self.step = 0
         self._overwrite = overwrite
         self._is_resumed = self._is_open = False
-        self._early_events: list[Event] = []  # before there is an output
+        self._early_events: list[Event] = []  # events before the output exists
         self._output = RunOutput(None)
         self._lacks_checkpoint = False
         self._kept: tuple[Any, Tensor] | None = None
@@ -128,14 +138,22 @@ class Training:
             raise
 
     def _restore(self) -> None:
-        """Load the last checkpoint, if it has the same configuration."""
+        """Load the last checkpoint; raise if its configuration differs."""
         folder = self.recording.checkpoint_folder
         if folder is None:
-            raise OptionError("resume=True needs to know where from; pass store= or checkpoints=.")
+            raise OptionError(
+                "resume=True needs a checkpoint; pass store= or checkpoints=.",
+                name="resume",
+                value=True,
+                expected="False without store= or checkpoints=",
+            )
         place = latest_checkpoint(folder)
         if place is None:
             raise CheckpointError(
-                f"{folder} holds no checkpoint to resume from; train with checkpoint_every=, or start again."
+                f"{folder} holds no checkpoint to resume from; train with checkpoint_every=, or set resume=False.",
+                name="checkpoints",
+                value=folder,
+                expected="a folder with a checkpoint",
             )
         state = read_checkpoint(place)
         found = {str(place): state.configuration}
@@ -145,15 +163,21 @@ class Training:
             if (difference := first_difference(recorded, self.configuration)) is not None:
                 name, before, now = difference
                 raise StoreError(
-                    f"The run at {where} was made with {name} = {before}, this call says {now}; resume with the same "
-                    "configuration, or start a run of its own."
+                    f"The run at {where} has {name} = {before}, but this call has {now}; resume with the same "
+                    "configuration, or start another run.",
+                    name=name,
+                    value=now,
+                    expected=f"{before}, as in the recorded run",
                 )
         check_checkpoint_folder(self.recording)
         names = [callback.name for callback in self.callbacks]
-        if gone := [name for name in state.callbacks if name not in names]:
+        if missing := [name for name in state.callbacks if name not in names]:
             raise StoreError(
-                f"The run at {place} was made with {listed(_TITLES.get(name, name) for name in gone)}; resume with "
-                "the same callbacks, or start a run of its own."
+                f"The run at {place} was trained with {listed(_TITLES.get(name, name) for name in missing)}; resume "
+                "with the same callbacks, or start another run.",
+                name="callbacks",
+                value=names,
+                expected=f"with {', '.join(missing)}",
             )
         load_weights(self.model, place)
         self.optimizer.load_state_dict(state.optimizer)
@@ -167,10 +191,10 @@ class Training:
 
     def steps(self) -> Iterator[StepRecord]:
         """Train, yielding one record per step."""
-        # First: a model that cannot be read is refused before a store is made.
+        # First, so that an error about the anatomy of the model is raised before a store is created.
         taker = self._spectra_taker() if self.recording.spectra_every else None
         was_training = self.model.training
-        state, is_whole = "interrupted", True
+        state, is_step_complete = "interrupted", True
         try:
             self.callbacks.begin(self.run)
             self._open_output()
@@ -179,7 +203,7 @@ class Training:
             raise
         try:
             if self._is_resumed and self._output.path is not None:
-                self._say_resumed(self._output.path)
+                self._record_resumption(self._output.path)
             self._is_open = True
             for event in self._early_events:
                 self._output.event(event)
@@ -188,48 +212,48 @@ class Training:
                 spectra, is_due = self._due_spectra(taker)
                 batch = next(batches, None)
                 if batch is None:
-                    self._say("finished", message=f"The data ended after {self.step} steps.")
+                    self._record_event("finished", message=f"The data ended after {self.step} steps.")
                     state = "finished"
                     return
-                is_whole = False
+                is_step_complete = False
                 record = self._step(*batch)
-                is_whole = True
+                is_step_complete = True
                 if record.diverged and taker is not None and not is_due:
                     spectra = self._spectra(taker, record.step)
                 record = self._recorded(replace(record, spectra=spectra))
                 if record.diverged:
-                    self._say("divergence", **evidence(record, self.plan, self._failed_at))
+                    self._record_event("divergence", **evidence(record, self.plan, self._failed_at))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
-                    self._output.flush(state=state)  # at once: the receiver of the record may read the store
+                    self._output.flush(state=state)  # before the yield, because the receiver may read the store
                     yield record
                     return
                 self.step += 1
                 if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
-                    self._output.flush()  # first: a resumed run does not make the rows before its checkpoint again
+                    self._output.flush()  # first, as a resumed run does not write rows before its checkpoint again
                     self._write_checkpoint(self.callbacks.states())
                 self._after_step(batches)
                 if self.run.stop_reason:
                     state = "stopped"
-                    self._say("stopped", message=f"Stopped after {self.step} steps, {self.run.stop_reason}.")
+                    self._record_event("stopped", message=f"Stopped after {self.step} steps, {self.run.stop_reason}.")
                     yield record
                     return
                 yield record
             state = "finished"
-            self._say("finished", message=f"Finished after {self.step} steps.")
+            self._record_event("finished", message=f"Finished after {self.step} steps.")
         except GeneratorExit:
             if state != "diverged":
                 state = "stopped"
-                self._say("stopped", message=f"Stopped after {self.step} steps.")
+                self._record_event("stopped", message=f"Stopped after {self.step} steps.")
             raise
         finally:
             states: dict[str, dict[str, Any]] | None = None
 
             def write_last() -> None:
-                if states is not None and is_whole and state in ("stopped", "finished"):
+                if states is not None and is_step_complete and state in ("stopped", "finished"):
                     self._write_checkpoint(states)
 
-            with ExitStack() as last:  # called from the last to the first, whatever one of them raises
+            with ExitStack() as last:  # called from the last to the first, even if one of them raises an exception
                 last.callback(self._output.close)
                 last.callback(write_last)
                 last.callback(self._output.flush, state=state)
@@ -245,24 +269,24 @@ class Training:
         else:
             writer = open_writer(self.recording, self.configuration, overwrite=self._overwrite)
         if writer is not None:
-            # Blocks of the steps are asked for by the output, as it waits for them.
+            # The output itself flushes each block of steps, so the writer must not write it earlier.
             self._output = RunOutput(BackgroundWriter(writer, rows_per_block=every + 1), wait_every=every)
         self.run.output = self._output
 
-    def _say_resumed(self, store: Path) -> None:
-        """Record that the run is resumed, and which earlier rows were never written."""
-        self._say("resumed", message=f"Resumed from the checkpoint of step {self.step}.")
+    def _record_resumption(self, store: Path) -> None:
+        """Record that the run is resumed, and which previous rows were never written."""
+        self._record_event("resumed", message=f"Resumed from the checkpoint of step {self.step}.")
         run = open_run(store)
         first = 0
         if "monitors" in run.children and (known := run.children["monitors"].to_dataset()["step"].values).size:
             first = int(known[-1]) + 1
-        if first < self.step:  # the run ended during disk errors, but its checkpoint could be written
+        if first < self.step:  # disk errors prevented the rows from being written, but not the checkpoint
             n_rows = self.step - first
             message = Lost(first, self.step - 1, n_rows, "the run ended before they were written").message("monitors")
-            self._say("gap", source="monitors", score=n_rows, message=message)
+            self._record_event("gap", source="monitors", score=n_rows, message=message)
 
     def _step(self, inputs: Any, targets: Any) -> StepRecord:
-        """One forward, backward and, unless it diverged, update."""
+        """Run a forward and a backward pass, and the update unless the step diverged."""
         for callback in self.callbacks:
             callback.begin_step(self.step)
         scheduled = self.plan.rate_factor(self.step)
@@ -293,7 +317,7 @@ class Training:
         )
 
     def _recorded(self, record: StepRecord) -> StepRecord:
-        """The record with the results of the callbacks, passed to the store."""
+        """Add the results of the callbacks to a record and pass it to the store."""
         numbers = self.callbacks.end_step(record.step, record.monitors())
         outcomes = {callback.name: callback.outcome() for callback in self.callbacks}
         record = replace(
@@ -316,9 +340,9 @@ class Training:
             next(batches, None)
 
     def _measured_pass(self, inputs: Any, targets: Tensor) -> tuple[PassResult, float, float]:
-        """Forward and backward; the result, the gradient norm, and the accuracy.
+        """Run a forward and a backward pass; return the result, the gradient norm, and the accuracy.
 
-        The host waits for the device once, for all numbers of the step; twice where a callback acts in the pass.
+        The host waits for the device once, for all metrics of the step, or twice if a callback overrides ``run_pass``.
         """
         if self.callbacks.act_in_pass:
             one_pass: PassFunction = self._backward
@@ -330,24 +354,23 @@ class Training:
             losses, logits = self._forward_and_backward(inputs, targets)
             numbers = read_numbers([*losses, *self._measures_of(logits, targets)])
             given, numbers = self._result(numbers[: len(losses)], logits), numbers[len(losses) :]
-        grad_norm, accuracy = (*numbers, math.nan)[:2]  # an accuracy that is not defined is missing
+        grad_norm, accuracy = (*numbers, math.nan)[:2]  # the accuracy is missing if it is not defined
         return given, grad_norm if given.is_finite else math.nan, accuracy
 
     def _measures_of(self, logits: Tensor, targets: Tensor) -> list[Tensor]:
-        """Gradient norm and, where it is defined, accuracy, on the device."""
+        """Return the gradient norm and, if it is defined, the accuracy, on the device."""
         accuracy = accuracy_on_device(logits, targets)
         return [self._grad_norm()] if accuracy is None else [self._grad_norm(), accuracy]
 
     def _backward(self, inputs: Any, targets: Tensor) -> PassResult:
-        """Losses of some examples and, where they are finite, the gradients on the parameters."""
+        """Compute the losses of some examples and, if they are finite, the gradients on the parameters."""
         losses, logits = self._forward_and_backward(inputs, targets)
         return self._result(read_numbers(losses), logits)
 
     def _forward_and_backward(self, inputs: Any, targets: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Total loss, task loss and, if there are any, auxiliary terms, on the device; and the logits.
+        """Return total loss, task loss and, if there are any, auxiliary terms, on the device; and the logits.
 
-        The backward pass does not wait until it is known whether the loss is finite; `_result` clears its gradients if
-        it is not.
+        The backward pass starts before it is known whether the loss is finite; if not, `_result` clears the gradients.
         """
         with self.callbacks.around_pass():
             task_loss, auxiliary, logits = self._losses(self.model, inputs, targets)
@@ -357,19 +380,19 @@ class Training:
         return [total, task_loss] if auxiliary is None else [total, task_loss, auxiliary], logits
 
     def _result(self, losses: Sequence[float], logits: Tensor) -> PassResult:
-        """The result of a pass from its losses; without gradients if the total is not finite."""
+        """Return the result of a pass; clear the gradients if the total loss is not finite."""
         total, task_loss, auxiliary = (*losses, math.nan)[:3]
         if not math.isfinite(total):
             self.optimizer.zero_grad(set_to_none=True)
         return PassResult(task_loss, auxiliary, logits, math.isfinite(total))
 
     def _total(self, inputs: Any, targets: Tensor, model: nn.Module) -> Tensor:
-        """The loss with its auxiliary terms."""
+        """Compute the loss with its auxiliary terms."""
         task_loss, auxiliary, _ = self._losses(model, inputs, targets)
         return task_loss if auxiliary is None else task_loss + auxiliary
 
     def _losses(self, model: nn.Module, inputs: Any, targets: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The task loss, weighted auxiliary terms or None, and the logits."""
+        """Compute the task loss, the weighted auxiliary terms or None, and the logits."""
         dtype = PRECISIONS[self.plan.precision]
         with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
             output = call_model(model, inputs)
@@ -385,15 +408,15 @@ class Training:
 
     def _cause(self, loss: float, grad_norm: float) -> str:
         if self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
-            return ""  # float16 overflowed: the scaler skips this update and lowers its scale
+            return ""  # overflow in float16: the scaler skips this update and reduces its scale
         return self.plan.cause_of_divergence(loss, grad_norm)
 
     def _update(self, inputs: Any, targets: Tensor, loss: float, grad_norm: float) -> None:
         for callback in self.callbacks:
             callback.before_update(self.step, {"loss": loss, "grad_norm": grad_norm})
-        self._clip(torch.full((), grad_norm, device=self.device))  # made there: a copy would wait for the device
+        self._clip(torch.full((), grad_norm, device=self.device))  # created there, as a copy would wait for the device
         if takes_several_passes(self.optimizer):
-            # Optimizers return what the closure returns, a tensor or a number.
+            # Optimizers return the value of the closure, a tensor or a number.
             closure: Callable[[], Any] = partial(self._closure, inputs, targets)
             self.optimizer.step(closure)
             return
@@ -402,17 +425,17 @@ class Training:
 
     def _clip(self, grad_norm: Tensor) -> None:
         if self.plan.clip_norm is not None:
-            weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
             norm = grad_norm.to(torch.get_default_dtype())  # also of gradients in bfloat16
-            torch.nn.utils.clip_grads_with_norm_(weights, self.plan.clip_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.plan.clip_norm, norm)
 
     def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
-        """Loss and gradients where an optimizer evaluates them again within a step."""
+        """Compute loss and gradients again, for an optimizer that evaluates them several times per step."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.callbacks.around_pass():
             total = self._total(inputs, targets, self.model)
             total.backward()
-        if self.plan.clip_norm is not None and _is_two_pass(self.optimizer):  # LBFGS needs the true gradient
+        if self.plan.clip_norm is not None and _is_two_pass(self.optimizer):  # LBFGS needs the unclipped gradient
             self._clip(self._grad_norm())
         return total
 
@@ -423,7 +446,7 @@ class Training:
         return SpectraTaker(self.model, inputs, options)
 
     def _due_spectra(self, taker: SpectraTaker | None) -> tuple[xr.Dataset | None, bool]:
-        """Spectra of the coming step, and whether they were due."""
+        """Return the spectra before the next update, None unless they are due, and whether they are due."""
         every = self.recording.spectra_every
         if taker is None or every is None:
             return None, False
@@ -432,7 +455,7 @@ class Training:
         return (self._spectra(taker, self.step) if is_due else None), is_due
 
     def _spectra(self, taker: SpectraTaker, step: int) -> xr.Dataset | None:
-        """Spectra, or an event that says why there are none."""
+        """Compute spectra, or record an event with the reason why there are none and return None."""
         try:
             return taker.take(step)
         except SnapshotError as error:
@@ -447,12 +470,12 @@ class Training:
         return self.loss(prediction_of(call_model(model, inputs)), targets)
 
     def _held_out(self) -> tuple[Any, Tensor]:
-        """A few examples that are not trained on, and their targets."""
+        """Return a few held-out examples and their targets."""
         if self._kept is None:
             self._kept = self.task.held_out(_PROBE_TOKENS)  # type: ignore[attr-defined]
         return self._kept
 
-    def _say(self, kind: str, **what: Any) -> None:
+    def _record_event(self, kind: str, **what: Any) -> None:
         self._output.event(Event(self.step, kind, **what))
 
     def _take_event(self, event: Event) -> None:
@@ -462,14 +485,14 @@ class Training:
             self._early_events.append(event)
 
     def _restore_rates(self) -> None:
-        """Return a ready optimizer to its owner with its own rates."""
+        """Restore the peak learning rates of the optimizer, which may belong to the user."""
         for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak
 
     def _write_checkpoint(self, callback_states: dict[str, dict[str, Any]]) -> None:
-        """Write a checkpoint, if checkpoints are on.
+        """Write a checkpoint if checkpoints are enabled.
 
-        If it cannot be written, training continues, and an event ``gap`` records it each time.
+        If it cannot be written, training continues and an event ``gap`` is recorded.
         """
         folder = self.recording.written_checkpoints
         if folder is None:
@@ -486,9 +509,9 @@ class Training:
             write_checkpoint(self.model, state, folder)
         except StoreError as error:
             message = f"There is no checkpoint of step {state.step}: {error}"
-            self._say("gap", source="checkpoint", message=message)
-            if not self._lacks_checkpoint:  # reported once, until one is written again
-                words = "Training goes on; earlier checkpoints are as they were."
+            self._record_event("gap", source="checkpoint", message=message)
+            if not self._lacks_checkpoint:  # reported once, until a checkpoint is written again
+                words = "Training continues; earlier checkpoints are unchanged."
                 warnings.warn(f"{message} {words}", RecordingWarning, stacklevel=2)
             self._lacks_checkpoint = True
         else:
@@ -496,12 +519,12 @@ class Training:
 
 
 def _is_two_pass(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it takes a second gradient elsewhere, as SAM does: ``step(closure)`` after a first backward."""
+    """Return whether an optimizer needs a second gradient at another point, as SAM does in ``step(closure)``."""
     return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
 
 
 def takes_several_passes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it takes further gradients within a step, by a closure."""
+    """Return whether an optimizer computes further gradients within a step, by a closure."""
     return isinstance(optimizer, torch.optim.LBFGS) or _is_two_pass(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""Automatic mixed precision that is as quick on processors without bfloat16 arithmetic as float32 is."""
+"""Automatic mixed precision that is as fast as float32 on processors without bfloat16 arithmetic."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _PRODUCTS = frozenset(
 
 @contextmanager
 def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast of torch, with its products computed quickly where the processor has no bfloat16 arithmetic.
+    """Enable torch's autocast, with fast products on processors without bfloat16 arithmetic.
 
-    There torch takes 5 to 30 times as long for a product of bfloat16 matrices as for one in float32. Numbers of
-    bfloat16 are numbers of float32, and hardware that multiplies them accumulates in float32 too; so the factors are
-    rounded to bfloat16, multiplied in float32, and the result is rounded, also in the backward pass. The only
+    On these, torch needs 5 to 30 times as long for a product of bfloat16 matrices as for one in float32. bfloat16
+    numbers are float32 numbers, and hardware that multiplies them also accumulates in float32. Therefore the factors
+    are rounded to bfloat16 and multiplied in float32, and the result is rounded, also in the backward pass. The only
     difference is the order of summation.
 
     Args:
         device: Type of the device.
-        dtype: Type of low-precision products; None: no autocast.
+        dtype: Type of low-precision products; None disables autocast.
     """
     if dtype is None:
         yield
@@ -45,7 +45,7 @@ def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def quick_products() -> Iterator[None]:
-    """Compute as `autocast` does wherever torch's own is on within the region, on the CPU and in bfloat16."""
+    """Compute products as `autocast` does wherever torch's autocast is enabled, on the CPU and in bfloat16."""
     if _knows_bfloat16():
         yield
         return
@@ -74,7 +74,7 @@ def _is_on_cpu(value: Any) -> bool:
 
 
 def _rounded(value: Any) -> Any:
-    """A float32 tensor of bfloat16 numbers, for tensors and lists of them; other values are unchanged."""
+    """Round tensors and lists of them to bfloat16 and return them in float32; other values are unchanged."""
     if isinstance(value, list | tuple) and any(isinstance(item, Tensor) for item in value):
         return type(value)(map(_rounded, value))
     is_cast = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ def _rounded(value: Any) -> Any:
 
 @cache
 def _knows_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 numbers itself; assumed for processors other than x86."""
+    """Return whether the processor has bfloat16 products; assumed for processors other than x86."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

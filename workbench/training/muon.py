@@ -1,4 +1,4 @@
-"""Muon as it is used in practice: Muon for the matrices of the blocks, AdamW for everything else."""
+"""Muon as used in practice: Muon for the matrices of the blocks, AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor, nn
 
 from workbench.errors import OptionError
 
-#: Coefficients of Newton and Schulz's iteration, and how often it is done (Jordan et al. 2024, as in torch's Muon).
+#: Coefficients and number of Newton-Schulz iterations (Jordan et al. 2024, as in torch's Muon).
 _COEFFICIENTS, _N_ITERATIONS = (3.4445, -4.7750, 2.0315), 5
-#: Share of a matrix' larger side's root by which updates get the root mean square of AdamW's.
+#: Factor of sqrt(larger side) that gives updates the root mean square of those of AdamW.
 _RMS_OF_ADAMW = 0.2
-#: Names under which modules hold the matrix that they multiply by.
+#: Names of the matrix by which a module multiplies its inputs.
 _MATRIX_NAMES = ("weight", "in_proj_weight")
 
 
 class _Muon(torch.optim.Optimizer):
-    """Muon; matrices of one shape are updated together.
+    """Muon that updates matrices of one shape together, in float32 on a CPU.
 
-    torch's Muon iterates in bfloat16 and matrix by matrix. That takes 9.5 times as long for the 18 matrices of three
-    blocks 64 wide, on one core of a CPU without bfloat16 arithmetic; this one iterates in float32 there.
+    torch's Muon iterates in bfloat16 and separately for each matrix. For the 18 matrices of three blocks of width 64,
+    it needs 9.5 times as long on one core of a CPU without bfloat16 arithmetic.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update."""
-        assert closure is None  # the whole optimizer calls it
+        """Update the parameters once."""
+        assert closure is None  # `MuonWithAdamW` calls it
         for group in self.param_groups:
             by_shape: dict[Any, list[Tensor]] = defaultdict(list)
             for weight in group["params"]:
@@ -44,21 +44,21 @@ class _Muon(torch.optim.Optimizer):
         changes = []
         for weight in weights:
             state, gradient = self.state[weight], weight.grad
-            assert gradient is not None  # chosen above
+            assert gradient is not None  # selected in `step`
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             buffer = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            changes.append(gradient.lerp(buffer, momentum))  # Nesterov's form
+            changes.append(gradient.lerp(buffer, momentum))  # Nesterov momentum
         factor = -group["lr"] * _RMS_OF_ADAMW * math.sqrt(max(weights[0].shape))
         for weight, change in zip(weights, orthogonalized(torch.stack(changes)), strict=True):
             weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change.to(weight.dtype), alpha=factor)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers as one: Muon on some matrices, AdamW on the other parameters.
+    """Optimizer that updates some matrices by Muon and the other parameters by AdamW.
 
-    Muon's updates are scaled to the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982, Eq. 4), so one
-    learning rate and one weight decay serve both.
+    The updates of Muon are scaled to the root mean square of those of AdamW (Liu et al. 2025, arXiv:2502.16982, Eq. 4),
+    so that both share one learning rate and one weight decay.
 
     Args:
         matrices: Parameters with two dimensions, for Muon.
@@ -67,7 +67,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         weight_decay: Decoupled weight decay of both.
         momentum: Momentum of Muon.
         betas: Coefficients of AdamW.
-        eps: Added to AdamW's denominator.
+        eps: Term added to the denominator of AdamW.
 
     Example:
         >>> import torch
@@ -105,7 +105,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of all parameters."""
+        """Update all parameters once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -115,40 +115,44 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse more parameters, of which nothing says whether Muon or AdamW updates them.
+        """Raise an error, because it is unknown whether Muon or AdamW should update further parameters.
 
         Raises:
-            OptionError: Always, once the optimizer is made.
+            OptionError: Always after the optimizer was created.
         """
         if self._is_complete:
-            raise OptionError("Parameters cannot be added to MuonWithAdamW; make a new one with all of them.")
+            raise OptionError(
+                "Parameters cannot be added to MuonWithAdamW; create a new optimizer with all of them.",
+                name="param_group",
+                expected="part of the arguments with which the optimizer is created",
+            )
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Groups, state and the two optimizers, for copies."""
+        """Return groups, state and the two optimizers, for copies."""
         return {**super().__getstate__(), "_parts": self._parts, "_is_complete": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore groups and state, also those of the two optimizers."""
+        """Restore groups and state, including those of the two optimizers."""
         super().__setstate__(state)
         self._share()
 
     def _share(self) -> None:
-        """Give the parts the groups and the state of the whole, so that both are saved and restored as one."""
+        """Share groups and state with the two optimizers, so that all are saved and restored together."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state
 
 
 def muon_for(model: nn.Module, **options: Any) -> MuonWithAdamW:
-    """`MuonWithAdamW` for a model: Muon gets the trainable matrices inside repeated blocks.
+    """Create a `MuonWithAdamW` for a model, with Muon for the trainable matrices of its blocks.
 
     These are the weights with two dimensions (``weight`` or ``in_proj_weight``) of modules within a ``ModuleList`` or
-    ``Sequential``, without embeddings. Everything else is for AdamW: embedding, output head, vectors, biases, tensors
-    of experts, and parameters under other names.
+    ``Sequential``, except embeddings. AdamW updates all others: embedding, output head, vectors, biases, tensors of
+    experts, and parameters with other names.
 
     Args:
         model: Model whose trainable parameters are updated.
-        **options: Those of `MuonWithAdamW`.
+        **options: Arguments of `MuonWithAdamW`.
 
     Example:
         >>> import workbench as wb
@@ -164,20 +168,20 @@ def muon_for(model: nn.Module, **options: Any) -> MuonWithAdamW:
         for module in stack.modules():
             own = {} if isinstance(module, nn.Embedding) else dict(module.named_parameters(recurse=False))
             is_matrix |= {id(own[name]) for name in _MATRIX_NAMES if name in own and own[name].ndim == 2}
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    matrices = [weight for weight in weights if id(weight) in is_matrix]
-    return MuonWithAdamW(matrices, [weight for weight in weights if id(weight) not in is_matrix], **options)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in parameters if id(parameter) in is_matrix]
+    return MuonWithAdamW(matrices, [each for each in parameters if id(each) not in is_matrix], **options)
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Matrices with about the same singular vectors and singular values of about 1, by Newton and Schulz's iteration.
+    """Orthogonalize matrices approximately by Newton-Schulz iteration, which moves their singular values close to 1.
 
     Args:
         matrices: Shape (matrix, row, column).
 
     Returns:
-        Like ``matrices``, in bfloat16 on a GPU and float32 on a CPU; singular values between .68 and 1.21, but for
-        those that were below .0015 of the Frobenius norm. A matrix of zeros stays zero.
+        Same shape, in bfloat16 on a GPU and float32 on a CPU. Singular values are between 0.68 and 1.21, except those
+        that were below 0.0015 of the Frobenius norm. A matrix of zeros stays zero.
 
     Example:
         >>> import torch

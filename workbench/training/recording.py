@@ -1,4 +1,4 @@
-"""Settings of what is recorded of a run and where: its store, spectra, checkpoints."""
+"""Settings of the record of a run: its store, spectra and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.koopman.spectra import RankWarning
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import Batches
 from workbench.models.profile import profile
-from workbench.models.residual_check import refuse_plain_chain
+from workbench.models.residual_check import require_residuals
 from workbench.models.run_checkpoints import latest_checkpoint
 from workbench.models.subject import Subject
 from workbench.tasks.task import require_whole
@@ -35,13 +35,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recording:
-    """Settings of what is recorded of a run, and where: arguments of `workbench.train`, documented there.
+    """Settings of the record of a run; the attributes are arguments of `workbench.train`, documented there.
 
     Example:
         >>> import workbench as wb
         >>> recording = wb.Recording(store="runs/mine.zarr", checkpoint_every=50)
         >>> recording.checkpoint_folder.as_posix()
         'runs/mine.checkpoints'
+
+    See Also:
+        `workbench.train`: Documents the settings.
+        `workbench.TrainingPlan`: Holds the settings of the training.
     """
 
     store: Path | str | None = None
@@ -57,31 +61,36 @@ class Recording:
             if name == "flush_every" or getattr(self, name) is not None:
                 require_whole(1, **{name: getattr(self, name)})
         if self.checkpoint_every and self.checkpoint_folder is None:
-            raise OptionError("checkpoint_every needs a place; pass store= or checkpoints=.")
+            raise OptionError(
+                "checkpoint_every needs a folder for the checkpoints; pass store= or checkpoints=.",
+                name="checkpoint_every",
+                value=self.checkpoint_every,
+                expected="None without store= or checkpoints=",
+            )
 
     @property
     def checkpoint_folder(self) -> Path | None:
-        """The folder of the checkpoints; None if nothing is written."""
+        """Folder of the checkpoints; None without store and checkpoints."""
         if self.checkpoints is not None:
             return Path(self.checkpoints)
         return Path(self.store).with_suffix(".checkpoints") if self.store is not None else None
 
     @property
     def written_checkpoints(self) -> Path | None:
-        """The folder to which this run writes checkpoints; None if it writes none."""
+        """Folder to which this run writes checkpoints; None if it writes none."""
         return self.checkpoint_folder if self.checkpoint_every else None
 
 
 class SpectraTaker:
-    """Takes spectra of one model on the same inputs repeatedly.
+    """Repeated measurement of the spectra of one model on the same inputs.
 
     Args:
-        model: Model, whose anatomy is read now.
-        inputs: Inputs as for `workbench.profile`; no iterator, as they are used each time.
+        model: Model, whose anatomy is read once.
+        inputs: Inputs of `workbench.profile`, except iterators, because they are used repeatedly.
         options: Further arguments of `workbench.profile`.
 
     Raises:
-        AnatomyError: If the residual stream cannot be read with certainty.
+        AnatomyError: If the residual stream cannot be identified with certainty.
     """
 
     def __init__(self, model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
@@ -92,18 +101,18 @@ class SpectraTaker:
         named = {name: self.options.get(name) for name in ("stack", "batch_first")}
         self._anatomy = read_anatomy(model, probe, **named)
         if named["stack"] is None:
-            refuse_plain_chain(model, probe, self._anatomy.stack, self._anatomy.sites)
+            require_residuals(model, probe, self._anatomy.stack, self._anatomy.sites)
         self._has_warned = False
 
     def take(self, step: int) -> xr.Dataset:
-        """Spectra after ``step`` updates, dims ``step``, ``layer`` and ``mode``; always the same number of modes.
+        """Compute the spectra after ``step`` updates, dims ``step``, ``layer`` and ``mode``, padded to all modes.
 
         Raises:
             SnapshotError: If the stream holds NaN or infinite values, or does not vary.
         """
         options = {"progress": False, **self.options, "anatomy": self._anatomy}
         with warnings.catch_warnings():
-            if self._has_warned:  # the rank of each layer is in the data
+            if self._has_warned:  # one warning suffices, as the data have the rank of each layer
                 warnings.simplefilter("ignore", RankWarning)
             spectra = profile(self.subject, self.inputs, **options)
         self._has_warned = True
@@ -113,7 +122,7 @@ class SpectraTaker:
 
 
 def check_places(recording: Recording, *, overwrite: bool) -> None:
-    """Refuse places that an earlier run has taken, before anything is done.
+    """Raise if an earlier run exists at the store or in the folder of the checkpoints.
 
     Raises:
         StoreError: If there is a store or a checkpoint already, and ``overwrite`` is False.
@@ -123,37 +132,43 @@ def check_places(recording: Recording, *, overwrite: bool) -> None:
     folder = recording.written_checkpoints
     if folder is not None and not overwrite and latest_checkpoint(folder) is not None:
         raise StoreError(
-            f"{folder} holds checkpoints of an earlier run; pass resume=True to go on with it, "
-            "overwrite=True to replace it, or another checkpoints=."
+            f"{folder} holds checkpoints of an earlier run; pass resume=True to continue it, "
+            "overwrite=True to replace it, or another checkpoints=.",
+            name="checkpoints",
+            value=folder,
+            expected="a folder without checkpoints",
         )
 
 
 def check_checkpoint_folder(recording: Recording) -> None:
-    """Refuse a folder that no checkpoint can be written to, before the training starts.
+    """Raise if checkpoints are enabled and their folder cannot be written.
 
     Raises:
-        StoreError: If checkpoints are on and it cannot be written.
+        StoreError: Names the folder.
     """
     folder = recording.written_checkpoints
     if folder is None:
         return
     place = folder.absolute()
     try:
-        while not place.exists():  # it is made with the first checkpoint
+        while not place.exists():  # the folder is created with the first checkpoint
             place = place.parent
         with tempfile.TemporaryDirectory(prefix=".checkpoints.", dir=place):
             pass
     except OSError as error:
         raise StoreError(
-            f"Checkpoints cannot be written to {folder} ({error.strerror or error}); pass another checkpoints=."
+            f"Checkpoints cannot be written to {folder} ({error.strerror or error}); pass another checkpoints=.",
+            name="checkpoints",
+            value=folder,
+            expected="a folder that can be written",
         ) from error
 
 
 def open_writer(recording: Recording, configuration: Mapping[str, Any], *, overwrite: bool) -> RunWriter | None:
-    """A fresh store for a run, and no checkpoints of an earlier one; None if nothing is to be written.
+    """Create the store of a run and remove checkpoints of an earlier one; return None if there is no store.
 
     Raises:
-        StoreError: If the path is taken, or it or the folder of the checkpoints cannot be written.
+        StoreError: If the path exists, or it or the folder of the checkpoints cannot be written.
     """
     check_checkpoint_folder(recording)
     folder = recording.written_checkpoints
@@ -173,12 +188,17 @@ def open_writer(recording: Recording, configuration: Mapping[str, Any], *, overw
 
 
 def recorded_configuration(store: Path | str) -> dict[str, Any]:
-    """The configuration that a store was made with.
+    """Return the configuration of the run in a store.
 
     Raises:
-        StoreError: If there is no store, or it holds no training run.
+        StoreError: If there is no store, or it does not hold a training run.
     """
     attrs = open_run(store).attrs
     if "configuration" not in attrs:
-        raise StoreError(f"{store} holds no training run; pass the store that wb.train() wrote.")
+        raise StoreError(
+            f"{store} does not hold a training run; pass a store written by wb.train().",
+            name="store",
+            value=store,
+            expected="a store written by wb.train()",
+        )
     return json.loads(attrs["configuration"])

@@ -1,4 +1,4 @@
-"""The record of one training step."""
+"""Record of one training step."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Numbers of a step that the trainer itself gives.
+#: Metrics of a step that the trainer itself provides.
 NUMBERS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The record of one step; everything but the update itself belongs to the parameters after ``step`` updates.
+    """Record of one step; all measurements are of the parameters before its update.
 
     Attributes:
-        step: Number of updates done before this one.
+        step: Number of updates before this one.
         loss: Loss of the batch, without auxiliary terms, in nats for cross entropy.
-        auxiliary_loss: Weighted auxiliary terms as they were added, such as a router's balance or a penalty; NaN if
-            there are none.
-        accuracy: Share of the batch's targets that were most likely; NaN if that is not defined.
+        auxiliary_loss: Weighted auxiliary terms that were added, such as the balance loss of a router or a penalty;
+            NaN if there are none.
+        accuracy: Fraction of targets with the largest probability; NaN if not defined.
         grad_norm: Norm of all gradients together, before clipping; NaN if the loss is not finite.
-        learning_rate: Largest rate of the optimizer's groups.
-        cause: Reason why the step counts as diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty otherwise.
-        spectra: Spectra dataset with a ``step`` dimension of one, if they were due.
-        numbers: Numbers of callbacks to record, such as ``kss_penalty`` and ``batch_size``.
+        learning_rate: Largest learning rate of the parameter groups.
+        cause: Reason why the step diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty if it did not.
+        spectra: Spectra dataset with a ``step`` dimension of size one; None if not due.
+        numbers: Metrics of callbacks to record, such as ``kss_penalty`` and ``batch_size``.
         outcomes: Results of callbacks, by their names.
     """
 
@@ -45,22 +45,22 @@ class StepRecord:
 
     @property
     def shaping(self) -> Any:
-        """The record of KSS, a `workbench.callbacks.kss.Shaping`; None: the run has no KSS."""
+        """Record of KSS, a `workbench.callbacks.kss.Shaping`; None if the run has no KSS."""
         return self.outcomes.get("kss")
 
     @property
     def active_faults(self) -> tuple[str, ...]:
-        """Names of the faults that were on."""
+        """Names of the active faults."""
         return self.outcomes.get("faults", ())
 
     @property
     def alarms(self) -> tuple[Any, ...]:
-        """Each `workbench.alarms.Alarm` raised in this step."""
+        """Alarms raised in this step, as `workbench.alarms.Alarm`."""
         return self.outcomes.get("guard", ())
 
     @property
     def kss_enabled(self) -> bool:
-        """Whether KSS was switched on in this step."""
+        """Whether KSS was enabled in this step."""
         return self.shaping is not None and self.shaping.control.enabled
 
     @property
@@ -70,9 +70,9 @@ class StepRecord:
 
     @property
     def diverged(self) -> bool:
-        """Whether the step counts as diverged."""
+        """Whether the step diverged."""
         return bool(self.cause)
 
     def monitors(self) -> dict[str, float]:
-        """The numbers of the step; names as in ``schema.MONITORS``."""
+        """Return the metrics of the step; names as in ``schema.MONITORS``."""
         return {name: getattr(self, name) for name in NUMBERS} | dict(self.numbers)

@@ -1,4 +1,4 @@
-"""How to train: every setting of a run that is not the model or the data, and what follows from it."""
+"""Plan of a training run: all settings except the model and the data."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ DEFAULT_RATE = 1e-3
 #: The default of arguments that are mappings.
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 SCHEDULES = ("constant", "cosine", "linear", "wsd")
-#: Share of a "wsd" run in which the rate falls.
-_DECAY_SHARE = 0.2
+#: Fraction of a "wsd" run in which the learning rate decays.
+_DECAY_FRACTION = 0.2
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Settings of a training run: arguments of `workbench.train`, documented there.
+    """Settings of a training run; the attributes are arguments of `workbench.train`, documented there.
 
     Example:
         >>> import workbench as wb
         >>> plan = wb.TrainingPlan(n_steps=100, learning_rate=1e-3, warmup=10, schedule="cosine")
         >>> [round(plan.rate_factor(step), 2) for step in (0, 9, 55, 99)]
         [0.1, 1.0, 0.5, 0.0]
+
+    See Also:
+        `workbench.train`: Documents the settings.
+        `workbench.assess`: Assesses a plan before training.
     """
 
     n_steps: int
@@ -63,21 +67,37 @@ class TrainingPlan:
                 continue
             is_number = isinstance(value, Real | torch.Tensor) and not isinstance(value, bool)
             if not (is_number and value > 0 and (may_be_infinite or math.isfinite(value))):
-                shown = repr(value) if isinstance(value, str) else value
-                raise OptionError(f"{name} is {shown}, expected a positive number.")
+                raise OptionError.of(name, value, "a positive number")
         if not callable(self.schedule) and self.schedule not in SCHEDULES:
-            raise OptionError(f"schedule is '{self.schedule}', expected one of {', '.join(SCHEDULES)} or a function.")
+            raise OptionError.of("schedule", self.schedule, SCHEDULES, remedy="or pass a function")
         if self.precision not in PRECISIONS:
-            raise OptionError(f"precision is '{self.precision}', expected one of {', '.join(PRECISIONS)}.")
+            raise OptionError.of("precision", self.precision, tuple(PRECISIONS))
         if isinstance(self.optimizer, str):
             _optimizer_class(self.optimizer)
         elif self.optimizer_options:
-            raise OptionError("optimizer_options belong to an optimizer given by name; build them into yours.")
+            raise OptionError(
+                "optimizer_options need the name of an optimizer; pass them to your optimizer instead.",
+                name="optimizer_options",
+                value=dict(self.optimizer_options),
+                expected="empty unless the optimizer is a name",
+            )
         if isinstance(self.optimizer, torch.optim.Optimizer) and self.learning_rate is not None:
-            raise OptionError("A ready optimizer has a rate of its own; leave out learning_rate.")
+            raise OptionError(
+                "An optimizer object has its own learning rate; omit learning_rate.",
+                name="learning_rate",
+                value=self.learning_rate,
+                expected="None with an optimizer object",
+            )
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as plain values, for a JSON text; functions and optimizers by their names and defaults."""
+        """Return the settings as plain values for JSON; functions and optimizers by their names and defaults.
+
+        Example:
+            >>> import workbench as wb
+            >>> plan = wb.TrainingPlan(n_steps=100, learning_rate=1e-3, warmup=10)
+            >>> plan.as_dict()["optimizer"], plan.as_dict()["warmup"]
+            ('AdamW', 10)
+        """
         settings = {item.name: getattr(self, item.name) for item in fields(self)}
         settings["optimizer_options"] = {k: _plain(v) for k, v in self.optimizer_options.items()}
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -86,50 +106,86 @@ class TrainingPlan:
         return {name: getattr(v, "__qualname__", None) or str(v) if callable(v) else v for name, v in settings.items()}
 
     def rate_factor(self, step: int) -> float:
-        """Share of the peak learning rate at a step, counted from 0; unit 1."""
+        """Return the learning rate at a step as a fraction of its peak.
+
+        Args:
+            step: Step, counted from 0.
+
+        Example:
+            >>> import workbench as wb
+            >>> plan = wb.TrainingPlan(n_steps=10, learning_rate=1e-3, warmup=4)
+            >>> [plan.rate_factor(step) for step in (0, 1, 3, 9)]
+            [0.25, 0.5, 1.0, 1.0]
+        """
         factor = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         if callable(self.schedule):
             return factor * self.schedule(step)
         if self.schedule == "constant":
             return factor
         if self.schedule == "wsd":
-            n_falling = self.n_steps - max(self.warmup, (1 - _DECAY_SHARE) * self.n_steps)
-            return factor * min(1.0, max(0.0, (self.n_steps - step) / max(1.0, n_falling)))
+            n_decay = self.n_steps - max(self.warmup, (1 - _DECAY_FRACTION) * self.n_steps)
+            return factor * min(1.0, max(0.0, (self.n_steps - step) / max(1.0, n_decay)))
         progress = min(1.0, max(0, step - self.warmup) / max(1, self.n_steps - self.warmup))
         return factor * (0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress)
 
     def optimizer_for(self, model: Subject | nn.Module) -> torch.optim.Optimizer:
-        """A fresh optimizer over the model's trainable parameters, or the ready one.
+        """Return the optimizer of the plan: a new one over the trainable parameters of a model, or the given object.
+
+        Args:
+            model: Model or subject.
 
         Raises:
-            OptionError: If nothing is trainable, a ready optimizer holds other parameters, or a named one does not
-                take these options.
+            OptionError: If the model has no trainable parameters, an optimizer object holds other parameters, or a
+                named optimizer does not accept the options.
+
+        Example:
+            >>> import workbench as wb
+            >>> plan = wb.TrainingPlan(n_steps=10, learning_rate=1e-3, optimizer_options={"weight_decay": 0.1})
+            >>> optimizer = plan.optimizer_for(wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2))
+            >>> type(optimizer).__name__, optimizer.param_groups[0]["weight_decay"]
+            ('AdamW', 0.1)
         """
-        weights = [parameter for parameter in module_of(model).parameters() if parameter.requires_grad]
-        if not weights:
-            raise OptionError("The model has no trainable weights; set requires_grad on some of them.")
+        parameters = [parameter for parameter in module_of(model).parameters() if parameter.requires_grad]
+        if not parameters:
+            raise OptionError(
+                "The model has no trainable parameters; set requires_grad on some of them.",
+                name="model",
+                value=module_of(model),
+                expected="a model with trainable parameters",
+            )
         rate = DEFAULT_RATE if self.learning_rate is None else self.learning_rate
         if isinstance(self.optimizer, str):
             cls = _optimizer_class(self.optimizer)
             try:
                 if cls is torch.optim.Muon:
                     return muon_for(module_of(model), **{"lr": rate, **self.optimizer_options})
-                return cls(weights, **{"lr": rate, **self.optimizer_options})
+                return cls(parameters, **{"lr": rate, **self.optimizer_options})
             except (TypeError, ValueError) as error:
-                raise OptionError(f"{cls.__name__} does not take {dict(self.optimizer_options)}: {error}.") from error
-        ready = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(weights)
-        own = {id(weight) for weight in weights}
-        if any(id(weight) not in own for group in ready.param_groups for weight in group["params"]):
-            raise OptionError("The optimizer holds weights that are not the model's; build it from this very model.")
+                options = dict(self.optimizer_options)
+                raise OptionError(
+                    f"{cls.__name__} does not accept {options} ({error}); pass other optimizer_options.",
+                    name="optimizer_options",
+                    value=options,
+                    expected=f"valid options of {cls.__name__}",
+                ) from error
+        optimizer = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(parameters)
+        own = {id(parameter) for parameter in parameters}
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise OptionError(
+                "The optimizer holds parameters that do not belong to the model; create it from this model.",
+                name="optimizer",
+                value=type(optimizer),
+                expected="an optimizer over parameters of the model",
+            )
         if self.learning_rate is not None:
-            highest = max(float(group["lr"]) for group in ready.param_groups)
-            for group in ready.param_groups:  # rates may differ between groups, and keep their ratio
-                share = float(group["lr"]) / highest
-                group["lr"] = self.learning_rate * share
-        return ready
+            highest = max(float(group["lr"]) for group in optimizer.param_groups)
+            for group in optimizer.param_groups:  # rates may differ between groups, and keep their ratio
+                ratio = float(group["lr"]) / highest
+                group["lr"] = self.learning_rate * ratio
+        return optimizer
 
     def cause_of_divergence(self, loss: float, grad_norm: float) -> str:
-        """The reason why a step counts as diverged (RKSP's label); empty if it does not.
+        """Return the reason why a step has diverged (RKSP's label); empty if it has not.
 
         Args:
             loss: Loss of the step.
@@ -137,6 +193,12 @@ class TrainingPlan:
 
         Returns:
             ``"non-finite"``, ``"loss"``, ``"grad_norm"`` or ``""``.
+
+        Example:
+            >>> import workbench as wb
+            >>> plan = wb.TrainingPlan(n_steps=10)
+            >>> plan.cause_of_divergence(2.0, 1.0), plan.cause_of_divergence(60.0, 1.0)
+            ('', 'loss')
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return "non-finite"
@@ -146,7 +208,7 @@ class TrainingPlan:
 
 
 def departures(**settings: Any) -> dict[str, Any]:
-    """The settings that differ from the defaults of `TrainingPlan`."""
+    """Return the settings that differ from the defaults of `TrainingPlan`."""
     defaults = {
         item.name: item.default if item.default_factory is MISSING else item.default_factory()
         for item in fields(TrainingPlan)
@@ -161,15 +223,13 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     if name.lower() not in known:
-        raise OptionError(
-            f"optimizer is '{name}', expected one of {', '.join(sorted(c.__name__ for c in known.values()))}; "
-            "pass any other as optimizer=your_optimizer."
-        )
+        names = tuple(sorted(cls.__name__ for cls in known.values()))
+        raise OptionError.of("optimizer", name, names, remedy="pass any other optimizer as an object")
     return known[name.lower()]
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
+    """Convert a value to plain values of JSON."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     return value if isinstance(value, str | int | float | None) else str(value)

@@ -1,4 +1,16 @@
-"""Spectra of the weights themselves: singular values, heavy tails, spikes beyond a random bulk; no data is needed."""
+"""Spectra of weight matrices: singular values, heavy tails, and spikes beyond a random bulk; no data are needed.
+
+Example:
+    >>> import workbench as wb
+    >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+    >>> spectra = wb.weights.weight_spectra(model, layers=[0], progress=False)
+    >>> spectra["matrix"].values[0].item()
+    'blocks.0.attention.query.weight'
+
+See Also:
+    `workbench.koopman`: Spectra of the residual stream.
+    `workbench.monitors`: Monitors of weights along a run.
+"""
 
 from workbench.weights.eigenvalue_tails import Bulk, PowerLaw, power_law_tail, random_bulk
 from workbench.weights.matrix_spectra import weight_spectra

@@ -1,4 +1,4 @@
-"""The two ends of an eigenvalue density: the power law of its tail, and the bulk that a random matrix would have."""
+"""Tail and bulk of an eigenvalue density: a power law of its tail, and the bulk of a random matrix."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 
 from workbench.errors import OptionError
 
-#: Fewer eigenvalues give neither an exponent nor a bulk; Clauset et al. (2009, section 3.2) ask for as many in a tail.
-FEWEST_EIGENVALUES = 50
-#: A tail whose eigenvalues differ by less, relatively, consists of one value and rounding.
+#: Minimum number of eigenvalues for an exponent and a bulk; Clauset et al. (2009, section 3.2) require it in a tail.
+MIN_EIGENVALUES = 50
+#: A tail whose eigenvalues differ by less than this, relatively, consists of one value and rounding.
 _ROUNDING = 1e-6
 #: 99 % quantile of the Tracy-Widom law of real matrices (beta = 1).
 _TRACY_WIDOM_99 = 2.0234
@@ -33,6 +33,9 @@ class PowerLaw:
         >>> import workbench as wb
         >>> wb.weights.power_law_tail(np.ones(100))  # all values are equal
         PowerLaw(alpha=nan, error=nan, distance=nan, start=nan, n_tail=nan)
+
+    See Also:
+        `workbench.weights.power_law_tail`: Fits it.
     """
 
     alpha: float = np.nan
@@ -45,9 +48,9 @@ class PowerLaw:
 def power_law_tail(values: np.ndarray) -> PowerLaw:
     """Fit a power law to the tail of positive values.
 
-    The exponent is the maximum-likelihood one for continuous values, and the tail starts where the Kolmogorov-Smirnov
-    distance is smallest (Clauset, Shalizi and Newman 2009, arXiv:0706.1062, equations 3.1, 3.2 and 3.9), as in the
-    packages ``powerlaw`` and WeightWatcher (Martin and Mahoney 2021, arXiv:1810.01075).
+    The exponent is the maximum likelihood estimate for continuous values, and the tail starts where the
+    Kolmogorov-Smirnov distance is smallest (Clauset, Shalizi and Newman 2009, arXiv:0706.1062, equations 3.1, 3.2 and
+    3.9), as in the packages ``powerlaw`` and WeightWatcher (Martin and Mahoney 2021, arXiv:1810.01075).
 
     Args:
         values: Eigenvalues, in any order; zeros are left out.
@@ -65,12 +68,14 @@ def power_law_tail(values: np.ndarray) -> PowerLaw:
         >>> fit = wb.weights.power_law_tail((1 - quantiles) ** (-1 / 2))  # p(x) ~ x^-3 from 1 on
         >>> round(fit.alpha, 1), fit.n_tail > 1000
         (3.0, True)
+
+    See Also:
+        `workbench.weights.random_bulk`: Compares the eigenvalues with those of a random matrix.
+        `workbench.weights.weight_spectra`: Fits the tails of all matrices of a model.
     """
-    values = np.asarray(values, float).ravel()
-    if not (np.isfinite(values) & (values >= 0)).all():
-        raise OptionError("Some of the values are negative or not finite; pass eigenvalues of W'W.")
+    values = _checked("values", values)
     values = np.sort(values[values > 0])
-    if len(values) < FEWEST_EIGENVALUES:
+    if len(values) < MIN_EIGENVALUES:
         return PowerLaw()
     # Relative to the largest value: the sums of a tail are then free of cancellation.
     log = np.log(values / values[-1])
@@ -81,10 +86,10 @@ def power_law_tail(values: np.ndarray) -> PowerLaw:
     n = len(log) - starts
     alphas = 1 + n / (np.cumsum(log[::-1])[::-1][starts] - n * log[starts])
     distances = np.empty(len(starts))
-    share = np.arange(len(log))
+    n_below = np.arange(len(log))
     for i, (start, alpha) in enumerate(zip(starts, alphas, strict=True)):
         predicted = -np.expm1((1 - alpha) * (log[start:] - log[start]))
-        distances[i] = np.abs(predicted - share[: n[i]] / n[i]).max()
+        distances[i] = np.abs(predicted - n_below[: n[i]] / n[i]).max()
     best = distances.argmin()
     alpha = float(alphas[best])
     error = (alpha - 1) / np.sqrt(n[best])
@@ -93,7 +98,7 @@ def power_law_tail(values: np.ndarray) -> PowerLaw:
 
 @dataclass(frozen=True)
 class Bulk:
-    """The bulk of the eigenvalues of W'W / N, as a random matrix would have it.
+    """Bulk of the eigenvalues of W'W / N according to a random matrix with the same median eigenvalue.
 
     Attributes:
         variance: Variance of the entries of that random matrix.
@@ -104,6 +109,9 @@ class Bulk:
         >>> import workbench as wb
         >>> wb.weights.random_bulk([3.0] * 60, n_rows=60, n_columns=60).n_spikes  # an orthogonal matrix
         0.0
+
+    See Also:
+        `workbench.weights.random_bulk`: Computes it.
     """
 
     variance: float = np.nan
@@ -114,19 +122,20 @@ class Bulk:
 def random_bulk(eigenvalues: np.ndarray, n_rows: int, n_columns: int) -> Bulk:
     """Compare eigenvalues with those of a matrix of independent entries (Marchenko-Pastur).
 
-    The variance is that of the random matrix with the same median eigenvalue, which few spikes hardly move (Gavish and
-    Donoho 2014, arXiv:1305.5870, section 3.2). The edge is not the limit (1 + sqrt(M / N))^2 of the Marchenko-Pastur
-    law, which the largest eigenvalue of a finite random matrix exceeds often, but the 99 % quantile of its Tracy-Widom
-    law (Johnstone 2001, theorem 1.1), a margin of relative order N^(-2/3): one random matrix in a hundred has a spike.
+    The variance is that of the random matrix with the same median eigenvalue, which a few spikes hardly change (Gavish
+    and Donoho 2014, arXiv:1305.5870, section 3.2). The edge is the 99 % quantile of the Tracy-Widom law of the largest
+    eigenvalue (Johnstone 2001, theorem 1.1), so that one random matrix in a hundred has a spike. It exceeds the limit
+    (1 + sqrt(M / N))^2 of the Marchenko-Pastur law, above which the largest eigenvalue of a finite random matrix often
+    is, by a margin of relative order N^(-2/3).
 
     Args:
-        eigenvalues: All min(n_rows, n_columns) eigenvalues of W'W / N, N the longer side of W, in any order.
-        n_rows: Rows of W.
-        n_columns: Columns of W.
+        eigenvalues: All min(n_rows, n_columns) eigenvalues of W'W / N, in any order; N is the longer side of W.
+        n_rows: Number of rows of W.
+        n_columns: Number of columns of W.
 
     Returns:
-        The bulk; all NaN if there are fewer than 50 eigenvalues, or all of them are 0. Where more than half of them
-        are 0, variance and edge are 0 and every other eigenvalue is a spike.
+        The bulk; all NaN if there are fewer than 50 eigenvalues, or all of them are 0. If more than half of them are 0,
+        variance and edge are 0 and every other eigenvalue is a spike.
 
     Raises:
         OptionError: If the eigenvalues are not those of such a matrix.
@@ -139,15 +148,22 @@ def random_bulk(eigenvalues: np.ndarray, n_rows: int, n_columns: int) -> Bulk:
         >>> bulk = wb.weights.random_bulk(np.linalg.svd(W, compute_uv=False) ** 2 / 400, 400, 100)
         >>> round(bulk.variance, 1), bulk.n_spikes
         (1.0, 1.0)
+
+    See Also:
+        `workbench.weights.power_law_tail`: Fits the tail of the eigenvalues.
+        `workbench.weights.weight_spectra`: Finds the spikes of all matrices of a model.
     """
-    eigenvalues = np.asarray(eigenvalues, float).ravel()
+    eigenvalues = _checked("eigenvalues", eigenvalues)
     short, long = sorted((n_rows, n_columns))
-    if len(eigenvalues) != short or not (np.isfinite(eigenvalues) & (eigenvalues >= 0)).all():
+    if len(eigenvalues) != short:
         raise OptionError(
-            f"A matrix of {n_rows} rows and {n_columns} columns has {short} eigenvalues of W'W / N, finite and not "
-            f"negative; got {len(eigenvalues)} values that are not; pass squared singular values over {long}."
+            f"A matrix of {n_rows} rows and {n_columns} columns has {short} eigenvalues of W'W / N, got "
+            f"{len(eigenvalues)}; pass all squared singular values divided by {long}.",
+            name="eigenvalues",
+            value=len(eigenvalues),
+            expected=f"{short} values",
         )
-    if short < FEWEST_EIGENVALUES or not eigenvalues.any():
+    if short < MIN_EIGENVALUES or not eigenvalues.any():
         return Bulk()
     variance = float(np.median(eigenvalues)) / _median(short / long)
     root = np.sqrt(long - 1), np.sqrt(short)
@@ -156,9 +172,23 @@ def random_bulk(eigenvalues: np.ndarray, n_rows: int, n_columns: int) -> Bulk:
     return Bulk(variance, float(edge), float((eigenvalues > edge).sum()))
 
 
+def _checked(name: str, values: np.ndarray) -> np.ndarray:
+    """Return values as a float array of one dimension; raise OptionError if one is negative or not finite."""
+    values = np.asarray(values, float).ravel()
+    is_wrong = ~(np.isfinite(values) & (values >= 0))
+    if is_wrong.any():
+        raise OptionError(
+            f"Some of the {name} are negative or not finite; pass eigenvalues of W'W.",
+            name=name,
+            value=values[is_wrong][0],
+            expected="finite and not negative",
+        )
+    return values
+
+
 @lru_cache
 def _median(ratio: float) -> float:
-    """Median of the Marchenko-Pastur law of unit variance, M / N = ``ratio``."""
+    """Return the median of the Marchenko-Pastur law of unit variance with M / N = ``ratio``."""
     # With x = 1 + ratio + 2 sqrt(ratio) cos(angle) the density has no singular ends.
     angle = np.linspace(np.pi, 0, 20_001)[1:-1]
     x = 1 + ratio + 2 * np.sqrt(ratio) * np.cos(angle)

@@ -1,4 +1,4 @@
-"""Spectra of every weight matrix of a model or of a checkpoint on disk, one matrix at a time."""
+"""Spectra of all weight matrices of a model or of a checkpoint on disk, one matrix at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from workbench.zoo.module_of import module_of
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Rows that are converted to float64 at a time.
+#: Number of rows that are converted to float64 at a time.
 _ROWS = 8192
 
 
@@ -42,40 +42,43 @@ def weight_spectra(
     min_size: int = 8,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
-    """Singular values of every weight matrix, and what they say: ranks, norms, heavy tails, spikes.
+    """Compute the singular values of every weight matrix, with ranks, norms, heavy tails and spikes.
 
-    Matrices are read one at a time, so that a checkpoint need not fit in memory, and computed in float64 on the device
-    where they are. A stack of experts (three dimensions, "experts" or "exps" in its name) counts as one matrix per
-    expert, and the kernel of a convolution as the matrix (out, in * kernel) that acts on a patch; embeddings and heads
-    are included. Weights that share one parameter appear once. A matrix that packs several maps, such as query, key and
-    value in one, is measured as it is.
+    Matrices are read one at a time, so that a checkpoint need not fit into memory, and computed in float64 on the
+    device where they are. A stack of experts (three dimensions, "experts" or "exps" in its name) counts as one matrix
+    per expert, and the kernel of a convolution as the matrix (out, in * kernel) that acts on a patch. Embeddings and
+    heads are included. Weights that share one parameter appear once. A matrix that packs several maps, such as query,
+    key and value, is measured as one matrix.
 
-    With N the longer side of a matrix, its eigenvalues are those of W'W / N. The exponent alpha of their tail is that
-    of `power_law_tail`, as WeightWatcher has it (Martin and Mahoney 2021, arXiv:1810.01075); spikes are the eigenvalues
+    With N the longer side of a matrix W, its eigenvalues are those of W'W / N. The exponent alpha of their tail is that
+    of `power_law_tail`, as in WeightWatcher (Martin and Mahoney 2021, arXiv:1810.01075); spikes are the eigenvalues
     beyond a `random_bulk`; the effective rank is that of Roy and Vetterli (2007), exp of the entropy of s / sum s.
-    A power law is fitted whether or not there is one: untrained matrices of 192 to 2,304 rows and columns have an alpha
-    of 3 to 37, a ``ks_distance`` near 0.13, and hardly a spike. Read alpha together with these.
+    A power law is always fitted, even if there is none: untrained matrices of 192 to 2,304 rows and columns have an
+    alpha of 3 to 37, a ``ks_distance`` near 0.13, and hardly any spike. Interpret alpha together with these.
 
-    Singular values of matrices stored in 32 bits and less are roots of the eigenvalues of W'W, about twice as quick as
-    a singular value decomposition. Their error is at most about 1e-7 of the largest one, the rounding of float32, and
-    values below sqrt(M * 2.2e-16) of it are 0, M the shorter side. Matrices in float64 are decomposed.
+    Singular values of matrices stored in 32 bits or less are square roots of the eigenvalues of W'W, which is about
+    twice as fast as a singular value decomposition. Their error is at most about 1e-7 of the largest one, the rounding
+    of float32, and values below sqrt(M * 2.2e-16) of the largest are set to 0, where M is the shorter side. For
+    matrices in float64 a singular value decomposition is computed.
 
     Args:
         source: Subject from `open_checkpoint`, any module, or the path of a checkpoint, which is not loaded as a model.
-        reference: Another one with the same names and shapes; the spectra are those of the difference, source minus
+        reference: Source with the same names and shapes. The spectra are then those of the difference, source minus
             reference, with ``relative_change``.
-        layers: Numbers of the layers to measure; None: all, and the matrices that belong to none.
-        min_size: Matrices with a shorter side of less are left out.
-        progress: Show how far it is; or a function that gets each text, whose exceptions end it.
+        layers: Numbers of the layers to measure; None for all, including matrices that belong to no layer.
+        min_size: Minimum length of the shorter side of a matrix; smaller ones are left out.
+        progress: Whether to show progress; or a function that receives each progress text, whose exceptions abort the
+            computation.
 
     Returns:
-        Dataset with dims ``matrix`` and ``value``; see `schema.WEIGHTS` for the variables and for what NaN means.
-        The attribute ``left_out`` names each tensor of two and more dimensions that is left out, and why.
+        Dataset with dims ``matrix`` and ``value``; see `schema.WEIGHTS` for the variables and the meaning of NaN.
+        The attribute ``left_out`` lists each tensor of two or more dimensions that is left out, with the reason.
 
     Raises:
-        CheckpointError: If a file cannot be read, a matrix holds a value that is not finite, the reference does not
+        CheckpointError: If a file cannot be read, a matrix contains a value that is not finite, the reference does not
             match, or there is no matrix to measure.
-        OptionError: If ``min_size`` or a layer is impossible, or the weights of a module are parametrized.
+        OptionError: If ``min_size`` is not a positive integer, a layer does not exist, or the weights of a module are
+            parametrized.
         AnatomyError: If the source is neither a model nor a path.
 
     Example:
@@ -86,16 +89,23 @@ def weight_spectra(
         ['attention query', 'attention key', 'attention value', 'attention output']
         >>> bool((spectra["stable_rank"] <= spectra["effective_rank"]).all())
         True
+
+    See Also:
+        `workbench.weights.power_law_tail`: Fits one tail.
+        `workbench.plots.weight_spectra`: Draws the spectra.
     """
     if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
-        raise OptionError(f"min_size is {min_size!r}, expected an integer from 1.")
+        raise OptionError.of("min_size", min_size, "an integer of at least 1")
     state, described = _state_of(source)
     before, described_before = (None, "") if reference is None else _state_of(reference)
     planned, left_out = _planned(state, layers, min_size)
     if not planned:
         raise CheckpointError(
-            f"{described} has no weight matrix to measure, with a shorter side of at least {min_size}; pass a smaller "
-            "min_size, or check the source."
+            f"{described} has no weight matrix with a shorter side of at least {min_size}; pass a smaller min_size, or "
+            "check the source.",
+            name="source",
+            value=described,
+            expected=f"a model or checkpoint with a weight matrix of at least {min_size} rows and columns",
         )
     if before is not None:
         others = [stack for stack in _planned(before, None, min_size)[0] if layers is None or stack.layer in layers]
@@ -121,7 +131,7 @@ def weight_spectra(
 
 @dataclass(frozen=True)
 class _Stack:
-    """A tensor that holds one matrix, or several along its first dimension."""
+    """A tensor that contains one matrix, or several along its first dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -138,12 +148,12 @@ class _Stack:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """Of each matrix; a convolution is flattened."""
+        """Shape of each matrix; the kernel of a convolution is flattened."""
         shape = self.shape if self.is_one else self.shape[1:]
         return shape[0], int(np.prod(shape[1:]))
 
     def measured(self, state: dict[str, LazyTensor], before: dict[str, LazyTensor] | None) -> Iterator[dict[str, Any]]:
-        """Every variable and coordinate of each matrix; the tensor is read once, and let go at the end."""
+        """Yield all variables and coordinates of each matrix; the tensor is read once and released at the end."""
         shape = (self.n, *self.matrix_shape)
         matrices = state[self.name].read().reshape(shape)
         others = None if before is None else before[self.name].read().reshape(shape)
@@ -154,11 +164,11 @@ class _Stack:
 
 
 def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
-    """The parameters of a model or the tensors of a checkpoint by name, and words for the source.
+    """Return the parameters of a model or the tensors of a checkpoint by name, and a description of the source.
 
     Raises:
-        AnatomyError: If it is neither a model nor a path.
-        CheckpointError: If the checkpoint cannot be read, or a parameter has no values or is no plain tensor.
+        AnatomyError: If the source is neither a model nor a path.
+        CheckpointError: If the checkpoint cannot be read, or a parameter has no values, is sharded or is quantized.
         OptionError: If the weights are parametrized.
     """
     if isinstance(source, (str, os.PathLike)):
@@ -168,21 +178,30 @@ def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
     described = source.source if isinstance(source, Subject) else f"module {type(model).__qualname__}"
     if is_parametrized(model):
         raise OptionError(
-            f"The weights of {type(model).__name__} are parametrized, computed from other parameters; pass "
-            "wb.baselines.plain_copy(model)."
+            f"The weights of {type(model).__name__} are parametrized (computed from other parameters); pass "
+            "wb.baselines.plain_copy(model).",
+            name="source",
+            value=type(model),
+            expected="a model without parametrizations",
         )
     state = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise CheckpointError(
-                f"The parameter {name} has no values (it is on the device meta); pass the path of the checkpoint, or a "
-                "model with its weights in memory."
+                f"The parameter {name} has no values (it is on the meta device); pass the path of the checkpoint, or a "
+                "model with its weights in memory.",
+                name=name,
+                value="a meta tensor",
+                expected="a tensor in memory",
             )
         tensor = parameter.detach()
         if type(tensor) is not Tensor:  # sharded over ranks, or quantized: its entries are not the weight's
             raise CheckpointError(
-                f"The parameter {name} is a {type(tensor).__name__}, expected a plain tensor; pass the path of the "
-                "checkpoint, or a model that is neither sharded nor quantized."
+                f"The parameter {name} is a {type(tensor).__name__}, expected an ordinary tensor; pass the path of the "
+                "checkpoint, or a model that is neither sharded nor quantized.",
+                name=name,
+                value=type(tensor),
+                expected="a tensor that is neither sharded nor quantized",
             )
         state[name] = LazyTensor.of(tensor)
     return state, described
@@ -191,7 +210,7 @@ def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
 def _planned(
     state: dict[str, LazyTensor], layers: Collection[int] | None, min_size: int
 ) -> tuple[list[_Stack], list[str]]:
-    """The tensors to measure, and one line for each that is left out although it has two dimensions or more.
+    """Return the tensors to measure, and a line for each tensor of two or more dimensions that is left out.
 
     Raises:
         OptionError: If there is no such layer.
@@ -203,8 +222,8 @@ def _planned(
     ]
     known = {stack.layer for stack in stacks} - {-1}
     if layers is not None and (unknown := sorted(set(layers) - known)):
-        range_of = f"{min(known)} to {max(known)}" if known else "none that the names state"
-        raise OptionError(f"There is no layer {unknown[0]}; the layers are {range_of}.")
+        numbers = f"from {min(known)} to {max(known)}" if known else "None, because no name contains a layer number"
+        raise OptionError.of("layers", unknown[0], numbers)
     planned, left_out = [], []
     for stack in stacks:
         if layers is not None and stack.layer not in layers:
@@ -218,11 +237,11 @@ def _planned(
 
 
 def _reason_against(stack: _Stack, dtype: torch.dtype, min_size: int) -> str:
-    """Why a tensor is not measured; empty if it is."""
+    """Return the reason why a tensor is not measured; empty if it is measured."""
     if not dtype.is_floating_point:
-        return f"values of type {str(dtype).removeprefix('torch.')}, which are no weights as they stand"
+        return f"values of type {str(dtype).removeprefix('torch.')}, which do not represent weights without scales"
     if dtype.itemsize < 2:
-        return f"{str(dtype).removeprefix('torch.')} without the scales that belong to it"
+        return f"values of type {str(dtype).removeprefix('torch.')} without their scales"
     if stack.name.endswith("bias"):
         return "a bias"
     if len(stack.shape) == 3 and stack.is_one and "conv" not in stack.name.lower():
@@ -233,26 +252,31 @@ def _reason_against(stack: _Stack, dtype: torch.dtype, min_size: int) -> str:
 
 
 def _require_same(planned: list[_Stack], others: list[_Stack], described: str) -> None:
-    """Refuse a reference with other matrices.
-
-    Raises:
-        CheckpointError: If a name is missing on one side, or a shape differs.
-    """
+    """Raise CheckpointError if the matrices of source and reference differ in names or shapes."""
     shapes, other_shapes = ({stack.name: stack.shape for stack in side} for side in (planned, others))
     remedy = "pass a checkpoint of the same model"
     for name in [*shapes, *other_shapes]:
         if name not in other_shapes:
-            raise CheckpointError(f"The reference {described} has no matrix {name}; {remedy}.")
+            raise CheckpointError(
+                f"The reference {described} has no matrix {name}; {remedy}.", name=name, expected="in the reference"
+            )
         if name not in shapes:
-            raise CheckpointError(f"The reference {described} has a matrix {name}, which the source lacks; {remedy}.")
+            raise CheckpointError(
+                f"The reference {described} has a matrix {name}, which the source lacks; {remedy}.",
+                name=name,
+                expected="in the source",
+            )
         if shapes[name] != other_shapes[name]:
             raise CheckpointError(
-                f"{name} has shape {shapes[name]}, but {other_shapes[name]} in the reference {described}; {remedy}."
+                f"{name} has shape {shapes[name]}, but {other_shapes[name]} in the reference {described}; {remedy}.",
+                name=name,
+                value=other_shapes[name],
+                expected=f"of shape {shapes[name]} in the reference",
             )
 
 
 def _measured(name: str, matrix: Tensor, other: Tensor | None) -> dict[str, Any]:
-    """Every variable of one matrix.
+    """Return all variables of one matrix.
 
     Raises:
         CheckpointError: If a value is not finite.
@@ -261,12 +285,15 @@ def _measured(name: str, matrix: Tensor, other: Tensor | None) -> dict[str, Any]
     norm = frobenius_norm(s)
     if not torch.isfinite(norm.square()) or not np.isfinite(reference_norm):
         raise CheckpointError(
-            f"{name} holds a value that is not finite, or one too large to square; leave its layer out with layers=, "
-            "or take an earlier checkpoint."
+            f"{name} contains a value that is not finite, or too large to be squared; leave out its layer with "
+            "layers=, or use an earlier checkpoint.",
+            name=name,
+            value=float(norm),
+            expected="a matrix of finite values",
         )
     values = s.cpu().numpy()
     largest = float(values[0])
-    # Scaled, so that squares of tiny values are not lost; tails and spikes do not depend on the scale.
+    # Values are scaled so that squares of tiny ones do not underflow; tails and spikes do not depend on the scale.
     unit = largest**2 / max(matrix.shape)
     eigenvalues = np.square(values / largest) if largest else values
     tail, bulk = power_law_tail(eigenvalues), random_bulk(eigenvalues, *matrix.shape)
@@ -291,8 +318,11 @@ def _measured(name: str, matrix: Tensor, other: Tensor | None) -> dict[str, Any]
 
 
 def _singular_values(matrix: Tensor, other: Tensor | None) -> tuple[Tensor, float]:
-    """Singular values of a matrix, or of its difference from another, falling; and the other's Frobenius norm."""
-    if matrix.device.type == "mps":  # which has no float64
+    """Return the singular values of a matrix, or of its difference from another, and the other's Frobenius norm.
+
+    The singular values are in decreasing order.
+    """
+    if matrix.device.type == "mps":  # mps has no float64
         matrix = matrix.cpu()
     if other is not None:
         other = other.to(matrix.device)
@@ -311,7 +341,7 @@ def _singular_values(matrix: Tensor, other: Tensor | None) -> tuple[Tensor, floa
             squared += other_rows.square().sum()
             rows = rows - other_rows
         gram.addmm_(rows.T, rows)
-    if not torch.isfinite(gram.diagonal()).all():  # LAPACK may not end
+    if not torch.isfinite(gram.diagonal()).all():  # LAPACK may not terminate
         return gram.diagonal() * torch.nan, float(squared.sqrt())
     squares = torch.linalg.eigvalsh(gram).flip(0)
     return without_rounding(squares, len(squares)).sqrt(), float(squared.sqrt())

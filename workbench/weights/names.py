@@ -1,4 +1,4 @@
-"""What the name of a tensor says of it: its layer and its role."""
+"""Layer and role of a tensor according to its name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|blk|resblocks)\.(\d+)(?:\.|$)
 _EXPERTS = re.compile(r"(?:^|[._])exp(?:ert)?s(?:[._]|$)")
 _ATTENTION = r"\w*(?:attn|attention|att)\d?\.(?:self\.)?"
 _MLP = r"(?:mlp|ffn|feed_?forward)\."
-#: Pattern of the end of a name in lower case, without ".weight"; the first that fits holds.
+#: Role -> pattern of the end of a name in lower case, without ".weight"; the first that matches counts.
 _ROLES: tuple[tuple[str, str], ...] = (
     ("position embedding", r"wpe|position_embeddings?|embed_positions|pos_embed(?:ding)?|position_embd"),
     ("embedding", r"wte|embed_tokens|tok_embeddings|token_embd|token_embedding|word_embeddings|embed_in"),
@@ -32,20 +32,20 @@ _PATTERNS = tuple((role, re.compile(rf"(?:^|\.)(?:{pattern})$")) for role, patte
 
 
 def layer_of(name: str) -> int:
-    """The number after the first of layers, layer, h, blocks, block, blk or resblocks in a name; -1: there is none."""
+    """Return the number after the first of layers, layer, h, blocks, block, blk or resblocks in a name; -1 if none."""
     found = _LAYER.search(name)
     return int(found[1]) if found else -1
 
 
 def role_of(name: str, names: Collection[str]) -> str:
-    """The role that a name states, such as "attention query" or "expert down"; empty if it states none for certain.
+    """Return the role that a name states, such as "attention query" or "expert down"; empty if it is not certain.
 
     Args:
         name: Name of a tensor.
         names: All names of the checkpoint.
     """
     stem = name.removesuffix(".weight").lower()
-    if stem == "output":  # of GGUF files and of Llama's own
+    if stem == "output":  # in GGUF files and in the original files of Llama
         return "head"
     if stem.endswith(".gate") and (role := _gate_role(name.removesuffix(".weight").removesuffix(".gate"), names)):
         return role
@@ -54,7 +54,7 @@ def role_of(name: str, names: Collection[str]) -> str:
 
 
 def _gate_role(parent: str, names: Collection[str]) -> str:
-    """A ``gate`` beside experts chooses among them; beside ``up`` it multiplies."""
+    """Return the role of a ``gate``: a router if its parent has experts, a factor of an MLP if it has ``up``."""
     if any(name.startswith(f"{parent}.experts.") for name in names):
         return "router"
     if f"{parent}.up.weight" in names:
@@ -63,5 +63,5 @@ def _gate_role(parent: str, names: Collection[str]) -> str:
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a name says that the tensor belongs to an expert, or is a stack of experts."""
+    """Return whether a tensor belongs to an expert or is a stack of experts according to its name."""
     return bool(_EXPERTS.search(name.lower()))

@@ -1,11 +1,19 @@
 """Reference architectures, small enough to read and to train on a laptop.
 
-    model = wb.zoo.transformer("rms_norm", d_model=256, n_layers=6)
-    config = wb.zoo.ArchitectureConfig(family="moe", d_model=256, top_k=1)
-    model = wb.zoo.build(config)
+Every model takes token ids (or images) and returns logits; ``model.config`` is its configuration. A training loop adds
+``model.auxiliary_loss()`` where there is such a method: ``getattr(model, "auxiliary_loss", None)``.
 
-Every model takes token ids (or images) and returns logits; ``model.config`` is what it was made from. A training loop
-adds ``model.auxiliary_loss()`` where there is such a method: ``getattr(model, "auxiliary_loss", None)``.
+Example:
+    >>> import workbench as wb
+    >>> model = wb.zoo.transformer("rms_norm", d_model=32, n_layers=2)
+    >>> config = wb.zoo.ArchitectureConfig(family="moe", d_model=32, n_layers=2, top_k=1)
+    >>> [type(each).__name__ for each in (model, wb.zoo.build(config))]
+    ['Transformer', 'MoeTransformer']
+
+See Also:
+    `workbench.train`: Trains a model.
+    `workbench.save_checkpoint`: Saves a model of the zoo.
+    `workbench.design`: Describes an architecture that can be built at several sizes.
 """
 
 from workbench.zoo.architecture_config import FAMILIES, INITIALIZATIONS, NORMS, ArchitectureConfig, defaults

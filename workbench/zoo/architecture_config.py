@@ -1,4 +1,4 @@
-"""One configuration for every architecture: plain values, checked before anything is allocated."""
+"""Configuration of all architectures of the zoo; its values are checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _IMAGES = {"image_size": 32, "patch_size": 4, "n_channels": 3, "n_classes": 10}
 _BLOCKS = {
     "n_heads": 4, "n_kv_heads": None, "position": "learned", "qk_norm": False, "is_parallel": False, "has_bias": True,
 }  # fmt: skip
-_WIDTH = {"mlp_ratio": None, "mlp_width": None}  # the ratio's default depends on the kind of MLP
+_WIDTH = {"mlp_ratio": None, "mlp_width": None}  # the default ratio depends on the kind of MLP
 
-#: Family -> its options and their defaults. An option that is absent here does not apply to the family.
+#: Family -> its options and their defaults. An option that is missing does not apply to the family.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "transformer": {
         **_STREAM, **_TEXT, **_BLOCKS, "rotary_base": None, "window": None, "mlp": "gelu", **_WIDTH,
@@ -66,76 +66,78 @@ if TYPE_CHECKING:
     Value = TypeVar("Value")
 
     class Option(Generic[Value]):
-        """For type checkers: None may be passed, and the family's default is read; so are the options that it has."""
+        """Type of an option for type checkers: None may be assigned, but the value read is never None."""
 
         def __get__(self, instance: object, owner: type | None = None) -> Value: ...
         def __set__(self, instance: object, value: Value | None) -> None: ...
 else:
     Option = Optional
-#: Value that means the family's default.
+#: Value that selects the default of the family.
 DEFAULT: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureConfig:
-    """Everything that defines an architecture and its initial weights.
+    """All options of an architecture and of its initial parameters.
 
-    An option left at None takes the family's default, which is then its value here (`defaults` lists them); an option
-    that does not apply to the family must stay None.
+    An option that is None is set to the default of the family (`defaults` lists them). An option that does not apply to
+    the family must remain None.
 
     Attributes:
-        family: "transformer" (decoder-only), "moe" and "kan" (the same, with a mixture of experts or splines for its
-            MLP), "mamba" or "vit".
+        family: "transformer" (decoder-only), "moe" and "kan" (the same with a mixture of experts, or with splines, in
+            place of the MLP), "mamba" or "vit".
         d_model: Width of the residual stream.
-        n_layers: Residual blocks.
+        n_layers: Number of residual blocks.
         norm: Place of the normalization. ``deep_norm`` is the form that the figures of RKSP Table 1 imply,
-            alpha x + f(LN x); ``deep_norm_post`` is DeepNet's own, LN(alpha x + f(x)) with branch weights scaled by
+            alpha x + f(LN x); ``deep_norm_post`` is that of DeepNet, LN(alpha x + f(x)) with branch weights scaled by
             beta (Wang et al. 2022, arXiv:2203.00555); ``sub_ln`` has a second norm inside each branch
-            (Wang et al. 2022, arXiv:2210.06423). mamba is pre-normalized with RMSNorm, and only so.
-        norm_eps: Added to the variance; by default 1e-5 in mamba, elsewhere torch's own: 1e-5 for LayerNorm, the
-            dtype's epsilon for RMSNorm.
-        vocab_size: Tokens.
-        max_length: Longest sequence; a longer one is refused, whatever the kind of position.
+            (Wang et al. 2022, arXiv:2210.06423). The family mamba is always pre-normalized with RMSNorm.
+        norm_eps: Constant added to the variance; by default 1e-5 in mamba, elsewhere that of torch: 1e-5 for LayerNorm,
+            the epsilon of the dtype for RMSNorm.
+        vocab_size: Number of tokens in the vocabulary.
+        max_length: Longest sequence, in tokens; longer ones raise an exception, with any kind of position.
         ties_embeddings: Whether the output head is the token embedding.
-        n_heads: Attention heads; divides ``d_model``.
-        n_kv_heads: Key-value heads, each shared by ``n_heads / n_kv_heads`` query heads: grouped-query attention,
-            1 for multi-query; None: as many as ``n_heads``.
-        position: "learned" (a vector per position, added once), "rotary" (queries and keys turned, in halves as
-            Llama does it) or "none". Images know no "rotary".
-        rotary_base: Base of the rotary frequencies; 10,000 by default where there are any.
-        qk_norm: RMSNorm of every query and key, per head, before the rotation (as Qwen3).
-        window: Tokens that a position sees, itself included: sliding-window attention; None: all before it.
-        is_parallel: Attention and MLP side by side on one normalized input, x + a(n(x)) + m(n(x)) (as GPT-J).
-        has_bias: Whether linear maps in the blocks have a bias; norms keep their own.
-        mlp: "gelu", "gelu_tanh" (its approximation in GPT-2) or "swiglu" (silu(gate) * up, as Llama).
+        n_heads: Number of attention heads; divides ``d_model``.
+        n_kv_heads: Number of key-value heads, each shared by ``n_heads / n_kv_heads`` query heads (grouped-query
+            attention; 1 is multi-query attention); None is ``n_heads``.
+        position: "learned" (a vector per position, added once), "rotary" (rotated queries and keys, in halves as in
+            Llama) or "none". "rotary" is not available for images.
+        rotary_base: Base of the rotary frequencies, by default 10,000; None without rotary positions.
+        qk_norm: Whether every query and key is normalized by RMSNorm, per head, before the rotation (as in Qwen3).
+        window: Number of tokens that a position attends to, including itself (sliding-window attention); None is all
+            tokens up to the position.
+        is_parallel: Whether attention and MLP act in parallel on one normalized input, x + a(n(x)) + m(n(x)) (as in
+            GPT-J).
+        has_bias: Whether linear maps in the blocks have a bias; norms keep theirs.
+        mlp: "gelu", "gelu_tanh" (its approximation in GPT-2) or "swiglu" (silu(gate) * up, as in Llama).
         mlp_ratio: Hidden width of the MLP (of each expert, of the KAN) over ``d_model``, by default 4 for GELU, 8/3
-            for SwiGLU (about as many weights) and 1 for a KAN; what is no whole number is rounded up to a multiple
-            of 8.
+            for SwiGLU (about as many parameters) and 1 for a KAN. A width that is not an integer is rounded up to a
+            multiple of 8.
         mlp_width: Hidden width, instead of ``mlp_ratio``.
-        n_experts: Experts in each block.
-        top_k: Experts that each token goes to.
-        normalizes_top_k: Whether the weights of a token's experts are made to add up to 1; by default where there are
-            several of them.
+        n_experts: Number of experts in each block.
+        top_k: Number of experts for each token.
+        normalizes_top_k: Whether the weights of a token's experts are divided by their sum; by default True if there
+            are several.
         balance_coefficient: Weight of the load-balancing loss in ``auxiliary_loss()``.
-        z_coefficient: Weight of the router z-loss in it.
-        state_size: States per channel of the selective scan.
-        conv_width: Tokens under the causal convolution.
+        z_coefficient: Weight of the router z-loss in ``auxiliary_loss()``.
+        state_size: Number of states per channel of the selective scan.
+        conv_width: Width of the causal convolution, in tokens.
         expand: Inner width over ``d_model``.
-        n_grid: Grid intervals of each spline, G in the KAN paper; a spline has ``n_grid + spline_order`` basis
-            functions. RKSP's B is taken to be this (it does not say which of the two it counts).
-        spline_order: Degree of the spline's pieces; 3 is cubic.
+        n_grid: Number of grid intervals of each spline, G in the KAN paper; a spline has ``n_grid + spline_order``
+            basis functions. B of RKSP is taken to be this number (the paper does not state which of the two it counts).
+        spline_order: Degree of the splines; 3 is cubic.
         spline_range: Half the range of the grid, -spline_range .. spline_range.
         spline_std: Standard deviation of the initial spline coefficients; 0.1 in the KAN paper.
-        image_size: Height and width of the images; pixels.
-        patch_size: Height and width of a patch; divides ``image_size``; pixels.
+        image_size: Height and width of the images, in pixels.
+        patch_size: Height and width of a patch, in pixels; divides ``image_size``.
         n_channels: Number of channels of the images.
-        n_classes: Outputs of the image classifier.
-        initialization: "normal" (every matrix N(0, init_std^2)), "xavier" (matrices uniform as Glorot and Bengio
-            2010), or "fixup" and "rezero", which begin as the identity and need ``norm="none"``: see
+        n_classes: Number of outputs of the image classifier.
+        initialization: "normal" (every matrix N(0, init_std^2)), "xavier" (uniform matrices, Glorot and Bengio 2010),
+            or "fixup" and "rezero", which begin as the identity and need ``norm="none"``: see
             `workbench.zoo.initialization`.
         init_std: Standard deviation of weight matrices and embeddings.
-        scales_residual_init: Divide the last matrix of each branch by the square root of the number of branches, as
-            GPT-2 does.
+        scales_residual_init: Whether the last matrix of each branch is divided by the square root of the number of
+            branches, as in GPT-2.
         seed: Seed of the initial parameters.
 
     Raises:
@@ -146,6 +148,10 @@ class ArchitectureConfig:
         >>> config = wb.zoo.ArchitectureConfig(family="moe", d_model=32, n_layers=2, n_experts=4)
         >>> config.title, config.top_k, config.head_dim
         ('pre_ln moe', 2, 8)
+
+    See Also:
+        `workbench.zoo.build`: Builds the model.
+        `workbench.zoo.defaults`: Returns the options of a family.
     """
 
     family: Family = "transformer"
@@ -195,7 +201,12 @@ class ArchitectureConfig:
             if name == "family":
                 continue
             if name not in options and value is not None:
-                raise OptionError(f"{name} is no option of the family '{self.family}'; leave it out.")
+                raise OptionError(
+                    f"{name} is not an option of the family '{self.family}'; leave it out.",
+                    name=name,
+                    value=value,
+                    expected="None",
+                )
             if value is None:
                 value = options.get(name)
             object.__setattr__(self, name, value if value is None else _checked(name, value))
@@ -204,25 +215,43 @@ class ArchitectureConfig:
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> ArchitectureConfig:
-        """The configuration that `as_dict` wrote, or any part of it.
+        """Create a configuration from all or some of the options that `as_dict` returns.
 
         Raises:
-            OptionError: If it is impossible, or an option unknown.
+            OptionError: If the configuration is impossible, or an option is unknown.
+
+        Example:
+            >>> import workbench as wb
+            >>> config = wb.zoo.ArchitectureConfig.from_dict({"family": "vit", "image_size": 16})
+            >>> config.family, config.image_size, config.patch_size
+            ('vit', 16, 4)
         """
         known = [field.name for field in fields(cls)]
         unknown = [name for name in options if name not in known]
         if unknown:
-            raise OptionError(f"'{unknown[0]}' is no option of an architecture, expected one of {', '.join(known)}.")
+            raise OptionError(
+                f"'{unknown[0]}' is not an option of an architecture, expected one of {', '.join(known)}.",
+                name=unknown[0],
+                value=options[unknown[0]],
+                expected=tuple(known),
+            )
         return cls(**options)
 
     def as_dict(self) -> dict[str, Any]:
-        """The family and all its options as plain values, for a JSON file."""
+        """Return the family and all its options as numbers, text and None, which a JSON file can hold.
+
+        Example:
+            >>> import workbench as wb
+            >>> options = wb.zoo.ArchitectureConfig(d_model=32, n_layers=2).as_dict()
+            >>> options["family"], options["n_layers"], "n_experts" in options
+            ('transformer', 2, False)
+        """
         return {"family": self.family, **{name: getattr(self, name) for name in defaults(self.family)}}
 
     @property
     def title(self) -> str:
-        """Its name in figures and tables if it has no other, such as "pre_ln transformer"."""
-        if self.family == "mamba":  # it knows one norm only
+        """Default name in figures and tables, such as "pre_ln transformer"."""
+        if self.family == "mamba":  # always has the same norm
             return self.family
         return f"{self.family} without norm" if self.norm == "none" else f"{self.norm} {self.family}"
 
@@ -232,7 +261,12 @@ class ArchitectureConfig:
         if self.mlp_width is not None:
             return self.mlp_width
         if self.mlp_ratio is None:
-            raise OptionError(f"The family '{self.family}' has no MLP, so no hidden width.")
+            raise OptionError(
+                f"The family '{self.family}' has no MLP and therefore no hidden width.",
+                name="family",
+                value=self.family,
+                expected="a family with an MLP",
+            )
         width = self.mlp_ratio * self.d_model
         return int(width) if float(width).is_integer() else 8 * math.ceil(width / 8)
 
@@ -243,13 +277,18 @@ class ArchitectureConfig:
 
     @property
     def n_key_value_heads(self) -> int:
-        """Key-value heads, also where ``n_kv_heads`` was left open."""
+        """Number of key-value heads, also if ``n_kv_heads`` is None."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     def _fill_in(self) -> None:
-        """The defaults that depend on other options."""
+        """Set the defaults that depend on other options."""
         if self.mlp_ratio is not None and self.mlp_width is not None:
-            raise OptionError("Both mlp_ratio and mlp_width are given; pass one of them.")
+            raise OptionError(
+                "Both mlp_ratio and mlp_width are given; pass one of them.",
+                name="mlp_width",
+                value=self.mlp_width,
+                expected="None if mlp_ratio is given",
+            )
         if "mlp_ratio" in defaults(self.family) and self.mlp_ratio is None and self.mlp_width is None:
             ratio = 1 if self.family == "kan" else 8 / 3 if self.mlp == "swiglu" else 4
             object.__setattr__(self, "mlp_ratio", ratio)
@@ -262,63 +301,90 @@ class ArchitectureConfig:
 
     def _check_combination(self) -> None:
         if self.family == "mamba" and self.norm != "rms_norm":
-            raise OptionError(f"norm is '{self.norm}', but the family '{self.family}' knows only 'rms_norm'.")
+            raise OptionError(
+                f"norm is '{self.norm}', but the family '{self.family}' supports only 'rms_norm'.",
+                name="norm",
+                value=self.norm,
+                expected=("rms_norm",),
+            )
         if self.n_heads is not None:
             self._check_attention()
         if self.top_k is not None and self.top_k > self.n_experts:
-            raise OptionError(
-                f"top_k ({self.top_k}) is larger than n_experts ({self.n_experts}); a token cannot go to more experts "
-                "than there are."
-            )
+            raise OptionError.of("top_k", self.top_k, f"at most n_experts ({self.n_experts})")
         if self.patch_size is not None and self.image_size % self.patch_size:
-            raise OptionError(
-                f"patch_size ({self.patch_size}) does not divide image_size ({self.image_size}); choose a divisor of "
-                "the image."
-            )
+            raise OptionError.of("patch_size", self.patch_size, f"a divisor of image_size ({self.image_size})")
         if self.initialization in ("fixup", "rezero"):
             self._check_identity_initialization()
 
     def _check_attention(self) -> None:
         if self.d_model % self.n_heads:
-            raise OptionError(
-                f"n_heads ({self.n_heads}) does not divide d_model ({self.d_model}); choose a divisor of the width."
-            )
+            raise OptionError.of("n_heads", self.n_heads, f"a divisor of d_model ({self.d_model})")
         if self.n_heads % self.n_key_value_heads:
-            raise OptionError(
-                f"n_kv_heads ({self.n_kv_heads}) does not divide n_heads ({self.n_heads}); choose a divisor of the "
-                "query heads."
-            )
+            raise OptionError.of("n_kv_heads", self.n_kv_heads, f"a divisor of n_heads ({self.n_heads})")
         if self.position != "rotary" and self.rotary_base is not None:
             raise OptionError(
-                f"rotary_base belongs to position='rotary', but position is '{self.position}'; leave it out."
+                f"rotary_base applies to position='rotary', but position is '{self.position}'; leave it out.",
+                name="rotary_base",
+                value=self.rotary_base,
+                expected="None",
             )
         if self.position == "rotary" and self.family == "vit":
-            raise OptionError("position is 'rotary', but the family 'vit' knows only 'learned' and 'none'.")
+            raise OptionError(
+                "position is 'rotary', but the family 'vit' supports only 'learned' and 'none'.",
+                name="position",
+                value=self.position,
+                expected=("learned", "none"),
+            )
         if self.position == "rotary" and self.head_dim % 2:
             raise OptionError(
-                f"Rotary positions turn pairs of features, but d_model / n_heads is {self.head_dim}; choose an even "
-                "width of the heads."
+                f"Rotary positions rotate pairs of features, but d_model / n_heads is {self.head_dim}; choose an even "
+                "width of the heads.",
+                name="n_heads",
+                value=self.n_heads,
+                expected="such that d_model / n_heads is even",
             )
 
     def _check_identity_initialization(self) -> None:
         if self.norm != "none":
             raise OptionError(
-                f"initialization '{self.initialization}' takes the place of the normalization, but norm is "
-                f"'{self.norm}'; pass norm='none'."
+                f"initialization='{self.initialization}' replaces the normalization, but norm is '{self.norm}'; pass "
+                "norm='none'.",
+                name="norm",
+                value=self.norm,
+                expected=("none",),
             )
         if self.initialization == "rezero":
             return
         if self.family in ("moe", "kan") or self.mlp == "swiglu":
             kind = f"the family '{self.family}'" if self.family in ("moe", "kan") else "mlp 'swiglu'"
-            raise OptionError(f"Fixup is not defined for {kind}; choose initialization='rezero'.")
+            raise OptionError(
+                f"Fixup is not defined for {kind}; choose initialization='rezero'.",
+                name="initialization",
+                value=self.initialization,
+                expected=("rezero",),
+            )
         if self.ties_embeddings:
-            raise OptionError("Fixup begins with an output head of zero, which cannot be tied to the embedding.")
+            raise OptionError(
+                "Fixup initializes the output head with zeros, so it cannot be tied to the embedding; pass "
+                "ties_embeddings=False.",
+                name="ties_embeddings",
+                value=True,
+                expected=(False,),
+            )
         if self.scales_residual_init:
-            raise OptionError("Fixup begins with last matrices of zero, so scales_residual_init must be False.")
+            raise OptionError(
+                "Fixup initializes the last matrices of branches with zeros, so they cannot be scaled; pass "
+                "scales_residual_init=False.",
+                name="scales_residual_init",
+                value=True,
+                expected=(False,),
+            )
 
 
 def defaults(family: Family) -> dict[str, Any]:
-    """The options of a family and their defaults; None where the default depends on others, or means "off".
+    """Return the options of a family and their defaults.
+
+    A default is None if it depends on other options, or if the option is off.
 
     Raises:
         OptionError: If there is no such family.
@@ -327,32 +393,36 @@ def defaults(family: Family) -> dict[str, Any]:
         >>> import workbench as wb
         >>> wb.zoo.defaults("moe")["n_experts"], wb.zoo.defaults("kan")["mlp_ratio"]
         (8, None)
+
+    See Also:
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     if not isinstance(family, str) or family not in _DEFAULTS:
-        raise OptionError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}.")
+        raise OptionError.of("family", family, FAMILIES)
     return dict(_DEFAULTS[family])
 
 
 def _checked(name: str, value: Any) -> Any:
-    """The value as a plain int, float, bool or str."""
+    """Return the value as an int, float, bool or str, if it is valid."""
     if name in _CHOICES:
         if value not in _CHOICES[name]:
-            raise OptionError(f"{name} is {value!r}, expected one of {', '.join(_CHOICES[name])}.")
+            raise OptionError.of(name, value, _CHOICES[name])
         return str(value)
     if name in _FLAGS:
         if not isinstance(value, bool):
-            raise OptionError(f"{name} is {value!r}, expected True or False.")
+            raise OptionError.of(name, value, (True, False))
         return value
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if name in (*_COUNTS, "seed"):
         least = 0 if name == "seed" else 1
         if not is_number or not isinstance(value, Integral):
-            raise OptionError(f"{name} is {value!r}, expected a whole number.")
+            raise OptionError.of(name, value, "an integer")
         if value < least:
-            raise OptionError(f"{name} is {value}, expected at least {least}.")
+            raise OptionError.of(name, value, f"at least {least}")
         return int(value)
     is_allowed_zero = name in _NOT_NEGATIVE and is_number and value == 0
     if not is_number or not (0 < value < math.inf or is_allowed_zero):
-        kind = "a number of at least 0" if name in _NOT_NEGATIVE else "a positive number"
-        raise OptionError(f"{name} is {value!r}, expected {kind}.")
+        raise OptionError.of(
+            name, value, "a finite number of at least 0" if name in _NOT_NEGATIVE else "a positive number"
+        )
     return int(value) if isinstance(value, Integral) else float(value)

@@ -1,4 +1,4 @@
-"""Attention: multi-head, grouped or multi-query; over the past, a window of it, or all tokens."""
+"""Multi-head, grouped-query and multi-query attention, which is causal, windowed or bidirectional."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Attention(Branch):
-    """The attention branch; causal, but for images."""
+    """Attention branch of a block; causal except for images."""
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Attention(Branch):
         self.out = nn.Linear(width, width, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
         x = self.input_bias(x)
         q = self.query_norm(_heads(self.query(x), self.n_heads))
         k = self.key_norm(_heads(self.key(x), self.n_kv_heads))
@@ -53,24 +53,29 @@ class Attention(Branch):
         return self.out(self.mixed_bias(self.inner_norm(mixed.transpose(1, 2).flatten(2))))
 
     def path(self) -> list[list[Tensor]]:
-        """Weights of the values and of the output; queries and keys only decide what is mixed."""
+        """Return the weights of the values and of the output; queries and keys only determine how values are mixed."""
         return [[self.value.weight], [self.out.weight]]
 
 
 def window_mask(n_tokens: int, window: int, device: torch.device | None = None) -> Tensor:
-    """Which token (row) sees which (column): itself and the ``window - 1`` before it; bool, shape (token, token)."""
+    """Return whether each token (row) attends to each other (column): itself and the ``window - 1`` tokens before it.
+
+    The mask is bool, shape (token, token).
+    """
     return torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary positions (Su et al. 2021, arXiv:2104.09864), the first half of the features turned against the second.
+    """Rotate queries or keys by their positions (Su et al. 2021, arXiv:2104.09864).
+
+    Feature i of the first half and feature i of the second half form a pair that is rotated.
 
     Args:
         x: Queries or keys, shape (batch, head, token, feature), an even number of features.
         base: Base of the frequencies, base^(-2i / n_features) radians per token.
 
     Returns:
-        Like ``x``; position 0 is unchanged.
+        The rotated tensor, shaped like ``x``; position 0 is unchanged.
     """
     half, dtype = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequency = base ** -(torch.arange(half, device=x.device, dtype=dtype) / half)
@@ -81,5 +86,5 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
 
 def _heads(x: Tensor, n_heads: int) -> Tensor:
-    """(batch, token, feature) -> (batch, head, token, head_dim)."""
+    """Split features into heads: (batch, token, feature) -> (batch, head, token, head_dim)."""
     return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The residual block, and what every model of the zoo is."""
+"""Residual blocks of transformers, and the base class of all models of the zoo."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _POST_NORMS = ("post_ln", "deep_norm_post")
 
 
 class ZooModel(nn.Module, ABC):
-    """A model that is made from an `ArchitectureConfig` alone.
+    """Base class of models that an `ArchitectureConfig` fully determines.
 
-    Called with token ids (batch, token), int64, it returns logits (batch, token, vocabulary); called with images
-    (batch, channel, height, width), logits (batch, class). Models with losses of their own have ``auxiliary_loss()``.
+    Called with token ids (batch, token), int64, a model returns logits (batch, token, vocabulary); called with images
+    (batch, channel, height, width), logits (batch, class). Models with auxiliary losses have ``auxiliary_loss()``.
 
     Attributes:
         config: Configuration of the model.
@@ -35,6 +35,10 @@ class ZooModel(nn.Module, ABC):
         >>> model = wb.zoo.mamba(d_model=16, n_layers=2)
         >>> isinstance(model, wb.zoo.ZooModel), len(model.blocks), model.config.family
         (True, 2, 'mamba')
+
+    See Also:
+        `workbench.zoo.build`: Builds a model from a configuration.
+        `workbench.zoo.is_zoo_model`: Tests for this class.
     """
 
     blocks: nn.ModuleList
@@ -45,19 +49,27 @@ class ZooModel(nn.Module, ABC):
         self.config = config
 
     def tie(self) -> None:
-        """Make one tensor of the weights that are to be the same, where the configuration says so."""
+        """Tie the weights that the configuration ties: let their modules share one parameter.
+
+        Example:
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, ties_embeddings=True)
+            >>> model.tie()
+            >>> model.head.weight is model.token_embedding.weight
+            True
+        """
 
 
 class ResidualBlock(nn.Module, ABC):
-    """A block of the residual stream: a state in, a state of the same shape out."""
+    """Base class of residual blocks, which map a state to a state of the same shape."""
 
     @abstractmethod
     def branches(self) -> tuple[Branch, ...]:
-        """The branches that are added to the stream, in order."""
+        """Return the branches whose outputs are added to the stream, in order."""
 
 
 class Block(ResidualBlock):
-    """One residual block of a transformer: an attention and an MLP branch, joined as ``config.norm`` says.
+    """Residual block of a transformer, with an attention and an MLP branch that are normalized as by ``config.norm``.
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
@@ -76,14 +88,14 @@ class Block(ResidualBlock):
         self.mlp_scale = branch_scale(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual stream after the block, shape (batch, token, feature) like ``x``."""
+        """Return the residual stream after the block, shape (batch, token, feature)."""
         if self.is_parallel:
             return self._join(x, self.attention_norm, self._attend, self._transform)
         x = self._join(x, self.attention_norm, self._attend)
         return self._join(x, self.mlp_norm, self._transform)
 
     def branches(self) -> tuple[Branch, ...]:
-        """Attention and MLP."""
+        """Return attention and MLP."""
         return self.attention, self.mlp
 
     def _attend(self, x: Tensor) -> Tensor:
@@ -100,12 +112,15 @@ class Block(ResidualBlock):
 
 
 def final_norm(config: ArchitectureConfig) -> nn.Module:
-    """The normalization after the last block, where the blocks do not end with one."""
+    """Return the normalization after the last block; the identity if the blocks end with one."""
     return nn.Identity() if config.norm in _POST_NORMS else norm(config)
 
 
 def deep_norm_constants(config: ArchitectureConfig) -> tuple[float, float]:
-    """Constants alpha and beta of DeepNorm for decoders, (2L)^(1/4) and (8L)^(-1/4); (1, 1) for other norms."""
+    """Return alpha = (2L)^(1/4) and beta = (8L)^(-1/4) of DeepNorm for decoders.
+
+    Beta is 1 for ``deep_norm``; both are 1 for other norms.
+    """
     if config.norm not in ("deep_norm", "deep_norm_post"):
         return 1.0, 1.0
     beta = (8 * config.n_layers) ** -0.25 if config.norm == "deep_norm_post" else 1.0

@@ -15,34 +15,34 @@ if TYPE_CHECKING:
 
 
 class Branch(nn.Module, ABC):
-    """A branch of a residual block: what it returns is added to the stream."""
+    """Base class of the branches of a residual block, whose outputs are added to the stream."""
 
     @abstractmethod
     def path(self) -> list[list[Tensor]]:
-        """Weights that the stream passes on its way through the branch, layer by layer, the last one last."""
+        """Return the weights on the path of the stream through the branch, layer by layer from first to last."""
 
 
 class ScalarBias(nn.Module):
-    """x + b with one number b for all features, 0 at first (Fixup)."""
+    """The map x + b with one scalar b for all features, initially 0 (Fixup)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.empty(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The shifted input, shaped like it."""
+        """Return x + b, shaped like ``x``."""
         return x + self.bias
 
     def reset_parameters(self) -> None:
-        """Back to the start."""
+        """Reset the parameter to its initial value."""
         nn.init.zeros_(self.bias)
 
 
 class ScalarScale(nn.Module):
-    """a x with one number a for the whole branch (the multiplier of Fixup, the alpha of ReZero).
+    """The map a x with one scalar a per branch (the multiplier of Fixup, the alpha of ReZero).
 
     Args:
-        start: Initial a.
+        start: Initial value of a.
     """
 
     def __init__(self, start: float) -> None:
@@ -51,16 +51,16 @@ class ScalarScale(nn.Module):
         self.scale = nn.Parameter(torch.empty(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The scaled input, shaped like it."""
+        """Return a x, shaped like ``x``."""
         return self.scale * x
 
     def reset_parameters(self) -> None:
-        """Back to the start."""
+        """Reset the parameter to its initial value."""
         nn.init.constant_(self.scale, self.start)
 
 
 def norm(config: ArchitectureConfig) -> nn.Module:
-    """The normalization of the stream that ``config.norm`` asks for."""
+    """Create the normalization of the stream that ``config.norm`` names."""
     if config.norm == "none":
         return nn.Identity()
     if config.norm == "rms_norm":
@@ -69,17 +69,17 @@ def norm(config: ArchitectureConfig) -> nn.Module:
 
 
 def inner_norm(config: ArchitectureConfig, width: int) -> nn.Module:
-    """SubLN's second norm, inside each branch (Wang et al. 2022, arXiv:2210.06423)."""
+    """Create the second norm of SubLN, inside each branch (Wang et al. 2022, arXiv:2210.06423); else the identity."""
     return _layer_norm(config, width) if config.norm == "sub_ln" else nn.Identity()
 
 
 def scalar_bias(config: ArchitectureConfig) -> nn.Module:
-    """The bias that Fixup puts before every linear map and activation; nothing otherwise."""
+    """Create the bias that Fixup adds before every linear map and activation; else the identity."""
     return ScalarBias() if config.initialization == "fixup" else nn.Identity()
 
 
 def branch_scale(config: ArchitectureConfig) -> nn.Module:
-    """The factor of a whole branch: 1 at first with Fixup, 0 with ReZero, nothing otherwise."""
+    """Create the factor of a branch, initially 1 with Fixup and 0 with ReZero; else the identity."""
     starts = {"fixup": 1.0, "rezero": 0.0}
     return ScalarScale(starts[config.initialization]) if config.initialization in starts else nn.Identity()
 

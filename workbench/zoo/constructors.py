@@ -1,4 +1,4 @@
-"""From a configuration to a model with fresh weights."""
+"""Functions that build models with initial parameters from configurations and options."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Model = TypeVar("Model", bound=ZooModel)
 
 
 def build(config: ArchitectureConfig) -> ZooModel:
-    """The model of a configuration, with fresh weights.
+    """Build the model of a configuration, with initial parameters.
 
     Args:
         config: Configuration of the model.
 
     Returns:
-        The model in training mode, on the CPU, float32; the global random state is untouched.
+        The model in training mode, on the CPU, in float32. The global random state is unchanged.
 
     Example:
         >>> import workbench as wb
@@ -49,40 +49,49 @@ def build(config: ArchitectureConfig) -> ZooModel:
         >>> model = wb.zoo.build(config)
         >>> model.config == config
         True
+
+    See Also:
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
+        `workbench.zoo.count_parameters`: Counts the parameters without building the model.
     """
     model = _on_meta(config)
     model.to_empty(device="cpu")
-    model.tie()  # which the move from meta has undone
+    model.tie()  # `to_empty` has separated tied weights
     initialize(model)
     return model
 
 
 def count_parameters(config: ArchitectureConfig) -> int:
-    """Weights that a model of this configuration has, tied ones counted once; nothing is allocated.
+    """Return the number of parameters of a configuration, tied ones counted once; nothing is allocated.
 
     Example:
         >>> import workbench as wb
-        >>> config = wb.zoo.ArchitectureConfig(d_model=16, n_layers=2)
-        >>> wb.zoo.count_parameters(config) == sum(weight.numel() for weight in wb.zoo.build(config).parameters())
-        True
+        >>> wb.zoo.count_parameters(wb.zoo.ArchitectureConfig(d_model=16, n_layers=2))
+        15808
+
+    See Also:
+        `workbench.zoo.build`: Builds the model.
     """
     return sum(parameter.numel() for parameter in _on_meta(config).parameters())
 
 
 def is_zoo_model(model: HoldsModel | nn.Module) -> bool:
-    """Whether a model is made from an `ArchitectureConfig` alone, and can be saved as such.
+    """Return whether an `ArchitectureConfig` fully determines a model, so that `save_checkpoint` can save it.
 
     Example:
         >>> import torch
         >>> import workbench as wb
         >>> wb.zoo.is_zoo_model(wb.zoo.mamba(d_model=16, n_layers=1)), wb.zoo.is_zoo_model(torch.nn.Linear(4, 4))
         (True, False)
+
+    See Also:
+        `workbench.save_checkpoint`: Saves models of the zoo.
     """
     return isinstance(module_of(model), ZooModel)
 
 
 def _named_options(family: str) -> Callable[[Callable[Parameters, Model]], Callable[Parameters, Model]]:
-    """Refuse an option that a constructor does not name in the words of `ArchitectureConfig`."""
+    """Return a decorator that lets `ArchitectureConfig` reject options that a constructor does not have."""
 
     def decorate(constructor: Callable[Parameters, Model]) -> Callable[Parameters, Model]:
         known = inspect.signature(constructor).parameters
@@ -124,15 +133,15 @@ def transformer(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> Transformer:
-    """A decoder-only transformer.
+    """Build a decoder-only transformer.
 
-    `ArchitectureConfig` says what each option means; None leaves one off, or to what follows from the others.
+    `ArchitectureConfig` explains the options. None turns an option off, or derives it from the others.
 
     Returns:
-        As from `build`.
+        The model, as from `build`.
 
     Raises:
-        OptionError: If the configuration is impossible; nothing is allocated then.
+        OptionError: If the configuration is impossible; in this case nothing is allocated.
 
     Example:
         >>> import torch
@@ -140,6 +149,10 @@ def transformer(
         >>> model = wb.zoo.transformer("post_ln", d_model=16, n_layers=2, vocab_size=32)
         >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
         (1, 8, 32)
+
+    See Also:
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
+        `workbench.train`: Trains the model.
     """
     return _build("transformer", locals())
 
@@ -175,7 +188,7 @@ def moe(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> MoeTransformer:
-    """A mixture of experts; see `MoeTransformer` and, for options, `ArchitectureConfig`.
+    """Build a mixture of experts; `ArchitectureConfig` explains the options.
 
     Example:
         >>> import torch
@@ -184,6 +197,10 @@ def moe(
         >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
         >>> model.auxiliary_loss().ndim
         0
+
+    See Also:
+        `workbench.zoo.MoeTransformer`: Describes the model.
+        `workbench.zoo.mixtral_style`: Builds a model like Mixtral.
     """
     return _build("moe", locals())
 
@@ -206,7 +223,7 @@ def mamba(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> Mamba:
-    """A stack of selective state spaces; see `Mamba` and, for options, `ArchitectureConfig`.
+    """Build a stack of selective state-space blocks; `ArchitectureConfig` explains the options.
 
     Example:
         >>> import torch
@@ -214,6 +231,10 @@ def mamba(
         >>> model = wb.zoo.mamba(d_model=16, n_layers=2, state_size=4)
         >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
         (1, 8, 256)
+
+    See Also:
+        `workbench.zoo.Mamba`: Describes the model.
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("mamba", locals())
 
@@ -247,7 +268,7 @@ def kan(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> KanTransformer:
-    """A transformer with splines for its MLP; see `KanTransformer` and, for options, `ArchitectureConfig`.
+    """Build a transformer whose MLPs are splines; `ArchitectureConfig` explains the options.
 
     Example:
         >>> import torch
@@ -255,6 +276,10 @@ def kan(
         >>> model = wb.zoo.kan(d_model=16, n_layers=1, n_grid=8)
         >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
         (1, 8, 256)
+
+    See Also:
+        `workbench.zoo.KanTransformer`: Describes the model.
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("kan", locals())
 
@@ -284,7 +309,7 @@ def vit(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> VisionTransformer:
-    """A vision transformer; see `VisionTransformer` and, for options, `ArchitectureConfig`.
+    """Build a vision transformer; `ArchitectureConfig` explains the options.
 
     Example:
         >>> import torch
@@ -292,6 +317,10 @@ def vit(
         >>> model = wb.zoo.vit(d_model=16, n_layers=2, image_size=8)
         >>> tuple(model(torch.zeros(2, 3, 8, 8)).shape)
         (2, 10)
+
+    See Also:
+        `workbench.zoo.VisionTransformer`: Describes the model.
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("vit", locals())
 
@@ -322,15 +351,19 @@ def gpt2_style(
     scales_residual_init: bool = True,
     seed: int = 0,
 ) -> Transformer:
-    """A transformer like GPT-2: Pre-LN, learned positions, tanh-GELU, tied embeddings, scaled initial residuals.
+    """Build a transformer like GPT-2: Pre-LN, learned positions, tanh-GELU, tied embeddings, scaled initial residuals.
 
-    Dropout, which GPT-2 has, is left out. See `ArchitectureConfig` for options.
+    The dropout of GPT-2 is omitted. `ArchitectureConfig` explains the options.
 
     Example:
         >>> import workbench as wb
         >>> model = wb.zoo.gpt2_style(d_model=16, n_layers=2)
         >>> model.config.mlp, model.config.scales_residual_init
         ('gelu_tanh', True)
+
+    See Also:
+        `workbench.zoo.from_gpt2`: Converts a GPT-2 model with its parameters.
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("transformer", locals())
 
@@ -361,15 +394,20 @@ def llama_style(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> Transformer:
-    """A transformer like Llama: RMSNorm, rotary positions, SwiGLU, no biases; see `ArchitectureConfig` for options.
+    """Build a transformer like Llama: RMSNorm, rotary positions, SwiGLU, no biases.
 
-    ``n_kv_heads`` gives the grouped queries of its larger versions.
+    ``n_kv_heads`` selects grouped-query attention, which larger versions of Llama have. `ArchitectureConfig` explains
+    the options.
 
     Example:
         >>> import workbench as wb
         >>> model = wb.zoo.llama_style(d_model=16, n_layers=2, n_kv_heads=2)
         >>> model.config.norm, model.config.n_key_value_heads
         ('rms_norm', 2)
+
+    See Also:
+        `workbench.zoo.from_llama`: Converts a Llama model with its parameters.
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("transformer", locals())
 
@@ -405,13 +443,19 @@ def mixtral_style(
     scales_residual_init: bool = False,
     seed: int = 0,
 ) -> MoeTransformer:
-    """A mixture of experts like Mixtral: `llama_style` with two of eight experts; options: `ArchitectureConfig`.
+    """Build a mixture of experts like Mixtral: `llama_style` with two of eight experts per token.
+
+    `ArchitectureConfig` explains the options.
 
     Example:
         >>> import workbench as wb
         >>> model = wb.zoo.mixtral_style(d_model=16, n_layers=2, n_experts=4)
         >>> model.config.n_experts, model.config.top_k
         (4, 2)
+
+    See Also:
+        `workbench.zoo.MoeTransformer`: Describes the model.
+        `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("moe", locals())
 

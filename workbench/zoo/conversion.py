@@ -1,4 +1,4 @@
-"""GPT-2 and Llama models of transformers, as transformers of the zoo with the same weights."""
+"""Conversion of GPT-2 and Llama models of the transformers library to transformers of the zoo."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def from_gpt2(model: HoldsModel | nn.Module) -> Transformer:
-    """The transformer of the zoo that computes what a GPT-2 model computes.
+    """Convert a GPT-2 model to the transformer of the zoo that computes the same function.
 
-    Dropout is left out, so they agree in eval mode.
+    Dropout is omitted, so the two agree in eval mode.
 
     Args:
-        model: A ``GPT2LMHeadModel``; it is left as it is.
+        model: A ``GPT2LMHeadModel``; it is not changed.
 
     Returns:
         A copy in eval mode, on the same device and in the same dtype.
 
     Raises:
-        CheckpointError: If it is another model, or has an option that the zoo's transformer lacks.
+        CheckpointError: If it is another model, or has an option that the transformer of the zoo does not have.
 
     Example:
         >>> import workbench as wb
@@ -39,13 +39,17 @@ def from_gpt2(model: HoldsModel | nn.Module) -> Transformer:
         >>> model = wb.zoo.from_gpt2(transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)))
         >>> model.config.norm, model.config.mlp, model.config.ties_embeddings
         ('pre_ln', 'gelu_tanh', True)
+
+    See Also:
+        `workbench.zoo.from_llama`: Converts a Llama model.
+        `workbench.zoo.gpt2_style`: Builds a model like GPT-2 with initial parameters.
     """
     from transformers import GPT2LMHeadModel
 
     model = module_of(model)
     _check_class(model, GPT2LMHeadModel)
     theirs: Any = model.config
-    _refuse(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    _check_options(theirs, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     ours = transformer(
         d_model=theirs.n_embd, n_layers=theirs.n_layer, n_heads=theirs.n_head, vocab_size=theirs.vocab_size,
         max_length=theirs.n_positions, norm="pre_ln", norm_eps=theirs.layer_norm_epsilon,
@@ -62,7 +66,7 @@ def from_gpt2(model: HoldsModel | nn.Module) -> Transformer:
     }
     for i in range(ours.config.n_layers):
         there, here = f"transformer.h.{i}", f"blocks.{i}"
-        # Conv1D keeps its weights as (in, out), and the three of attention side by side.
+        # Conv1D stores its weights as (in, out), and those of query, key and value side by side.
         weights = state[f"{there}.attn.c_attn.weight"].T.chunk(3)
         biases = state[f"{there}.attn.c_attn.bias"].chunk(3)
         for name, weight, bias in zip(("query", "key", "value"), weights, biases, strict=True):
@@ -77,16 +81,16 @@ def from_gpt2(model: HoldsModel | nn.Module) -> Transformer:
 
 
 def from_llama(model: HoldsModel | nn.Module) -> Transformer:
-    """The transformer of the zoo that computes what a Llama model computes.
+    """Convert a Llama model to the transformer of the zoo that computes the same function.
 
     Args:
-        model: A ``LlamaForCausalLM`` with plain rotary positions; it is left as it is.
+        model: A ``LlamaForCausalLM`` with unscaled rotary positions; it is not changed.
 
     Returns:
         A copy in eval mode, on the same device and in the same dtype.
 
     Raises:
-        CheckpointError: If it is another model, or has an option that the zoo's transformer lacks.
+        CheckpointError: If it is another model, or has an option that the transformer of the zoo does not have.
 
     Example:
         >>> import workbench as wb
@@ -96,6 +100,10 @@ def from_llama(model: HoldsModel | nn.Module) -> Transformer:
         >>> model = wb.zoo.from_llama(transformers.LlamaForCausalLM(config))
         >>> model.config.norm, model.config.mlp, model.config.position
         ('rms_norm', 'swiglu', 'rotary')
+
+    See Also:
+        `workbench.zoo.from_gpt2`: Converts a GPT-2 model.
+        `workbench.zoo.llama_style`: Builds a model like Llama with initial parameters.
     """
     from transformers import LlamaForCausalLM
 
@@ -103,12 +111,15 @@ def from_llama(model: HoldsModel | nn.Module) -> Transformer:
     _check_class(model, LlamaForCausalLM)
     theirs: Any = model.config
     head_dim = theirs.hidden_size // theirs.num_attention_heads
-    _refuse(theirs, hidden_act="silu", head_dim=head_dim, mlp_bias=theirs.attention_bias)
+    _check_options(theirs, hidden_act="silu", head_dim=head_dim, mlp_bias=theirs.attention_bias)
     rotary = theirs.rope_parameters
     if rotary["rope_type"] != "default":
         raise CheckpointError(
-            f"The rotary positions are of type '{rotary['rope_type']}', but the zoo's transformer has only plain ones; "
-            "profile the model as it is."
+            f"The rotary positions are of type '{rotary['rope_type']}', but the transformer of the zoo supports only "
+            "'default'; profile the original model.",
+            name="rope_type",
+            value=rotary["rope_type"],
+            expected=("default",),
         )
     ours = transformer(
         d_model=theirs.hidden_size, n_layers=theirs.num_hidden_layers, n_heads=theirs.num_attention_heads,
@@ -139,16 +150,19 @@ def from_llama(model: HoldsModel | nn.Module) -> Transformer:
 
 def _check_class(model: nn.Module, expected: type) -> None:
     if not isinstance(model, expected):
-        raise CheckpointError(f"The model is a {type(model).__name__}, expected a {expected.__name__}.")
+        raise CheckpointError.of("model", model, f"a {expected.__name__}")
 
 
-def _refuse(config: Any, **wanted: Any) -> None:
-    """Refuse options that would change what is computed and that the zoo's transformer does not have."""
-    for name, value in wanted.items():
-        if getattr(config, name) != value:
+def _check_options(config: Any, **required: Any) -> None:
+    """Raise an exception for options that change the function and that the transformer of the zoo does not have."""
+    for name, value in required.items():
+        if (found := getattr(config, name)) != value:
             raise CheckpointError(
-                f"{name} is {getattr(config, name)!r}, but the zoo's transformer has only {value!r}; profile the model "
-                "as it is."
+                f"{name} is {found!r}, but the transformer of the zoo supports only {value!r}; profile the original "
+                "model.",
+                name=name,
+                value=found,
+                expected=(value,),
             )
 
 
@@ -156,15 +170,18 @@ def _mlp_kind(activation: str) -> MlpKind:
     kinds: dict[str, MlpKind] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
     if activation not in kinds:
         raise CheckpointError(
-            f"activation_function is '{activation}', but the zoo's transformer has only {', '.join(kinds)}; profile "
-            "the model as it is."
+            f"activation_function is '{activation}', but the transformer of the zoo supports only {', '.join(kinds)}; "
+            "profile the original model.",
+            name="activation_function",
+            value=activation,
+            expected=tuple(kinds),
         )
     return kinds[activation]
 
 
 @torch.no_grad()
 def _filled(model: Transformer, state: dict[str, Tensor], source: nn.Module) -> Transformer:
-    """The transformer with copies of these weights."""
+    """Return the transformer with copies of these weights, on the device and in the dtype of the source."""
     like = next(source.parameters())
     model.to(device=like.device, dtype=like.dtype)
     model.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Language models: tokens in, a stack of blocks, logits of the next token out."""
+"""Language models, which map tokens to logits of the next token by a stack of residual blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Decoder(ZooModel):
-    """Token (and position) embedding, residual blocks, a last norm and an output head.
+    """Base class of language models: token (and position) embedding, residual blocks, a last norm and an output head.
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
@@ -36,11 +36,28 @@ class Decoder(ZooModel):
         self.tie()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token, shape (batch, token, vocabulary), from token ids (batch, token)."""
+        """Return the logits of the next token, shape (batch, token, vocabulary).
+
+        Args:
+            tokens: Token ids, shape (batch, token).
+
+        Raises:
+            OptionError: If the sequences are longer than ``max_length``.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, vocab_size=32)
+            >>> tuple(model.forward(torch.zeros(2, 8, dtype=torch.long)).shape)
+            (2, 8, 32)
+        """
         if tokens.shape[-1] > self.config.max_length:
             raise OptionError(
-                f"The sequences have {tokens.shape[-1]} tokens, but max_length is {self.config.max_length}; cut them, "
-                "or build the model with a larger max_length."
+                f"The sequences have {tokens.shape[-1]} tokens, but max_length is {self.config.max_length}; shorten "
+                "them, or build the model with a larger max_length.",
+                name="tokens",
+                value=tokens,
+                expected=f"at most {self.config.max_length} tokens long",
             )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
@@ -52,10 +69,21 @@ class Decoder(ZooModel):
     @staticmethod
     @abstractmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:
-        """One block."""
+        """Create one residual block of the family.
+
+        Args:
+            config: Configuration of the model.
+
+        Example:
+            >>> import workbench as wb
+            >>> config = wb.zoo.ArchitectureConfig(d_model=16, n_layers=1)
+            >>> block = wb.zoo.Transformer.make_block(config)
+            >>> [type(branch).__name__ for branch in block.branches()]
+            ['Attention', 'Mlp']
+        """
 
     def tie(self) -> None:
-        """Make the head the token embedding, where the configuration says so."""
+        """Let the head share the weight of the token embedding if the configuration ties them."""
         if self.config.ties_embeddings:
             self.head.weight = self.token_embedding.weight
 
@@ -69,16 +97,20 @@ class Transformer(Decoder):
         >>> model = wb.zoo.Transformer(wb.zoo.ArchitectureConfig(d_model=16, n_layers=2))
         >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
         (1, 8, 256)
+
+    See Also:
+        `workbench.zoo.transformer`: Builds one with initial parameters.
+        `workbench.zoo.MoeTransformer`: Has a mixture of experts in place of the MLP.
     """
 
     @staticmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:
-        """One block."""
+        """Create one block with an MLP."""
         return Block(config, dense_mlp(config))
 
 
 class KanTransformer(Decoder):
-    """The transformer whose MLPs are Kolmogorov-Arnold networks (Liu et al. 2024, arXiv:2404.19756).
+    """Decoder-only transformer whose MLPs are Kolmogorov-Arnold networks (Liu et al. 2024, arXiv:2404.19756).
 
     Example:
         >>> import torch
@@ -86,9 +118,12 @@ class KanTransformer(Decoder):
         >>> model = wb.zoo.KanTransformer(wb.zoo.ArchitectureConfig(family="kan", d_model=16, n_layers=2))
         >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
         (1, 8, 256)
+
+    See Also:
+        `workbench.zoo.kan`: Builds one with initial parameters.
     """
 
     @staticmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:
-        """One block."""
+        """Create one block with a KAN."""
         return Block(config, KanMlp(config))

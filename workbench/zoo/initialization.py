@@ -1,20 +1,20 @@
-"""Initial weights of the models made of our own blocks.
+"""Initial parameters of the models of the zoo.
 
-Every matrix and embedding starts as N(0, init_std^2), biases at 0, norms at 1, drawn from a generator of its own in the
-order of the modules. What differs from that:
+Every matrix and embedding is drawn from N(0, init_std^2), biases are 0 and norms 1. A separate generator draws them in
+the order of the modules. The exceptions are:
 
 - xavier: matrices uniform with variance 2 / (n_in + n_out) (Glorot and Bengio 2010); embeddings as above.
-- rezero: each branch has a factor alpha, 0 at first, so that every block begins as the identity (Bachlechner et al.
+- rezero: each branch has a factor alpha, initially 0, so that every block begins as the identity (Bachlechner et al.
   2020, arXiv:2003.04887). Attention and MLP have one each.
-- fixup (Zhang et al. 2019, arXiv:1901.09321): in each branch scalar biases before every linear map and activation, and
-  a factor of 1 on its output. The last matrix of each branch and the output head start at 0; the others on the branch's
-  path are scaled by n^(-1/(2m - 2)) with n branches of m matrices, starting from N(0, init_std^2) for the paper's
-  "standard method". Queries and keys are not on the path: they only decide what is mixed.
+- fixup (Zhang et al. 2019, arXiv:1901.09321): each branch has scalar biases before every linear map and activation, and
+  a factor of 1 on its output. The last matrix of each branch and the output head are 0. The other matrices on the path
+  of the branch are scaled by n^(-1/(2m - 2)) with n branches of m matrices, where N(0, init_std^2) is the "standard
+  method" of the paper. Queries and keys are not on the path, because they only determine how values are mixed.
 - KAN layers (Liu et al. 2024, arXiv:2404.19756): spline coefficients N(0, spline_std^2), their factors 1; base weights
-  like any matrix. The paper draws base weights as xavier does.
+  like any matrix. The paper draws base weights by xavier.
 - Mamba mixers (Gu and Dao 2023, arXiv:2312.00752, and its code): A = -1, ..., -state_size in every channel, D = 1; time
-  steps from .001 to .1, spread evenly over the logarithm, with weights uniform within rank^(-1/2); the convolution and
-  the map out of the mixer uniform within n_in^(-1/2).
+  steps log-uniform from 0.001 to 0.1, their weights uniform within rank^(-1/2); the convolution and the output map of
+  the mixer uniform within n_in^(-1/2).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def initialize(model: ZooModel) -> None:
-    """Fill the weights of a model of our own blocks, as this module describes.
+    """Initialize the parameters of a model as the docstring of this module describes.
 
     Args:
-        model: Model, with its embeddings tied already if they are to be.
+        model: Model, whose embeddings are already tied if the configuration ties them.
     """
     config = model.config
     generator = torch.Generator().manual_seed(config.seed)
     is_filled: set[int] = set()
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        if id(weight) in is_filled:  # a head that is the embedding
+        if id(weight) in is_filled:  # a head that is tied to the embedding
             continue
         if isinstance(module, nn.LayerNorm | nn.RMSNorm | ScalarBias | ScalarScale):
             module.reset_parameters()
@@ -81,7 +81,7 @@ def _fill_matrix(weight: Tensor, config: ArchitectureConfig, generator: torch.Ge
 
 
 def _fill_mixer(mixer: MambaMixer, generator: torch.Generator) -> None:
-    """Initialize the parameters of a mixer that do not start from a normal distribution."""
+    """Initialize the parameters of a mixer that are not drawn from a normal distribution."""
     mixer.log_decay.copy_(torch.arange(1, mixer.state_size + 1).log().expand_as(mixer.log_decay))
     nn.init.ones_(mixer.skip)
     for layer in (mixer.convolution, mixer.time_step, mixer.out):
@@ -94,7 +94,7 @@ def _fill_mixer(mixer: MambaMixer, generator: torch.Generator) -> None:
 
 
 def _rescale(path: list[list[Tensor]], n_branches: int, config: ArchitectureConfig) -> None:
-    """The factors that DeepNorm, GPT-2 and Fixup put on the matrices of a branch."""
+    """Apply the factors of DeepNorm, GPT-2 and Fixup to the matrices of a branch."""
     _, beta = deep_norm_constants(config)
     if not math.isclose(beta, 1.0):
         for weights in path:

@@ -1,4 +1,4 @@
-"""A mixture of experts: the transformer with several MLPs in each block, of which a token uses a few."""
+"""Mixtures of experts: transformers with several MLPs in each block, of which each token uses a few."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class MoeTransformer(Decoder):
-    """Decoder-only transformer in which the MLP, and nothing else, is a mixture of experts.
+    """Decoder-only transformer whose MLPs are mixtures of experts.
 
-    With RMSNorm, rotary positions, SwiGLU experts and no biases (`mixtral_style`) it computes what Mixtral does (Jiang
-    et al. 2024, arXiv:2401.04088); by default it differs from the Pre-LN transformer in the MLP alone, so that the two
-    can be compared.
+    With RMSNorm, rotary positions, SwiGLU experts and no biases (`mixtral_style`) it computes the same function as
+    Mixtral (Jiang et al. 2024, arXiv:2401.04088). By default it differs from the Pre-LN transformer only in the MLP, so
+    that the two can be compared.
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
@@ -35,49 +35,74 @@ class MoeTransformer(Decoder):
         >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
         >>> sorted(model.auxiliary_losses())
         ['balance', 'z']
+
+    See Also:
+        `workbench.zoo.moe`: Builds one with initial parameters.
+        `workbench.monitors.expert_load`: Measures the load of the experts.
     """
 
     @staticmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:
-        """One block."""
+        """Create one block with a mixture of experts."""
         return Block(config, MoeMlp(config))
 
     def auxiliary_losses(self) -> dict[str, Tensor]:
-        """The unweighted losses of the routers in the latest forward, as means over the blocks; each 0-dim.
+        """Return the unweighted losses of the routers in the latest forward pass, as means over the blocks.
 
         Returns:
-            ``balance``: see `balance_loss`; taken block by block, so that no block makes up for another. ``z``: mean
-            squared log-sum-exp of the logits (ST-MoE, Zoph et al. 2022, arXiv:2202.08906). They carry gradients if
-            that forward did.
+            0-dim tensors. ``balance``: see `balance_loss`; computed per block, so that blocks do not compensate each
+            other. ``z``: mean squared log-sum-exp of the logits (ST-MoE, Zoph et al. 2022, arXiv:2202.08906). They have
+            gradients if the forward pass had.
 
         Raises:
-            WorkbenchError: If there was no forward yet.
+            WorkbenchError: If there was no forward pass yet.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.moe(d_model=16, n_layers=1, n_experts=1, top_k=1)
+            >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
+            >>> model.auxiliary_losses()["balance"].item()
+            1.0
         """
         mlps = [block.mlp for block in self.blocks if isinstance(block, Block)]
         logits = [mlp.logits for mlp in mlps if isinstance(mlp, MoeMlp) and mlp.logits is not None]
         if len(logits) < len(mlps):
-            raise WorkbenchError("The routers have seen no tokens yet; call the model first.")
+            raise WorkbenchError(
+                "The routers have received no tokens yet; call the model first.",
+                name="model",
+                expected="called at least once",
+            )
         balance = [balance_loss(one, self.config.top_k) for one in logits]
         z = [one.logsumexp(-1).square().mean() for one in logits]
         return {"balance": torch.stack(balance).mean(), "z": torch.stack(z).mean()}
 
     def auxiliary_loss(self) -> Tensor:
-        """`auxiliary_losses`, weighted by ``balance_coefficient`` and ``z_coefficient`` and added up; 0-dim."""
+        """Return the sum of `auxiliary_losses`, weighted by ``balance_coefficient`` and ``z_coefficient``; 0-dim.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.moe(d_model=16, n_layers=1, n_experts=1, top_k=1, z_coefficient=0)
+            >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
+            >>> round(model.auxiliary_loss().item(), 6)
+            0.01
+        """
         losses = self.auxiliary_losses()
         return self.config.balance_coefficient * losses["balance"] + self.config.z_coefficient * losses["z"]
 
 
 class MoeMlp(Branch):
-    """Experts of which every token uses ``top_k``, weighted by the softmax of the router's logits.
+    """Mixture of experts, of which every token uses ``top_k``, weighted by the softmax of the router's logits.
 
-    As in Mixtral the weights of the chosen experts are divided by their sum. With one expert that is 1 whatever the
-    router says, so that only the auxiliary losses teach it; there, unless ``normalizes_top_k`` says otherwise, the
-    probability itself is the weight, as in the Switch Transformer (Fedus et al. 2021, arXiv:2101.03961). No token is
-    dropped: there is no capacity limit.
+    As in Mixtral the weights of the chosen experts are divided by their sum. With ``top_k=1`` such a weight would
+    always be 1, and only the auxiliary losses would train the router. Therefore the weight is then the probability
+    itself, as in the Switch Transformer (Fedus et al. 2021, arXiv:2101.03961), unless ``normalizes_top_k`` is True.
+    There is no capacity limit, so no token is dropped.
 
     Attributes:
-        logits: Logits of the latest forward, shape (batch * token, expert); None before. They hold its graph until the
-            next forward, and stay behind when the module is copied or pickled.
+        logits: Logits of the latest forward pass, shape (batch * token, expert); None before the first. They hold its
+            autograd graph until the next forward pass, and are omitted from copies and pickles of the module.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:
@@ -88,7 +113,7 @@ class MoeMlp(Branch):
         self.logits: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
         states = x.flatten(0, -2)
         self.logits = self.router(states)
         weights, chosen = self.logits.float().softmax(-1).topk(self.top_k, dim=-1)
@@ -101,27 +126,28 @@ class MoeMlp(Branch):
         return mixed.view_as(x)
 
     def path(self) -> list[list[Tensor]]:
-        """The matrices of all experts, layer by layer."""
+        """Return the matrices of all experts, layer by layer."""
         layers = zip(*(expert.path() for expert in self.experts if isinstance(expert, Branch)), strict=True)
         return [[weight for weights in layer for weight in weights] for layer in layers]
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state to copy: not the logits, as tensors with a graph cannot be."""
+        """Return the state to copy, without the logits, because tensors with a graph cannot be copied."""
         return {**self.__dict__, "logits": None}
 
 
 def balance_loss(logits: Tensor, top_k: int) -> Tensor:
-    """Load-balancing loss of one router (Switch Transformer, Fedus et al. 2021, arXiv:2101.03961).
+    """Return the load-balancing loss of one router (Switch Transformer, Fedus et al. 2021, arXiv:2101.03961).
 
     Args:
-        logits: Shape (token, expert).
-        top_k: Experts per token.
+        logits: Logits of the router, shape (token, expert).
+        top_k: Number of experts per token.
 
     Returns:
-        n_experts * sum over the experts of (share of the choices) * (mean probability), 0-dim; 1 where all are used
-        alike, n_experts where one gets everything. Mixtral's is ``top_k`` times this.
+        n_experts * sum over the experts of (fraction of the choices) * (mean probability), 0-dim. It is 1 if all
+        experts are used equally, and n_experts if all tokens use one expert. The loss of Mixtral is ``top_k`` times
+        this.
     """
     probability = logits.float().softmax(-1)
     chosen = functional.one_hot(probability.topk(top_k, dim=-1).indices, logits.shape[-1])
-    share = chosen.float().mean((0, 1))
-    return logits.shape[-1] * (share * probability.mean(0)).sum()
+    fraction = chosen.float().mean((0, 1))
+    return logits.shape[-1] * (fraction * probability.mean(0)).sum()

@@ -1,4 +1,4 @@
-"""The MLP branches: two layers, gated, or made of splines."""
+"""MLP branches: two layers, gated, or of splines."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Mlp(Branch):
         self.down = nn.Linear(config.hidden_width, config.d_model, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
         hidden = functional.gelu(self.activation_bias(self.up(self.input_bias(x))), approximate=self.approximation)
         return self.down(self.hidden_bias(self.inner_norm(hidden)))
 
     def path(self) -> list[list[Tensor]]:
-        """Both matrices."""
+        """Return both matrices."""
         return [[self.up.weight], [self.down.weight]]
 
 
 class GatedMlp(Branch):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+    """SwiGLU MLP, down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__()
@@ -50,16 +50,16 @@ class GatedMlp(Branch):
         self.down = nn.Linear(config.hidden_width, config.d_model, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
         return self.down(self.inner_norm(functional.silu(self.gate(x)) * self.up(x)))
 
     def path(self) -> list[list[Tensor]]:
-        """The matrices of the path without the gate."""
+        """Return the matrices of the path, without the gate."""
         return [[self.up.weight], [self.down.weight]]
 
 
 class KanMlp(Branch):
-    """Two KAN layers, d_model -> hidden width -> d_model (Liu et al. 2024, arXiv:2404.19756)."""
+    """MLP of two KAN layers, d_model -> hidden width -> d_model (Liu et al. 2024, arXiv:2404.19756)."""
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class KanMlp(Branch):
         self.down = KanLayer.of(config, config.hidden_width, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
         return self.down(self.inner_norm(self.up(x)))
 
     def path(self) -> list[list[Tensor]]:
-        """Base weights and spline coefficients of both layers."""
+        """Return base weights and spline coefficients of both layers."""
         return [[layer.base_weight, layer.coefficient] for layer in (self.up, self.down)]
 
 
 def dense_mlp(config: ArchitectureConfig) -> Mlp | GatedMlp:
-    """The MLP that ``config.mlp`` names; in a mixture, one expert."""
+    """Create the MLP that ``config.mlp`` names; in a mixture, it is one expert."""
     return GatedMlp(config) if config.mlp == "swiglu" else Mlp(config)

@@ -1,4 +1,4 @@
-"""Mamba: selective state spaces in place of attention and MLP."""
+"""Mamba models, which have selective state spaces in place of attention and MLP."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Mamba(Decoder):
-    """Stack of selective state spaces (Gu and Dao 2023, arXiv:2312.00752), pre-normalized with RMSNorm.
+    """Language model of selective state-space blocks (Gu and Dao 2023, arXiv:2312.00752), pre-normalized by RMSNorm.
 
-    It computes what transformers' Mamba does. The scan goes token by token in plain torch operations: portable,
-    differentiable to any order, and linear in the number of tokens backward as well as forward.
+    It computes the same function as the Mamba of the transformers library. The scan processes one token at a time with
+    standard torch operations. It is portable and differentiable to any order, and its cost is linear in the number of
+    tokens, forward and backward.
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
@@ -34,16 +35,21 @@ class Mamba(Decoder):
         >>> model = wb.zoo.Mamba(wb.zoo.ArchitectureConfig(family="mamba", d_model=16, n_layers=2))
         >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
         (1, 8, 256)
+
+    See Also:
+        `workbench.zoo.mamba`: Builds one with initial parameters.
     """
 
     @staticmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:
-        """One block."""
+        """Create one block with a mixer."""
         return MambaBlock(config)
 
 
 class MambaBlock(ResidualBlock):
-    """x + mixer(norm(x)): one branch, without attention or MLP; about half the weights of a transformer's block.
+    """Residual block x + mixer(norm(x)), without attention or MLP.
+
+    It has about half as many parameters as a block of a transformer.
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
@@ -55,19 +61,19 @@ class MambaBlock(ResidualBlock):
         self.mixer_norm = norm(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual stream after the block, shape (batch, token, feature) like ``x``."""
+        """Return the residual stream after the block, shape (batch, token, feature)."""
         return x + self.mixer(self.mixer_norm(x))
 
     def branches(self) -> tuple[Branch, ...]:
-        """The mixer."""
+        """Return the mixer."""
         return (self.mixer,)
 
 
 class MambaMixer(Branch):
-    """The selective state space of one block, gated.
+    """Gated selective state space of one block.
 
-    Names in the paper: ``time_step`` makes Delta, ``log_decay`` is log(-A), ``skip`` is D, and ``selection`` makes B, C
-    and what Delta is made of.
+    In the notation of the paper, ``time_step`` computes Delta, ``log_decay`` is log(-A), ``skip`` is D, and
+    ``selection`` computes B, C and the input of ``time_step``.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:
@@ -83,7 +89,7 @@ class MambaMixer(Branch):
         self.out = nn.Linear(width, config.d_model, bias=config.has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output of the branch, which is added to the stream, shape (batch, token, feature) like ``x``."""
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
         signal, gate = self.expand(x).chunk(2, dim=-1)
         signal = self.convolution(signal.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
         signal = functional.silu(signal)
@@ -93,19 +99,21 @@ class MambaMixer(Branch):
         return self.out((scanned + self.skip * signal) * functional.silu(gate))
 
     def path(self) -> list[list[Tensor]]:
-        """The maps into the mixer and out of it."""
+        """Return the input and output maps of the mixer."""
         return [[self.expand.weight], [self.out.weight]]
 
 
 def selective_scan(signal: Tensor, step: Tensor, rate: Tensor, write: Tensor, read: Tensor) -> Tensor:
-    """h_t = exp(step_t rate) h_(t-1) + step_t write_t signal_t;  y_t = read_t h_t (arXiv:2312.00752, Algorithm 2).
+    """Compute the selective scan (arXiv:2312.00752, Algorithm 2).
+
+    h_t = exp(step_t rate) h_(t-1) + step_t write_t signal_t,  y_t = read_t h_t
 
     Args:
-        signal: Shape (batch, token, channel).
-        step: Delta, same shape.
+        signal: Inputs, shape (batch, token, channel).
+        step: Delta, shape (batch, token, channel).
         rate: A, shape (channel, state).
         write: B, shape (batch, token, state).
-        read: C, same shape.
+        read: C, shape (batch, token, state).
 
     Returns:
         y, shape (batch, token, channel).
@@ -113,7 +121,7 @@ def selective_scan(signal: Tensor, step: Tensor, rate: Tensor, write: Tensor, re
     decay = (step[..., None] * rate).exp()
     added = (step * signal)[..., None] * write[:, :, None]
     state, states = torch.zeros_like(added[:, 0]), []
-    # Indexing token by token instead would make autograd fill a whole tensor of zeros for each of them.
+    # `unbind`, because the backward pass of indexing would allocate a full tensor of zeros for each token.
     for kept, new in zip(decay.unbind(1), added.unbind(1), strict=True):
         state = kept * state + new
         states.append(state)

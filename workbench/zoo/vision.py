@@ -1,4 +1,4 @@
-"""A vision transformer: the decoder's blocks without a causal mask, over patches of an image."""
+"""Vision transformer: the blocks of the decoder without a causal mask, over patches of an image."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class VisionTransformer(ZooModel):
-    """ViT (Dosovitskiy et al. 2021, arXiv:2010.11929) that averages its tokens.
+    """Vision transformer (ViT, Dosovitskiy et al. 2021, arXiv:2010.11929) that averages its tokens.
 
-    There is no class token: the classifier reads the mean of all normalized tokens, so that every state of the stream
-    belongs to a patch.
+    There is no class token: the input of the classifier is the mean of all normalized tokens, so that every state of
+    the stream belongs to a patch.
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
@@ -32,6 +32,9 @@ class VisionTransformer(ZooModel):
         >>> config = wb.zoo.ArchitectureConfig(family="vit", d_model=16, n_layers=2, image_size=8)
         >>> tuple(wb.zoo.VisionTransformer(config)(torch.zeros(2, 3, 8, 8)).shape)
         (2, 10)
+
+    See Also:
+        `workbench.zoo.vit`: Builds one with initial parameters.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:
@@ -45,7 +48,21 @@ class VisionTransformer(ZooModel):
         self.head = nn.Linear(config.d_model, config.n_classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the classes, shape (batch, class), from images (batch, channel, height, width)."""
+        """Return the logits of the classes, shape (batch, class).
+
+        Args:
+            images: Images, shape (batch, channel, height, width).
+
+        Raises:
+            OptionError: If the images have another shape than the configuration states.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.vit(d_model=16, n_layers=1, image_size=8, n_classes=5)
+            >>> tuple(model.forward(torch.zeros(2, 3, 8, 8)).shape)
+            (2, 5)
+        """
         x = self.patch_embedding(self._patches(images))
         if self.position_embedding is not None:
             x = x + self.position_embedding(torch.arange(x.shape[1], device=x.device))
@@ -54,12 +71,15 @@ class VisionTransformer(ZooModel):
         return self.head(self.final_norm(x).mean(1))
 
     def _patches(self, images: Tensor) -> Tensor:
-        """Pixels of each patch, row by row, shape (batch, patch, channel * height * width)."""
+        """Return the pixels of each patch, row by row, shape (batch, patch, channel * height * width)."""
         config = self.config
         expected = (config.n_channels, config.image_size, config.image_size)
         if tuple(images.shape[1:]) != expected:
             raise OptionError(
-                f"The images have shape {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))})."
+                f"The images have shape {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))}).",
+                name="images",
+                value=tuple(images.shape),
+                expected=f"of shape (batch, {', '.join(map(str, expected))})",
             )
         size = config.patch_size
         grid = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # batch, channel, row, height, column, width

@@ -1,4 +1,4 @@
-"""States and confidences against the normal distribution they claim to follow."""
+"""States and confidences, compared with the normal distribution that they are based on."""
 
 import math
 
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from workbench.assessment.failure_modes import CriterionReading, HealthyBand, band_of, judge
-from workbench.assessment.failure_modes.criterion import NOTHING_SEEN, number, worst_of
+from workbench.assessment.failure_modes import CriterionReading, HealthyBand, band_of, evaluate
+from workbench.assessment.failure_modes.criterion import NOT_OBSERVED, number
 
 BAND = HealthyBand(low=1.0, high=4.0, failing_low=0.25, failing_high=16.0)
 
@@ -20,86 +20,79 @@ BAND = HealthyBand(low=1.0, high=4.0, failing_low=0.25, failing_high=16.0)
     [(0.2, "failing"), (0.5, "at risk"), (1.0, "healthy"), (4.0, "healthy"), (8.0, "at risk"), (17.0, "failing")],
 )
 @pytest.mark.parametrize("scale", ["linear", "log"])
-def test_an_exact_value_has_the_state_of_its_place_for_certain(value, state, scale):
-    assert judge(CriterionReading(value), BAND, scale=scale) == (state, 1.0)
+def test_an_exact_value_has_the_state_of_its_range_with_confidence_1(value, state, scale):
+    assert evaluate(CriterionReading(value), BAND, scale=scale) == (state, 1.0)
 
 
 @given(st.floats(0.3, 15.0), st.floats(0.01, 5.0))
 def test_confidence_is_the_probability_of_the_state(value, spread):
-    state, confidence = judge(CriterionReading(value, spread), BAND)
+    state, confidence = evaluate(CriterionReading(value, spread), BAND)
     draws = norm.ppf((np.arange(20_000) + 0.5) / 20_000, value, spread)
     inside = (draws >= BAND.low) & (draws <= BAND.high)
     within = (draws >= BAND.failing_low) & (draws <= BAND.failing_high)
-    share = {"healthy": inside, "at risk": within & ~inside, "failing": ~within}[state].mean()
-    assert confidence == pytest.approx(share, abs=1e-3)
+    fraction = {"healthy": inside, "at risk": within & ~inside, "failing": ~within}[state].mean()
+    assert confidence == pytest.approx(fraction, abs=1e-3)
 
 
 def test_a_logarithm_is_compared_with_logarithms():
-    state, confidence = judge(CriterionReading(8.0, 0.5), HealthyBand(high=4.0, failing_high=16.0), scale="log")
+    state, confidence = evaluate(CriterionReading(8.0, 0.5), HealthyBand(high=4.0, failing_high=16.0), scale="log")
     expected = norm.cdf(math.log(16), math.log(8), 0.5) - norm.cdf(math.log(4), math.log(8), 0.5)
     assert state == "at risk"
     assert confidence == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_fails_for_certain(value):
-    assert judge(CriterionReading(value), BAND) == ("failing", 1.0)
+def test_a_value_that_is_not_finite_fails_with_confidence_1(value):
+    assert evaluate(CriterionReading(value), BAND) == ("failing", 1.0)
 
 
 def test_zero_lies_below_every_logarithm():
-    assert judge(CriterionReading(0.0, 0.1), BAND, scale="log")[0] == "failing"
-    assert judge(CriterionReading(0.0), HealthyBand(high=2.0), scale="log")[0] == "healthy"
+    assert evaluate(CriterionReading(0.0, 0.1), BAND, scale="log")[0] == "failing"
+    assert evaluate(CriterionReading(0.0), HealthyBand(high=2.0), scale="log")[0] == "healthy"
 
 
 def test_an_open_side_flags_nothing():
-    assert judge(CriterionReading(-1e9), HealthyBand(high=2.0))[0] == "healthy"
-    assert judge(CriterionReading(1e9), HealthyBand(low=2.0))[0] == "healthy"
+    assert evaluate(CriterionReading(-1e9), HealthyBand(high=2.0))[0] == "healthy"
+    assert evaluate(CriterionReading(1e9), HealthyBand(low=2.0))[0] == "healthy"
 
 
-def test_few_reference_runs_make_no_verdict_sure():
-    _, confidence = judge(CriterionReading(2.0), HealthyBand(low=1.0, high=4.0, n_reference=9))
+def test_few_reference_runs_limit_the_confidence():
+    _, confidence = evaluate(CriterionReading(2.0), HealthyBand(low=1.0, high=4.0, n_reference=9))
     assert confidence == pytest.approx(0.8)  # 1 - 2 / (9 + 1)
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30))
-def test_a_band_holds_what_it_was_made_of_and_fails_only_beyond_it(values):
+def test_a_band_contains_its_values_and_fails_only_beyond_it(values):
     band = band_of(values, scale="linear")
     assert band.n_reference == len(values)
     assert band.failing_low < band.low <= min(values)
     assert max(values) <= band.high < band.failing_high
 
 
-def test_a_band_of_logarithms_leaves_out_what_has_none():
+def test_a_logarithmic_band_ignores_values_without_a_logarithm():
     band = band_of([0.0, 1.0, 100.0, math.nan], scale="log", margin=0.5)
     assert (band.low, band.high) == pytest.approx((0.1, 1000.0))
     assert band.n_reference == 2
 
 
-def test_a_band_of_shares_stays_between_nothing_and_all():
+def test_a_band_of_fractions_lies_between_0_and_1():
     band = band_of([0.5, 0.99], scale="share")
     assert 0 < band.failing_low < band.low < 0.5
     assert 0.99 < band.high < 1
-    assert band.failing_high == math.inf  # no share is that large
+    assert band.failing_high == math.inf  # no fraction is that large
 
 
-def test_shares_that_reach_the_end_leave_that_side_open():
+def test_fractions_that_reach_an_end_leave_that_side_open():
     assert band_of([0.2, 1.0], scale="share").high == math.inf
     assert band_of([0.0, 0.5], scale="share").low == -math.inf
 
 
-def test_no_values_make_no_band():
+def test_without_values_there_is_no_band():
     assert band_of([math.nan], scale="linear").n_reference == 0
 
 
-def test_the_worst_entry_comes_with_its_place():
-    data = xr.Dataset({"x": (("layer", "head"), [[0.1, math.nan], [0.5, 0.2]])})
-    found = worst_of(data, "x", largest=True)
-    assert (found.value, found.selection, found.layer) == (0.5, {"layer": 1, "head": 0}, 1)
-    assert worst_of(data, "x", largest=False).value == 0.1
-
-
-def test_what_is_missing_is_told_as_a_sentence():
-    data = xr.Dataset({"x": ("layer", [math.nan])})
-    assert worst_of(data, "x", largest=True) == NOTHING_SEEN
-    assert worst_of(data, "some_thing", largest=True) == "some thing was not measured"
-    assert number(data, "y") == "y was not measured"
+def test_a_missing_value_is_described_by_a_clause():
+    data = xr.Dataset({"x": math.nan})
+    assert number(data, "x") == NOT_OBSERVED
+    assert number(data, "some_thing") == "some thing was not measured"
+    assert number(xr.Dataset({"x": ((), math.nan, {"unseen": "no router"})}), "x") == "no router"

@@ -1,4 +1,4 @@
-"""The tables of an assessment from planted numbers."""
+"""The tables of an assessment, from trees with known measurements."""
 
 import json
 import math
@@ -7,21 +7,24 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, HealthyBand, healthy_bands, judged
+from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, HealthyBand, evaluate_criteria, healthy_bands
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.structure import ALL
 from workbench.assessment.verdict import FIRST_STEP, column_state, summary_of, verdict_of
 
 BANDS = {c.name: HealthyBand(0.5, 2.0, 0.1, 10.0, 50) for c in CRITERIA if c.band is None}
-#: The same, of models of some sizes.
+#: The same bands, for models of a range of sizes.
 SIZED = {name: HealthyBand(0.5, 2.0, 0.1, 10.0, 50, sizes={"width": (24, 96), "blocks": (2, 6)}) for name in BANDS}
 INSIDE = Sizes(64, 4, 64, 4)
-#: Of a design 4,096 wide with 32 blocks.
-STAND_IN = Sizes(4096, 32, 64, 4, is_stand_in=True)
+#: Sizes of a proxy model for a design of width 4,096 with 32 blocks.
+PROXY = Sizes(4096, 32, 64, 4, is_stand_in=True)
 
 
-def planted(*, rate=0.3, slow=30.0, broken=0.0, structure=None, sizes=None, reason=""):
-    """Everything as in healthy designs, but for what is given; ``rate`` and ``slow`` are over the useful edges."""
+def tree_with(*, rate=0.3, slow=30.0, broken=0.0, structure=None, sizes=None, reason=""):
+    """Return the tree of a healthy design, except for the given values.
+
+    ``rate`` and ``slow`` are relative to the edges.
+    """
     numbers = dict.fromkeys(ALL, ((), 1.0)) | {"norm_eps_share": ((), 0.1)}
     numbers |= {f"{name}_error": ((), 0.0) for name in numbers}
     numbers |= {name: ((), value) for name, value in (structure or {}).items()}
@@ -38,7 +41,7 @@ def of(criteria, name):
 
 
 def test_healthy_numbers_may_proceed():
-    criteria, modes = judged(planted(), BANDS)
+    criteria, modes = evaluate_criteria(tree_with(), BANDS)
     assert verdict_of(criteria) == "proceed"
     assert {column_state(criteria, column) for column in ("structure", "pilot")} == {"healthy"}
     assert set(criteria["state"].values) == {"healthy"}
@@ -47,7 +50,7 @@ def test_healthy_numbers_may_proceed():
 
 
 @pytest.mark.parametrize(
-    ("plant", "mode", "verdict", "columns"),
+    ("values", "mode", "verdict", "columns"),
     [
         ({"rate": 9.0}, "unsuitable_rate", "refuse", ("healthy", "failing")),
         ({"rate": 2.0}, "unsuitable_rate", "at risk", ("healthy", "at risk")),
@@ -64,118 +67,124 @@ def test_healthy_numbers_may_proceed():
         ({"structure": {"function_change": math.inf}}, "scale_dependent_divergence", "refuse", ("failing", "healthy")),
     ],
 )
-def test_a_planted_number_is_found_in_its_mode_and_column(plant, mode, verdict, columns):
-    criteria, modes = judged(planted(**plant), BANDS)
+def test_an_unhealthy_number_is_found_in_its_mode_and_column(values, mode, verdict, columns):
+    criteria, modes = evaluate_criteria(tree_with(**values), BANDS)
     states = zip(modes["failure_mode"].values, modes["state"].values, strict=True)
     assert [name for name, state in states if state in ("at risk", "failing")] == [mode]
     assert verdict_of(criteria) == verdict
     assert tuple(column_state(criteria, column) for column in ("structure", "pilot")) == columns
-    assert str(modes.sel(failure_mode=mode)["title"].values).lower() in summary_of("it", verdict, criteria, modes)
+    assert str(modes.sel(failure_mode=mode)["title"].values) in summary_of("it", verdict, criteria, modes)
 
 
-def test_norms_that_normalize_are_no_proof_of_a_sound_initialization():
-    _, modes = judged(planted(structure={"loss_over_guess": math.nan}), BANDS)
+def test_normalizations_that_work_do_not_prove_a_healthy_initialization():
+    _, modes = evaluate_criteria(tree_with(structure={"loss_over_guess": math.nan}), BANDS)
     mode = modes.sel(failure_mode="initialization_out_of_band")
     assert str(mode["state"].values) == "not measured"
     assert math.isnan(float(mode["confidence"]))
 
 
-def test_gains_between_blocks_flag_a_design_but_do_not_acquit_it():
+def test_gains_between_blocks_flag_a_design_but_do_not_show_that_it_is_healthy():
     for gain, verdict, states in (
         (1.0, "cannot say", ("not measured", "healthy")),
         (4.0, "at risk", ("at risk", "healthy")),
     ):
-        tree = planted(structure={"gain_by_depth": gain})
+        tree = tree_with(structure={"gain_by_depth": gain})
         tree["structure"].attrs["between_blocks"] = 1
-        criteria, modes = judged(tree, BANDS)
+        criteria, modes = evaluate_criteria(tree, BANDS)
         assert verdict_of(criteria) == verdict
         assert tuple(column_state(criteria, column) for column in ("structure", "pilot")) == states
         if verdict == "cannot say":
             assert "its residual stream cannot be read" in summary_of("it", verdict, criteria, modes)
 
 
-def test_every_number_stands_where_the_table_says():
-    tree = planted(rate=2.0)
-    criteria, _ = judged(tree, BANDS)
+def test_every_number_is_where_the_table_says():
+    tree = tree_with(rate=2.0)
+    criteria, _ = evaluate_criteria(tree, BANDS)
     for i in range(criteria.sizes["criterion"]):
         row = criteria.isel(criterion=i)
         where = tree[str(row["path"].values)].to_dataset()[str(row["variable"].values)]
         assert float(where.isel(json.loads(str(row["selection"].values)))) == float(row["value"])
 
 
-def test_an_unsure_state_does_not_decide():
-    tree = planted(structure={"gain_by_depth": 2.1, "gain_by_depth_error": 3.0})
-    criteria, modes = judged(tree, BANDS)
+def test_a_state_with_low_confidence_does_not_decide():
+    tree = tree_with(structure={"gain_by_depth": 2.1, "gain_by_depth_error": 3.0})
+    criteria, modes = evaluate_criteria(tree, BANDS)
     assert str(of(criteria, "gain_by_depth")["state"].values) == "at risk"
     assert float(of(criteria, "gain_by_depth")["confidence"]) < 0.5
     assert str(modes.sel(failure_mode="gradient_flow_collapse")["state"].values) == "healthy"
     assert verdict_of(criteria) == "proceed"
 
 
-def test_without_a_healthy_reference_nothing_of_the_structure_is_judged():
-    criteria, modes = judged(planted(), {})
+def test_without_a_healthy_reference_the_structure_is_not_evaluated():
+    criteria, modes = evaluate_criteria(tree_with(), {})
     assert str(of(criteria, "gain_by_depth")["state"].values) == "not measured"
     assert "no healthy recorded run" in str(of(criteria, "gain_by_depth")["reason"].values)
     assert math.isnan(float(of(criteria, "gain_by_depth")["value"]))
     assert str(modes.sel(failure_mode="gradient_flow_collapse")["state"].values) == "not measured"
     assert verdict_of(criteria) == "cannot say"
-    assert "what passes along its depth was not measured" in summary_of("it", "cannot say", criteria, modes)
+    assert "the gradient gain along its depth was not measured" in summary_of("it", "cannot say", criteria, modes)
 
 
 def test_a_structure_whose_gain_was_not_measured_is_not_healthy():
-    criteria, _ = judged(planted(structure={"gain_by_depth": math.nan}), BANDS)
+    criteria, _ = evaluate_criteria(tree_with(structure={"gain_by_depth": math.nan}), BANDS)
     assert column_state(criteria, "structure") == "not measured"
     assert verdict_of(criteria) == "cannot say"
 
 
-def test_a_band_that_holds_everything_judges_nothing():
-    criteria, _ = judged(planted(), BANDS | {"attention_entropy_share": HealthyBand(n_reference=50)})
+def test_an_open_band_is_not_evaluated():
+    criteria, _ = evaluate_criteria(tree_with(), BANDS | {"attention_entropy_share": HealthyBand(n_reference=50)})
     row = of(criteria, "attention_entropy_share")
     assert str(row["state"].values) == "not measured"
-    assert "tells nothing" in str(row["reason"].values)
+    assert "not informative" in str(row["reason"].values)
 
 
-def test_rates_that_are_not_known_leave_the_verdict_open_and_no_number_anywhere():
-    tree = planted(rate=math.nan, slow=math.nan, reason="No rate tried was too large.")
-    criteria, modes = judged(tree, BANDS)
+def test_unknown_rates_leave_the_verdict_open_and_no_number_anywhere():
+    tree = tree_with(rate=math.nan, slow=math.nan, reason="No rate tried was too large.")
+    criteria, modes = evaluate_criteria(tree, BANDS)
     assert verdict_of(criteria) == "cannot say"
     row, mode = of(criteria, "rate_over_edge"), modes.sel(failure_mode="unsuitable_rate")
     assert str(row["state"].values) == str(mode["state"].values) == "not measured"
     assert str(row["reason"].values) == "no rate tried was too large"
     assert np.isnan([float(row["value"]), float(row["confidence"]), float(mode["confidence"])]).all()
-    assert "trials of a few updates that do not break say nothing" in str(mode["reason"].values)
-    said = summary_of("it", "cannot say", criteria, modes)
-    assert "its useful rates are not known (no rate tried was too large). Nothing that was measured failed" in said
-    assert said.endswith(f"for an answer, {FIRST_STEP}.")
+    assert "updates without divergence are no evidence" in str(mode["reason"].values)
+    summary = summary_of("it", "cannot say", criteria, modes)
+    assert "its useful learning rates are unknown (no rate tried was too large). No measured criterion" in summary
+    assert summary.endswith(f"As a next step, {FIRST_STEP}.")
 
 
 @pytest.mark.parametrize(
-    ("rate", "words"), [(2.0, "0.05, where the largest useful rate is about 0.02 (0.01 to 0.03)"), (None, "2, healthy")]
+    ("rate", "words"),
+    [
+        (2.0, "(planned: 0.05; largest useful rate: about 0.02, 0.01 to 0.03)"),
+        (None, "(planned rate over the largest useful rate: 2; healthy: 1 or less)"),
+    ],
 )
-def test_a_rate_that_is_too_large_is_told_beside_the_useful_ones(rate, words):
-    criteria, modes = judged(planted(rate=2.0), BANDS)
+def test_a_rate_that_is_too_large_is_reported_with_the_useful_ones(rate, words):
+    criteria, modes = evaluate_criteria(tree_with(rate=2.0), BANDS)
     ends = {"useful_edge": 0.02, "useful_edge_low": 0.01, "useful_edge_high": 0.03, "planned_rate": 0.05}
-    said = summary_of("it", "at risk", criteria, modes, pilot=None if rate is None else xr.Dataset(ends))
-    assert f"(the planned rate is too large to learn well: {words}" in said
+    summary = summary_of("it", "at risk", criteria, modes, pilot=None if rate is None else xr.Dataset(ends))
+    assert f"Unsuitable learning rate: the planned rate is too large to learn well {words}." in summary
 
 
-def test_trials_that_broke_are_told_with_their_share():
-    criteria, modes = judged(planted(broken=0.5, rate=math.nan), BANDS)
-    said = summary_of("it", "at risk", criteria, modes)
-    assert "unsuitable learning rate (trials of the first updates broke: 50 %, healthy up to 0 %)" in said
+def test_diverged_trials_are_reported_with_their_fraction():
+    criteria, modes = evaluate_criteria(tree_with(broken=0.5, rate=math.nan), BANDS)
+    assert summary_of("it", "at risk", criteria, modes) == (
+        "it is at risk if it is trained as planned. Unsuitable learning rate: trials of the first updates diverged "
+        "(fraction of trials of the plan that diverged: 50 %; healthy: 0 % or less)."
+    )
 
 
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        (Sizes(768, 4, 768, 4), "the healthy models behind this band were 24 to 96 wide, this one is 768 wide"),
-        (Sizes(64, 32, 64, 32), "the healthy models behind this band had 2 to 6 blocks, this one has 32"),
-        (STAND_IN, "behind this band were 24 to 96 wide and had 2 to 6 blocks, this one is 4,096 wide and has 32"),
+        (Sizes(768, 4, 768, 4), "the healthy reference models have width 24 to 96, while this model has width 768"),
+        (Sizes(64, 32, 64, 32), "the healthy reference models have 2 to 6 blocks, while this model has 32 blocks"),
+        (PROXY, "have width 24 to 96 and 2 to 6 blocks, while this model has width 4,096 and 32 blocks"),
     ],
 )
-def test_a_band_judges_no_size_but_those_of_the_models_behind_it(sizes, words):
-    far = planted(structure={"gain_by_depth": 1e4}, sizes=sizes)
-    criteria, modes = judged(far, SIZED)
+def test_a_band_applies_only_to_the_sizes_of_its_models(sizes, words):
+    far = tree_with(structure={"gain_by_depth": 1e4}, sizes=sizes)
+    criteria, modes = evaluate_criteria(far, SIZED)
     names = [name for name in SIZED if bool(of(criteria, name)["is_outside"])]
     assert set(names) == set(SIZED)
     for name in names:
@@ -184,36 +193,36 @@ def test_a_band_judges_no_size_but_those_of_the_models_behind_it(sizes, words):
         assert words in str(row["reason"].values)
         assert np.isnan(float(row["value"]))
     assert verdict_of(criteria) == "cannot say"
-    assert "was not judged, for the healthy models" in summary_of("it", "cannot say", criteria, modes, sizes)
-    inside, _ = judged(planted(structure={"gain_by_depth": 1e4}, sizes=INSIDE), SIZED)
+    assert "could not be evaluated, because the healthy" in summary_of("it", "cannot say", criteria, modes, sizes)
+    inside, _ = evaluate_criteria(tree_with(structure={"gain_by_depth": 1e4}, sizes=INSIDE), SIZED)
     assert str(of(inside, "gain_by_depth")["state"].values) == "failing"
     assert verdict_of(inside) == "refuse"
 
 
-def test_inside_of_the_sizes_healthy_numbers_may_proceed():
-    criteria, _ = judged(planted(sizes=INSIDE), SIZED)
+def test_healthy_numbers_within_the_sizes_may_proceed():
+    criteria, _ = evaluate_criteria(tree_with(sizes=INSIDE), SIZED)
     assert verdict_of(criteria) == "proceed"
     assert not criteria["is_outside"].values.any()
-    unknown, _ = judged(planted(), SIZED)  # nothing says how large it is
+    unknown, _ = evaluate_criteria(tree_with(), SIZED)  # its size is unknown
     assert verdict_of(unknown) == "cannot say"
-    assert "the size of what was measured is not known" in str(of(unknown, "gain_by_depth")["reason"].values)
+    assert "the size of the measured model is unknown" in str(of(unknown, "gain_by_depth")["reason"].values)
 
 
-def test_what_is_not_finite_fails_at_any_size():
-    criteria, modes = judged(planted(structure={"gain_by_depth": math.inf}, sizes=STAND_IN), SIZED)
+def test_a_value_that_is_not_finite_fails_at_any_size():
+    criteria, modes = evaluate_criteria(tree_with(structure={"gain_by_depth": math.inf}, sizes=PROXY), SIZED)
     row = of(criteria, "gain_by_depth")
     assert (str(row["state"].values), float(row["confidence"])) == ("failing", 1.0)
     assert verdict_of(criteria) == "refuse"
-    assert "gradients explode or vanish with depth" in summary_of("it", "refuse", criteria, modes, STAND_IN)
+    assert "gradients explode or vanish with depth" in summary_of("it", "refuse", criteria, modes, PROXY)
 
 
-def test_what_a_pilot_of_a_stand_in_found_is_told_of_it():
-    criteria, modes = judged(planted(rate=9.0, sizes=STAND_IN), BANDS)
+def test_a_result_of_the_pilot_on_a_proxy_model_is_reported_as_such():
+    criteria, modes = evaluate_criteria(tree_with(rate=9.0, sizes=PROXY), BANDS)
     assert verdict_of(criteria) == "refuse"
-    assert "measured on a stand-in 64 wide with 4 blocks" in summary_of("it", "refuse", criteria, modes, STAND_IN)
+    assert "measured on a proxy model of width 64 with 4 blocks" in summary_of("it", "refuse", criteria, modes, PROXY)
 
 
-def test_every_shipped_band_says_the_sizes_of_its_models():
+def test_every_shipped_band_has_the_sizes_of_its_models():
     bands = healthy_bands()
     assert set(bands) == {criterion.name for criterion in CRITERIA if criterion.band is None}
     for name, band in bands.items():
@@ -221,7 +230,7 @@ def test_every_shipped_band_says_the_sizes_of_its_models():
         assert all(0 < low <= high for low, high in band.sizes.values())
 
 
-def test_hazards_are_judged_by_their_own_room():
+def test_hazards_are_evaluated_by_their_own_limits():
     hazards = xr.Dataset(
         {
             "title": ("hazard", ["sum", "idle"]),
@@ -235,9 +244,9 @@ def test_hazards_are_judged_by_their_own_room():
         },
         {"hazard": ["low_sum", "unused"]},
     )
-    tree = planted()
+    tree = tree_with()
     tree["hardware"] = xr.DataTree(hazards)
-    criteria, modes = judged(tree, BANDS)
+    criteria, modes = evaluate_criteria(tree, BANDS)
     assert "hazard_unused" not in criteria["criterion"].values
     assert float(of(criteria, "hazard_low_sum")["high"]) == 0.1
     assert str(modes.sel(failure_mode="precision_headroom")["state"].values) == "at risk"

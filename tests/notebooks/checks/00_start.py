@@ -1,8 +1,8 @@
-"""What notebook 00 says, checked in its own namespace after its last cell."""
+"""The claims of notebook 00, checked in its namespace after its last cell."""
 
 # ruff: noqa: F821
 
-# ---- the picture: two fresh models that differ at a glance, most modes reliable
+# ---- figure: two untrained models with clearly different spectra, most modes reliable
 assert list(spectra) == list(explorer.sources) == ["Pre-LN", "no norm"]
 assert not explorer.error
 assert (spectra["no norm"]["near_unit_mass"] > 0.99).all()
@@ -15,27 +15,27 @@ assert spectra["Pre-LN"]["is_reliable"].mean() > 0.5
 assert M["no norm"] > 0.99
 assert 0.2 < M["Pre-LN"] < 0.5
 
-# ---- the verdict, of recorded runs, which are the same everywhere
+# ---- verdict from recorded runs, which do not depend on the machine
 assert n_runs == 12
 assert n_diverged[["Pre-LN", "No-Norm", "Post-LN"]].tolist() == [0, 12, 0]
-assert n_diverged.drop("No-Norm").sum() == 0  # "does it normalize?" is as good a rule
+assert n_diverged.drop("No-Norm").sum() == 0  # the presence of a norm is an equally good predictor
 assert set(diverged["learning_rate"].values) == {0.003, 0.005, 0.01}
 assert set(study["task"].values[(study["architecture"] == "No norm").values]) == {"text_bytes"}
 assert set(normed["task"].values) == {"text_bytes"}
-assert not share[share.index <= calm].any()
-assert (share[share.index >= wild] == 1).all()
-assert wild < 1.6 * calm
+assert not fraction[fraction.index <= safe].any()
+assert (fraction[fraction.index >= unsafe] == 1).all()
+assert unsafe < 1.6 * safe
 assert not normed["has_diverged"].any()
 assert abs(float(largest["final_loss"] - largest["trivial_loss"])) < 0.05
 recorded_masses = wb.samples.initialization("norms")["near_unit_mass"].sel(source="ours").mean("seed")
 assert recorded_masses.sel(architecture="No-Norm") > 0.9
 assert recorded_masses.sel(architecture="Pre-LN") < 0.2
 
-# ---- three things to try
+# ---- three exercises
 near = abs(spectra["Pre-LN"]["eigenvalue"])
 assert ((near < 0.9) | (near > 1.05)).mean() > 0.5
 of_layers = spectra["Pre-LN"]["is_reliable"].mean("mode")
-assert of_layers[0] < 0.5 < of_layers[-1]  # the first block of Pre-LN loses most of its modes
+assert of_layers[0] < 0.5 < of_layers[-1]  # most modes of the first block of Pre-LN are not reliable
 explorer.zoom.value = "near 1"
 explorer.reliable_only.value = True
 assert not explorer.error
@@ -45,7 +45,7 @@ assert 25 < post["spectral_radius"][0] < 60
 assert (post["near_unit_mass"][1:] > 0.99).all()
 assert post["near_unit_mass"].mean() > 0.8
 
-# ---- a checkpoint, kept and read again
+# ---- a run that is saved and opened
 assert abs(after["pre_ln"] - after["no_norm"]) < 0.1
 again = wb.open_run(path)
 assert again["spectra"].to_dataset().equals(trained["pre_ln"])

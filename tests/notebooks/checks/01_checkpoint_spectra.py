@@ -1,11 +1,11 @@
-"""What notebook 01 says, checked in its own namespace after its last cell."""
+"""The claims of notebook 01, checked in its namespace after its last cell."""
 
 # ruff: noqa: F821
 
-# ---- the model was read correctly
+# ---- the checkpoint was opened correctly
 assert answer == "Paris"
 
-# ---- section 1: the published trends are not repeated
+# ---- section 1: the published trends do not replicate
 assert spectra.attrs["n_snapshots"] == 1536
 assert not is_alike
 assert by_third["M"].loc[here].min() > 0.15
@@ -15,7 +15,7 @@ assert theirs.min(axis=None) > 0.55
 assert (theirs["early"] > theirs["late"]).all()
 assert float(spectra["eigenvector_condition"].mean()) > 500
 
-# ---- section 2: the level of M follows the number of directions
+# ---- section 2: M depends on the number of directions
 assert int(spectra["rank"].min()) == 576
 assert int(few["rank"].max()) < 100
 assert set(leading["rank"].values) == {32}
@@ -35,10 +35,10 @@ assert repeated["rank"].values == few["rank"].sel(layer=[3]).values  # repeated 
 assert jump.idxmax() == 11
 assert jump.max() > 1.5
 assert abs(jump[[15, 19]] - 1).max() < 0.3
-assert digits.loc[[15, 19], "left out"].min() > digits.loc[[15, 19], "kept"].max() + 2
+assert digits.loc[[15, 19], "excluded"].min() > digits.loc[[15, 19], "included"].max() + 2
 assert spectra.attrs["token_selection"] != kept.attrs["token_selection"]
 
-# ---- section 4: weights alone
+# ---- section 4: spectra of the weights
 assert spikes["untrained"] == 0
 assert spikes.drop("untrained").min() >= 5
 assert alpha["untrained"] < alpha["SmolLM2-135M"]

@@ -1,9 +1,9 @@
-"""What notebook 02 says, checked in its own namespace after its last cell."""
+"""The claims of notebook 02, checked in its namespace after its last cell."""
 
 # ruff: noqa: F821
 from pathlib import Path
 
-# ---- section 1: the published order of M, and the contrast of divergence
+# ---- section 1: the published order of M, and the difference in divergence
 assert both["published"].is_monotonic_decreasing
 assert top == "No-Norm"
 assert 0.1 < off["No-Norm"] < 0.2
@@ -14,7 +14,7 @@ assert (by_rate.drop("No-Norm") == 0).all().all()
 assert share["No-Norm"] == 1
 assert norms.loc["Post-LN", ("M", "ours")] > 0.5
 
-# ---- section 2: rates at which each diverges, and M of the fresh model
+# ---- section 2: learning rates at which each design diverges, and M of the untrained model
 assert all((rate[name] <= 0.01) == (name in ("No-Norm", "Fixup", "ReZero")) for name in rate)
 assert len(limits) == 18
 assert (first[is_bare] == 0.01).all()
@@ -52,8 +52,8 @@ assert closest == "branch alone"
 # ---- section 5
 assert spectra.sizes["layer"] == 4
 
-# ---- docs/spectra_evidence.md has the figures of the recorded tables
-page = (Path(wb.__file__).resolve().parents[1] / "docs" / "spectra_evidence.md").read_text()
+# ---- docs/results/spectra.md quotes the values of the recorded tables
+page = (Path(wb.__file__).resolve().parents[1] / "docs" / "results" / "spectra.md").read_text()
 chapters = {
     "norms": ["near_unit_mass", "expansive_mass", "spectral_radius"],
     "architectures": [

@@ -1,9 +1,9 @@
-"""What notebook 05 says, checked in its own namespace after its last cell."""
+"""The claims of notebook 05, checked in its namespace after its last cell."""
 
 # ruff: noqa: F821
 from pathlib import Path
 
-# ---- section 1: the same to the bit until the switch; the probe is first, at its next measurement
+# ---- section 1: the runs are bitwise identical until the switch; the probe is first, at its next measurement
 losses = {name: run["monitors"]["loss"].values for name, run in runs.items()}
 assert (losses["healthy"][: switch_at + 1] == losses["faulted"][: switch_at + 1]).all()
 assert (losses["healthy"][switch_at + 1 : switch_at + 20] != losses["faulted"][switch_at + 1 : switch_at + 20]).any()
@@ -14,7 +14,7 @@ lead = wb.alarms.lead_time(after, divergence=last.step if last.diverged else Non
 assert lead.is_first
 assert last.diverged or "grad_norm" in steps or "loss" in steps  # the fault harms this run on any machine
 assert len(alarms["healthy"]) <= 1
-assert 0.8 < ratio["loss"] < 1.25  # the loss still looks healthy, the gradient norm does not
+assert 0.8 < ratio["loss"] < 1.25  # the loss is still that of a healthy run, but not the gradient norm
 assert ratio["grad_norm"] > 1.5
 excess = {
     name: float(run["precision"]["query_error_excess"].sel(step=after[0].step).max()) for name, run in runs.items()
@@ -23,33 +23,33 @@ assert excess["healthy"] < 25 < 1e4 < excess["faulted"]
 attributions = runs["faulted"]["events"].to_dataset().to_dataframe().query("kind == 'attribution'")["message"]
 assert attributions.iloc[0].startswith("This looks like low precision attention")
 
-# ---- section 2: the recorded study, which is the same everywhere
-assert shares["runs"].tolist() == [143, 143, 32, 143, 143]
-assert shares["all alarms"].tolist() == ["96%", "93%", "81%", "91%", "93%"]
-assert shares["loss alone"].tolist()[:3] == ["31%", "17%", "0%"]
-assert shares["gradient norm alone"].tolist()[:3] == ["15%", "7%", "16%"]
+# ---- section 2: the recorded study, which does not depend on the machine
+assert reached["runs"].tolist() == [143, 143, 32, 143, 143]
+assert reached["all alarms"].tolist() == ["96%", "93%", "81%", "91%", "93%"]
+assert reached["loss alone"].tolist()[:3] == ["31%", "17%", "0%"]
+assert reached["gradient norm alone"].tolist()[:3] == ["15%", "7%", "16%"]
 assert n_reached == 2
 assert int(false["n_alarms"]) == 1
 assert kinds["n_harmful"].sum() == int(ew.harmful(locked).sum())
 assert len(kinds) <= 10
-by_probe = kinds["first_signal"].isin(["arithmetic", "gradients", "data"])  # they measure the cause
+by_probe = kinds["first_signal"].isin(["arithmetic", "gradients", "data"])  # probes that measure the cause
 assert kinds["n_harmful"][by_probe].sum() == 136
 assert not kinds["first_signal"].str.contains("D2").any()
 assert (failed.sizes["run"], late.sizes["run"], warned) == (7, 12, [3, 0, 0])
 
-# ---- section 3: the own loop
+# ---- section 3: a custom loop
 own = wb.open_run(watch.path)
 assert own["monitors"].sizes["step"] == 40
 assert own["attention"].sizes["step"] == 4
 assert [(alarm.signal, alarm.step) for alarm in watch.alarms.raised] == [("learning_rate", 30)]
 
-# ---- docs/early_warning_evidence.md: the more false alarms are allowed, the less evidence an alarm needs
+# ---- docs/results/early_warning.md: if more false alarms are allowed, an alarm needs less evidence
 thresholds = [
     wb.Alarms(false_alarms=rate).calibration.threshold("effective_rank D2", rate, n_signals=20)
     for rate in (0.01, 1.0, 100.0)
 ]
 assert thresholds == sorted(thresholds, reverse=True)
-page = (Path(wb.__file__).resolve().parents[1] / "docs" / "early_warning_evidence.md").read_text()
+page = (Path(wb.__file__).resolve().parents[1] / "docs" / "results" / "early_warning.md").read_text()
 for goal in goals["goal"].values:
     of_goal = goals.sel(goal=goal, detector="all alarms")
     assert f"| {goal} | {float(of_goal['asked']):.0%}".replace("%", " %") in page

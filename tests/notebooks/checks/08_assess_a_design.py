@@ -1,16 +1,16 @@
-"""The claims of notebook 08, checked in its own namespace after its last cell."""
+"""The claims of notebook 08, checked in its namespace after its last cell."""
 
 # ruff: noqa: F821
 
-# Section 1: a sound structure at a rate that the pilot finds too large, and the advice names a rate.
+# Section 1: a healthy structure at a rate that is too large according to the pilot; the advice proposes a rate.
 assert assessment.attrs["structure_state"] == "healthy"
 assert assessment.attrs["pilot_state"] in ("at risk", "failing")
 assert assessment.attrs["verdict"] in ("at risk", "refuse")
-(lower,) = [text for text in advice["text"] if "peak rate" in text]
+(lower,) = [text for text in advice["text"] if "peak learning rate" in text]
 assert f"{proposed:.2g}" in lower
 assert "0.05" in lower
 assert proposed < 0.02
-# Section 2: a faulty structure is refused.
+# Section 2: a faulty structure has the verdict "refuse".
 assert (refused.attrs["verdict"], refused.attrs["exit_status"]) == ("refuse", 2)
 assert refused.attrs["structure_state"] == "failing"
 # Section 3: the proposed rate learns more than the planned one, and the faulty design diverges.
@@ -26,7 +26,7 @@ assert (designs["verdict"] == "proceed").all()
 assert (designs["structure_state"] == "healthy").all()
 assert (designs["pilot_state"] == "healthy").all()
 assert (designs["useful_edge_high"] / designs["useful_edge_low"] > 10).all()
-# Section 5: the share of flagged designs among locked families, and what is missed.
+# Section 5: the fraction of flagged designs in the test families, and the designs that are missed.
 assert flagged.loc["verdict", "trains"] <= 0.05
 assert 0.7 < flagged.loc["verdict", "fails"] < 0.9
 assert flagged.loc["settings alone", "trains"] > 5 * flagged.loc["verdict", "trains"]

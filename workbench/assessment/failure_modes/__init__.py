@@ -1,7 +1,7 @@
-"""Failure modes of training: for each, measured criteria, the healthy band, and the confidence of the verdict."""
+"""Failure modes of training: their measured criteria, healthy bands, and the confidence of each state."""
 
-from workbench.assessment.failure_modes.criteria_table import CRITERIA, judged
-from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, judge
+from workbench.assessment.failure_modes.criteria_table import CRITERIA, evaluate_criteria
+from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, evaluate
 from workbench.assessment.failure_modes.modes import FAILURE_MODES, FailureMode
 from workbench.assessment.failure_modes.reference import band_of, healthy_bands
 
@@ -13,9 +13,9 @@ __all__ = [
     "FailureMode",
     "HealthyBand",
     "band_of",
+    "evaluate",
+    "evaluate_criteria",
     "healthy_bands",
-    "judge",
-    "judged",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Judge all criteria of one assessment, as the two tables that reports read."""
+"""Evaluate all criteria of an assessment, as the two tables that reports read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, judge
+from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, evaluate
 from workbench.assessment.failure_modes.modes import FAILURE_MODES
 from workbench.assessment.failure_modes.pilot_criteria import PILOT
 from workbench.assessment.failure_modes.reference import healthy_bands
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     import xarray as xr
 
 CRITERIA: tuple[Criterion, ...] = (*STRUCTURE, *PILOT)
-#: A state with less confidence than this does not decide about its failure mode.
+#: A state with less confidence than this does not determine the state of its failure mode.
 LEAST_CONFIDENCE = 0.5
-#: Why a mode stays undecided although none of its measured criteria is bad.
-TOO_SHORT = "trials of a few updates that do not break say nothing of the rest"
+#: Why a mode remains undecided although none of its measured criteria is at risk or failing.
+TOO_SHORT = "a few updates without divergence are no evidence about the rest of the training"
 
 
 @dataclass(frozen=True)
-class JudgedCriterion:
-    """One judged criterion."""
+class EvaluatedCriterion:
+    """A criterion with its reading, state and confidence."""
 
     criterion: str
     failure_mode: str
@@ -44,43 +44,45 @@ class JudgedCriterion:
     variable: str
     reason: str
     is_outside: bool = False
-    acquits: bool = True
+    rules_out: bool = True
 
 
-def judged(tree: xr.DataTree, bands: Mapping[str, HealthyBand] | None = None) -> tuple[xr.Dataset, xr.Dataset]:
-    """Judge every criterion of an assessment and, from these, its failure modes.
+def evaluate_criteria(
+    tree: xr.DataTree, bands: Mapping[str, HealthyBand] | None = None
+) -> tuple[xr.Dataset, xr.Dataset]:
+    """Evaluate every criterion of an assessment and, from these, its failure modes.
 
-    A band judges no model outside of the sizes of the healthy models behind it; a value that is not finite fails in any
-    case. Trials of a few updates without divergence do not exclude one.
+    A band applies only to sizes within those of the healthy models that it was derived from; a value that is not finite
+    is failing at any size. Trials of a few updates without divergence do not exclude divergence.
 
     Args:
         tree: The measured parts of an assessment, with its sizes as attributes.
-        bands: Healthy bands by criterion; None: the shipped ones.
+        bands: Healthy bands by criterion; None for the shipped ones.
 
     Returns:
-        Dataset with dim ``criterion``: ``failure_mode``, ``title``, ``value``, ``units``, ``low`` and ``high`` (the
-        healthy band; NaN: open), ``failing_low`` and ``failing_high``, ``n_reference``, ``state``, ``confidence`` (NaN:
-        not judged, or a healthy value that excludes nothing), ``layer`` (-1: none), ``path``, ``variable``,
-        ``selection`` (JSON), ``reason`` and ``is_outside`` (no healthy model of this size was recorded). And one with
-        dim ``failure_mode``: ``title``, ``meaning``, ``state``, ``confidence`` (as above), ``worst_criterion`` and
-        ``reason`` (of a mode that was not measured; empty: none in particular).
+        Two datasets. The first has dim ``criterion``: ``failure_mode``, ``title``, ``value``, ``units``, ``low`` and
+        ``high`` (the healthy band; NaN where it is open), ``failing_low`` and ``failing_high``, ``n_reference``,
+        ``state``, ``confidence`` (NaN if not evaluated, or for a healthy value that excludes nothing), ``layer`` (-1 if
+        none), ``path``, ``variable``, ``selection`` (JSON), ``reason`` and ``is_outside`` (whether no healthy model of
+        this size was recorded). The second has dim ``failure_mode``: ``title``, ``meaning``, ``state``, ``confidence``
+        (as above), ``worst_criterion`` and ``reason`` (of a mode that was not measured; may be empty).
     """
     bands, sizes = healthy_bands() if bands is None else bands, Sizes.of(tree)
-    rows = [_judged(criterion, tree, bands, sizes) for criterion in CRITERIA]
+    rows = [_evaluated(criterion, tree, bands, sizes) for criterion in CRITERIA]
     if "/hardware" in tree.groups:
         rows += _hazards(tree["/hardware"].to_dataset())
-    rows = [row if row.acquits else _without_acquittal(row) for row in rows]
+    rows = [row if row.rules_out else _without_confidence(row) for row in rows]
     return _criteria(rows), _modes(rows, TOO_SHORT)
 
 
-def _without_acquittal(row: JudgedCriterion) -> JudgedCriterion:
-    """A row whose healthy state does not exclude its failure mode."""
-    return replace(row, acquits=False, confidence=math.nan if row.state == CriterionState.HEALTHY else row.confidence)
+def _without_confidence(row: EvaluatedCriterion) -> EvaluatedCriterion:
+    """Return a row whose healthy state does not exclude its failure mode, and so has no confidence."""
+    return replace(row, rules_out=False, confidence=math.nan if row.state == CriterionState.HEALTHY else row.confidence)
 
 
-def _judged(
+def _evaluated(
     criterion: Criterion, tree: xr.DataTree, bands: Mapping[str, HealthyBand], sizes: Sizes | None
-) -> JudgedCriterion:
+) -> EvaluatedCriterion:
     band = criterion.band or bands.get(criterion.name)
     if band is not None and not criterion.band:
         band = band.open_but(criterion.bad_side)
@@ -89,30 +91,30 @@ def _judged(
     if isinstance(found, str):
         reason = found
     elif band is None:
-        reason = "no healthy recorded run shows this number"
+        reason = "no healthy recorded run has this measurement"
     elif band.is_open:
-        reason = "healthy recorded runs show every value of it, so it tells nothing"
+        reason = "healthy recorded runs take any value, so the measurement is not informative"
     elif band.sizes and math.isfinite(found.value):
-        reason = "the size of what was measured is not known" if sizes is None else sizes.outside(band.sizes)
+        reason = "the size of the measured model is unknown" if sizes is None else sizes.outside(band.sizes)
         is_outside = bool(reason)
     reading = CriterionReading(math.nan)
     if not (reason or isinstance(found, str) or band is None):
         reading = found
-        state, confidence = judge(reading, band, scale=criterion.scale)
+        state, confidence = evaluate(reading, band, scale=criterion.scale)
         reason = criterion.meaning if state != CriterionState.HEALTHY else ""
         if state == CriterionState.HEALTHY and reading.only_flags:
             state, confidence, reason = CriterionState.NOT_MEASURED, math.nan, reading.only_flags
             reading = CriterionReading(math.nan)
     is_measured = state is not CriterionState.NOT_MEASURED
-    return JudgedCriterion(
+    return EvaluatedCriterion(
         criterion.name, criterion.failure_mode, criterion.title, criterion.units, band or HealthyBand(), reading, state,
         confidence, criterion.path if is_measured else "", criterion.variable if is_measured else "", reason,
-        is_outside, criterion.acquits,
+        is_outside, criterion.rules_out,
     )  # fmt: skip
 
 
-def _hazards(hardware: xr.Dataset) -> list[JudgedCriterion]:
-    """Each hazard of the hardware plan that applies, with the state that its measurement found."""
+def _hazards(hardware: xr.Dataset) -> list[EvaluatedCriterion]:
+    """Return the hazards of the hardware plan that apply, with their measured states."""
     rows = []
     for i, name in enumerate(hardware["hazard"].values):
         one = hardware.isel(hazard=i)
@@ -123,7 +125,7 @@ def _hazards(hardware: xr.Dataset) -> list[JudgedCriterion]:
         )
         state = CriterionState(str(one["state"].values))
         rows.append(
-            JudgedCriterion(
+            EvaluatedCriterion(
                 f"hazard_{name}", "precision_headroom", str(one["title"].values), str(one["unit"].values), band,
                 CriterionReading(float(one["effect"]), 0.0, {"hazard": i}), state,
                 math.nan if state is CriterionState.NOT_MEASURED else 1.0,
@@ -137,7 +139,7 @@ def _or(value: float, otherwise: float) -> float:
     return otherwise if math.isnan(value) else value
 
 
-def _criteria(rows: Iterable[JudgedCriterion]) -> xr.Dataset:
+def _criteria(rows: Iterable[EvaluatedCriterion]) -> xr.Dataset:
     import xarray as xr
 
     rows = list(rows)
@@ -155,12 +157,12 @@ def _criteria(rows: Iterable[JudgedCriterion]) -> xr.Dataset:
         for name in ("failure_mode", "title", "units", "state", "path", "variable", "reason")
     }
     texts["selection"] = [json.dumps(dict(row.reading.selection)) for row in rows]
-    whole = {
+    others = {
         "n_reference": [row.band.n_reference for row in rows],
         "layer": [row.reading.layer for row in rows],
         "is_outside": [row.is_outside for row in rows],
     }
-    columns = {**{k: np.array(v, dtype=float) for k, v in numbers.items()}, **whole, **texts}
+    columns = {**{k: np.array(v, dtype=float) for k, v in numbers.items()}, **others, **texts}
     return xr.Dataset(
         {name: ("criterion", np.asarray(values)) for name, values in columns.items()},
         {"criterion": [row.criterion for row in rows]},
@@ -171,26 +173,28 @@ def _closed(limit: float) -> float:
     return limit if math.isfinite(limit) else math.nan
 
 
-def _modes(rows: Iterable[JudgedCriterion], why_open: str) -> xr.Dataset:
-    """The worst state of each mode's criteria that is confident enough; "not measured" if there is none.
+def _modes(rows: Iterable[EvaluatedCriterion], why_open: str) -> xr.Dataset:
+    """Return for each mode the worst state of its criteria with sufficient confidence; "not measured" if there is none.
 
     Args:
         rows: All criteria.
-        why_open: Why a healthy criterion that excludes nothing leaves its mode undecided.
+        why_open: Reason of a mode whose only measured criteria are healthy and exclude nothing.
     """
     import xarray as xr
 
     found: list[tuple[CriterionState, float, str, str]] = []
     for name in FAILURE_MODES:
-        judged_rows = [row for row in rows if row.failure_mode == name and row.state != CriterionState.NOT_MEASURED]
-        own = [row for row in judged_rows if row.acquits or row.state != CriterionState.HEALTHY]
-        sure = [row for row in own if row.confidence >= LEAST_CONFIDENCE] or own
-        if not sure:
-            found.append((CriterionState.NOT_MEASURED, math.nan, "", why_open if judged_rows else ""))
+        measured = [row for row in rows if row.failure_mode == name and row.state != CriterionState.NOT_MEASURED]
+        own = [row for row in measured if row.rules_out or row.state != CriterionState.HEALTHY]
+        confident = [row for row in own if row.confidence >= LEAST_CONFIDENCE] or own
+        if not confident:
+            found.append((CriterionState.NOT_MEASURED, math.nan, "", why_open if measured else ""))
             continue
-        worst = max(sure, key=lambda row: (row.state.severity, row.confidence))
+        worst = max(confident, key=lambda row: (row.state.severity, row.confidence))
         # The confidence of a healthy mode is that of its least confident criterion.
-        confidence = min(row.confidence for row in sure) if worst.state == CriterionState.HEALTHY else worst.confidence
+        confidence = (
+            min(row.confidence for row in confident) if worst.state == CriterionState.HEALTHY else worst.confidence
+        )
         found.append((worst.state, confidence, worst.criterion, ""))
     states, confidences, worst_ones, reasons = zip(*found, strict=True)
     return xr.Dataset(

@@ -1,4 +1,4 @@
-"""A criterion: one measured number, the band of healthy models, and the confidence of its state."""
+"""Criteria: a measured number, the band of healthy models, and the confidence of the resulting state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     import xarray as xr
 
 #: Why a number could not be measured.
-NOTHING_SEEN = "the model has no such part, or none that can be seen"
+NOT_OBSERVED = "the model has no such part, or it cannot be observed"
 
 
-#: Shares are kept this far from 0 and 1 when they are compared as log-odds.
+#: Fractions are clipped to this distance from 0 and 1 before they are compared as log-odds.
 EDGE_OF_SHARE = 1e-4
 
 
@@ -33,7 +33,7 @@ def _log_odds(x: np.ndarray) -> np.ndarray:
     return np.log(x / (1 - x))
 
 
-#: Scale on which numbers are compared -> the functions to it and back.
+#: Scale on which numbers are compared -> the transformation to it and its inverse.
 SCALES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]] = {
     "linear": (np.asarray, np.asarray),
     "log": (_log, np.exp),
@@ -47,11 +47,12 @@ class HealthyBand:
 
     Attributes:
         low, high: The band, inclusive; infinite where it is open.
-        failing_low, failing_high: Beyond these a value is failing, not just at risk; infinite: it never is.
-        n_reference: Number of healthy recorded models behind the band; 0: it follows from a rule instead.
+        failing_low, failing_high: Beyond these limits a value is failing, not just at risk; infinite if there is no
+            such limit.
+        n_reference: Number of healthy recorded models that the band was derived from; 0 if it follows from a rule.
         why: Origin of the limits, shown to the user.
-        sizes: Size ("width", "blocks", "experts") -> the smallest and the largest of those models, beyond which the
-            band judges nothing; empty: it holds for every size.
+        sizes: Size ("width", "blocks", "experts") -> smallest and largest size of those models. The band does not apply
+            beyond these sizes; empty if it applies to every size.
     """
 
     low: float = -math.inf
@@ -64,11 +65,11 @@ class HealthyBand:
 
     @property
     def is_open(self) -> bool:
-        """Whether no finite value lies outside."""
+        """Whether every finite value lies inside."""
         return self.low == -math.inf and self.high == math.inf
 
     def open_but(self, bad_side: str) -> HealthyBand:
-        """The band with its other side open."""
+        """Return the band with the side opposite to ``bad_side`` open."""
         if bad_side == "high":
             return replace(self, low=-math.inf, failing_low=-math.inf)
         return replace(self, high=math.inf, failing_high=math.inf) if bad_side == "low" else self
@@ -76,14 +77,14 @@ class HealthyBand:
 
 @dataclass(frozen=True)
 class CriterionReading:
-    """A number found in the tree.
+    """A measured number of the tree.
 
     Attributes:
-        value: In the criterion's unit.
-        spread: Standard error of the value over repeated measurements; 0: one measurement, or an exact one.
+        value: The value, in the criterion's unit.
+        spread: Standard error of the value over repeated measurements; 0 for a single or an exact measurement.
         selection: Dimension -> index of the number in the variable.
-        layer: Block of the number; -1: none in particular.
-        only_flags: Why a healthy value is no evidence of health; empty: it is evidence.
+        layer: Block of the number; -1 for no specific block.
+        only_flags: Why a healthy value is no evidence for a healthy design; empty if it is evidence.
     """
 
     value: float
@@ -98,18 +99,18 @@ class Criterion:
     """A number that indicates a failure mode.
 
     Attributes:
-        name: Its id, also the name of its band in the healthy reference.
+        name: Identifier, also of its band in the healthy reference.
         failure_mode: The failure mode, by its name in `modes.FAILURE_MODES`.
         title: Title in tables.
         units: Units of the value.
-        path, variable: Where the number is in the tree.
-        reads: Function of the tree that returns the reading, or a sentence why there is none.
+        path, variable: Place of the number in the tree.
+        reads: Function of the tree that returns the reading, or a clause that states why there is none.
         meaning: Meaning of a value outside the band, shown to the user; one clause.
-        band: The band, where the limits follow from a rule; None: that of the healthy reference.
-        scale: Scale of ``SCALES`` on which value and limits are compared; the spread of a reading is that of its
-            logarithm where this is "log", else of the value itself.
+        band: The band, if its limits follow from a rule; None for that of the healthy reference.
+        scale: Scale of ``SCALES`` on which value and limits are compared. The spread of a reading is that of its
+            logarithm if this is "log", else that of the value.
         bad_side: Side without healthy values: "low", "high" or "both"; the other side is open.
-        acquits: Whether a healthy value excludes the failure mode; otherwise it is no evidence either way.
+        rules_out: Whether a healthy value excludes the failure mode; if not, it is no evidence either way.
     """
 
     name: str
@@ -123,24 +124,24 @@ class Criterion:
     band: HealthyBand | None = None
     scale: str = "linear"
     bad_side: str = "both"
-    acquits: bool = True
+    rules_out: bool = True
 
 
-def judge(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear") -> tuple[CriterionState, float]:
-    """Judge a reading: its state, and the probability that another measurement would find the same state.
+def evaluate(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear") -> tuple[CriterionState, float]:
+    """Return the state of a reading, and the probability that another measurement would give the same state.
 
-    The value is assumed normal with the reading's spread (of its logarithm, on that scale). A band from n healthy
-    models is itself uncertain: the next healthy one lies beyond all of them with probability 2 / (n + 1), half of it at
-    each end (exchangeability), so no confidence based on the band exceeds 1 minus this.
+    The value (on the scale "log", its logarithm) is assumed to be normally distributed with the reading's spread. A
+    band from n healthy models is itself uncertain: by exchangeability, the next healthy model lies beyond all of them
+    with probability 2 / (n + 1), half of it at each end. No confidence that is based on the band exceeds 1 minus this.
 
     Args:
         reading: Value and spread.
         band: The limits.
-        scale: "log": compare logarithms, and a value of 0 lies below every limit; otherwise the values themselves.
+        scale: "log" compares logarithms, where 0 lies below every limit; any other scale compares the values.
 
     Returns:
-        The state, which is never "not measured", and a confidence in [0, 1]. A value that is not finite is failing for
-        certain.
+        The state, which is never "not measured", and a confidence in [0, 1]. A value that is not finite is failing with
+        confidence 1.
     """
     from scipy.stats import norm
 
@@ -161,49 +162,28 @@ def judge(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear"
     if spread > 0 and math.isfinite(value):
         below = norm.cdf(limits, loc=value, scale=spread)
         inside, within = below[2] - below[1], below[3] - below[0]
-        shares = {
+        probabilities = {
             CriterionState.HEALTHY: inside,
             CriterionState.AT_RISK: within - inside,
             CriterionState.FAILING: 1 - within,
         }
-        share = shares[state]
+        probability = probabilities[state]
     else:
-        share = 1.0
-    surest = 1.0 if not band.n_reference else 1 - 2 / (band.n_reference + 1)
-    return state, float(np.clip(share, 0.0, 1.0) * surest)
-
-
-def worst_of(data: xr.Dataset, variable: str, *, largest: bool) -> CriterionReading | str:
-    """Find the largest or smallest entry of a variable, and its index.
-
-    Args:
-        data: Dataset with the variable.
-        variable: Its name.
-        largest: Whether large values are the bad ones.
-
-    Returns:
-        The reading; or why there is none, if the variable is missing or nowhere finite.
-    """
-    if variable not in data:
-        return f"{variable.replace('_', ' ')} was not measured"
-    values = np.asarray(data[variable].values, dtype=float)
-    if not np.isfinite(values).any():
-        return NOTHING_SEEN
-    flat = int(np.nanargmax(values) if largest else np.nanargmin(values))
-    at = (int(i) for i in np.unravel_index(flat, values.shape))
-    place = dict(zip(map(str, data[variable].dims), at, strict=True))
-    return CriterionReading(float(values.flat[flat]), 0.0, place, place.get("layer", -1))
+        probability = 1.0
+    largest = 1.0 if not band.n_reference else 1 - 2 / (band.n_reference + 1)
+    return state, float(np.clip(probability, 0.0, 1.0) * largest)
 
 
 def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> CriterionReading | str:
-    """A variable without dimensions as a reading; or why there is none, from its attribute ``unseen`` if it has one.
+    """Return a 0-dim variable as a reading, or a clause that states why there is none.
 
-    An infinite value is a reading, because it was measured; NaN means that there is none.
+    The clause is the variable's attribute ``unseen`` if it has one. An infinite value was measured and is a reading;
+    NaN means that there is no reading.
     """
     if variable not in data:
         return f"{variable.replace('_', ' ')} was not measured"
     if np.isnan(float(data[variable])):
-        return data[variable].attrs.get("unseen", NOTHING_SEEN)
+        return data[variable].attrs.get("unseen", NOT_OBSERVED)
     return CriterionReading(
         float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0
     )

@@ -1,4 +1,4 @@
-"""The failure modes that an assessment tests."""
+"""The failure modes that an assessment checks."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ class FailureMode:
     meaning: str
 
 
-#: Those of the structural catalogue (SORT, ai.22) first, in its order, then those of a plan and its hardware.
+#: Those of the structural catalog (SORT, ai.22) first, in its order, then those of a plan and its hardware.
 FAILURE_MODES: dict[str, FailureMode] = {
     "gradient_flow_collapse": FailureMode(
-        "Gradient flow collapse", "gradients vanish or explode on their way through the depth"
+        "Gradient flow collapse", "gradients vanish or explode through the depth of the model"
     ),
     "attention_degeneracy": FailureMode(
-        "Attention degeneracy", "heads look at one token only, their logits run away, or all tokens become alike"
+        "Attention degeneracy",
+        "heads attend to a single token, attention logits grow without bound, or all tokens become similar",
     ),
     "routing_oscillation": FailureMode(
-        "Routing oscillation", "tokens keep changing experts, or a few experts take them all"
+        "Routing oscillation", "tokens keep switching experts, or a few experts receive almost all tokens"
     ),
     "scale_dependent_divergence": FailureMode(
-        "Scale-dependent divergence", "what trains at a small size breaks at the target size"
+        "Scale-dependent divergence", "a plan that works at a small size diverges at the target size"
     ),
     "initialization_out_of_band": FailureMode(
-        "Initialization out of band", "the fresh model starts where no healthy one has started"
+        "Initialization out of band", "the initialized model lies outside the range of healthy models"
     ),
     "precision_headroom": FailureMode(
-        "Precision headroom", "number formats, accumulation or reduction lose what the updates need"
+        "Precision headroom", "number formats, accumulation or reduction lose precision that the updates need"
     ),
     "unsuitable_rate": FailureMode(
-        "Unsuitable learning rate", "the planned rate is too small or too large to learn well, or breaks trials"
+        "Unsuitable learning rate", "the planned rate is too small or too large to learn well, or makes trials diverge"
     ),
 }

@@ -6,28 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from workbench.formatting import counted
+
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Size -> phrases for several healthy models and for one model; ``{}`` is a number or a range.
-_WORDS = {
-    "width": ("were {} wide", "is {} wide"),
-    "blocks": ("had {} blocks", "has {}"),
-    "experts": ("had {} experts", "has {}"),
-}
-#: Range of sizes behind a band: size -> smallest and largest.
+#: Size -> phrase; ``{}`` is a number or a range.
+_WORDS = {"width": "width {}", "blocks": "{} blocks", "experts": "{} experts"}
+#: Range of sizes of the models behind a band: size -> smallest and largest.
 Ranges = Mapping[str, tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of an assessment.
+    """Sizes of the subject and of the measured model of an assessment.
 
     Attributes:
-        width, blocks: Those of the subject.
-        run_width, run_blocks: Those of the model that was run.
-        experts: Experts in each block; 0: none, or unknown.
-        is_stand_in: Whether the model that was run is not the subject, but smaller, or with a smaller vocabulary.
+        width, blocks: Width and number of blocks of the subject.
+        run_width, run_blocks: Width and number of blocks of the model that was run.
+        experts: Number of experts in each block; 0 if there are none or the number is unknown.
+        is_stand_in: Whether a proxy model was run, which is smaller than the subject or has a smaller vocabulary.
     """
 
     width: int
@@ -39,7 +37,7 @@ class Sizes:
 
     @classmethod
     def of(cls, tree: xr.DataTree) -> Sizes | None:
-        """Read the sizes from the attributes of an assessment; None where it has none."""
+        """Return the sizes from the attributes of an assessment; None if it has none."""
         names = ("width", "depth", "measured_width", "measured_depth")
         if any(name not in tree.attrs for name in names):
             return None
@@ -51,7 +49,7 @@ class Sizes:
             run_width,
             run_blocks,
             int(tree.attrs.get("n_experts", 0)),
-            bool(tree.attrs.get("is_stand_in", is_other)),  # trees of an older workbench lack it
+            bool(tree.attrs.get("is_stand_in", is_other)),  # trees of older versions lack it
         )
 
     @property
@@ -67,17 +65,17 @@ class Sizes:
         }
 
     @property
-    def stand_in(self) -> str:
-        """A description of the model that was run."""
-        return f"a stand-in {self.run_width:,} wide with {self.run_blocks:,} block{'s' * (self.run_blocks != 1)}"
+    def proxy(self) -> str:
+        """Description of the proxy model that was run."""
+        return f"a proxy model of width {self.run_width:,} with {counted(self.run_blocks, 'block')}"
 
     def outside(self, ranges: Ranges) -> str:
-        """Why a band of healthy models of some sizes does not apply to this one; empty if it does.
+        """Return why a band of healthy models of these sizes does not apply, as a clause; empty if it applies.
 
-        The measured model and the subject must both be inside: a stand-in has the variances of a wide model, so that
-        its gains are those of that one, and cannot be compared with thin healthy models.
+        Both the measured model and the subject must be within the ranges: a proxy model has the variances and gains of
+        a wide model, so it cannot be compared with narrow healthy models.
         """
-        theirs, own = [], []
+        healthy, own = [], []
         both = {
             "width": (self.run_width, self.width),
             "blocks": (self.run_blocks, self.blocks),
@@ -86,9 +84,8 @@ class Sizes:
         for name, (low, high) in ranges.items():
             beyond = [size for size in both[name] if not low <= size <= high]
             if beyond:
-                many, one = _WORDS[name]
-                theirs.append(many.format(f"{low:,g}" if low == high else f"{low:,g} to {high:,g}"))
-                own.append(one.format(f"{beyond[-1]:,g}"))
+                healthy.append(_WORDS[name].format(f"{low:,g}" if low == high else f"{low:,g} to {high:,g}"))
+                own.append(_WORDS[name].format(f"{beyond[-1]:,g}"))
         if not own:
             return ""
-        return f"the healthy models behind this band {' and '.join(theirs)}, this one {' and '.join(own)}"
+        return f"the healthy reference models have {' and '.join(healthy)}, while this model has {' and '.join(own)}"

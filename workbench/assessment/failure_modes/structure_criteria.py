@@ -1,4 +1,4 @@
-"""Criteria of the structure: what fresh models of a design show, whatever the scale of their residual stream."""
+"""Criteria of the structure, measured at initialization and independent of the scale of the residual stream."""
 
 from __future__ import annotations
 
@@ -12,32 +12,39 @@ from workbench.assessment.structure import ALL
 if TYPE_CHECKING:
     import xarray as xr
 
-#: Number -> its failure mode, the side without healthy values, and the meaning of a value there.
+#: Measurement -> its failure mode, the side without healthy values, and the meaning of a value there.
 _ABOUT = {
     "gain_by_depth": (
-        "gradient_flow_collapse", "high", "gradients explode or vanish with depth, whatever the scale of the stream",
+        "gradient_flow_collapse", "high", "gradients explode or vanish with depth",
     ),
     "growth_by_depth": (
-        "gradient_flow_collapse", "high", "the stream grows or shrinks with depth as in no design that trained",
+        "gradient_flow_collapse", "high",
+        "the residual stream grows or shrinks with depth more than in any design that trained",
     ),
-    "attention_entropy_share": ("attention_degeneracy", "low", "a fresh head looks at little but one token"),
-    "attention_logit_max": ("attention_degeneracy", "high", "a fresh head has logits beyond those of any that trained"),
-    "routing_entropy_share": ("routing_oscillation", "low", "the fresh router is sure of its choices"),
+    "attention_entropy_share": (
+        "attention_degeneracy", "low", "a head attends almost entirely to a single token at initialization",
+    ),
+    "attention_logit_max": (
+        "attention_degeneracy", "high", "attention logits at initialization exceed those of all designs that trained",
+    ),
+    "routing_entropy_share": ("routing_oscillation", "low", "the router is confident in its choices at initialization"),
     "norm_eps_share": (
-        "initialization_out_of_band", "high", "eps exceeds the states' variance, so that nothing is normalized",
+        "initialization_out_of_band", "high", "eps exceeds the variance of the states, so they are hardly normalized",
     ),
-    "loss_over_guess": ("initialization_out_of_band", "high", "the fresh model is far worse than a guess"),
+    "loss_over_guess": ("initialization_out_of_band", "high", "the initial loss is far above that of a uniform guess"),
     "function_change": (
         "scale_dependent_divergence", "both",
         "the first update at the planned rate changes the predictions far more or less than in any design that trained",
     ),
 }  # fmt: skip
 
-#: Numbers of the residual stream, and why those between blocks flag a design, but are no evidence that it is sound.
+#: Measurements of the residual stream, and why those between blocks can flag a design but not show that it is healthy.
 _OF_STREAM = ("gain_by_depth", "growth_by_depth")
-BETWEEN_BLOCKS = "its residual stream cannot be read, and gains between its blocks may show a fault, but not health"
-#: Number -> its band, where the limits follow from a rule.
-_BANDS = {"norm_eps_share": HealthyBand(high=0.5, why="beyond one half, eps exceeds what it is added to")}
+BETWEEN_BLOCKS = (
+    "its residual stream cannot be read, and gains between its blocks can reveal a fault but not exclude one"
+)
+#: Measurement -> its band, if the limits follow from a rule.
+_BANDS = {"norm_eps_share": HealthyBand(high=0.5, why="above one half, eps exceeds the variance that it is added to")}
 
 
 def _read(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
@@ -61,7 +68,7 @@ def _criterion(name: str) -> Criterion:
     mode, bad_side, meaning = _ABOUT[name]
     return Criterion(
         name, mode, title, "1", "/structure", name, _read(name), meaning, _BANDS.get(name), scale, bad_side,
-        acquits=name not in _BANDS,
+        rules_out=name not in _BANDS,
     )  # fmt: skip
 
 

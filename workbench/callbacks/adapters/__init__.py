@@ -1,4 +1,4 @@
-"""Any callback inside the trainers of Hugging Face and Lightning; both are imported only when used."""
+"""Callbacks of the workbench in the trainers of Hugging Face and Lightning, which are imported only when used."""
 
 from workbench.callbacks.adapters.hugging_face_adapter import trainer_callback
 from workbench.callbacks.adapters.lightning_adapter import lightning_callback

@@ -1,4 +1,4 @@
-"""Any callback inside a Hugging Face ``Trainer``."""
+"""Callbacks of the workbench in a Hugging Face ``Trainer``."""
 
 from __future__ import annotations
 
@@ -18,44 +18,49 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 _NAME = "WorkbenchCallback"
-#: The label of tokens that do not count in the loss.
+#: Label of tokens that do not count in the loss.
 _IGNORED = -100
 
 
 def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
-    """One callback for a Hugging Face ``Trainer`` by which any callbacks act: ``Trainer(..., callbacks=[it])``.
+    """Return a Hugging Face ``TrainerCallback`` through which callbacks of the workbench act in a ``Trainer``.
 
-    They are attached when training begins and detached at its end. If training ends by an error, callbacks are not
-    notified: they then stay attached until the next ``train()``, ``callback.detach()``, or the deletion of the callback
-    itself. Their numbers (``kss_strength``, ``kss_penalty``, ...) go into the training logs, that is, into
-    ``trainer.state.log_history`` and to the callbacks after it: to see them in TensorBoard and the like, set
-    ``report_to="none"`` and pass its callback after this one. Their states are part of the checkpoints.
+    They are attached when training begins and detached when it ends. A ``Trainer`` does not notify its callbacks of an
+    error; they then remain attached until the next ``train()``, until ``callback.detach()``, or until the callback is
+    deleted. Their metrics (such as ``kss_strength`` and ``kss_penalty``) are added to the training logs, that is, to
+    ``trainer.state.log_history``, and are passed to the callbacks that follow. To see them in TensorBoard, for example,
+    set ``report_to="none"`` and pass the TensorBoard callback after this one. Their states are part of the checkpoints.
 
-    A recorder counts the Trainer's steps. Loss and gradient norm are those of the Trainer's logs where it logs every
-    step, and otherwise those that the recorder computes: the losses in the model's outputs, and the norm of the
-    gradients after clipping. Resuming continues with its store, if it exists, and with the same probe.
+    A recorder counts the steps of the ``Trainer``. If the ``Trainer`` logs every step, loss and gradient norm are those
+    of its logs. Otherwise the recorder takes the losses from the outputs of the model, and computes the gradient norm
+    after clipping. A resumed run continues to write to the store, if it exists, and uses the same probe.
 
     Args:
         *callbacks: `workbench.Callback` objects, KSS, a recorder, alarms, actions, faults, penalties.
         seed: Seed of the random draws of faults and penalties.
 
     Raises:
-        OptionError: If an argument is no callback. When training begins, if one needs the loop of `workbench.train`.
+        OptionError: If an argument is not a callback. When training begins, if a callback needs the loop of
+            `workbench.train`.
 
     Example:
         >>> import workbench as wb
-        >>> import transformers
-        >>> callback = wb.trainer_callback(wb.KSS.recommended())
-        >>> isinstance(callback, transformers.TrainerCallback)
-        True
+        >>> callback = wb.trainer_callback(wb.KSS.recommended(), wb.Recorder("run.zarr"))
+        >>> type(callback).__name__
+        'WorkbenchCallback'
         >>> trainer = transformers.Trainer(model, arguments, callbacks=[callback])  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+
+    See Also:
+        `workbench.lightning_callback`: Does the same for Lightning.
+        `workbench.watch`: Attaches a recorder with alarms to a ``Trainer`` in one line.
     """
     from transformers.trainer_callback import ExportableState, TrainerCallback
 
     gathered = gather(callbacks, seed=seed)
 
     class WorkbenchCallback(TrainerCallback, ExportableState):
-        """Callbacks of the workbench attached to one Trainer."""
+        """Callbacks of the workbench in one ``Trainer``."""
 
         def __init__(self) -> None:
             self.attachment = Attachment(gathered)
@@ -70,7 +75,11 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
             saved = by_name.setdefault(_NAME, {})
             if isinstance(saved, list):
                 raise OptionError(
-                    "A Trainer takes one callback of the workbench, not several; pass all to one wb.trainer_callback()."
+                    f"A Trainer takes one callback of the workbench, got {len(saved)}; pass all of them to one "
+                    "wb.trainer_callback().",
+                    name="callbacks",
+                    value=len(saved),
+                    expected="one callback of the workbench",
                 )
             resumed = _states_in(by_name) if state.global_step else None
             self.attachment.begin(model, optimizer, step=state.global_step, state=resumed)
@@ -96,7 +105,7 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
         ) -> None:
             self.attachment.updated(state.global_step - 1)
             logs_each = args.logging_strategy == "steps" and args.logging_steps == 1
-            if not logs_each:  # otherwise the loss is the mean of several steps
+            if not logs_each:  # the loss of the logs would be a mean over several steps
                 control.should_training_stop |= self.attachment.end_step({})
 
         def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
@@ -120,32 +129,32 @@ def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
             return {"args": {}, "attributes": {"saved": self.attachment.state()}}
 
         def detach(self) -> None:
-            """Take the callbacks off the model, where training ended by an error."""
+            """Detach the callbacks from the model after an error ended the training."""
             self.attachment.end(is_broken=True)
 
     return WorkbenchCallback()
 
 
 class _PassHooks:
-    """Hooks on a Hugging Face model by which callbacks act around its passes.
+    """Hooks on a Hugging Face model through which callbacks act around its passes.
 
     Args:
         attachment: Attachment of the callbacks.
-        model: Model that the trainer calls; returns an output with ``loss``.
-        n_batches: Number of batches whose gradients add up in one update.
+        model: Model that the trainer calls, which returns an output with ``loss``.
+        n_batches: Number of batches whose gradients are accumulated for one update.
     """
 
     def __init__(self, attachment: Attachment, model: nn.Module, n_batches: int) -> None:
         self._attachment, self._n_batches = attachment, n_batches
         self._open: ExitStack | None = None
-        self._share = 1.0
+        self._fraction = 1.0
         self._handles = [
             model.register_forward_pre_hook(self._enter, with_kwargs=True),
             model.register_forward_hook(self._leave, with_kwargs=True),
         ]
 
     def close(self) -> None:
-        """Called after the backward pass."""
+        """End the pass; called after the backward pass."""
         if self._open is not None:
             self._open.close()
             self._open = None
@@ -161,10 +170,10 @@ class _PassHooks:
             return None
         self.close()
         changed = dict(self._attachment.change_batch(kwargs))
-        if changed.get("num_items_in_batch") is not None:  # of the whole update, of which the loss is a share
-            changed["num_items_in_batch"] *= _n_items(changed) / _n_items(kwargs)
-        # A loss that is a share of the update's is not divided by the trainer any more.
-        self._share = 1 / self._n_batches if kwargs.get("num_items_in_batch") is not None else 1.0
+        if changed.get("num_items_in_batch") is not None:  # the number of labels of all batches of the update
+            changed["num_items_in_batch"] *= _n_labels(changed) / _n_labels(kwargs)
+        # The model then divides its loss by that number, and the trainer does not divide it by the number of batches.
+        self._fraction = 1 / self._n_batches if kwargs.get("num_items_in_batch") is not None else 1.0
         self._open = ExitStack()
         self._open.enter_context(self._attachment.callbacks.around_pass())
         return args, changed
@@ -174,20 +183,23 @@ class _PassHooks:
             return None
         if getattr(output, "loss", None) is None:
             raise OptionError(
-                f"{type(module).__name__} gives no loss that penalties could be added to; pass labels with each batch."
+                f"The output of {type(module).__name__} has no loss, to which penalties are added; pass labels with "
+                "each batch.",
+                name="loss",
+                expected="in the output of the model",
             )
-        output.loss = self._attachment.with_auxiliary(output.loss, self._share)
+        output.loss = self._attachment.with_auxiliary(output.loss, self._fraction)
         return output
 
 
-def _n_items(batch: Mapping[str, Any]) -> int:
-    """Labels of a batch that count in the loss."""
+def _n_labels(batch: Mapping[str, Any]) -> int:
+    """Return the number of labels of a batch that count in the loss; 1 if there are no labels."""
     labels = batch.get("labels")
     return int((labels != _IGNORED).sum()) if isinstance(labels, Tensor) else 1
 
 
 def _states_in(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """The states that a Trainer's checkpoint holds of our callbacks, those of the first version included."""
+    """Return the states of the workbench's callbacks in a checkpoint, including those of the first version."""
     saved = {
         name: exported.get("attributes", {}).get("saved")
         for name, exported in by_name.items()

@@ -1,4 +1,4 @@
-"""Any callback inside a Lightning ``Trainer``."""
+"""Callbacks of the workbench in a Lightning ``Trainer``."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
-    """One callback for a Lightning ``Trainer`` by which any callbacks act: ``Trainer(callbacks=[it])``.
+    """Return a Lightning callback through which callbacks of the workbench act in a Lightning ``Trainer``.
 
-    They are attached when training begins and detached at its end, also after an error. Their numbers
-    (``kss_strength``, ``kss_penalty``, ...) are logged each step. The loss is the one that is differentiated, the mean
-    over accumulated batches; the gradient norm is that before clipping. Their states are part of the checkpoints. One
-    optimizer only, which Lightning steps; for a module that steps its optimizer itself, attach a recorder on its own.
+    They are attached when training begins and detached when it ends, also after an error. Their metrics (such as
+    ``kss_strength`` and ``kss_penalty``) are logged in each step. The loss is the one that is differentiated, averaged
+    over accumulated batches, and the gradient norm is that before clipping. Their states are part of the checkpoints.
+    The module must have a single optimizer that Lightning steps. For a module that steps its optimizer itself, attach a
+    recorder by its method ``attach``.
 
     Args:
         *callbacks: `workbench.Callback` objects, KSS, a recorder, alarms, actions, faults, penalties.
@@ -37,19 +38,24 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
 
     Raises:
         MissingPackageError: If Lightning is not installed.
-        OptionError: If an argument is no callback. When training begins, if one needs the loop of `workbench.train`.
+        OptionError: If an argument is not a callback. When training begins, if a callback needs the loop of
+            `workbench.train`.
 
     Example:
         >>> import workbench as wb
-        >>> import lightning  # doctest: +SKIP
         >>> callback = wb.lightning_callback(wb.KSS.recommended())  # doctest: +SKIP
         >>> trainer = lightning.Trainer(callbacks=[callback])  # doctest: +SKIP
+        >>> trainer.fit(module, loader)  # doctest: +SKIP
+
+    See Also:
+        `workbench.trainer_callback`: Does the same for Hugging Face.
+        `workbench.watch`: Attaches a recorder with alarms to a ``Trainer`` in one line.
     """
     base: Any = _lightning().Callback
     gathered = gather(callbacks, seed=seed)
 
     class WorkbenchCallback(base):
-        """Callbacks of the workbench attached to one Trainer."""
+        """Callbacks of the workbench in one ``Trainer``."""
 
         def __init__(self) -> None:
             self.attachment = Attachment(gathered)
@@ -68,9 +74,12 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
             needs_steps = any(callback.name != "guard" for callback in gathered)
             if n_optimizers != 1 or (needs_steps and not pl_module.automatic_optimization):
                 raise OptionError(
-                    f"{type(pl_module).__name__} has {n_optimizers} optimizers or steps them itself, and this callback "
-                    "takes one that Lightning steps; attach by kss.attach(model, optimizer) and "
-                    "recorder.attach(model, optimizer)."
+                    f"{type(pl_module).__name__} needs a single optimizer that Lightning steps, but it has "
+                    f"{n_optimizers} or steps them itself; attach by kss.attach(model, optimizer) and "
+                    "recorder.attach(model, optimizer).",
+                    name="optimizer",
+                    value=n_optimizers,
+                    expected="a single optimizer that Lightning steps",
                 )
             loaded, self.loaded = self.loaded, None
             self.losses, self.numbers = [], {}
@@ -86,8 +95,8 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
         def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             scale = 1.0 if scaler is None else scaler.get_scale()
-            n_shares = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self.losses.append(loss.detach().double() * n_shares / scale)
+            n_batches = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self.losses.append(loss.detach().double() * n_batches / scale)
 
         def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
             self.passes.close()
@@ -130,21 +139,21 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
 
 
 def _wrap_training_step(module: Any, attachment: Attachment, passes: ExitStack) -> Callable[[], None]:
-    """Let callbacks act around the training step of a LightningModule.
+    """Wrap the training step of a LightningModule so that callbacks act around it.
 
     Args:
-        module: Whose training step is wrapped.
-        attachment: Of the callbacks.
-        passes: Closed by the caller after the backward pass.
+        module: Module whose training step is wrapped.
+        attachment: Attachment of the callbacks.
+        passes: Contexts of the pass, which the caller closes after the backward pass.
 
     Returns:
-        A function that takes the wrapper off.
+        A function that removes the wrapper.
     """
-    inner, own = module.training_step, vars(module).get("training_step")
+    inner, of_instance = module.training_step, vars(module).get("training_step")
 
-    @functools.wraps(inner)  # Lightning reads the signature, to know which arguments it takes
+    @functools.wraps(inner)  # Lightning reads the arguments from the signature
     def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        passes.close()  # of a batch before that had no backward pass
+        passes.close()  # in case the previous batch had no backward pass
         batch = attachment.change_batch(batch)
         passes.enter_context(attachment.callbacks.around_pass())
         output = inner(batch, *args, **kwargs)
@@ -153,17 +162,21 @@ def _wrap_training_step(module: Any, attachment: Attachment, passes: ExitStack) 
         return output if output is None else attachment.with_auxiliary(output)
 
     def restore() -> None:
-        if own is None:
+        if of_instance is None:
             del module.training_step
         else:
-            module.training_step = own
+            module.training_step = of_instance
 
     module.training_step = training_step
     return restore
 
 
 def _lightning() -> ModuleType:
-    """The Lightning package that the caller uses: it exists under two names."""
+    """Import Lightning under the name that the caller uses; it has two.
+
+    Raises:
+        MissingPackageError: If it is not installed.
+    """
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -171,4 +184,8 @@ def _lightning() -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name not in (name, name.split(".")[0]):
                 raise
-    raise MissingPackageError("wb.lightning_callback() needs Lightning; install it with: pip install lightning")
+    raise MissingPackageError(
+        "wb.lightning_callback() needs Lightning; install it with 'pip install lightning'.",
+        name="lightning",
+        expected="installed",
+    )

@@ -1,6 +1,19 @@
-"""Alarms: watched signals, evidence of changes, calibration on healthy runs, and attribution to faults."""
+"""Alarms: watched signals, evidence of changes, calibration on healthy runs, and attribution to faults.
 
-# `Alarms` is for the library's own imports: its public name is `workbench.Alarms`.
+Example:
+    >>> import workbench as wb
+    >>> run = wb.open_run(wb.samples.failed_run("precision"))
+    >>> alarms = wb.Alarms(false_alarms=1.0)
+    >>> raised = wb.alarms.replay(run, alarms)
+    >>> [alarm.signal for alarm in raised] == [alarm.signal for alarm in alarms.raised]
+    True
+
+See Also:
+    `workbench.Alarms`: Raises alarms during a training run.
+    `workbench.alarms.replay`: Passes a recorded run through alarms.
+"""
+
+# `Alarms` is imported for the library itself: its public name is `workbench.Alarms`.
 from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.alarms import Alarms as Alarms
 from workbench.callbacks.alarms.attribution import Attribution, Attributor

@@ -1,4 +1,4 @@
-"""An alarm: what is wrong with a run, since when, and where."""
+"""Alarms as data: signal, step, layer, head and score."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Alarm:
     """An alarm: one signal that has left the range of healthy runs.
 
     Attributes:
-        step: Updates done when it was raised.
+        step: Step at which it was raised.
         signal: Name of the signal, such as ``"effective_rank D2"``.
-        layer: Layer with the worst value; -1: the signal has no layers, or it is outside the blocks.
-        head: Head with the worst value; -1: the signal has no heads.
-        score: Score in multiples of the threshold.
+        layer: Layer with the worst value; -1 if the signal has no layers or lies outside the blocks.
+        head: Head with the worst value; -1 if the signal has no heads.
+        score: Evidence in multiples of the threshold.
         value: Value of the signal there, in its own unit.
-        is_outcome: Whether the signal is the loss or the norm of the gradients.
-        message: Description in plain words.
+        is_outcome: Whether the signal is the loss or the gradient norm.
+        message: Description for readers.
 
     Example:
         >>> import workbench as wb
@@ -26,6 +26,10 @@ class Alarm:
         >>> alarm = wb.alarms.Alarm(120, "effective_rank D2", 1, 2, 3.5, 1.1, is_outcome=False, message=message)
         >>> alarm.layer, alarm.head, alarm.message
         (1, 2, 'One head turns only in one direction.')
+
+    See Also:
+        `workbench.Alarms`: Raises alarms.
+        `workbench.alarms.lead_time`: Steps between the first alarms of two kinds.
     """
 
     step: int
@@ -38,7 +42,14 @@ class Alarm:
     message: str
 
     def as_event(self) -> dict[str, Any]:
-        """The fields of a run's event: everything but step and kind."""
+        """Return the fields of the alarm's event in a run, without step and kind.
+
+        Example:
+            >>> import workbench as wb
+            >>> alarm = wb.alarms.Alarm(120, "loss", -1, -1, 3.5, 9.0, is_outcome=True, message="The loss rises.")
+            >>> alarm.as_event()
+            {'source': 'loss', 'score': 3.5, 'message': 'The loss rises.', 'layer': -1, 'head': -1}
+        """
         return {
             "source": self.signal,
             "score": self.score,

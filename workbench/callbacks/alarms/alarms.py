@@ -1,4 +1,4 @@
-"""Alarms: signals that have left their own past, reported at the first measurement that shows it."""
+"""Alarms: signals that differ from their own past, reported at the first measurement that shows it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.observation import Observation
 
-#: A signal raises another alarm only after its evidence has fallen below this share of the threshold.
+#: A signal raises another alarm only after its evidence has fallen below this fraction of the threshold.
 _REARM = 0.5
-#: Alarms within so many steps of the one before follow from the same cause, which the first one shows best.
+#: Alarms within this many steps of the previous one have the same cause, which the first one shows best.
 _SAME_CAUSE = 50
-#: Probe that was sound -> faults that it would have found.
+#: Probe that found nothing -> faults that it would have found.
 _EXCLUDES = {
     "arithmetic": ("low_precision_attention",),
     "gradients": ("low_precision_reduction", "stale_reduction", "dropped_bucket"),
@@ -27,35 +27,35 @@ _EXCLUDES = {
 
 @dataclass(frozen=True)
 class _Change:
-    """What was known at the first of several alarms: the last step before the change, and `Alarms.features`."""
+    """State at the first of several alarms: the last step before the change, and `Alarms.features`."""
 
     onset: int
     features: dict[str, float]
 
 
 class Alarms:
-    """Raises alarms from the observations of a `workbench.Recorder`; causal, so a replay gives the same ones.
+    """Raises alarms from the observations of a `workbench.Recorder`, without an earlier run for comparison.
 
-    Three kinds, none of which needs an earlier run: what a probe finds, a setting that changes without a plan, and an
-    attention logit that grows beyond 10,000, are alarms at once. Every other signal, of each layer and head, is
-    compared with its own past, and the evidence of a change accumulates: over windows of 1 to 128 measurements
-    (`OwnPast`), and of the gradient norm also as a cumulative sum. It counts from step 200 on, but not within 100 steps
-    after the learning rate rose by more than 5 % (losses and contents of batches: after it doubled), nor once it has
-    fallen to 2 % of its largest.
+    Alarms are causal: replaying a recorded run raises the same ones. An alarm is raised immediately if a probe finds a
+    fault, a setting changes without a plan, or an attention logit grows beyond 10,000. Every other signal, of each
+    layer and head, is compared with its own past, and the evidence of a change accumulates over windows of 1 to 128
+    measurements (`OwnPast`); that of the gradient norm also as a cumulative sum. Steps are evaluated from step 200 on,
+    except within 100 steps after the learning rate rose by more than 5 % (for losses and contents of batches: after it
+    doubled), and not once the learning rate has fallen to 2 % of its largest value.
 
     The thresholds follow from the rate of false alarms, which all signals share, and from how often healthy runs
     reached the evidence (`Calibration`).
 
     Args:
-        false_alarms: False alarms per 100,000 healthy steps, of all signals together; a larger rate gives earlier
-            alarms. It holds for runs like those of the calibration.
-        calibration: Made by `calibrate` of your own healthy runs; None: the built-in one, of small models (see
-            data/README.md).
-        attributor: Model that names the fault; None: the built-in one.
+        false_alarms: False alarms per 100,000 healthy steps, of all signals together; a larger value leads to earlier
+            alarms. The rate holds for runs like those of the calibration.
+        calibration: Calibration on your own healthy runs from `calibrate`; None for the built-in one, which is of small
+            models (see data/README.md).
+        attributor: Model that names the fault; None for the built-in one.
         on_alarm: Function called with each `Alarm` as it is raised; its exceptions reach the training loop.
 
     Raises:
-        OptionError: If the rate is not positive.
+        OptionError: If ``false_alarms`` is not positive.
 
     Example:
         >>> import numpy as np
@@ -67,6 +67,11 @@ class Alarms:
         >>> raised = wb.alarms.replay(run, wb.Alarms())
         >>> raised[0].signal, raised[0].step
         ('loss', 301)
+
+    See Also:
+        `workbench.watch`: Records a training loop with alarms.
+        `workbench.alarms.calibrate`: Calibrates the thresholds on your own healthy runs.
+        `workbench.Actions`: Responds to alarms.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Alarms:
 
     @property
     def false_alarms(self) -> float:
-        """False alarms per 100,000 healthy steps; may be changed at any time."""
+        """Expected false alarms per 100,000 healthy steps; may be changed at any time."""
         return self._false_alarms
 
     @false_alarms.setter
@@ -94,25 +99,59 @@ class Alarms:
         self._false_alarms = false_alarms
 
     def reset(self, *, step: int = 0) -> None:
-        """Forget the run so far: its past is learned again from ``step`` on."""
+        """Forget the run so far.
+
+        Args:
+            step: First step of the new run; the past of its signals is learned from there.
+
+        Example:
+            >>> import numpy as np
+            >>> import workbench as wb
+            >>> alarms = wb.Alarms()
+            >>> for step in range(400):
+            ...     loss = np.array(3.0 if step < 300 else 30.0 + step % 2)
+            ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
+            >>> alarms.reset()  # another run follows
+            >>> alarms.raised, alarms.scores()
+            ([], {})
+        """
         self._evidence = RunEvidence(step)
         self._probes = ProbeAlarms()
         self._rows = EvidenceRows()
         self._waiting: list[Observation] = []
         self._standing: set[str] = set()
-        self._silent_until = self._last_step = -1
+        self._resting_until = self._last_step = -1
         self._change: _Change | None = None
         self._last_alarm = -1
         self._reported = ""
         self.raised: list[Alarm] = []
 
-    def is_at(self, step: int) -> bool:
-        """Whether the observations so far are those of a run up to a step: some, and none of that step or later."""
+    def _is_at(self, step: int) -> bool:
+        """Return whether there are observations, all of them from before a step."""
         return bool(self._evidence.latest) and self._last_step < step
 
     def rest(self, step: int, *, n_steps: int) -> None:
-        """Raise no alarm for some steps and forget the latest values, but not how they spread: after an action."""
-        self._silent_until, self._reported, self._change = step + n_steps, "", None
+        """Raise no alarm for some steps, and forget the latest values of each signal but not their spread.
+
+        Call it after changing the training, for example its learning rate, in response to an alarm.
+
+        Args:
+            step: Step after which the alarms rest.
+            n_steps: Number of steps without alarms.
+
+        Example:
+            >>> import numpy as np
+            >>> import workbench as wb
+            >>> alarms = wb.Alarms()
+            >>> for step in range(400):
+            ...     if step == 300:
+            ...         alarms.rest(step, n_steps=100)  # the loss changes on purpose
+            ...     loss = np.array(3.0 if step < 300 else 30.0 + step % 2)
+            ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
+            >>> alarms.raised
+            []
+        """
+        self._resting_until, self._reported, self._change = step + n_steps, "", None
         self._evidence.restart()
         self._waiting.clear()
         self._standing.clear()
@@ -124,31 +163,41 @@ class Alarms:
             observation: A `workbench.alarms.Observation`.
 
         Returns:
-            Alarms that are raised now; mostly none. Evidence of a part is judged with the numbers of its step, the part
-            ``"monitors"``, which come last.
+            Alarms that this observation raises, usually none. The evidence of a part is evaluated when the metrics of
+            its step, the part ``"monitors"``, arrive; they come last.
+
+        Example:
+            >>> import numpy as np
+            >>> import workbench as wb
+            >>> alarms = wb.Alarms()
+            >>> for step in range(310):
+            ...     loss = np.array(3.0 if step < 300 else 30.0)
+            ...     for alarm in alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss})):
+            ...         print(alarm.step, alarm.signal)
+            300 loss
         """
         fresh = self._probes.observe(observation)
         self._last_step = max(self._last_step, observation.step)
         if observation.part != "monitors":
             self._waiting.append(observation)
             return self._raise(fresh)
-        # Other parts of a step wait for its learning rate, which says whether they are judged.
+        # Other parts of a step wait for its learning rate, which determines whether they are evaluated.
         of_update = self._evidence.update(observation)
         of_parts = [reading for waiting in self._waiting for reading in self._evidence.update(waiting)]
         self._waiting.clear()
         for reading in (*of_parts, *of_update):
-            if reading.step >= self._silent_until:
-                share = self._share(reading)
-                if alarm := self._alarm(reading, share):
+            if reading.step >= self._resting_until:
+                ratio = self._ratio(reading)
+                if alarm := self._alarm(reading, ratio):
                     fresh.append(alarm)
-                if reading.is_judged or reading.is_broken:
-                    self._rows.note(reading.watched.name, share, is_alarm=alarm is not None)
+                if reading.is_evaluated or reading.is_broken:
+                    self._rows.note(reading.watched.name, ratio, is_alarm=alarm is not None)
         self._rows.end_update(observation.step)
         self._note_change(fresh)
         return self._raise(fresh)
 
     def _note_change(self, fresh: Sequence[Alarm]) -> None:
-        """Keep what the first alarms of a change show."""
+        """Store the onset and the features at the first alarms of a change."""
         onsets = [reading.onset for alarm in fresh if (reading := self.reading(alarm.signal)) is not None]
         if not onsets:
             return
@@ -164,15 +213,11 @@ class Alarms:
                 self.on_alarm(alarm)
         return fresh
 
-    def evidence_row(self, observation: Observation) -> Observation | None:
-        """The row of a run's part ``evidence`` that an observation has completed, as `observe` left it.
+    def _evidence_row(self, observation: Observation) -> Observation | None:
+        """Return the row of a run's part ``evidence`` that the observation processed last has completed.
 
-        Args:
-            observation: The observation that was processed last.
-
-        Returns:
-            The row, every 10 updates and at each alarm: the largest evidence over its threshold of each signal since
-            the last row, shape (signal,); None: the observation completes none.
+        A row ends every 10 updates and at each alarm. It holds the largest evidence over the threshold of each signal
+        since the previous row, shape (signal,). None if the observation completes no row.
         """
         row = self.latest_evidence
         is_new = observation.part == "monitors" and row is not None and row.step == observation.step
@@ -180,26 +225,26 @@ class Alarms:
 
     @property
     def latest_evidence(self) -> Observation | None:
-        """The latest row of `evidence_row`; None: there is none yet."""
+        """The latest row of a run's part ``evidence``; None if there is none yet."""
         return self._rows.latest
 
     @property
     def checks(self) -> dict[str, Check]:
-        """The latest measurement of each probe, by signal: whether it was sound, and what it found."""
+        """The latest measurement of each probe, by signal: whether it was sound, and any fault found."""
         return self._probes.checks
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether what a probe has found waits for another measurement that confirms it."""
+        """Whether the finding of a probe waits for another measurement to confirm it."""
         return self._probes.is_in_doubt
 
-    def _share(self, reading: Reading) -> float:
-        """The evidence over its threshold: infinite where the signal is not finite any more."""
+    def _ratio(self, reading: Reading) -> float:
+        """Return the evidence over its threshold; infinite if the signal is no longer finite."""
         return math.inf if reading.is_broken else reading.evidence / self._threshold(reading.watched.name)
 
-    def _alarm(self, reading: Reading, share: float) -> Alarm | None:
+    def _alarm(self, reading: Reading, ratio: float) -> Alarm | None:
         name = reading.watched.name
-        if reading.is_broken or (share >= 1 and reading.is_judged):
+        if reading.is_broken or (ratio >= 1 and reading.is_evaluated):
             if name in self._standing:
                 return None
             self._standing.add(name)
@@ -208,12 +253,12 @@ class Alarms:
                 signal=name,
                 layer=reading.layer,
                 head=reading.head,
-                score=share,
+                score=ratio,
                 value=reading.value,
                 is_outcome=reading.watched.is_outcome,
                 message=_message(reading),
             )
-        if share < _REARM:
+        if ratio < _REARM:
             self._standing.discard(name)
         return None
 
@@ -221,17 +266,36 @@ class Alarms:
         return self.calibration.threshold(signal, self.false_alarms, n_signals=len(self._evidence.latest))
 
     def scores(self) -> dict[str, float]:
-        """The latest evidence of each signal, at its worst layer and head, over the threshold; NaN: not known yet."""
+        """Return the latest evidence of each signal over its threshold, at its worst layer and head.
+
+        Returns:
+            Evidence by name of the signal; NaN if unknown yet.
+
+        Example:
+            >>> import workbench as wb
+            >>> alarms = wb.Alarms()
+            >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
+            >>> "loss" in alarms.scores()
+            True
+        """
         return {name: found.evidence / self._threshold(name) for name, found in self._evidence.latest.items()}
 
     def attribute(self) -> Attribution:
-        """Which fault the alarms point to, with the evidence.
+        """Return the fault that the alarms point to, with probabilities and evidence.
 
-        What a probe has found decides; faults that it cannot tell apart share the probability. Otherwise the signals do
-        as they were at the first alarm, since later ones may be consequences, without the faults that a probe would
-        have found since the change.
+        A fault found by a probe decides; faults that the probe cannot distinguish share the probability. Otherwise the
+        attribution follows from the signals at the first alarm, since later alarms may be consequences, and excludes
+        faults that a probe would have found since the change.
+
+        Example:
+            >>> import workbench as wb
+            >>> alarms = wb.Alarms()
+            >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
+            >>> attribution = alarms.attribute()
+            >>> attribution.cause in attribution.probability
+            True
         """
-        # Large logits are last, as another fault may have made them.
+        # Large logits come last, since another fault may have caused them.
         for alarm, causes in sorted(self._probes.standing.values(), key=lambda found: found[0].signal == "logits"):
             return Attribution(causes[0], dict.fromkeys(causes, 1 / len(causes)), (alarm.message.rstrip("."),))
         if self._change is None:
@@ -240,15 +304,27 @@ class Alarms:
         excluded = [fault for name in sound for fault in _EXCLUDES[name]]
         return self.attributor.attribute(self._change.features, excluded=excluded)
 
-    def new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:
-        """The attribution, if alarms are recent and it is a different fault than the last one reported."""
+    def _new_attribution(self, fresh: Sequence[Alarm]) -> Attribution | None:
+        """Return the attribution if there are new alarms and it names another fault than the last one reported."""
         if not fresh or (found := self.attribute()).cause == self._reported:
             return None
         self._reported = found.cause
         return found
 
     def features(self) -> dict[str, float]:
-        """The input of `Attributor.attribute`: the score of each signal, negative in the opposite direction."""
+        """Return the input of `Attributor.attribute` for the latest measurements.
+
+        Returns:
+            Evidence of each signal over its threshold, negative if it changed in the opposite direction; signals whose
+            evidence is not finite are left out.
+
+        Example:
+            >>> import workbench as wb
+            >>> alarms = wb.Alarms()
+            >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
+            >>> wb.alarms.Attributor.shipped().attribute(alarms.features()).cause in alarms.attributor.causes
+            True
+        """
         found = {}
         for name, reading in self._evidence.latest.items():
             is_opposite = reading.opposite > reading.evidence and not reading.watched.is_bad_both_ways
@@ -256,11 +332,35 @@ class Alarms:
         return {name: score for name, score in found.items() if math.isfinite(score)}
 
     def reading(self, signal: str) -> Reading | None:
-        """The evidence of a signal in its latest measurement; None: it was not measured."""
+        """Return the evidence of a signal in its latest measurement; None if it was not measured.
+
+        Example:
+            >>> import numpy as np
+            >>> import workbench as wb
+            >>> alarms = wb.Alarms()
+            >>> for step in range(400):
+            ...     loss = np.array(3.0 if step < 300 else 30.0 + step % 2)
+            ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
+            >>> alarms.reading("loss").value, alarms.reading("loss").is_rise, alarms.reading("grad_norm")
+            (31.0, True, None)
+        """
         return self._evidence.latest.get(signal)
 
     def onset(self, signal: str) -> int | None:
-        """The last step before a signal changed, by the most telling window; None: it was not measured."""
+        """Return the last step before a signal changed; None if it was not measured.
+
+        The step is that of the window with the strongest evidence.
+
+        Example:
+            >>> import numpy as np
+            >>> import workbench as wb
+            >>> alarms = wb.Alarms()
+            >>> for step in range(301):
+            ...     loss = np.array(3.0 if step < 300 else 30.0)
+            ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
+            >>> alarms.onset("loss")
+            299
+        """
         reading = self.reading(signal)
         return None if reading is None else reading.onset
 
@@ -268,7 +368,7 @@ class Alarms:
 def _message(reading: Reading) -> str:
     watched = reading.watched
     if reading.is_broken:
-        return f"{watched.name} is not finite any more."
+        return f"{watched.name} is no longer finite."
     where = f" in layer {reading.layer}" if reading.layer >= 0 else ""
     where += f", head {reading.head}" if reading.head >= 0 else ""
     way = "risen" if reading.is_rise else "fallen"

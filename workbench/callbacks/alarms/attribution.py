@@ -1,4 +1,4 @@
-"""Attribution of alarms to a fault by an interpretable linear model of the scores, with its evidence."""
+"""Attribution of alarms to a fault by an interpretable linear model of the scores."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import write_json
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
-#: Scores are clipped to this.
+#: Largest absolute score; larger ones are clipped.
 _CLIP = 3.0
+#: Largest number of signals named as evidence.
 _N_EVIDENCE = 3
 
 
@@ -25,10 +26,10 @@ class Attribution:
     """The fault that the signals point to, with probabilities and evidence.
 
     Attributes:
-        cause: The likeliest fault.
-        probability: Probability of each fault, descending, with sum 1: given that one of the known faults occurred, not
-            the probability that there is a fault.
-        evidence: Strongest evidence for the cause, in plain words.
+        cause: The most probable fault.
+        probability: Probability of each fault, in decreasing order, with sum 1. It is conditional on one of the known
+            faults having occurred; it is not the probability that there is a fault.
+        evidence: Strongest evidence for the cause, in words.
 
     Example:
         >>> import workbench as wb
@@ -36,6 +37,10 @@ class Attribution:
         >>> attribution = attributor.attribute({})
         >>> attribution.cause in attributor.causes, round(sum(attribution.probability.values()), 3)
         (True, 1.0)
+
+    See Also:
+        `workbench.alarms.Attributor`: Computes attributions.
+        `workbench.diagnose`: Ranks the causes of a failed run.
     """
 
     cause: str
@@ -44,12 +49,19 @@ class Attribution:
 
     @property
     def message(self) -> str:
-        """One sentence."""
+        """The attribution as one sentence."""
         because = "; ".join(self.evidence)
         return f"This looks like {self.cause.replace('_', ' ')} ({self.probability[self.cause]:.0%}): {because}."
 
     def as_event(self) -> dict[str, Any]:
-        """The fields of a run's event: everything but step and kind."""
+        """Return the fields of the attribution's event in a run, without step and kind.
+
+        Example:
+            >>> import workbench as wb
+            >>> attribution = wb.alarms.Attribution("large_rate", {"large_rate": 1.0}, ("grad_norm has risen",))
+            >>> attribution.as_event()["message"]
+            'This looks like large rate (100%): grad_norm has risen.'
+        """
         return {"source": self.cause, "score": self.probability[self.cause], "message": self.message}
 
 
@@ -68,6 +80,10 @@ class Attributor:
         >>> attributor = wb.alarms.Attributor.shipped()
         >>> attributor.causes[0]
         'corrupted_data'
+
+    See Also:
+        `workbench.Alarms`: Uses an attributor.
+        `workbench.alarms.Attribution`: The result.
     """
 
     causes: tuple[str, ...]
@@ -80,18 +96,31 @@ class Attributor:
         """Fit a model to measurements of runs with faults.
 
         Args:
-            examples: Scores of a measurement by name of the signal, each with the fault that was on.
+            examples: Pairs of scores by name of the signal, as from `workbench.Alarms.features`, and the fault that was
+                active.
             penalty: Strength of the quadratic penalty of the weights.
 
         Raises:
             OptionError: If there are fewer than two faults among the examples.
+
+        Example:
+            >>> import workbench as wb
+            >>> examples = [({"grad_norm": 2.0}, "large_rate"), ({"label_entropy": 2.0}, "corrupted_data")] * 5
+            >>> attributor = wb.alarms.Attributor.fit(examples)
+            >>> attributor.attribute({"grad_norm": 1.5}).cause
+            'large_rate'
         """
         from sklearn.linear_model import LogisticRegression
 
         examples = list(examples)
         causes = sorted({cause for _, cause in examples})
         if len(causes) < 2:
-            raise OptionError(f"The examples show {len(causes)} kinds of fault, expected at least 2.")
+            raise OptionError(
+                f"The examples contain {len(causes)} kinds of fault, expected at least 2; add examples of others.",
+                name="examples",
+                value=causes,
+                expected="at least 2 kinds of fault",
+            )
         seen = {name for scores, _ in examples for name in scores}
         features = tuple(watched.name for watched in WATCHED if watched.name in seen)
         table = np.array([_row(features, scores) for scores, _ in examples])
@@ -103,11 +132,19 @@ class Attributor:
         return cls(tuple(map(str, model.classes_)), features, weight, bias)
 
     def attribute(self, scores: Mapping[str, float], *, excluded: Collection[str] = ()) -> Attribution:
-        """The likeliest fault.
+        """Return the most probable fault, with the probability of each.
 
         Args:
-            scores: Score of each signal, its evidence over the threshold, negative in the opposite direction.
-            excluded: Faults that cannot be the cause, by other knowledge.
+            scores: Score of each signal: its evidence over the threshold, negative if it changed in the opposite
+                direction. Missing signals count as 0.
+            excluded: Faults that are known not to be the cause.
+
+        Example:
+            >>> import workbench as wb
+            >>> attributor = wb.alarms.Attributor.shipped()
+            >>> found = attributor.attribute({"label_entropy": 3.0}, excluded=["corrupted_data"])
+            >>> found.probability["corrupted_data"]
+            0.0
         """
         row = _row(self.features, scores)
         logits = self.weight @ row + self.bias
@@ -117,18 +154,24 @@ class Attributor:
         probability = np.exp(logits - logits.max())
         probability /= probability.sum()
         best = int(probability.argmax())
-        # Contribution of each feature to the score of the cause relative to the mean of the others.
+        # Contribution of each feature to the logit of the cause, relative to the mean over all causes.
         lift = (self.weight[best] - self.weight.mean(axis=0)) * row
         telling = [i for i in np.argsort(-lift)[:_N_EVIDENCE] if lift[i] > 0]
         order = np.argsort(-probability)
         return Attribution(
             self.causes[best],
             {self.causes[i]: float(probability[i]) for i in order},
-            tuple(_words(self.features[i], float(row[i])) for i in telling) or ("nothing stands out",),
+            tuple(_words(self.features[i], float(row[i])) for i in telling) or ("no signal stands out",),
         )
 
     def save(self, path: Path, *, overwrite: bool = False) -> Path:
-        """Write it as JSON."""
+        """Write the attributor to a JSON file.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.alarms.Attributor.shipped().save("attributor.json").name
+            'attributor.json'
+        """
         content = {
             "causes": list(self.causes),
             "features": list(self.features),
@@ -143,20 +186,44 @@ class Attributor:
 
         Raises:
             StoreError: If the file does not exist or has other content.
+
+        Example:
+            >>> import workbench as wb
+            >>> path = wb.alarms.Attributor.shipped().save("attributor.json")
+            >>> wb.alarms.Attributor.open(path).causes[0]
+            'corrupted_data'
         """
         try:
             content = json.loads(Path(path).read_text())
             weight, bias = np.array(content["weight"], float), np.array(content["bias"], float)
             causes, features = tuple(content["causes"]), tuple(content["features"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path} is no attributor ({error}); pass one from Attributor.save().") from error
+            raise StoreError(
+                f"{path} is not an attributor ({error}); pass a file written by Attributor.save().",
+                name="path",
+                value=path,
+                expected="a file written by Attributor.save()",
+            ) from error
         if weight.shape != (len(causes), len(features)) or bias.shape != (len(causes),):
-            raise StoreError(f"{path} is damaged: its weights do not fit its causes and features; write it again.")
+            raise StoreError(
+                f"{path} is damaged: the shapes of its weights and biases do not match its causes and features; write "
+                "it again.",
+                name="weight",
+                value=weight.shape,
+                expected=f"of shape {(len(causes), len(features))}",
+            )
         return cls(causes, features, weight, bias)
 
     @classmethod
     def shipped(cls) -> Attributor:
-        """The attributor fitted to the recorded study; see data/README.md."""
+        """Return the attributor fitted to the recorded study; see data/README.md.
+
+        Example:
+            >>> import workbench as wb
+            >>> attributor = wb.alarms.Attributor.shipped()
+            >>> attributor.weight.shape == (len(attributor.causes), len(attributor.features))
+            True
+        """
         return cls.open(_SHIPPED)
 
 

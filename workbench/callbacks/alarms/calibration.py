@@ -1,4 +1,4 @@
-"""How often healthy runs reach the evidence of an alarm: which evidence a given false-alarm rate needs."""
+"""Calibration of alarms on healthy runs: the evidence that corresponds to a false-alarm rate."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     import xarray as xr
 
 _SHIPPED = Path(__file__).parent / "shipped" / "calibration.json"
-#: Steps for which a rate of false alarms is said.
+#: Number of healthy steps that a rate of false alarms refers to.
 PER_STEPS = 100_000
-#: The largest evidence of each stretch of so many steps counts once.
+#: Steps of a stretch, of which only the largest evidence counts.
 _STRETCH = 100
-#: The upper share of the stretches to which the tail is fitted, and the number of them that are enough.
+#: Upper fraction of the stretches to which the tail is fitted, and smallest sufficient number of stretches.
 _UPPER, _LEAST_STRETCHES = 0.02, 10
-#: No alarm with less evidence, whatever the rate of false alarms.
+#: Smallest evidence of an alarm, for any rate of false alarms.
 _LEAST_EVIDENCE = 1.0
 #: Mean excess of -log10 of an exact p value over a limit; real signals have heavier tails.
 _NOMINAL_EXCESS = 1 / math.log(10)
-#: Weight, in stretches, of the shipped calibration beside that of one's own runs.
+#: Weight of the base calibration, in stretches, relative to the user's own runs.
 _PRIOR = 50.0
 
 
 @dataclass(frozen=True)
 class Tail:
-    """How often the evidence of one signal exceeds a limit in healthy runs: an exponential tail.
+    """Exponential tail of the evidence of one signal in healthy runs.
 
     Attributes:
-        limit: Evidence from which the tail holds.
+        limit: Evidence above which the tail applies.
         rate: Stretches with evidence above it, per 100,000 steps.
         excess: Mean excess over it.
     """
@@ -49,20 +49,20 @@ class Tail:
     excess: float
 
     def evidence_at(self, rate: float) -> float:
-        """The evidence that is exceeded at a rate, per 100,000 steps; never below the limit, or below 1."""
+        """Return the evidence that is exceeded at a rate, per 100,000 steps; never below the limit, or below 1."""
         return max(self.limit + self.excess * math.log(max(self.rate / rate, 1.0)), _LEAST_EVIDENCE)
 
 
-#: That of exact p values, which are judged at every step.
+#: Tail of exact p values that are evaluated at every step.
 _NOMINAL = Tail(0.0, PER_STEPS, _NOMINAL_EXCESS)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How often healthy runs reach the evidence of each signal.
+    """Frequency with which healthy runs reach the evidence of each signal.
 
     Attributes:
-        tails: Signal name -> its tail; a signal that is missing counts as one of exact p values.
+        tails: Tail of each signal by its name; a missing signal is treated as one with exact p values.
         n_steps: Steps of the healthy runs.
         about: Origin of the runs, for readers.
 
@@ -72,6 +72,10 @@ class Calibration:
         >>> often, rarely = (calibration.threshold("loss", rate, n_signals=20) for rate in (100, 1))
         >>> often < rarely
         True
+
+    See Also:
+        `workbench.alarms.calibrate`: Computes a calibration from healthy runs.
+        `workbench.Alarms`: Uses it.
     """
 
     tails: Mapping[str, Tail]
@@ -79,21 +83,33 @@ class Calibration:
     about: str = ""
 
     def threshold(self, signal: str, false_alarms: float, *, n_signals: int) -> float:
-        """The evidence of a signal that healthy runs exceed so often that all signals together keep the rate.
+        """Return the evidence at which a signal raises an alarm, for a rate of false alarms of all signals together.
 
         Args:
             signal: Name of the signal.
             false_alarms: Rate for all signals together, per 100,000 steps.
-            n_signals: Number of signals, each of which gets an equal share.
+            n_signals: Number of signals, among which the rate is divided equally.
 
         Raises:
-            OptionError: If the rate is not positive.
+            OptionError: If ``false_alarms`` is not positive.
+
+        Example:
+            >>> import workbench as wb
+            >>> calibration = wb.alarms.Calibration({}, n_steps=0)  # exact p values
+            >>> round(calibration.threshold("loss", 1.0, n_signals=10), 3)  # -log10 of 1e-6
+            6.0
         """
         check_rate(false_alarms)
         return self.tails.get(signal, _NOMINAL).evidence_at(false_alarms / max(n_signals, 1))
 
     def save(self, path: Path, *, overwrite: bool = False) -> Path:
-        """Write it as JSON."""
+        """Write the calibration to a JSON file.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.alarms.Calibration.shipped().save("calibration.json").name
+            'calibration.json'
+        """
         tails = {
             name: {key: float(f"{value:.4g}") for key, value in asdict(tail).items()}
             for name, tail in sorted(self.tails.items())
@@ -106,6 +122,12 @@ class Calibration:
 
         Raises:
             StoreError: If the file does not exist or has other content.
+
+        Example:
+            >>> import workbench as wb
+            >>> shipped = wb.alarms.Calibration.shipped()
+            >>> wb.alarms.Calibration.open(shipped.save("calibration.json")).n_steps == shipped.n_steps
+            True
         """
         try:
             content: dict[str, Any] = json.loads(Path(path).read_text())
@@ -113,19 +135,29 @@ class Calibration:
             return cls(tails, int(content["n_steps"]), str(content["about"]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StoreError(
-                f"{path} is no calibration of alarms ({error}); pass one from Calibration.save()."
+                f"{path} is not a calibration of alarms ({error}); pass a file written by Calibration.save().",
+                name="path",
+                value=path,
+                expected="a file written by Calibration.save()",
             ) from error
 
     @classmethod
     def shipped(cls) -> Calibration:
-        """The calibration measured on the recorded healthy runs; see data/README.md."""
+        """Return the calibration on the recorded healthy runs; see data/README.md.
+
+        Example:
+            >>> import workbench as wb
+            >>> "loss" in wb.alarms.Calibration.shipped().tails
+            True
+        """
         return cls.open(_SHIPPED)
 
 
 def check_rate(false_alarms: float) -> None:
-    """Refuse a rate of false alarms that is not positive."""
+    """Raise OptionError if a rate of false alarms is not positive and finite."""
     if not 0 < false_alarms < math.inf:
-        raise OptionError(f"false_alarms is {false_alarms}, expected a positive rate per 100,000 steps, such as 1.")
+        remedy = "pass a rate per 100,000 steps, such as 1"
+        raise OptionError.of("false_alarms", false_alarms, "positive and finite", remedy=remedy)
 
 
 def calibrate(
@@ -136,15 +168,16 @@ def calibrate(
 ) -> Calibration:
     """Measure how often healthy runs reach the evidence of an alarm, for ``workbench.Alarms(calibration=)``.
 
-    The fewer runs there are, the more the base counts: it has the weight of 5,000 steps.
+    The base calibration has the weight of 5,000 steps, so it matters more when there are few runs.
 
     Args:
-        runs: Healthy runs of the kind to be watched, with the same recorder: at least 1,000 judged steps in all.
-        base: Calibration to start from; None: the shipped one.
+        runs: Healthy runs of the kind to be watched, recorded in the same way, with at least 1,000 evaluated steps in
+            total.
+        base: Calibration to start from; None for the shipped one.
         about: Origin of the runs, for readers.
 
     Raises:
-        OptionError: If there are too few steps.
+        OptionError: If there are too few evaluated steps.
         SchemaError: If a run has no monitors.
 
     Example:
@@ -157,6 +190,10 @@ def calibrate(
         ...     return xr.DataTree.from_dict({"/monitors": monitors})
         >>> calibration = wb.alarms.calibrate([healthy(seed) for seed in range(5)])
         >>> alarms = wb.Alarms(calibration=calibration)
+
+    See Also:
+        `workbench.Alarms`: Uses a calibration.
+        `workbench.alarms.Calibration`: The result.
     """
     base = Calibration.shipped() if base is None else base
     largest: dict[str, list[float]] = {}
@@ -167,20 +204,23 @@ def calibrate(
         n_steps += len(run["monitors"]["step"])
     if max(map(len, largest.values()), default=0) < _LEAST_STRETCHES:
         raise OptionError(
-            f"The healthy runs have {n_steps} steps, of which fewer than {_LEAST_STRETCHES * _STRETCH} are judged; "
-            "pass more or longer runs: the first 200 steps and a warm-up do not count."
+            f"The healthy runs have {n_steps} steps, of which fewer than {_LEAST_STRETCHES * _STRETCH} are evaluated; "
+            "pass more or longer runs: the first 200 steps and a warm-up do not count.",
+            name="runs",
+            value=n_steps,
+            expected=f"at least {_LEAST_STRETCHES * _STRETCH} evaluated steps",
         )
     tails = dict(base.tails) | {name: _tail(np.array(found), base.tails.get(name)) for name, found in largest.items()}
     return Calibration(tails, n_steps, about)
 
 
 def stretches(run: xr.DataTree) -> dict[str, list[float]]:
-    """The largest evidence of each signal in each judged stretch of 100 steps of a run."""
+    """Return the largest evidence of each signal in each evaluated stretch of 100 steps of a run."""
     evidence = RunEvidence()
     largest: dict[str, dict[int, float]] = {}
     for observation in observations(run):
         for reading in evidence.update(observation):
-            if reading.is_judged and math.isfinite(reading.evidence):
+            if reading.is_evaluated and math.isfinite(reading.evidence):
                 of_signal = largest.setdefault(reading.watched.name, {})
                 at = reading.step // _STRETCH
                 of_signal[at] = max(of_signal.get(at, -math.inf), reading.evidence)
@@ -188,12 +228,12 @@ def stretches(run: xr.DataTree) -> dict[str, list[float]]:
 
 
 def _tail(largest: np.ndarray, base: Tail | None) -> Tail:
-    """An exponential tail through the upper stretches, by their mean excess; never lighter than that of exact p."""
+    """Fit an exponential tail to the upper stretches by their mean excess; never lighter than for exact p values."""
     per_stretch = _STRETCH / PER_STEPS
     limit = float(np.quantile(largest, 1 - _UPPER)) if base is None else base.limit
     above = largest[largest > limit] - limit
     n, n_above, total = float(len(largest)), float(len(above)), float(above.sum())
-    if base is not None:  # so many stretches of the base
+    if base is not None:
         n_prior = _PRIOR * base.rate * per_stretch
         n, n_above, total = n + _PRIOR, n_above + n_prior, total + n_prior * base.excess
     excess = max(total / n_above, _NOMINAL_EXCESS) if n_above else _NOMINAL_EXCESS

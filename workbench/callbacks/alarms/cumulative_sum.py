@@ -1,31 +1,32 @@
-"""Cumulative sums of numbers that are far above their own past; causal."""
+"""Causal cumulative sums of numbers that are far above their own past."""
 
 from __future__ import annotations
 
 import numpy as np
 
-#: Standard deviations above the mean beyond which a number counts, and up to which it does.
+#: Standard deviations subtracted at each step, and largest number of them that counts.
 _SLACK, _LARGEST = 2.0, 8.0
-#: Numbers over which mean and variance are learned, the first ones from which they are begun, and how far above the
-#: mean, in standard deviations, a number counts in them at most.
+#: Numbers over which mean and variance are learned, first numbers for which no sum is formed, and largest distance from
+#: the mean, in standard deviations, with which a number enters mean and variance.
 _MEMORY, _N_FIRST, _CLIP = 200, 20, 4.0
-#: A sum grows no further, so that it is soon over when the numbers are as before.
+#: Largest sum, so that a sum returns to 0 soon after the numbers are normal again.
 _LARGEST_SUM = 100.0
 
 
 class CumulativeSum:
-    """One-sided cumulative sums of several series, each by its own past (Page 1954, doi:10.1093/biomet/41.1-2.100).
+    """One-sided cumulative sums of several series, each relative to its own past.
 
-    s_t = max(0, s_{t-1} + min(z_t, 8) - 2), where z_t is the number minus the mean of its past, in its standard
-    deviations; both forget over 200 numbers. A slack of two deviations lets drift pass and accumulates jumps: one of
-    eight deviations adds 6 at each step. It has no p value; `Calibration` measures how often healthy runs reach a sum.
+    s_t = max(0, s_{t-1} + min(z_t, 8) - 2), where z_t is the number minus the mean of its past, in standard deviations
+    of its past (Page 1954, doi:10.1093/biomet/41.1-2.100); mean and variance forget over 200 numbers. The slack of two
+    deviations tolerates drift and accumulates jumps: one of eight deviations adds 6 at each step. The sum has no
+    p value; `Calibration` measures how often healthy runs reach a sum.
 
     Args:
-        least_scale: Standard deviations below this count as this, in units of the values, shape (series,).
+        least_scale: Smallest standard deviation, in units of the values, shape (series,).
 
     Attributes:
         value: The sums, shape (series,).
-        n_since: Numbers since each sum was 0, shape (series,).
+        n_since: Numbers processed since each sum was 0, shape (series,).
 
     Example:
         >>> import numpy as np
@@ -45,12 +46,12 @@ class CumulativeSum:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the sums anew, but keep what is known of the past."""
+        """Reset the sums to 0, but keep mean and variance of the past."""
         self.value = np.zeros(len(self._least))
         self.n_since = np.zeros(len(self._least), dtype=np.int64)
 
     def update(self, values: np.ndarray) -> np.ndarray:
-        """Process one number of each series; one that is not finite counts as missing.
+        """Process one number of each series; numbers that are not finite count as missing.
 
         Returns:
             The sums, shape (series,).
@@ -64,7 +65,7 @@ class CumulativeSum:
         self.value = np.where(is_begun, np.clip(grown, 0.0, _LARGEST_SUM), self.value)
         self.n_since = np.where(self.value > 0, self.n_since + 1, 0)
         counted = np.where(is_begun, np.clip(left, -_CLIP * scale, _CLIP * scale), left)
-        share = np.where(is_known, 1 / np.clip(self._n, 1, _MEMORY), 0.0)
-        self._mean = self._mean + share * counted
-        self._variance = (1 - share) * (self._variance + share * counted**2)
+        fraction = np.where(is_known, 1 / np.clip(self._n, 1, _MEMORY), 0.0)
+        self._mean = self._mean + fraction * counted
+        self._variance = (1 - fraction) * (self._variance + fraction * counted**2)
         return self.value

@@ -1,4 +1,4 @@
-"""Whether labels that were the tokens of their inputs are so no more."""
+"""Detection of labels that are no longer the tokens of their inputs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-#: Batches whose labels all agree, after which it is a rule of the task.
+#: Number of batches with full agreement after which agreement is taken as a rule of the task.
 _LEAST = 20
 
 
 class LabelAgreement:
-    """Reports labels that differ from the tokens of their inputs, once those of all batches so far agreed.
+    """Detector of labels that differ from the tokens of their inputs, after those of all earlier batches agreed.
 
-    In language modelling every label is the next token, without exception; other tasks have no such rule, and nothing
-    is reported there.
+    In language modeling every label is the next token, without exception. Other tasks have no such rule, and nothing is
+    reported for them.
 
     Attributes:
-        n_before: Batches without a label that differs, before the first that has one.
+        n_before: Number of batches with full agreement before the first one without it.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class LabelAgreement:
         self._is_rule = True
 
     def update(self, values: Mapping[str, Any]) -> bool:
-        """Process the numbers of an update, of which ``label_agreement`` is used.
+        """Process the metrics of an update, of which ``label_agreement`` is used.
 
         Returns:
-            Whether labels differ that should not.
+            Whether labels differ although the labels of all earlier batches agreed.
         """
         agreement = float(np.asarray(values.get("label_agreement", math.nan)))
         if not math.isfinite(agreement) or not self._is_rule:

@@ -1,4 +1,4 @@
-"""ChangeEvidence that numbers have left their own past, over windows of several lengths; causal."""
+"""Causal evidence that numbers differ from their own past, over windows of several lengths."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import numpy as np
 import torch
 from scipy.special import stdtr
 
-#: Windows in measurements; each is compared with the trend of the _BEFORE times as many measurements before it.
+#: Lengths of the windows, in measurements. A window of n measurements is compared with the trend of the _BEFORE * n
+#: measurements before it.
 WINDOWS = np.array([1, 2, 4, 8, 16, 32, 64, 128])
 _BEFORE = 8
-#: Windows of the past that are remembered; and, where steps are independent, at least so many measurements of it.
+#: Length of the remembered past, in windows; where steps are independent, also its smallest length in measurements.
 _MEMORY, _LEAST_MEMORY = 30.0, 200.0
-#: There the past ends so many measurements before the latest one, as a change would widen the spread of long windows.
+#: Where steps are independent, the past ends at least this many measurements before the latest one, since a change
+#: would widen the spread of long windows.
 _LEAST_LAG = 64
-#: Windows that there must be before one is judged; fewer are enough where steps are independent.
+#: Number of past windows required before a window is evaluated; fewer suffice where steps are independent.
 _LEAST, _LEAST_OF_NOISE = 6.0, 2.0
 #: A past departure counts as at most this many standard deviations.
 _CLIP = 8.0
-#: Weight, in windows, of the spread of half a window where steps are independent, and its allowance for dependence.
+#: Where steps are independent: weight, in windows, of the spread of the window half as long, and factor of its variance
+#: that allows for dependence.
 _PRIOR, _ALLOWANCE = 60.0, 1.2
 #: Smallest degrees of freedom.
 _LEAST_FREEDOM = 2.5
 #: Smallest p value, and smallest squared variance, so that logarithms and ratios stay finite.
 _TINY = 1e-300
-#: Largest value and kurtosis, so that fourth powers stay finite; neither is met in a run that learns.
+#: Largest value and kurtosis, so that fourth powers stay finite; a run that learns reaches neither.
 _LARGEST, _LARGEST_KURTOSIS = 1e60, 1e9
-#: Measurements until which contrasts are exact; later they are computed anew when the time grew by this factor.
+#: Measurements up to which contrasts are exact; later they are recomputed when the time has grown by this factor.
 _EXACT_UNTIL, _GROWTH = 300, 1.01
 #: Measurements that the longest window needs.
 _LONGEST = (_BEFORE + 1) * int(WINDOWS[-1])
@@ -37,13 +40,15 @@ _LONGEST = (_BEFORE + 1) * int(WINDOWS[-1])
 
 @dataclass(frozen=True)
 class ChangeEvidence:
-    """How unlikely the latest values are by the past, for each series, shape (series,); NaN: not known yet.
+    """Evidence that the latest values differ from the past, for each series.
+
+    All arrays have shape (series,); evidence is NaN if unknown yet.
 
     Attributes:
-        rise: -log10 of the p value of a rise: of the window where it is smallest, times the number of windows.
-        fall: The same of a fall.
-        rise_window: Length of that window, in measurements.
-        fall_window: The same of the fall.
+        rise: Evidence of a rise: -log10 of the smallest p value of any window, times the number of windows.
+        fall: Evidence of a fall, computed in the same way.
+        rise_window: Length of the window with the strongest evidence of a rise, in measurements.
+        fall_window: Length of the window with the strongest evidence of a fall, in measurements.
     """
 
     rise: np.ndarray
@@ -53,23 +58,23 @@ class ChangeEvidence:
 
 
 class OwnPast:
-    """How unlikely the latest values of several series are, by each one's own past.
+    """Test of whether the latest values of several series differ from each one's own past.
 
-    For each window, the departure is the mean of the latest values minus what the values before predict: a line in the
-    logarithm of the time, through eight times as many, since curves of a training are nearly straight there. It is
-    compared with what such departures were so far in this series: their mean, which removes what is left of the drift,
-    and their variance, which contains the correlation between steps. Departures whose windows overlap the latest one
-    are left out; where steps are independent, those of the latest 64 measurements. The p value is that of Student's t;
-    its degrees of freedom follow from the number of separate windows in the past and from the kurtosis of the
-    departures, so that few or heavy-tailed ones need a larger departure. No real series fulfils its assumptions:
-    `Calibration` measures how often healthy runs reach a p value. Cost: 27 kB of memory for each series, and some 5 us
-    for each in every measurement.
+    For each window, the departure is the mean of the latest values minus the value that the earlier ones predict. The
+    prediction is a line in the logarithm of time through eight times as many values, since training curves are nearly
+    straight on that scale. The departure is compared with the earlier departures of the series: their mean removes the
+    remaining drift, and their variance includes the correlation between steps. Departures whose windows overlap the
+    latest one are excluded; where steps are independent, those of the latest 64 measurements.
+
+    The p value is that of Student's t. Its degrees of freedom follow from the number of separate past windows and from
+    the kurtosis of the departures, so that few or heavy-tailed departures require a larger one. No real series
+    satisfies these assumptions exactly: `Calibration` measures how often healthy runs reach a p value. The cost is
+    27 kB of memory for each series, and about 5 us for each series and measurement.
 
     Args:
-        least_scale: Standard deviations below this count as this, in units of the values, shape (series,); may be
-            changed at any time.
-        is_noise: Whether the steps are independent but for the trend, as numbers of random batches are, shape
-            (series,); then long windows learn their spread from shorter ones too, and are judged earlier.
+        least_scale: Smallest standard deviation, in units of the values, shape (series,); may be changed at any time.
+        is_noise: Whether the steps are independent apart from the trend, as metrics of random batches are, shape
+            (series,). Long windows then also learn their spread from shorter ones, and are evaluated earlier.
 
     Example:
         >>> import numpy as np
@@ -79,6 +84,10 @@ class OwnPast:
         >>> found = [past.update(np.array([value])) for value in [*noise, 9.0]]
         >>> bool(found[-2].rise < 3), bool(found[-1].rise > 6), int(found[-1].rise_window[0])
         (True, True, 1)
+
+    See Also:
+        `workbench.Alarms`: Compares all watched signals with their own past.
+        `workbench.alarms.Calibration`: Relates the evidence to a rate of false alarms.
     """
 
     def __init__(self, least_scale: np.ndarray, *, is_noise: np.ndarray) -> None:
@@ -94,9 +103,20 @@ class OwnPast:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the latest values, but not how they spread: after a change that was meant."""
+        """Forget the latest values but not their spread, after an intended change.
+
+        Example:
+            >>> import numpy as np
+            >>> import workbench as wb
+            >>> past = wb.alarms.OwnPast(np.array([0.01]), is_noise=np.array([True]))
+            >>> noise = np.random.default_rng(0).normal(size=300)
+            >>> found = [past.update(np.array([value])) for value in noise]
+            >>> past.restart()
+            >>> bool(np.isnan(past.update(np.array([9.0])).rise[0]))
+            True
+        """
         n_windows, n = self._mean.shape
-        # Twice as long as what is needed, so that the latest values are one slice.
+        # Twice the required length, so that the latest values are always one slice.
         self._values = np.zeros((2 * _LONGEST, n))
         self._departures = np.full((int(WINDOWS[-1]) + 1, n_windows, n), np.nan)
         self._last, self._n_of_series = np.zeros(n), np.zeros(n, dtype=np.int64)
@@ -106,17 +126,27 @@ class OwnPast:
         """Process one measurement.
 
         Args:
-            values: Shape (series,). A series begins with its first finite value; later a value that is not finite
-                counts as the one before.
+            values: Shape (series,). A series begins with its first finite value; a later value that is not finite is
+                replaced by the previous one.
 
         Returns:
-            The evidence.
+            The evidence of a change.
+
+        Example:
+            >>> import numpy as np
+            >>> import workbench as wb
+            >>> past = wb.alarms.OwnPast(np.array([0.01, 0.01]), is_noise=np.array([True, True]))
+            >>> noise = np.random.default_rng(0).normal(size=(300, 2))
+            >>> found = [past.update(values) for values in noise]
+            >>> found = past.update(np.array([9.0, -20.0]))
+            >>> found.rise > 6, found.fall > 6
+            (array([ True, False]), array([False,  True]))
         """
         is_finite = np.isfinite(values)
         values = np.clip(values, -_LARGEST, _LARGEST)
         begins = is_finite & np.isnan(self._first)
         self._first[begins] = values[begins]
-        # Relative to the first value: before it there is no jump.
+        # Values are relative to the first one, so that a series does not begin with a jump.
         self._last = np.where(is_finite, values - self._first, self._last)
         self._n_of_series += is_finite | (self._n_of_series > 0)
         self._time += 1
@@ -127,7 +157,7 @@ class OwnPast:
         self._end += 1
         weights, per_unit = contrasts(_rounded(self._time))
         latest = torch.from_numpy(self._values[self._end - _LONGEST : self._end])
-        # NumPy's product would start threads of its own, which wait busily beside those of the training.
+        # NumPy's product would start its own threads, whose busy waiting slows down those of the training.
         departure = (torch.from_numpy(weights) @ latest).numpy()
         departure[~weights.any(axis=1)] = np.nan
         departure[self._n_of_series < (_BEFORE + 1) * WINDOWS[:, None]] = np.nan
@@ -156,35 +186,35 @@ class OwnPast:
         return ChangeEvidence(rise, fall, rise_window, fall_window)
 
     def _learn(self, per_unit: np.ndarray) -> None:
-        """Take in the departures whose windows ended right before the latest ones began."""
+        """Update the moments with the departures whose windows ended right before the latest ones began."""
         row, series = np.ogrid[: len(WINDOWS), : len(self._first)]
         past = self._departures[(self._time - self._lag) % len(self._departures), row, series]
         is_known = np.isfinite(past) & (self._time > self._lag)
         self._n_learned += is_known
         length = WINDOWS[:, None]
-        share = 1 / np.maximum(np.minimum(self._n_learned, self._memory), 1)
+        fraction = 1 / np.maximum(np.minimum(self._n_learned, self._memory), 1)
         scale = np.maximum(np.sqrt(self._variance), self.least_scale * per_unit)
         limit = np.where(self._n_learned > _LEAST * length, _CLIP * scale, np.inf)
         left = np.where(is_known, np.clip(past - self._mean, -limit, limit), 0.0)
-        share = np.where(is_known, share, 0.0)
-        self._mean += share * left
-        self._variance = (1 - share) * (self._variance + share * left**2)
-        self._fourth = (1 - share) * self._fourth + share * left**4
+        fraction = np.where(is_known, fraction, 0.0)
+        self._mean += fraction * left
+        self._variance = (1 - fraction) * (self._variance + fraction * left**2)
+        self._fourth = (1 - fraction) * self._fourth + fraction * left**4
 
 
 @lru_cache(maxsize=32)
 def contrasts(time: int) -> tuple[np.ndarray, np.ndarray]:
-    """The weights of the latest values in the departure of each window.
+    """Return the weights of the latest values in the departure of each window.
 
-    Each row sums to 0 and leaves out any line in the logarithm of the time; its squares sum to 1, so that independent
-    noise gives departures with its own variance.
+    Each row sums to 0 and removes any line in the logarithm of time. Its squares sum to 1, so that departures of
+    independent noise have the variance of the noise.
 
     Args:
-        time: Measurements so far.
+        time: Number of measurements so far.
 
     Returns:
-        Weights, shape (window, value), the latest value last, zeros where the past is too short; and the departure of
-        a step of 1 between past and window, shape (window, 1).
+        Weights, shape (window, value), the latest value last, zero where the past is too short; and the departure
+        caused by a step of height 1 between past and window, shape (window, 1).
     """
     weights, per_unit = np.zeros((len(WINDOWS), _LONGEST)), np.ones((len(WINDOWS), 1))
     for row, window in enumerate(WINDOWS.tolist()):
@@ -201,14 +231,14 @@ def contrasts(time: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rounded(time: int) -> int:
-    """A time not far below, of which there are few: the weights change ever more slowly."""
+    """Round a time down to one of few values: the weights change more and more slowly."""
     if time <= _EXACT_UNTIL:
         return time
     return int(_EXACT_UNTIL * _GROWTH ** math.floor(math.log(time / _EXACT_UNTIL, _GROWTH)))
 
 
 def _largest(departure: np.ndarray, freedom: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """-log10 of the smallest p value of any window, times their number, and the length of that window."""
+    """Return -log10 of the smallest p value of any window, times their number, and the length of that window."""
     evidence = -np.log10(np.maximum(stdtr(freedom, -departure), _TINY)) - np.log10(len(WINDOWS))
     known = np.where(np.isnan(departure), -np.inf, evidence)
     best = known.argmax(axis=0)

@@ -1,4 +1,4 @@
-"""Alarms without calibration: what probes find, settings that change without a plan, and logits beyond a limit."""
+"""Alarms without calibration: findings of probes, settings changed without a plan, and logits beyond a limit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from workbench.probes.precision import broken_arithmetic
 if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
 
-#: An alarm, and the faults that it may be.
+#: An alarm, and the faults that may have caused it.
 Finding = tuple[Alarm, tuple[str, ...]]
 #: Part -> name of the signal.
 SIGNALS = {"precision": "arithmetic", "reduction": "gradients", "monitors": "data", "attention": "logits"}
-#: Verdict on gradients -> faults that make it, as far as they can be told apart.
+#: Verdict on gradients -> faults that cause it; several if they cannot be distinguished.
 _FAULTS = {
     GradientVerdict.LOW_PRECISION: ("low_precision_reduction",),
     GradientVerdict.STALE: ("stale_reduction",),
@@ -32,19 +32,19 @@ _FAULTS = {
     GradientVerdict.PASS_MISSING: ("dropped_bucket",),
     GradientVerdict.NOT_COMPUTED: ("stale_reduction", "dropped_bucket", "low_precision_reduction"),
 }
-#: Verdicts that a loop may bring about on purpose.
+#: Verdicts that a training loop may cause on purpose.
 _MAY_BE_MEANT = (GradientVerdict.LOW_PRECISION, GradientVerdict.NOT_COMPUTED, GradientVerdict.PASS_MISSING)
-#: Setting, and whether it rose -> fault that this is.
+#: Setting, and whether it rose -> the fault.
 _OF_SETTINGS = {
     ("learning_rate", True): "large_rate",
     ("batch_size", False): "small_batch",
     ("auxiliary_loss", False): "no_auxiliary_loss",
 }
-#: Cause where the setting is no known fault, and the steps for which what follows is put down to it.
+#: Cause if the changed setting is not a known fault, and number of steps for which later alarms are attributed to it.
 _OTHER_SETTING, _LASTS = "changed_setting", 50
-#: Measurements without a fault after which one is over: some faults strike now and then.
+#: Measurements without a fault after which it is considered over; some faults are intermittent.
 _OVER_AFTER = 3
-#: With fewer significant bits it may be another fault than rounding, which is then the likeliest.
+#: With fewer significant bits the fault may also be another one than rounding, which remains the most probable.
 _LEAST_BITS = 2
 _UNSURE = ("low_precision_reduction", "stale_reduction", "dropped_bucket")
 
@@ -56,7 +56,7 @@ class Check:
     Attributes:
         step: Update after which it was taken.
         signal: ``"arithmetic"`` or ``"gradients"``.
-        message: What it found, in plain words; empty: it was sound.
+        message: Description of the fault found; empty if there was none.
     """
 
     step: int
@@ -65,21 +65,22 @@ class Check:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it found nothing."""
+        """Whether no fault was found."""
         return not self.message
 
 
 class ProbeAlarms:
-    """Raises an alarm at the first measurement of a probe that finds a fault, and again after it was over.
+    """Alarms at the first measurement at which a probe finds a fault, and again if it returns after it was over.
 
     A loop that changes gradients on purpose, by clipping values, adding noise or compressing them, does so from its
-    first measurement on; then neither such changes, nor low precision, nor a missing backward pass raise an alarm.
-    Where routers choose experts, broken arithmetic has to show in two measurements in a row: a token near a tie may go
-    to another expert in float64, which looks the same once.
+    first measurement on. In that case neither such changes, nor low precision, nor a missing backward pass raise an
+    alarm. If routers choose experts, broken arithmetic must be found in two consecutive measurements, because a token
+    near a tie may be sent to another expert in float64, which in a single measurement is indistinguishable from a
+    fault.
 
     Attributes:
-        is_in_doubt: Whether the latest measurement of the arithmetic waits for another one that confirms it.
-        standing: The last alarm of each signal whose fault is not over, with the faults that it may be.
+        is_in_doubt: Whether the latest measurement of the arithmetic waits for another one to confirm it.
+        standing: The last alarm of each signal whose fault is not over, with the faults that may have caused it.
         checks: The latest measurement of each probe, by signal.
     """
 
@@ -101,7 +102,7 @@ class ProbeAlarms:
             observation: A `workbench.alarms.Observation`.
 
         Returns:
-            The alarm that it raises, if it does.
+            The alarm that it raises, if any.
         """
         if observation.part == "settings":
             return self._setting(observation)
@@ -140,7 +141,7 @@ class ProbeAlarms:
         setting, message = (str(observation.coords[name]) for name in ("setting", "message"))
         factor = float(observation.values["factor"])
         self.standing.pop("settings", None)
-        if factor == 1:  # it is as planned again
+        if factor == 1:  # the setting has returned to its plan
             return []
         alarm = Alarm(observation.step, setting, -1, -1, math.inf, factor, is_outcome=False, message=message)
         self.standing["settings"] = alarm, (_OF_SETTINGS.get((setting, factor > 1), _OTHER_SETTING),)
@@ -153,16 +154,16 @@ class ProbeAlarms:
 
     def _data(self, observation: Observation) -> Finding | None:
         if self._labels.update(observation.values):
-            share = 1 - float(observation.values["label_agreement"])
+            fraction = 1 - float(observation.values["label_agreement"])
             message = (
-                f"{percent(share)} of the labels are not the tokens of their inputs, as all labels of the "
-                f"{self._labels.n_before:,} batches before were: check what prepares the data."
+                f"{percent(fraction)} of the labels differ from the tokens of their inputs, whereas all labels of the "
+                f"{self._labels.n_before:,} batches before agreed: check the code that prepares the data."
             )
-            return _alarm(observation, score=math.inf, value=share, message=message), ("corrupted_data",)
+            return _alarm(observation, score=math.inf, value=fraction, message=message), ("corrupted_data",)
         if not self._batches.update(observation.values):
             return None
         n = self._batches.n_in_a_row
-        message = f"All examples of the last {n} batches have come before: the data loader repeats itself. Restart it."
+        message = f"All examples of the last {n} batches occurred before: the data loader repeats itself. Restart it."
         return _alarm(observation, score=math.inf, value=1.0, message=message), ("repeated_data",)
 
     def _large_logit(self, observation: Observation) -> Finding | None:
@@ -191,8 +192,8 @@ class ProbeAlarms:
             self._changes_gradients = may_be_meant
         if not verdict.is_fault or (may_be_meant and self._changes_gradients):
             return None
-        share = float(values["wrong_parameters"])
-        return _alarm(observation, score=share, value=share, message=_told(verdict, values)), causes
+        fraction = float(values["wrong_parameters"])
+        return _alarm(observation, score=fraction, value=fraction, message=_sentence(verdict, values)), causes
 
 
 def _alarm(
@@ -216,14 +217,14 @@ def _broken_arithmetic(observation: Observation) -> Finding | None:
 
 
 def _is_measured(observation: Observation) -> bool:
-    """Whether it is a measurement of a probe; one of gradients may not have been possible."""
+    """Return whether an observation is a measurement of a probe; gradients cannot be measured at every step."""
     if observation.part == "precision":
         return True
     return observation.part == "reduction" and float(observation.values["gradient_verdict"]) >= 0
 
 
-def _told(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:
-    """What is wrong with the gradients, and what to do."""
+def _sentence(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:
+    """Describe what is wrong with the gradients, and how to correct it."""
     where = f"in {percent(float(values['wrong_parameters']))} of the parameters"
     receiver = float(values.get("receiving_rank", math.nan))
     where += "" if math.isnan(receiver) else f" on rank {receiver:.0f}"
@@ -234,9 +235,12 @@ def _told(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:
         rank = f"{float(values['missing_rank']):.0f}"
         return f"The gradients of rank {rank} are missing {where}: check its reduction and its network."
     if verdict == GradientVerdict.RANKS_UNEQUAL:
-        return f"The gradients of the ranks count unequally {where}: check the reduction."
+        return f"The gradients of the ranks are weighted unequally {where}: check the reduction."
     if verdict == GradientVerdict.PARAMETERS_MISSING:
-        return f"The optimizer gets zeros instead of the computed gradients {where}: buckets of the reduction are lost."
+        return (
+            f"The optimizer receives zeros instead of the computed gradients {where}: buckets of the reduction are "
+            "lost."
+        )
     if verdict == GradientVerdict.PASS_MISSING:
         which = float(values.get("missing_pass", math.nan))
         which_pass = "one backward pass" if math.isnan(which) else f"backward pass {which:.0f}"
@@ -244,5 +248,8 @@ def _told(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:
             f"The gradients of {which_pass} of this step are missing {where}: check how gradients are accumulated and "
             "reduced."
         )
-    age = "those of earlier steps" if verdict == GradientVerdict.STALE else "not those that this step computed"
-    return f"The gradients that the optimizer gets are {age} {where}: check what happens between backward and update."
+    age = "those of earlier steps" if verdict == GradientVerdict.STALE else "not those computed in this step"
+    return (
+        f"The gradients that the optimizer receives are {age} {where}: check what happens between backward pass and "
+        "update."
+    )

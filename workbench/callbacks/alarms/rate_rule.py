@@ -1,4 +1,4 @@
-"""Whether a learning rate moves as schedules do, judged from its own past alone."""
+"""Detection of learning rates that do not follow a schedule, from their own past alone."""
 
 from __future__ import annotations
 
@@ -8,54 +8,55 @@ from typing import ClassVar
 
 from workbench.callbacks.alarms.setting_rules import Found, Moment
 
-#: Rates that differ by less than this share of the highest are the same: a rate kept in float32 is rounded by less.
+#: Rates that differ by less than this fraction of the highest rate are equal: rounding to float32 changes them by less.
 _ROUNDING = 1e-7
-#: A rate is as high as another where it exceeds it by no more than this share.
+#: Relative tolerance of comparisons between two rates.
 _MARGIN = 1e-3
-#: A ramp rises in one step by at most this share of the highest rate.
+#: Largest rise of a ramp in one step, as a fraction of the highest rate.
 _RAMP = 0.01
-#: At the end of a fall, a ramp is at most this multiple of the fastest so far.
+#: Largest rise of a ramp after the end of a fall, as a multiple of the fastest ramp so far.
 _AS_FAST = 1.25
-#: A change is at most this multiple of the one before, and more at the first rises of a curved warm-up.
+#: Largest ratio of a change to the previous one, and the larger ratios of the first rises of a curved warm-up.
 _GROWTH, _FIRST_GROWTHS = 2.5, (math.inf, 8.0, 3.0)
-#: A rise out of a fall is at most this multiple of that fall.
+#: Largest rise right after a fall, as a multiple of that fall.
 _TURN = 5.0
-#: A fall has slowed down where it is below this share of the steepest one, both relative to the rate.
+#: A fall has slowed down if it is below this fraction of the steepest one, both relative to the rate.
 _SLOW = 0.1
-#: Observations without a rise that end a warm-up; where it has paused before, twice the longest pause.
+#: Observations without a rise that end a warm-up; if it has paused before, twice the longest pause.
 _PAUSE = 10
-#: Largest factor by which a schedule falls at once, and the share of the highest rate that a fall at once exceeds.
+#: Largest factor by which a schedule falls in one step, and fraction of the highest rate above which a fall is a large
+#: one.
 _DROP, _LARGE_FALL = 20.0, 0.1
-#: Steps that are the same to a hundredth belong to one straight line.
+#: Relative tolerance within which two steps belong to one straight line.
 _STRAIGHT = 0.01
-#: A change back ends no further from the schedule than this share of the change, both as logarithms.
+#: A change back ends within this fraction of the change from the schedule, both as logarithms.
 _NEAR = 0.25
-#: A rate of 0 is back where it exceeds this share of the rate before.
+#: A rate that was set to 0 is back if it exceeds this fraction of the rate before.
 _BACK = 0.5
-#: Infinite rates count as this one, and negative ones as 0.
+#: Larger rates, also infinite ones, are replaced by this one, and negative ones by 0.
 _HUGE = 1e30
-#: A resumed run is compared with the run before once that has shown how its rate changes.
+#: Observations of the earlier run from which on a resumed run is compared with it.
 _N_KNOWN = 10
 
 
 @dataclass
 class RateRule:
-    """Follows one learning rate and reports what no schedule does.
+    """Rule for one learning rate without a known plan: reports changes that no schedule makes.
 
-    Planned are, in a run whose plan is not known:
+    The following changes count as planned:
 
-    - a warm-up: rises from the first observation on, each at most 2.5 times the one before, until the rate falls, or
-      pauses for longer than it has done;
-    - every fall in small steps, and a fall at once by a factor of up to 20, as steps and plateaus bring it;
-    - a rise at once to the highest rate so far (a restart), or to a rate that the scheduler has noted in the group of
-      the optimizer; until the noted rate is reached, any rise up to it after a pause (a warm-up by epochs);
-    - below the highest rate: a rise that undoes the last change; a step of the same size as the fastest ramp so far,
-      or half of it; a rise of at most 5 times the fall before it; and, after a fall by small steps that has slowed down
-      or stopped, a ramp of at most 1 % of the highest rate in a step (once it has stopped, also one as fast as before).
+    - a warm-up: rises from the first observation on, each at most 2.5 times the previous one, until the rate falls or
+      pauses for longer than before;
+    - every fall in small steps, and a fall in one step by a factor of up to 20, as in step and plateau schedules;
+    - a rise in one step to the highest rate so far (a restart), or to a rate that the scheduler has stored in the
+      optimizer's group; until that stored rate is reached, any rise up to it after a pause (a warm-up by epochs);
+    - below the highest rate: a rise that undoes the last change; a step as large as the fastest ramp so far, or half as
+      large; a rise of at most 5 times the fall before it; and, after a fall in small steps that has slowed down or
+      stopped, a ramp of at most 1 % of the highest rate per step (once it has stopped, also one as fast as before).
 
-    Everything else is a change and reported at its step: after a resume also any of these that comes at once. A change
-    that goes on in the same direction is reported once. After a reported change, the schedule is taken to go on, times
-    a factor; when that factor vanishes at once, the change back is reported.
+    Every other change is reported at its step; after a resume, also any of these that occurs in one step. A change that
+    continues in the same direction is reported once. After a reported change, the schedule is assumed to continue,
+    multiplied by a factor; if that factor vanishes in one step, the change back is reported.
 
     Attributes:
         value: The latest rate.
@@ -65,12 +66,12 @@ class RateRule:
     reason: ClassVar[str] = "no schedule seen so far explains it"
 
     value: float
-    #: What reported changes have multiplied the schedule by, and the latest rate without that.
+    #: Factor by which reported changes have multiplied the schedule, and the latest rate without that factor.
     scale: float = 1.0
     level: float = -1.0
     highest: float = -1.0
     n_seen: int = 1
-    #: The latest change, and the latest that was not 0.
+    #: The latest change, and the latest one that was not 0.
     change: float = 0.0
     last_change: float = 0.0
     # Warm-up
@@ -78,15 +79,15 @@ class RateRule:
     n_rises: int = 0
     pause: int = 0
     longest_pause: int = 0
-    #: Whether the rate that the scheduler noted has been reached.
+    #: Whether the rate that the scheduler stored has been reached.
     has_reached: bool = False
-    # Cycles: largest rise and fall that came twice in a row, steepest fall since the last rise (relative to the rate),
-    # and whether the latest fall came twice in a row.
+    # Cycles: largest rise and fall that occurred twice in a row, steepest fall since the last rise (relative to the
+    # rate), and whether the latest fall followed another one.
     fastest_rise: float = 0.0
     fastest_fall: float = 0.0
     steepest_fall: float = 0.0
     is_smooth_fall: bool = False
-    #: Direction of a reported change that still goes on, and of one that has not been undone; 0: none.
+    #: Direction of a reported change that still continues, and of one that has not been undone; 0 if there is none.
     moving: int = 0
     reported: int = 0
 
@@ -95,13 +96,13 @@ class RateRule:
             self.value = self.level = self.highest = min(max(self.value, 0.0), _HUGE)
 
     def update(self, value: float, moment: Moment) -> Found | None:
-        """Process the rate at a step."""
+        """Process the rate at a step, and return a change to report or None."""
         value = min(max(value, 0.0), _HUGE)
         before, self.value = self.value, value
         self.n_seen += 1
         if self.scale == 0:  # it had been set to 0
             is_back = value > _BACK * self.level
-            if value > 0:  # a warm-up that began anew, if it is not the change back
+            if value > 0:  # the change back, or else a new warm-up
                 self._end_report(value)
             return Found(before, moment.step, is_back=True) if is_back else None
         level = value / self.scale
@@ -113,17 +114,17 @@ class RateRule:
             self._end_report(value)
             return Found(before, moment.step, is_back=True)
         if self._is_planned(change, level, moment):
-            self._take(change, level, max(moment.noted, default=0.0))
+            self._remember(change, level, max(moment.noted, default=0.0))
             self.moving = direction if direction == self.moving else 0
             return None
         is_new = direction != self.moving
         if is_new and change > 0 and self.reported and self._is_restart(value):
-            self._end_report(value)  # of the schedule itself: the change had ended without notice
+            self._end_report(value)  # a restart of the schedule itself: the change had ended unnoticed
             return None
         expected = self.level + self.change if is_new else self.level
         if self.reported and level > self.highest:
             expected = self.highest
-        if expected > 0:  # the schedule is taken to go on, times a factor
+        if expected > 0:  # the schedule is assumed to continue, multiplied by a factor
             self.scale, self.level = value / expected, expected
         else:
             self.level = level
@@ -131,7 +132,7 @@ class RateRule:
         return Found(before, moment.step) if is_new else None
 
     def _is_change_back(self, change: float, value: float) -> bool:
-        """Whether the rate returns at once to the schedule from before a reported change."""
+        """Return whether the rate returns in one step to the schedule from before a reported change."""
         if self.reported * change >= 0 or abs(change) <= max(_GROWTH * abs(self.change), 0.01 * self.level):
             return False
         left, undone = abs(math.log(value / self.level)) if value else math.inf, abs(math.log(self.scale))
@@ -155,7 +156,7 @@ class RateRule:
         if level <= self.highest * (1 + _MARGIN):
             return self._is_restart(level) or change <= self._largest_ramp() or self._is_known_step(change)
         if self.is_warming:
-            if self.n_rises == 0:  # a warm-up begins with the run
+            if self.n_rises == 0:  # a warm-up starts at the beginning of the run
                 return self.n_seen <= 3
             growth = _FIRST_GROWTHS[self.n_rises] if self.n_rises < len(_FIRST_GROWTHS) else _GROWTH
             return change <= growth * self.last_change
@@ -163,11 +164,11 @@ class RateRule:
         return self.moving == 0 and level <= self.highest * (1 + _MARGIN) + max(0.0, self.change)
 
     def _is_restart(self, level: float) -> bool:
-        # The first step of a cycle may lie a little after its peak.
+        # The first step of a cycle may lie slightly after its peak.
         return abs(level - self.highest) <= _MARGIN * self.highest + self.fastest_fall
 
     def _largest_ramp(self) -> float:
-        """The largest step of a ramp below the highest rate."""
+        """Return the largest planned step of a ramp below the highest rate."""
         if self.last_change > 0:
             return max(_RAMP * self.highest, _FIRST_GROWTHS[-1] * self.last_change)
         is_at_end = self.change == 0 or self.level <= _RAMP * self.highest
@@ -181,8 +182,8 @@ class RateRule:
         known = (abs(self.last_change), self.fastest_rise, self.fastest_rise / 2)
         return any(abs(rise - size) <= _STRAIGHT * rise for size in known)
 
-    def _take(self, change: float, level: float, noted: float) -> None:
-        """Remember a planned change."""
+    def _remember(self, change: float, level: float, noted: float) -> None:
+        """Update the state with a planned change."""
         if change > 0:
             self.longest_pause = max(self.longest_pause, self.pause)
             self.pause, self.n_rises, self.steepest_fall = 0, self.n_rises + 1, 0.0

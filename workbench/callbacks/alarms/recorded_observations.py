@@ -1,4 +1,4 @@
-"""The observations of a recorded run, one at a time, in the order of the recorder."""
+"""Observations of a recorded run, in the order in which the recorder published them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from workbench.errors import SchemaError
 if TYPE_CHECKING:
     import xarray as xr
 
-#: In the order in which a recorder gives the observations of one step: the numbers of the update last.
+#: Parts in the order in which a recorder publishes the observations of one step: the metrics of the update come last.
 _PARTS = tuple(dict.fromkeys([*(w.part for w in WATCHED if w.part != "monitors"), *SIGNALS, "monitors"]))
 
 
 def observations(run: xr.DataTree) -> Iterator[Observation]:
-    """The observations of a recorded run that alarms receive, in their order.
+    """Yield the observations of a recorded run that alarms receive, in their order.
 
     Args:
         run: Run from `workbench.open_run`.
 
     Raises:
-        SchemaError: If it has no monitors.
+        SchemaError: If the run has no monitors.
 
     Example:
         >>> import workbench as wb
@@ -34,9 +34,17 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
         >>> first = next(wb.alarms.observations(run))
         >>> first.step, first.part
         (0, 'monitors')
+
+    See Also:
+        `workbench.alarms.replay`: Passes all observations of a run to alarms.
+        `workbench.alarms.Observation`: One observation.
     """
     if "monitors" not in run.children:
-        raise SchemaError("The run has no monitors to replay; record it with wb.train() or a wb.Recorder.")
+        raise SchemaError(
+            "The run has no monitors to replay; record it with wb.train() or a wb.Recorder.",
+            name="monitors",
+            expected="a part of the run",
+        )
     measured = []
     for place, name in enumerate(_PARTS):
         if name not in run.children:
@@ -54,7 +62,7 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
 
 
 def _changed_settings(run: xr.DataTree) -> list[Observation]:
-    """Changes of settings, which a run holds as events."""
+    """Return the changes of settings, which a run stores as events."""
     if "events" not in run.children or "source" not in run.children["events"]:
         return []
     events = run.children["events"].to_dataset()

@@ -1,4 +1,4 @@
-"""A recorded run replayed through alarms."""
+"""Replay of a recorded run through alarms."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
-    """The alarms that a recorded run raises.
+    """Pass a recorded run through alarms, and return the alarms raised.
 
     Args:
         run: Run from `workbench.open_run`.
-        alarms: Alarms to run on the record; afterwards they are in the state that the run would have left.
+        alarms: Alarms that receive the record; afterwards they are in the state at the end of the run.
         rest: Steps for which the alarms rested after each action of the run; see `workbench.Actions`.
 
     Returns:
@@ -42,6 +42,10 @@ def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
         >>> raised = wb.alarms.replay(xr.DataTree.from_dict({"/monitors": monitors}), wb.Alarms())
         >>> raised[0].signal, raised[0].step >= 300
         ('loss', True)
+
+    See Also:
+        `workbench.alarms.recorded_alarms`: The alarms that a run recorded itself.
+        `workbench.alarms.evidence_of`: The evidence at every step.
     """
     for _ in _observed(run, alarms, rest):
         pass
@@ -49,19 +53,19 @@ def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
 
 
 def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: int = 0) -> xr.Dataset:
-    """The part ``evidence`` of a run that was recorded without it, by replaying its record.
+    """Compute the part ``evidence`` of a run that was recorded without it, by replaying the record.
 
     ``run["evidence"] = xr.DataTree(wb.alarms.evidence_of(run))`` adds it to a run, for `workbench.plots.timeline` and
     `workbench.widgets.Timeline`.
 
     Args:
         run: Run from `workbench.open_run`.
-        alarms: Alarms to run on the record, in the state they are in; None: new ones with the defaults.
+        alarms: Alarms that receive the record, in their current state; None for new ones with default options.
         rest: Steps for which the alarms rested after each action of the run; see `workbench.Actions`.
 
     Returns:
-        Dims ``step`` and ``signal``: ``evidence``, over the threshold of an alarm, as ``schema.EVIDENCE`` says. What
-        the same alarms would have written in the training.
+        Dataset with dims ``step`` and ``signal``: ``evidence`` over the threshold of an alarm, as described in
+        ``schema.EVIDENCE``. These are the values that the same alarms would have written during training.
 
     Raises:
         SchemaError: If the run has no monitors.
@@ -76,11 +80,15 @@ def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: int = 0
         >>> is_alarm = found["evidence"].sel(signal="loss") >= 1
         >>> bool(is_alarm.sel(step=slice(299)).any()), bool(is_alarm.sel(step=slice(300, None)).any())
         (False, True)
+
+    See Also:
+        `workbench.plots.timeline`: Draws a run with its evidence.
+        `workbench.alarms.replay`: The alarms alone.
     """
     import xarray as xr
 
     alarms = Alarms() if alarms is None else alarms
-    rows = [row for each in _observed(run, alarms, rest) if (row := alarms.evidence_row(each)) is not None]
+    rows = [row for each in _observed(run, alarms, rest) if (row := alarms._evidence_row(each)) is not None]
     names = [watched.name for watched in WATCHED]
     values = np.array([row.values["evidence"] for row in rows]).reshape(len(rows), len(names))
     variable = EVIDENCE["evidence"]
@@ -89,7 +97,7 @@ def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: int = 0
 
 
 def _observed(run: xr.DataTree, alarms: Alarms, rest: int) -> Iterator[Observation]:
-    """The observations of a run, each after the alarms have processed it."""
+    """Yield the observations of a run, each after the alarms have processed it."""
     answered = action_steps(run) if rest else []
     for observation in observations(run):
         while answered and answered[0] <= observation.step:
@@ -101,7 +109,7 @@ def _observed(run: xr.DataTree, alarms: Alarms, rest: int) -> Iterator[Observati
 
 
 def action_steps(run: xr.DataTree) -> list[int]:
-    """Steps, in their order, after which a recorded run did what its alarms asked for."""
+    """Return the steps after which a recorded run carried out actions, in increasing order."""
     if "events" not in run.children:
         return []
     events = run.children["events"].to_dataset()

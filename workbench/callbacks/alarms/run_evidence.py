@@ -1,4 +1,4 @@
-"""Evidence of all watched signals of a run that something has changed, by the run's own past; causal."""
+"""Causal evidence that a watched signal of a run differs from its own past."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from workbench.callbacks.alarms.watched import Watched, WatchedValues, watched_v
 if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
 
-#: First step that is judged.
-_FIRST_JUDGED = 200
-#: A step is judged while the rate is at most _RISE times its smallest of the last _N_RATES steps, and above _LOW times
-#: its largest: while it rises, and at the very end of a schedule, the signals follow it. Losses and other numbers of
-#: random batches follow a slow rise little: up to that of a linear warm-up from step 200 on they are judged, with so
-#: much less evidence.
+#: First step that is evaluated.
+_FIRST_EVALUATED = 200
+#: A step is evaluated if the learning rate is at most _RISE times its smallest value of the last _N_RATES steps, and
+#: above _LOW times its largest: the signals follow a rising rate, and the very end of a schedule. Losses and other
+#: metrics of random batches follow a slow rise only a little: up to _RISE_OF_NOISE, the rise of a linear warm-up from
+#: step 200 on, they are evaluated with their evidence divided by _LESS_EVIDENCE.
 _N_RATES, _RISE, _RISE_OF_NOISE, _LOW = 100, 1.05, 2.0, 0.02
 _LESS_EVIDENCE = 1.5
-#: The first losses, and the share of them that is the least scale of later ones.
-_N_FIRST, _SHARE_OF_FIRST = 20, 0.02
-#: A number of the update that was known at so many updates in a row is broken where it is NaN; before, a loop may log
-#: it now and then.
+#: Number of first losses, and fraction of their median that is the smallest scale of later ones.
+_N_FIRST, _FRACTION_OF_FIRST = 20, 0.02
+#: Number of consecutive finite values after which NaN in a metric of the update means that it is broken; a loop that
+#: logs it only at some steps does not reach it.
 _LEAST_LOGGED = 10
 
 
@@ -39,23 +39,24 @@ class Reading:
     Attributes:
         watched: The signal.
         step: Step of the measurement.
-        evidence: -log10 of the p value that it became worse, times the number of layers, heads and windows; of signals
-            that accumulate, the `CumulativeSum` if that is larger; NaN: not known yet.
-        opposite: The same of the opposite direction.
-        is_judged: Whether it may raise an alarm: not while the learning rate rises, for example.
-        is_broken: Whether it was finite at the measurements before, and nothing of it is now.
+        evidence: -log10 of the p value of a change for the worse, times the number of layers, heads and windows; for
+            signals that accumulate, the `CumulativeSum` if that is larger; NaN if unknown yet.
+        opposite: Evidence of a change in the opposite direction.
+        is_evaluated: Whether the step is evaluated, so that the signal may raise an alarm; not while the learning rate
+            rises, for example.
+        is_broken: Whether the signal was finite in earlier measurements and has no finite value now.
         value: Value of the signal there, in its own unit.
         is_rise: Whether the value rose.
-        layer: Layer with the worst value; -1: the signal has no layers, or it is outside the blocks.
-        head: Head with the worst value; -1: the signal has no heads.
-        onset: Last step before the change, as the most telling window shows it.
+        layer: Layer with the worst value; -1 if the signal has no layers or lies outside the blocks.
+        head: Head with the worst value; -1 if the signal has no heads.
+        onset: Last step before the change, by the window with the strongest evidence.
     """
 
     watched: Watched
     step: int
     evidence: float
     opposite: float
-    is_judged: bool
+    is_evaluated: bool
     is_broken: bool
     value: float
     is_rise: bool
@@ -65,10 +66,10 @@ class Reading:
 
 
 class RunEvidence:
-    """The evidence of every watched signal, measurement by measurement.
+    """Evidence of every watched signal, updated with each measurement.
 
     Args:
-        first_step: Step at which the run, or what is judged of it, begins.
+        first_step: First step of the run, or of its part to evaluate.
 
     Attributes:
         latest: The latest reading of each signal.
@@ -82,7 +83,7 @@ class RunEvidence:
         self._highest = self._rate = math.nan
 
     def restart(self) -> None:
-        """Forget the latest values, but not how they spread: after a change that was meant."""
+        """Forget the latest values but not their spread, after an intended change."""
         for groups in self._groups.values():
             for group in groups:
                 group.restart()
@@ -117,21 +118,21 @@ class RunEvidence:
             self._rates.append(rate)
 
     def _with_rate(self, reading: Reading) -> Reading:
-        """A reading as it counts at the present learning rate."""
-        if reading.step - self._first_step < _FIRST_JUDGED:
+        """Return a reading adjusted to the current learning rate."""
+        if reading.step - self._first_step < _FIRST_EVALUATED:
             return reading
         if self._rates:
             if self._rate <= _LOW * self._highest:
                 return reading
             rise = self._rate / min(self._rates) if min(self._rates) > 0 else math.inf
             if rise > _RISE:
-                is_judged = reading.watched.is_noise and rise <= _RISE_OF_NOISE
-                return replace(reading, is_judged=is_judged, evidence=reading.evidence / _LESS_EVIDENCE)
-        return replace(reading, is_judged=True)
+                is_evaluated = reading.watched.is_noise and rise <= _RISE_OF_NOISE
+                return replace(reading, is_evaluated=is_evaluated, evidence=reading.evidence / _LESS_EVIDENCE)
+        return replace(reading, is_evaluated=True)
 
 
 class _Group:
-    """Signals that are measured together, as one array of series."""
+    """Signals that are measured together, stored as one array of series."""
 
     def __init__(self, signals: Sequence[WatchedValues]) -> None:
         self.names = {each.watched.name for each in signals}
@@ -173,7 +174,7 @@ class _Group:
         self._add_sums(values)
 
     def _add_sums(self, values: np.ndarray) -> None:
-        """Where jumps have accumulated to more than the evidence of any window, that counts."""
+        """Replace the evidence of a rise by the cumulative sum where that is larger."""
         if not self._accumulates.any():
             return
         found, here = self._found, self._accumulates
@@ -184,18 +185,18 @@ class _Group:
         found.rise_window[here] = np.where(is_more, window, found.rise_window[here])
 
     def _note_first_losses(self, values: np.ndarray) -> None:
-        """The least scale of losses follows from the first ones, as a loss near 0 scatters by nothing that matters."""
+        """Set the smallest scale of losses from the first ones, since fluctuations of a loss near 0 are irrelevant."""
         if not self._losses.any() or len(self._first_losses) >= _N_FIRST:
             return
         self._first_losses.append(values[self._losses])
         first = np.array(self._first_losses)
         known = np.isfinite(first).any(axis=0)
         middle = np.nanmedian(np.where(known, first, 0.0), axis=0)
-        least = np.where(known, _SHARE_OF_FIRST * np.abs(middle), 0.0)
+        least = np.where(known, _FRACTION_OF_FIRST * np.abs(middle), 0.0)
         self._past.least_scale[self._losses] = np.maximum(self._past.least_scale[self._losses], least)
 
     def readings(self, step: int) -> list[Reading]:
-        """The readings of all its signals, not judged yet."""
+        """Return the readings of all signals of the group, not yet adjusted to the learning rate."""
         return [self._reading(name, step) for name in self._places]
 
     def _reading(self, name: str, step: int) -> Reading:
@@ -225,7 +226,7 @@ class _Group:
             step=step,
             evidence=float(of_rise[worst]),
             opposite=math.nan if np.isnan(of_fall).all() else float(np.nanmax(of_fall)),
-            is_judged=False,
+            is_evaluated=False,
             is_broken=is_broken,
             value=float(each.values.ravel()[worst]),
             is_rise=bool(is_worse[worst]) != watched.is_bad_low,

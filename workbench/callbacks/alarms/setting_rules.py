@@ -1,4 +1,4 @@
-"""Whether one setting of a run has changed: rules for what never changes, for batch sizes and for terms of the loss."""
+"""Rules that detect unplanned changes of one setting: of constants, batch sizes and terms of the loss."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-#: Numbers that differ by less than this share are the same: one may have been kept in float32.
+#: Numbers with a smaller relative difference are equal: one of them may have been stored in float32.
 _ROUNDING = 1e-6
-#: A scheduled number changes from one step to the next by at most this multiple of its largest recent change, which is
-#: forgotten at this rate.
+#: Largest change of a scheduled number in one step, as a multiple of its largest recent change, and factor by which
+#: that largest change decays at each step.
 _GROWTH, _FORGETTING = 3.5, 0.99
-#: Tolerated number of coincidences of odd batches that follow each other.
+#: Tolerated expected number of coincidental sequences of batches of another size in a run.
 _COINCIDENCES = 0.01
-#: Batches after which a usual size may be known.
+#: Number of batches after which the usual size is considered known.
 _KNOWN = 20
-#: Latest values of a loss, at least so many, whose mean is this multiple of their standard deviation: it is far from 0.
+#: Number of recent values of a loss, smallest sufficient number of them, and ratio of their mean to their standard
+#: deviation above which they are far from 0.
 _N_RECENT, _N_LEAST, _FAR_FROM_ZERO = 50, 10, 5.0
 
 
 class Moment(NamedTuple):
-    """When a setting is observed.
+    """Circumstances in which a setting is observed.
 
     Attributes:
         step: Updates done before.
         is_resumed: Whether the run was resumed since the last observation.
-        noted: Rates that the scheduler has noted in the optimizer's group.
+        noted: Learning rates that the scheduler has stored in the optimizer's group.
     """
 
     step: int
@@ -38,9 +39,9 @@ class Found(NamedTuple):
     """An unplanned change that has not been reported yet.
 
     Attributes:
-        before: Value before it.
+        before: Value before the change.
         since: First step with the new value.
-        is_back: Whether the setting is what it was before an earlier change.
+        is_back: Whether the setting has returned to its value before an earlier change.
     """
 
     before: Any
@@ -50,36 +51,36 @@ class Found(NamedTuple):
 
 @dataclass
 class ConstantRule:
-    """Any change is reported, unless it is a schedule that has moved a number since the first step.
+    """Rule for constants: every change is reported, unless a schedule has moved the number since the first step.
 
-    A number that moves at the first two observations after its first is scheduled, as the momentum of a one-cycle
-    schedule is. Then only what exceeds 3.5 times its largest recent change is reported. A number that moves only once
-    there is reported one observation late.
+    A number that changes at both its second and its third observation is scheduled, like the momentum of a one-cycle
+    schedule. Only changes larger than 3.5 times its largest recent change are then reported. A number that changes at
+    only one of the two is reported one observation late.
 
     Attributes:
-        value: The latest value: a number, a text, a truth value or a list of them.
+        value: The latest value: a number, a string, a bool or a list of them.
     """
 
     reason: ClassVar[str] = ""
 
     value: Any
     n_seen: int = 1
-    #: Value and step of a first move, which may begin a schedule.
+    #: Value before and step of a first change, which may begin a schedule.
     moved_from: Any = None
     moved_at: int = -1
-    #: Largest recent change of a scheduled number; 0: it is not scheduled.
+    #: Largest recent change of a scheduled number; 0 if it is not scheduled.
     largest: float = 0.0
     is_moving: bool = False
 
     def update(self, value: Any, moment: Moment) -> Found | None:
-        """Process the value at a step."""
+        """Process the value at a step, and return a change to report or None."""
         if value == self.value and self.n_seen > 3 and not self.is_moving:
             return None
         before, size = self.value, _distance(self.value, value)
         self.n_seen += 1
         if self.largest:
             self.value = value
-            return self._judged(size > _GROWTH * self.largest, before, size, moment)
+            return self._report(size > _GROWTH * self.largest, before, size, moment)
         if self.n_seen == 2 and 0 < size < math.inf:
             self.value, self.moved_from, self.moved_at = value, before, moment.step
             return None
@@ -93,9 +94,10 @@ class ConstantRule:
             self.is_moving = False
             return None
         self.value = value
-        return self._judged(True, before, size, moment)
+        return self._report(True, before, size, moment)
 
-    def _judged(self, is_change: bool, before: Any, size: float, moment: Moment) -> Found | None:
+    def _report(self, is_change: bool, before: Any, size: float, moment: Moment) -> Found | None:
+        """Return the change if it is one and does not continue a reported change."""
         is_new = is_change and not self.is_moving
         self.is_moving = is_change
         if self.largest and not is_change:
@@ -105,11 +107,11 @@ class ConstantRule:
 
 @dataclass
 class PlannedRule:
-    """Any departure of a number from its plan is reported, and its return.
+    """Rule for numbers with a plan: every departure from the plan is reported, and every return to it.
 
     Attributes:
         ratio: The latest ratio of the number to its plan.
-        first: The ratio that the run began with.
+        first: The first ratio of the run.
     """
 
     reason: ClassVar[str] = ""
@@ -124,48 +126,48 @@ class PlannedRule:
 
     @property
     def is_back(self) -> bool:
-        """Whether the number follows its plan; a run resumed in the middle of a change may begin without it."""
+        """Whether the number follows its plan, by the first ratio, or by 1 after a resume in the middle of a change."""
         return _is_same(self.ratio, self.first) or _is_same(self.ratio, 1.0)
 
     def update(self, value: float, moment: Moment) -> Found | None:
-        """Process the ratio at a step."""
+        """Process the ratio at a step, and return a change to report or None."""
         before, is_new = self.ratio, not self.is_moving
         self.is_moving = not _is_same(before, value)
         if not self.is_moving:
             return None
         self.ratio = value
-        # A change that goes on is reported once, but its end in any case.
+        # A change that continues is reported once, but its end is always reported.
         return Found(before, moment.step, self.is_back) if is_new or self.is_back else None
 
 
 @dataclass
 class BatchRule:
-    """A size of batches that lasts is reported; an odd batch now and then, as at the end of an epoch, is none.
+    """Rule for batch sizes: a new size is reported if it persists, but not single batches of another size.
 
-    The first 20 batches are not judged. Where all sizes before were equal, a new one lasts once it has come twice.
-    Else it must come so often in a row that chance, at the share of odd batches so far, makes that 100 times less
-    likely than once in the run: 5 times, where epochs of 20 batches end with a smaller one. Where odd batches are
-    half of all, as with packed sequences, there is no usual size and nothing to report. The rule knows nothing of
-    the sizes to come: a batch that grows by a plan needs that plan.
+    The last batch of an epoch, for example, is often smaller. The first 20 batches are not evaluated. If all earlier
+    sizes were equal, a new size persists once it has occurred twice in a row. Otherwise it must occur so often in a row
+    that only 0.01 such sequences are expected by chance in the run, given the fraction of batches of another size so
+    far: 5 times if epochs of 20 batches end with a smaller one. If half of all batches have another size, as with
+    packed sequences, there is no usual size and nothing is reported. A batch size that grows by a plan needs that plan.
 
     Attributes:
         usual: The usual size.
     """
 
-    reason: ClassVar[str] = "it has stayed there"
+    reason: ClassVar[str] = "it has stayed at this value"
 
     usual: float
     n_seen: int = 1
     n_odd: int = 0
-    #: By how much usual sizes outnumber odd ones (the majority vote of Boyer and Moore).
+    #: Number of batches of the usual size minus that of other sizes (the majority vote of Boyer and Moore).
     lead: int = 1
-    #: The latest odd size, how often it has come in a row, and since which step.
+    #: The latest other size, how often it has occurred in a row, and the first step of that sequence.
     odd: float = -1.0
     n_in_a_row: int = 0
     since: int = -1
 
     def update(self, value: float, moment: Moment) -> Found | None:
-        """Process the size at a step."""
+        """Process the size at a step, and return a change to report or None."""
         self.n_seen += 1
         if _is_same(value, self.usual):
             self.lead += 1
@@ -178,7 +180,7 @@ class BatchRule:
         self.n_in_a_row += 1
         if self.n_in_a_row >= self._n_needed():
             before, since = self.usual, self.since
-            self.n_seen = self.lead = max(_KNOWN, self.n_in_a_row)  # the way back counts when it comes twice, too
+            self.n_seen = self.lead = max(_KNOWN, self.n_in_a_row)  # a change back is reported after two batches, too
             self.usual, self.n_odd, self.n_in_a_row = value, 0, 0
             return Found(before, since)
         if self.lead < 0:
@@ -186,29 +188,29 @@ class BatchRule:
         return None
 
     def _n_needed(self) -> float:
-        """How often an odd size must come in a row."""
+        """Return how often another size must occur in a row to be reported."""
         n_before, n_odd = self.n_seen - self.n_in_a_row, self.n_odd - self.n_in_a_row
         if n_before < _KNOWN:
             return math.inf
         if n_odd == 0:
             return 2
-        share = (n_odd + 2 * math.sqrt(n_odd) + 1) / (n_before + 1)  # a little more than it was
-        if share >= 0.5:
+        fraction = (n_odd + 2 * math.sqrt(n_odd) + 1) / (n_before + 1)  # an upper estimate
+        if fraction >= 0.5:
             return math.inf
-        return max(2, math.ceil(math.log(_COINCIDENCES / n_before) / math.log(share)))
+        return max(2, math.ceil(math.log(_COINCIDENCES / n_before) / math.log(fraction)))
 
 
 @dataclass
 class LossTermRule:
-    """A term of the loss that is 0 or missing, after its values were far from 0, is reported at once; so is its return.
+    """Rule for terms of the loss: reports immediately when a term that was far from 0 vanishes, and when it returns.
 
-    Terms that come near 0 by themselves, such as a penalty of what exceeds a limit, and terms that are added at some
-    steps only, are not judged: of the last 50 values, and of at least 10, the mean must be 5 standard deviations.
+    Terms that approach 0 by themselves, such as a penalty on values above a limit, and terms that are added only at
+    some steps are not evaluated: the mean of the last 10 to 50 values must exceed 5 of their standard deviations.
 
     Attributes:
-        value: The latest value; 0: it is missing.
+        value: The latest value; 0 if the term is missing.
         recent: The latest values.
-        is_lost: Whether its loss has been reported.
+        is_lost: Whether the disappearance of the term has been reported.
     """
 
     reason: ClassVar[str] = "it was far from 0 in the steps before"
@@ -218,7 +220,7 @@ class LossTermRule:
     is_lost: bool = False
 
     def update(self, value: float, moment: Moment) -> Found | None:
-        """Process the value at a step."""
+        """Process the value at a step, and return a change to report or None."""
         before, self.value = self.value, value
         if self.is_lost:
             self.is_lost = value == 0
@@ -248,7 +250,7 @@ def _is_same(before: Any, value: Any) -> bool:
 
 
 def _distance(before: Any, value: Any) -> float:
-    """By how much numbers differ, the largest where they are several; infinite where it is no question of size."""
+    """Return the largest difference between numbers; infinite for values that are not real numbers of one shape."""
     if before == value:
         return 0.0
     if isinstance(before, list) and isinstance(value, list) and len(before) == len(value):

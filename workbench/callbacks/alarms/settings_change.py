@@ -1,4 +1,4 @@
-"""A setting that has changed without a plan, and how people read it."""
+"""A setting that has changed without a plan, and its description."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from workbench.formatting import counted, listed, number_in_words, title_of
 
-#: What settings are called where the name says too little.
+#: Titles of settings whose names are not clear enough.
 _TITLES = {
     "accumulation": "number of micro-batches of an update",
     "n_groups": "number of groups of the optimizer",
-    "n_optimized": "number of parameters that the optimizer moves",
-    "n_trainable": "number of parameters that take a gradient",
+    "n_optimized": "number of parameters in the optimizer",
+    "n_trainable": "number of parameters that require a gradient",
     "is_training": "training mode of the model",
     "n_in_eval": "number of modules in evaluation mode",
     "parameter_dtype": "number format of the parameters",
@@ -30,12 +30,12 @@ class SettingsChange:
     Attributes:
         step: Updates done when it was reported.
         setting: Name of the setting.
-        before: Value before the change; of the first group that changed.
-        after: Value after it.
-        groups: Groups of the optimizer that changed; empty: all, or the setting has none.
-        since: First step with the new value; earlier than ``step`` for sizes of batches, which must last.
-        reason: Why it counts, in words.
-        is_back: Whether it is what it was before an earlier change.
+        before: Value before the change, in the first group that changed.
+        after: Value after the change.
+        groups: Groups of the optimizer that changed; empty if all did, or if the setting has no groups.
+        since: First step with the new value; earlier than ``step`` for batch sizes, which must persist.
+        reason: Why the change is reported, in words.
+        is_back: Whether the setting has returned to its value before an earlier change.
 
     Example:
         >>> from workbench.callbacks.alarms.settings_change import SettingsChange
@@ -54,7 +54,7 @@ class SettingsChange:
 
     @property
     def factor(self) -> float:
-        """The new value over the one before; 1: it is back, NaN: not known, as for texts."""
+        """The new value over the previous one; 1 if it has returned, NaN if undefined, as for strings."""
         if self.is_back:
             return 1.0
         before, after = (math.nan if isinstance(v, str | list | None) else float(v) for v in (self.before, self.after))
@@ -62,15 +62,15 @@ class SettingsChange:
 
     @property
     def sentence(self) -> str:
-        """The change in words."""
+        """The change as a sentence."""
         title = _TITLES.get(self.setting, title_of(self.setting))
         of = f" of {'group' if len(self.groups) == 1 else 'groups'} {_named(self.groups)}" if self.groups else ""
         why = f"; {self.reason}" if self.reason else ""
-        return f"The {title}{of} {_moved(self.before, self.after)} at step {max(self.since, 0)}{why}."
+        return f"The {title}{of} {_movement(self.before, self.after)} at step {max(self.since, 0)}{why}."
 
 
-def _moved(before: Any, after: Any) -> str:
-    """Such as "rose from 0.001 to 0.04"."""
+def _movement(before: Any, after: Any) -> str:
+    """Describe a change, such as "rose from 0.001 to 0.04"."""
     if before == after:
         return f"stayed at {_in_words(after)}"
     is_size = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))
@@ -90,7 +90,7 @@ def _in_words(value: Any) -> str:
 
 
 def _named(groups: tuple[int, ...]) -> str:
-    """Such as "0, 1 and 5", or "0, 1 and 10 others"."""
+    """List groups, such as "0, 1 and 5" or "0, 1 and 10 others"."""
     if len(groups) <= 4:
         return listed(map(str, groups))
     return f"{groups[0]}, {groups[1]} and {counted(len(groups) - 2, 'other')}"

@@ -1,4 +1,4 @@
-"""Settings of a run that change without a plan, reported at the step of the change."""
+"""Detection of settings of a run that change without a plan."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from workbench.errors import OptionError
 from workbench.formatting import number_in_words
 
 Rule = RateRule | BatchRule | LossTermRule | ConstantRule | PlannedRule
-#: Planned value of a setting, or a fixed multiple of it, at a step; a sequence has one entry a group.
+#: Planned value of a setting, or a fixed multiple of it, as a function of the step; a sequence has one entry per group.
 Plan = Callable[[int], float | Sequence[float]]
 
-#: Settings that may change in some ways; all others are constant.
+#: Settings that may change in certain ways; all others are constant.
 _RULES: dict[str, type[Rule]] = {
     "learning_rate": RateRule,
     "batch_size": BatchRule,
@@ -35,30 +35,31 @@ _RULES: dict[str, type[Rule]] = {
 _BY_NAME: dict[str, type[Rule]] = {
     rule.__name__: rule for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, PlannedRule)
 }
-#: Rates that the scheduler has noted: evidence, and no setting.
+#: Learning rates that the scheduler has stored: evidence for `RateRule`, not a setting.
 _NOTED = "noted_rates"
-#: A value is 0 where it is below this share of the largest so far: plans end at the rounding errors of a cosine.
+#: A value below this fraction of the largest one so far counts as 0: plans may end at the rounding error of a cosine.
 _ZERO = 1e-9
 #: Ratio of a value to a plan of 0.
 _NOT_PLANNED = -1.0
 
 
 class SettingsSentinel:
-    """Compares the settings of a run from step to step, and reports what no plan explains.
+    """Comparison of the settings of a run from step to step, which reports changes that no plan explains.
 
-    What a setting may do depends on its name. ``learning_rate`` follows a schedule, which `RateRule` recognizes by its
-    past; ``batch_size`` and ``accumulation`` may be odd now and then, but a new size that lasts is a
-    change (`BatchRule`, after 2 updates in most runs); ``auxiliary_loss`` may not vanish (`LossTermRule`). All others
-    are constant, apart from numbers that are scheduled from the first step on (`ConstantRule`). None and NaN say that a
-    value is not known, which is no change; only for ``auxiliary_loss`` does NaN say that it was not added.
+    Allowed changes depend on the name of the setting. ``learning_rate`` follows a schedule, which `RateRule` recognizes
+    from its past. ``batch_size`` and ``accumulation`` may differ in single batches, but a new size that persists is a
+    change (`BatchRule`, after 2 updates in most runs). ``auxiliary_loss`` may not vanish (`LossTermRule`). All other
+    settings are constant, apart from numbers that are scheduled from the first step on (`ConstantRule`). None and NaN
+    mean that a value is unknown, which is not a change; for ``auxiliary_loss`` alone, NaN means that the term was not
+    added.
 
-    After a report, the new value is the one to compare with, and the way back is a change too. A change that goes on
-    from step to step is reported once.
+    After a report, later values are compared with the new one, so that the change back is reported too. A change that
+    continues from step to step is reported once.
 
-    Without a plan, these changes of the rate are not seen: falls by a factor of up to 20, as schedules by steps have;
-    rises to the highest rate so far, as restarts have; rises by less than 1 % of the highest rate in a step, once a
-    schedule has come down, until the rate exceeds its highest; what happens before the third observation. With a plan,
-    every departure from it is reported. Observe every update: rates of some steps only look less smooth.
+    Without a plan, the following changes of the learning rate are not detected: falls by a factor of up to 20, as in
+    step schedules; rises to the highest rate so far, as in restarts; after a schedule has come down, rises by less than
+    1 % of the highest rate per step up to that rate; and any change before the third observation. With a plan, every
+    departure from it is reported. Observe every update: rates at only some of the steps appear less smooth.
 
     Args:
         planned: Plans of settings that are numbers: functions from the step to the planned value or to a fixed multiple
@@ -66,7 +67,7 @@ class SettingsSentinel:
             ``{"learning_rate": lambda step: scheduler.get_last_lr()}``.
 
     Raises:
-        OptionError: If a plan is no function.
+        OptionError: If a plan is not a function.
 
     Example:
         >>> from workbench.callbacks.alarms.settings_sentinel import SettingsSentinel
@@ -82,9 +83,9 @@ class SettingsSentinel:
         self._planned = dict(planned or {})
         for name, plan in self._planned.items():
             if not callable(plan):
-                raise OptionError(f"planned['{name}'] is {plan!r}, expected a function from the step to the value.")
+                raise OptionError.of(f"planned['{name}']", plan, "a function from the step to the value")
         self._rules: dict[str, dict[int, Rule]] = {}
-        #: Of settings with a plan: the latest values by group, and the largest sizes of value and plan so far.
+        #: Of settings with a plan: the latest values by group, and the largest absolute value and plan so far.
         self._latest: dict[str, dict[int, float]] = {}
         self._largest: dict[str, tuple[float, float]] = {}
         self._resumed: set[str] = set()
@@ -94,14 +95,14 @@ class SettingsSentinel:
 
         Args:
             step: Updates done before.
-            settings: Values by name, as `settings_of` gives them: numbers, texts, truth values, None, and lists of them
-                with one entry a group of the optimizer.
+            settings: Values by name, as returned by `settings_of`: numbers, strings, bools, None, and lists of them
+                with one entry per group of the optimizer.
 
         Returns:
-            The changes, mostly none.
+            The changes, usually none.
 
         Raises:
-            OptionError: If a value is of another kind, or has a plan and is no number.
+            OptionError: If a value has another type, or has a plan and is not a number.
         """
         values = {name: self._checked(name, value) for name, value in settings.items()}
         noted = values.pop(_NOTED, [])
@@ -115,11 +116,12 @@ class SettingsSentinel:
     def _checked(self, name: str, value: Any) -> list[Any]:
         values = [_plain(name, entry) for entry in (value if isinstance(value, list | tuple) else [value])]
         if name in self._planned and any(isinstance(entry, str | bool | list) for entry in values):
-            raise OptionError(f"The setting '{name}' is {value!r}, but only numbers have a plan; leave out its plan.")
+            remedy = "leave out its plan, since only numbers have one"
+            raise OptionError.of(name, value, "a number if it has a plan", remedy=remedy)
         return values
 
     def _changes(self, step: int, name: str, values: list[Any], noted: list[Any]) -> Iterator[SettingsChange]:
-        """The changes of single groups."""
+        """Yield the changes of single groups."""
         rules = self._rules.setdefault(name, {})
         for group, value in enumerate(values):
             if value is None or (_is_nan(value) and self._kind(name) is not LossTermRule):
@@ -148,7 +150,7 @@ class SettingsSentinel:
         return float(plan[group] if isinstance(plan, Sequence) else plan)
 
     def _ratio(self, name: str, value: float, plan: float) -> float | None:
-        """The value over its plan; None where both are 0."""
+        """Return the value over its plan; None if both are 0."""
         of_value, of_plan = self._largest.get(name, (0.0, 0.0))
         of_value, of_plan = self._largest[name] = max(of_value, abs(value)), max(of_plan, abs(plan))
         if abs(plan) > _ZERO * of_plan:
@@ -161,13 +163,13 @@ class SettingsSentinel:
         if isinstance(rule, PlannedRule):
             before = self._latest[name][group]
             follows = "it follows its plan again"
-            reason = follows if found.is_back else f"the plan says {number_in_words(rule.first * (plan or 0.0))}"
+            reason = follows if found.is_back else f"the planned value is {number_in_words(rule.first * (plan or 0.0))}"
         elif plan is not None:
             before = before * plan
         return SettingsChange(step, name, before, value, (group,), found.since, reason, found.is_back)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, as plain values for JSON."""
+        """Return the state for a checkpoint, as JSON values."""
         rules = {
             name: {str(group): {"kind": type(rule).__name__} | asdict(rule) for group, rule in of_groups.items()}
             for name, of_groups in self._rules.items()
@@ -177,9 +179,9 @@ class SettingsSentinel:
         return {"rules": rules, "latest": latest, "largest": largest, "planned": sorted(self._planned)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state: the next observation is compared with the last one of the run before.
+        """Restore a state, so that the next observation is compared with the last one before the checkpoint.
 
-        A setting that has a plan now and had none then, or the reverse, is learned anew.
+        A setting that has gained or lost its plan since then starts without a past.
         """
         names = [name for name in state["rules"] if (name in state["planned"]) == (name in self._planned)]
         self._rules = {
@@ -195,7 +197,7 @@ class SettingsSentinel:
 
 
 def _joined(changes: list[SettingsChange], *, n_groups: int) -> SettingsChange:
-    """The changes of several groups as one, with the values of the first."""
+    """Combine the changes of several groups into one, with the values of the first."""
     first = changes[0]
     groups = () if len(changes) == n_groups else tuple(change.groups[0] for change in changes)
     return replace(first, groups=groups)
@@ -212,10 +214,8 @@ def _plain(name: str, value: Any) -> Any:
         return value
     if isinstance(value, Real):
         return float(value)
-    raise OptionError(
-        f"The setting '{name}' is a {type(value).__name__}, expected a number, a text, a truth value, or a list of "
-        "them; pass its plain value, or None where it is not known."
-    )
+    remedy = "pass its plain value, or None if it is unknown"
+    raise OptionError.of(name, value, "a number, a string, a bool, or a list of them", remedy=remedy)
 
 
 def _is_nan(value: Any) -> bool:

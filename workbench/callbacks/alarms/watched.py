@@ -1,4 +1,4 @@
-"""Which signals the alarms watch, in which direction each is bad, and what it points to."""
+"""Signals that the alarms watch, with the direction in which each is bad and what a change indicates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: Signals of the part ``attention`` that compare queries and keys over a window of updates.
 _OVER_A_WINDOW = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
-#: An effective or stable rank that exceeds its smallest value, 1, by less than this counts as one.
+#: An effective or stable rank that exceeds its smallest value, 1, by less than this counts as 1.
 _LEAST_EXCESS = 1e-4
 _TINY = 1e-12
 
@@ -26,18 +26,17 @@ class Watched:
         part: Part of the run that holds the signal.
         variable: Variable of the signal.
         term: Term of the update of queries and keys, if the variable has terms: ``"D2"``, ``"dWq"``, ...; else empty.
-        is_bad_low: Whether it is bad when it falls; otherwise when it rises.
-        scale: Scale of the comparison: ``"linear"``, ``"log"``, or ``"excess"``, the logarithm of how far a rank is
-            above 1.
-        is_outcome: Whether it is commonly watched: a loss or the norm of the gradients; lead times are counted
-            from the others to these.
+        is_bad_low: Whether a fall is bad; otherwise a rise is.
+        scale: Scale of the comparison: ``"linear"``, ``"log"``, or ``"excess"``, the logarithm of a rank minus 1.
+        is_outcome: Whether it is a loss or the gradient norm, which are commonly watched; lead times are measured from
+            the other signals to these.
         is_bad_both_ways: Whether it is bad in either direction.
-        is_noise: Whether the measurements are independent but for the trend, as those of random batches are.
-        follows_rate: Whether it is proportional to the learning rate, so that it is divided by it.
-        accumulates: Whether jumps of it accumulate in a `CumulativeSum` too.
-        may_be_missing: Whether NaN only means that it was not measured, and not that something is not finite.
+        is_noise: Whether the measurements are independent apart from the trend, as those of random batches are.
+        follows_rate: Whether it is proportional to the learning rate; it is then divided by the rate.
+        accumulates: Whether its jumps also accumulate in a `CumulativeSum`.
+        may_be_missing: Whether NaN only means that it was not measured, and not that a value is not finite.
         least_scale: Smallest standard deviation of the comparison, on the scale of `badness`.
-        points_to: What it indicates, in plain words.
+        points_to: What a change of the signal indicates, in words.
 
     Example:
         >>> import numpy as np
@@ -45,6 +44,9 @@ class Watched:
         >>> watched = wb.alarms.Watched("monitors", "grad_norm")
         >>> watched.name, watched.badness(np.array([1.0, np.e])).round(3)
         ('grad_norm', array([0., 1.]))
+
+    See Also:
+        `workbench.Alarms`: Watches all signals in ``workbench.alarms.WATCHED``.
     """
 
     part: str
@@ -63,17 +65,24 @@ class Watched:
 
     @property
     def name(self) -> str:
-        """The name: variable and term, such as ``"effective_rank D2"``."""
+        """Variable and term, such as ``"effective_rank D2"``."""
         return f"{self.variable} {self.term}".strip()
 
     def badness(self, values: np.ndarray) -> np.ndarray:
-        """Values on a scale on which differences mean the same everywhere and more is worse.
+        """Return values on a scale on which equal differences are equally bad and larger values are worse.
 
         Args:
             values: Values as recorded, of any shape.
 
         Returns:
-            The same shape, float64; NaN where a value is NaN, infinite, or negative on a logarithmic scale.
+            Array of the same shape, float64; NaN where a value is NaN, infinite, or negative on a logarithmic scale.
+
+        Example:
+            >>> import numpy as np
+            >>> import workbench as wb
+            >>> watched = wb.alarms.Watched("attention", "attention_entropy_share", is_bad_low=True, scale="linear")
+            >>> watched.badness(np.array([0.25, 0.75]))
+            array([-0.25, -0.75])
         """
         values = np.asarray(values, dtype=np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -86,18 +95,18 @@ class Watched:
 
 
 _UPDATE = (
-    "the updates of queries and keys of this head are down to one direction, as biased attention gradients make them"
+    "the updates of queries and keys of this head are reduced to one direction, as with biased attention gradients"
 )
 _RANKS = {
     "D2": _UPDATE,
     "D3": _UPDATE,
-    "dWq": "the updates of the queries are down to one direction",
-    "dWk": "the updates of the keys are down to one direction",
+    "dWq": "the updates of the queries are reduced to one direction",
+    "dWk": "the updates of the keys are reduced to one direction",
 }
 _NORMS = {
-    "D2": "the product of queries and keys moves further in each window than it did",
-    "dWq": "the queries move further in each window than they did",
-    "dWk": "the keys move further in each window than they did",
+    "D2": "the product of queries and keys changes more in each window than before",
+    "dWq": "the queries change more in each window than before",
+    "dWk": "the keys change more in each window than before",
     "W": "the product of queries and keys grows, and with it the attention logits",
 }
 _MONITORED: tuple[Watched, ...] = (
@@ -108,20 +117,20 @@ _MONITORED: tuple[Watched, ...] = (
     Watched(
         "monitors", "largest_losses", scale="linear", is_outcome=True, is_noise=True, may_be_missing=True,
         least_scale=0.02,
-        points_to="some tokens are predicted much worse, as wrong labels make them",
+        points_to="some tokens are predicted much worse, as with wrong labels",
     ),
     Watched("monitors", "grad_norm", is_outcome=True, accumulates=True, points_to="the gradients grow"),
     Watched(
         "monitors", "update_ratio", follows_rate=True, may_be_missing=True,
-        points_to="the updates grow against the weights, at the same learning rate",
+        points_to="the updates grow relative to the parameters, at the same learning rate",
     ),
     Watched(
         "monitors", "token_entropy", scale="linear", is_bad_both_ways=True, is_noise=True, may_be_missing=True,
-        points_to="the batches hold other tokens than they did",
+        points_to="the batches contain other tokens than before",
     ),
     Watched(
         "monitors", "label_entropy", scale="linear", is_bad_both_ways=True, is_noise=True, may_be_missing=True,
-        points_to="the batches hold other labels than they did",
+        points_to="the batches contain other labels than before",
     ),
 )  # fmt: skip
 _OF_ATTENTION: tuple[Watched, ...] = (
@@ -133,7 +142,7 @@ _OF_ATTENTION: tuple[Watched, ...] = (
         Watched("attention", "frobenius_norm", term, follows_rate=term != "W", points_to=words)
         for term, words in _NORMS.items()
     ),
-    Watched("attention", "attention_logit_max", points_to="attention logits grow towards where the softmax saturates"),
+    Watched("attention", "attention_logit_max", points_to="attention logits grow towards saturation of the softmax"),
     Watched(
         "attention", "attention_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02,
         points_to="attention narrows to single tokens",
@@ -142,28 +151,28 @@ _OF_ATTENTION: tuple[Watched, ...] = (
 _OF_ROUTERS: tuple[Watched, ...] = (
     Watched(
         "router", "router_similarity", scale="linear", least_scale=0.02,
-        points_to="the experts' router rows become alike",
+        points_to="the router weights of the experts become similar",
     ),
-    Watched("router", "router_conditioning", is_bad_low=True, points_to="the router's rows are mostly their mean"),
+    Watched("router", "router_conditioning", is_bad_low=True, points_to="the rows of the router are nearly equal"),
     Watched(
         "router", "routing_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02,
-        points_to="the router is sure of its experts too early",
+        points_to="the routing entropy is low too early",
     ),
     Watched(
         "router", "max_violation", scale="linear", least_scale=0.05,
-        points_to="one expert gets more than its share of the tokens",
+        points_to="one expert receives a disproportionate fraction of the tokens",
     ),
     Watched(
         "router", "routing_change", scale="linear", least_scale=0.02,
-        points_to="tokens change their experts again and again",
+        points_to="tokens keep changing their experts",
     ),
 )  # fmt: skip
 _OF_UPDATES: tuple[Watched, ...] = (
-    Watched("optimizer", "adam_staleness", points_to="gradients have outgrown the optimizer's memory of their size"),
+    Watched("optimizer", "adam_staleness", points_to="gradients exceed the optimizer's estimate of their magnitude"),
 )
 _OF_ACTIVATIONS: tuple[Watched, ...] = (
     Watched("activations", "activation_max", points_to="single activations grow"),
-    Watched("activations", "outlier_ratio", points_to="single activations stand out from the others"),
+    Watched("activations", "outlier_ratio", points_to="single activations exceed the others"),
     Watched("activations", "kurtosis", points_to="activations have heavier tails"),
     Watched("activations", "state_norm", points_to="the residual stream grows"),
     Watched("activations", "log_z", points_to="the output logits drift away from normalized"),
@@ -179,8 +188,8 @@ class WatchedValues:
 
     Attributes:
         watched: The signal.
-        values: Its values as recorded: of the whole model, or by layer, or by layer and head.
-        layers: Numbers of the layers; None: it has none.
+        values: Its values as recorded: of the full model, by layer, or by layer and head.
+        layers: Indices of the layers; None if it has none.
     """
 
     watched: Watched
@@ -189,7 +198,7 @@ class WatchedValues:
 
 
 def watched_values(observation: Observation) -> Iterator[WatchedValues]:
-    """The watched signals of a measurement."""
+    """Yield the watched signals of a measurement."""
     values, coords = observation.values, observation.coords
     has_no_window = observation.part == "attention" and _lacks_window(values)
     for watched in WATCHED:
@@ -208,9 +217,9 @@ def watched_values(observation: Observation) -> Iterator[WatchedValues]:
 
 
 def _lacks_window(values: Mapping[str, np.ndarray]) -> bool:
-    """Whether updates of queries and keys are missing because, after a resume, their window is not full yet.
+    """Return whether updates of queries and keys are missing because their window is not full yet after a resume.
 
-    Attention itself is still measured then; with parameters that are not finite, its logits are not finite either.
+    Attention itself is still measured then; if parameters are not finite, its logits are not finite either.
     """
     spectra = [np.asarray(values[name], dtype=np.float64) for name in _OVER_A_WINDOW if name in values]
     logits = np.asarray(values.get("attention_logit_max", np.nan), dtype=np.float64)

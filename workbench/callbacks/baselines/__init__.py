@@ -1,10 +1,18 @@
-"""The stability controls that the KSS paper compares with (arXiv:2602.22988), each usable with `workbench.train`.
+"""Stability controls that the KSS paper (arXiv:2602.22988) compares with, for training with `workbench.train`.
 
-    for name, control in wb.baselines.controls().items():
-        model, settings = control.prepare(make_model, 0.007)
-        records = list(wb.train(model, task, n_steps=250, warmup=100, **settings))
+Gradient clipping is the argument ``clip_norm`` of `workbench.train`.
 
-Gradient clipping is not in this package: it is ``train(clip_norm=)``.
+Example:
+    >>> import workbench as wb
+    >>> task = wb.tasks.associative_recall()
+    >>> control = wb.baselines.controls()["random l2"]
+    >>> model, settings = control.prepare(lambda: wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2), 1e-3)
+    >>> [record.auxiliary_loss > 0 for record in wb.train(model, task, n_steps=2, **settings)]
+    [True, True]
+
+See Also:
+    `workbench.KSS`: The regularizer that they are compared with.
+    `workbench.train`: Trains with a control.
 """
 
 from workbench.callbacks.baselines.control_table import Control, controls

@@ -1,8 +1,7 @@
-"""One table of all stability controls, for sweeps."""
+"""All stability controls by name, for sweeps."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks.baselines.mup import MuP
 from workbench.callbacks.baselines.optimizers import LAMB, SAM, Lion
 from workbench.callbacks.baselines.penalties import ActivationVariance, GradientPenalty, JacobianPenalty, RandomL2
+from workbench.callbacks.option_checks import require_positive
 from workbench.errors import OptionError
 from workbench.models.parametrizations import LinearParametrization, SpectralNorm, WeightNorm
 
@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Control:
-    """A stability control, ready to be applied to a run.
+    """A stability control for a training run.
 
     Attributes:
         name: Name of the control, for tables.
-        settings: Arguments of `workbench.train` that make up the control.
-        parametrization: Parametrization of the fresh model; None: none.
+        settings: Arguments of `workbench.train` that define the control.
+        parametrization: Parametrization of the new model; None if there is none.
         rate_factor: Ratio of the learning rate to the nominal one.
+
+    Raises:
+        OptionError: If ``rate_factor`` is not a positive number.
 
     Example:
         >>> import workbench as wb
@@ -33,6 +36,10 @@ class Control:
         >>> model, settings = control.prepare(lambda: wb.zoo.transformer(d_model=16, n_layers=1), 1e-3)
         >>> sorted(settings)
         ['learning_rate', 'optimizer']
+
+    See Also:
+        `workbench.baselines.controls`: Returns all controls of the paper.
+        `workbench.train`: Takes the settings.
     """
 
     name: str
@@ -41,23 +48,29 @@ class Control:
     rate_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.rate_factor, str) or not 0 < self.rate_factor < math.inf:
-            raise OptionError(f"The rate factor of {self.name} is {self.rate_factor}, expected a positive number.")
+        require_positive(rate_factor=self.rate_factor)
 
     def prepare(self, make_model: Callable[[], nn.Module], rate: float) -> tuple[nn.Module, dict[str, Any]]:
-        """A model and the arguments of `workbench.train` to train it with under this control.
+        """Create a model, and the arguments of `workbench.train` that train it under this control.
 
         Args:
-            make_model: Function that makes a fresh model of the zoo (for muP, a transformer), in a comparison always
-                the same.
+            make_model: Function that creates a new model of the zoo (for muP, a transformer). In a comparison, all
+                calls should return the same model.
             rate: Nominal peak learning rate.
 
         Returns:
-            The model, parametrized if the control does that, and the settings including the learning rate; add
-            ``n_steps``, ``warmup``, ``kss`` and the like.
+            The model, with the parametrization of the control if it has one, and the settings, including the learning
+            rate. ``n_steps``, ``warmup``, ``kss`` and other arguments may be added.
 
         Raises:
-            OptionError: If the control does not fit the model.
+            OptionError: If the control cannot be applied to the model.
+
+        Example:
+            >>> import workbench as wb
+            >>> control = wb.baselines.Control("clip", {"clip_norm": 1.0})
+            >>> model, settings = control.prepare(lambda: wb.zoo.transformer(d_model=16, n_layers=1), 1e-3)
+            >>> settings
+            {'clip_norm': 1.0, 'learning_rate': 0.001}
         """
         model, rate = make_model(), self.rate_factor * rate
         if self.parametrization is not None:
@@ -68,15 +81,16 @@ class Control:
 
 
 def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None = None) -> dict[str, Control]:
-    """The controls of the KSS paper's tables, by name, in their order; with AdamW unless the control is an optimizer.
+    """Return the controls of the KSS paper by name, in the order of its tables.
 
-    The paper does not say at which rates it compares optimizers. Here the nominal rate is the rate for all of them:
-    Lion takes longer steps than Adam, LAMB's are a share of the size of each tensor, and muP's is the rate at the base
-    width.
+    The optimizer is AdamW unless the control is an optimizer. The paper does not state the learning rates of the
+    optimizers. Here all use the nominal rate by default, although their updates differ: Lion's are larger than Adam's,
+    LAMB's are a fraction of the norm of each tensor, and muP takes the rate at the base width.
 
     Args:
-        base_width: Base width of muP. The paper gives none; at the model's own width muP would change nothing.
-        rate_factors: Name -> rate over the nominal rate, such as ``{"Lion": 0.1}``; 1 if not given.
+        base_width: Base width of muP. The paper states none; at the width of the model muP would change nothing.
+        rate_factors: Mapping from names of controls to the ratio of their learning rate to the nominal one, such as
+            ``{"Lion": 0.1}``; 1 for all others.
 
     Raises:
         OptionError: If a name is unknown or a factor is not positive.
@@ -85,8 +99,12 @@ def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None =
         >>> import workbench as wb
         >>> list(wb.baselines.controls())[:5]
         ['none', 'clip 0.5', 'clip 1.0', 'spectral norm', 'weight norm']
+
+    See Also:
+        `workbench.baselines.Control`: Describes a control.
+        `workbench.KSS`: The regularizer that they are compared with.
     """
-    made = [
+    all_controls = [
         Control("none"),
         Control("clip 0.5", {"clip_norm": 0.5}),
         Control("clip 1.0", {"clip_norm": 1.0}),
@@ -102,9 +120,14 @@ def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None =
         Control("LAMB", {"optimizer": LAMB()}),
         Control("muP", parametrization=MuP(base_width)),
     ]
-    table = {control.name: control for control in made}
+    table = {control.name: control for control in all_controls}
     for name, factor in (rate_factors or {}).items():
         if name not in table:
-            raise OptionError(f"There is no control '{name}'; choose from {', '.join(table)}.")
+            raise OptionError(
+                f"rate_factors names the unknown control '{name}'; choose from {', '.join(table)}.",
+                name="rate_factors",
+                value=name,
+                expected=tuple(table),
+            )
         table[name] = Control(name, table[name].settings, table[name].parametrization, factor)
     return table

@@ -1,14 +1,14 @@
 """Maximal update parametrization (Yang et al. 2022, arXiv:2203.03466).
 
-The package ``mup`` has had no release since 2022 and requires its own layers in the model, so this is written here, for
-the zoo's transformer and Adam: the paper's Table 8, in the equivalent form with an output multiplier. With the width
-multiplier m = width / base width:
+This implementation is for the transformer of the zoo and for Adam. The package ``mup`` has had no release since 2022
+and requires its own layers in the model. The rules are those of the paper's Table 8, in the equivalent form with an
+output multiplier. With the width multiplier m = width / base width:
 
-- embeddings, biases, norms: initial size and rate as at the base width,
-- matrices in the blocks: initial standard deviation / sqrt(m), rate / m (decoupled weight decay x m, so that decay per
-  step is the same),
-- output head: initial size and rate as at the base width, logits / m,
-- attention: logits q.k / d_head instead of / sqrt(d_head), equal at the base width.
+- embeddings, biases, norms: initial values and learning rate as at the base width,
+- matrices in the blocks: initial standard deviation / sqrt(m), learning rate / m (decoupled weight decay x m, so that
+  the decay per step is the same),
+- output head: initial values and learning rate as at the base width, logits / m,
+- attention: logits q.k / d_head instead of q.k / sqrt(d_head), equal at the base width.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from workbench.callbacks.option_checks import require_choice, require_positive
 from workbench.errors import OptionError
-from workbench.models.parametrizations import make_plain, require_plain
+from workbench.models.parametrizations import require_unparametrized, unparametrize
+from workbench.tasks.task import require_whole
 from workbench.zoo import Transformer
 from workbench.zoo.module_of import module_of
 
@@ -35,13 +37,17 @@ OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 @dataclass(frozen=True)
 class MuP:
-    """The parametrization relative to a base width, at which it changes nothing.
+    """Maximal update parametrization relative to a base width, at which it changes nothing.
 
-    All inner widths are assumed to grow in proportion to ``d_model``.
+    All inner widths are assumed to be proportional to ``d_model``.
 
     Attributes:
-        base_width: ``d_model`` at which ``init_std`` and the learning rate are meant.
-        base_heads: Attention heads at the base width; None: as many as the model has, so that heads grow wider.
+        base_width: ``d_model`` at which ``init_std`` and the learning rate apply.
+        base_heads: Number of attention heads at the base width. None for the number of heads of the model, so that the
+            heads grow with the width.
+
+    Raises:
+        OptionError: If an option is not a whole number of at least 1.
 
     Example:
         >>> import workbench as wb
@@ -50,34 +56,45 @@ class MuP:
         >>> remove = mup.apply(model)
         >>> mup.multiplier(model)
         4.0
+
+    See Also:
+        `workbench.scaling.coordinate_check`: Checks how outputs change with the width.
+        `workbench.baselines.controls`: Other stability controls.
     """
 
     base_width: int = 16
     base_heads: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("base_width", "base_heads"):
-            value = getattr(self, name)
-            if value is None and name == "base_heads":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} is {value}, expected a whole number of at least 1.")
+        require_whole(1, base_width=self.base_width)
+        if self.base_heads is not None:
+            require_whole(1, base_heads=self.base_heads)
 
     def apply(self, model: Subject | nn.Module) -> Callable[[], None]:
-        """Apply initial sizes and multipliers to a fresh model, in place, before its optimizer is made.
+        """Scale the initial values of a new model and add the multipliers, in place.
+
+        This has to be done before the optimizer is created.
 
         Args:
-            model: A transformer of the zoo with normal initialization and an output head of its own.
+            model: Transformer of the zoo with normal initialization and without tied embeddings.
 
         Returns:
-            A function that removes the multipliers; the effective parameters stay the same.
+            A function that removes the multipliers and keeps the effective parameters.
 
         Raises:
             OptionError: If the model is of another kind, or parametrized already.
+
+        Example:
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=64, n_layers=1)
+            >>> remove = wb.baselines.MuP(base_width=16).apply(model)
+            >>> model.head.parametrizations.weight[0]  # logits / m, for m = 4
+            Scaled(factor=0.25)
+            >>> remove()
         """
         transformer = _checked(module_of(model))
         config = transformer.config
-        require_plain(transformer)
+        require_unparametrized(transformer)
         m = config.d_model / self.base_width
         base_head_dim = self.base_width / (self.base_heads or config.n_heads)
         query_scale = math.sqrt(base_head_dim / config.head_dim)
@@ -87,43 +104,56 @@ class MuP:
         _scale(transformer.head, 1 / m)
         blocks: Iterable[Any] = transformer.blocks
         for block in blocks:
-            # Scaled queries give scaled attention logits; a norm of the queries would undo any scaling before it.
+            # Scaling the queries scales the attention logits. A norm of the queries would undo scaling before it.
             _scale(block.attention.query_norm if config.qk_norm else block.attention.query, query_scale)
-        return lambda: make_plain(transformer)
+        return lambda: unparametrize(transformer)
 
     def multiplier(self, model: Subject | nn.Module) -> float:
-        """m, the width over the base width."""
+        """Return the width multiplier m, the ratio of the width to the base width.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.baselines.MuP(base_width=16).multiplier(wb.zoo.transformer(d_model=32, n_layers=1))
+            2.0
+        """
         return _checked(module_of(model)).config.d_model / self.base_width
 
     def optimizer(self, model: Subject | nn.Module, rate: float, name: str = "AdamW", **options: Any) -> MuPOptimizer:
-        """The optimizer for ``train(optimizer=)``, without ``learning_rate``, which would make all rates equal.
+        """Return the optimizer for ``wb.train(optimizer=)``.
+
+        The argument ``learning_rate`` of `workbench.train` has to be left out, as it would set all rates to one value.
 
         Args:
             model: Model to train.
-            rate: Peak rate at the base width.
+            rate: Peak learning rate at the base width.
             name: ``"AdamW"`` or ``"Adam"``.
             **options: Further arguments of the optimizer.
 
         Raises:
-            OptionError: If rate, name or model do not fit.
+            OptionError: If the rate is not positive, the name is unknown, or muP is not defined for the model.
+
+        Example:
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=64, n_layers=1)
+            >>> optimizer = wb.baselines.MuP(base_width=16).optimizer(model, rate=1e-2)
+            >>> [group["lr"] for group in optimizer(list(model.parameters())).param_groups]
+            [0.01, 0.0025]
         """
-        if name not in OPTIMIZERS:
-            raise OptionError(f"muP's rates are those of {', '.join(OPTIMIZERS)}, not of '{name}'; choose one.")
-        if not 0 < rate < math.inf:
-            raise OptionError(f"The learning rate is {rate}, expected a positive number.")
+        require_choice(tuple(OPTIMIZERS), name=name)
+        require_positive(rate=rate)
         return MuPOptimizer(rate, self.multiplier(model), name, dict(options), module_of(model))
 
 
 @dataclass(frozen=True)
 class MuPOptimizer:
-    """Makes Adam with two groups of parameters: at the full rate, and the blocks' matrices at a share of it.
+    """Function that creates Adam with a lower learning rate for the matrices of the blocks.
 
     Attributes:
-        rate: Learning rate of the first group.
-        multiplier: Width multiplier m; the second group's rate is ``rate / m``.
+        rate: Learning rate of all other parameters.
+        multiplier: Width multiplier m; the learning rate of the matrices is ``rate / m``.
         name: Class in ``torch.optim``.
         options: Further arguments of the optimizer.
-        model: Model whose parameters it will be given.
+        model: Model of the parameters.
     """
 
     rate: float
@@ -132,12 +162,12 @@ class MuPOptimizer:
     options: Mapping[str, Any]
     model: nn.Module = field(repr=False)
 
-    def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer over these parameters."""
+    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer of the parameters."""
         hidden = {id(weight) for weight in hidden_matrices(self.model)}
         groups = [
-            {"params": [weight for weight in weights if id(weight) not in hidden], "lr": self.rate},
-            {"params": [weight for weight in weights if id(weight) in hidden], "lr": self.rate / self.multiplier},
+            {"params": [p for p in parameters if id(p) not in hidden], "lr": self.rate},
+            {"params": [p for p in parameters if id(p) in hidden], "lr": self.rate / self.multiplier},
         ]
         optimizer = OPTIMIZERS[self.name](groups, **{"lr": self.rate, **self.options})
         if self.name == "AdamW":
@@ -146,24 +176,24 @@ class MuPOptimizer:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices in the blocks both of whose sides grow with the width."""
+    """Return the matrices of the blocks, both dimensions of which grow with the width."""
     blocks: Any = model.blocks
     return [weight for weight in blocks.parameters() if weight.ndim == 2]
 
 
 class Scaled(nn.Module):
-    """A weight times a number that is not trained."""
+    """A parametrization: a weight multiplied by a constant factor."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The effective weight."""
+        """Return the effective weight."""
         return self.factor * weight
 
     def extra_repr(self) -> str:
-        """The description for the run's configuration."""
+        """Return the description for the configuration of the run."""
         return f"factor={self.factor:.6g}"
 
 
@@ -175,21 +205,18 @@ def _scale(module: nn.Module, factor: float) -> None:
 
 
 def _checked(model: nn.Module) -> Transformer:
-    """Return the model after checking that muP is defined for it.
-
-    Raises:
-        OptionError: If it is not.
-    """
+    """Return the model, or raise `OptionError` if muP is not defined for it."""
     if not isinstance(model, Transformer):
-        raise OptionError(
-            f"muP is worked out for wb.zoo.transformer(), but the model is a {type(model).__name__}; choose another "
-            "control for it."
+        raise OptionError.of(
+            "model", model, "a wb.zoo.transformer(), for which muP is defined here", remedy="choose another control"
         )
     config = model.config
     if config.initialization != "normal":
-        raise OptionError(
-            f"muP sets the initial sizes itself, but initialization is '{config.initialization}'; choose 'normal'."
+        raise OptionError.of(
+            "initialization", config.initialization, "'normal', as muP scales the initial values itself"
         )
     if config.ties_embeddings:
-        raise OptionError("muP treats embedding and output head differently; pass ties_embeddings=False.")
+        raise OptionError.of(
+            "ties_embeddings", config.ties_embeddings, "False, as muP treats embedding and output head differently"
+        )
     return model

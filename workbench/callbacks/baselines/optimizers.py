@@ -1,12 +1,11 @@
-"""Optimizers that torch lacks, for ``train(optimizer=)``: functions of the parameters that describe themselves.
+"""Optimizers that torch does not have, for ``wb.train(optimizer=)``.
 
-They come from the package pytorch-optimizer. Weight decay is decoupled and .01 in all of them, as in torch's AdamW, so
-that they differ only in their update.
+They come from the package pytorch-optimizer. Weight decay is decoupled and 0.01 in all of them, as in torch's AdamW, so
+that they differ only in their updates.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from workbench.callbacks.option_checks import require_number, require_positive
 from workbench.errors import OptionError
 from workbench.training.training_plan import DEFAULT_RATE
 
@@ -23,25 +23,28 @@ WEIGHT_DECAY = 0.01
 
 @dataclass(frozen=True)
 class OptimizerFactory(ABC):
-    """Makes an optimizer over given parameters; ``train(learning_rate=)`` sets its rate."""
+    """Function that creates an optimizer; ``wb.train(learning_rate=)`` sets its learning rate."""
 
     @abstractmethod
-    def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """A fresh optimizer over the parameters, or groups of them."""
+    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return a new optimizer of parameters, or of groups of them."""
 
 
 @dataclass(frozen=True)
 class SAM(OptimizerFactory):
-    """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412): the gradient at the worst point nearby.
+    """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412).
 
-    A step moves up by ``rho`` along the gradient g, to w + rho g / |g|, takes the gradient of the same batch there,
-    returns and passes it to the base optimizer: two forward and backward passes. Loss and gradient norm that
-    `train` records are those of the first pass; clipping applies to both.
+    Each step computes the gradient g of the batch at the parameters w, then the gradient of the same batch at
+    w + rho g / |g|, and passes the latter to the base optimizer. This takes two forward and backward passes. The loss
+    and the gradient norm that `workbench.train` records are those of the first pass; clipping applies to both.
 
     Attributes:
-        rho: Radius, in the norm of all parameters together; the paper uses .05.
-        base: Class in ``torch.optim`` that makes the update.
+        rho: Radius, in the norm of all parameters together; the paper uses 0.05.
+        base: Class in ``torch.optim`` that performs the update.
         options: Further arguments of that class.
+
+    Raises:
+        OptionError: If ``rho`` is not positive, or ``base`` is not a suitable optimizer.
 
     Example:
         >>> import workbench as wb
@@ -49,6 +52,10 @@ class SAM(OptimizerFactory):
         >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, optimizer=wb.baselines.SAM(rho=0.05))
         >>> [record.step for record in run]
         [0, 1]
+
+    See Also:
+        `workbench.train`: Takes it as ``optimizer``.
+        `workbench.baselines.controls`: Other stability controls.
     """
 
     rho: float = 0.05
@@ -56,32 +63,38 @@ class SAM(OptimizerFactory):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.rho, str) or not 0 < self.rho < math.inf:
-            raise OptionError(f"rho is {self.rho}, expected a positive radius.")
+        require_positive(rho=self.rho)
         base = getattr(torch.optim, self.base, None)
         is_optimizer = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
         if not is_optimizer or base in (torch.optim.Optimizer, torch.optim.LBFGS):
-            raise OptionError(
-                f"base is '{self.base}', expected a class of torch.optim that makes one update a step, such as 'AdamW'."
+            raise OptionError.of(
+                "base",
+                self.base,
+                "a class of torch.optim with one update per step",
+                remedy="choose 'AdamW', for example",
             )
 
-    def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer; its ``base_optimizer`` moves the parameters."""
+    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer, whose ``base_optimizer`` updates the parameters."""
         import pytorch_optimizer
 
         base = getattr(torch.optim, self.base)
-        return pytorch_optimizer.SAM(weights, base, rho=self.rho, **{"lr": DEFAULT_RATE, **self.options})
+        return pytorch_optimizer.SAM(parameters, base, rho=self.rho, **{"lr": DEFAULT_RATE, **self.options})
 
 
 @dataclass(frozen=True)
 class Lion(OptimizerFactory):
-    """Steps of one size, along the sign of a running gradient (Chen et al. 2023, arXiv:2302.06675).
+    """Lion: updates of constant size along the sign of a moving average of the gradient (Chen et al. 2023).
 
-    Its authors advise a rate three to ten times below AdamW's, as each of its steps is as long as Adam's longest.
+    The paper (arXiv:2302.06675) recommends a learning rate three to ten times smaller than for AdamW, as each update is
+    as large as Adam's largest.
 
     Attributes:
-        betas: Decay rates of the update's direction and of the running gradient.
-        weight_decay: Decoupled weight decay per step, times the rate.
+        betas: Decay rates of the direction of the update and of the moving average of the gradient.
+        weight_decay: Decoupled weight decay per step, as a multiple of the learning rate.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
@@ -90,6 +103,10 @@ class Lion(OptimizerFactory):
         >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, **settings)
         >>> [record.learning_rate for record in run]
         [0.0001, 0.0001]
+
+    See Also:
+        `workbench.train`: Takes it as ``optimizer``.
+        `workbench.baselines.controls`: Other stability controls.
     """
 
     betas: tuple[float, float] = (0.9, 0.99)
@@ -98,23 +115,26 @@ class Lion(OptimizerFactory):
     def __post_init__(self) -> None:
         _check(self.betas, self.weight_decay)
 
-    def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer."""
+    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer."""
         import pytorch_optimizer
 
-        return pytorch_optimizer.Lion(weights, lr=DEFAULT_RATE, betas=self.betas, weight_decay=self.weight_decay)
+        return pytorch_optimizer.Lion(parameters, lr=DEFAULT_RATE, betas=self.betas, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True)
 class LAMB(OptimizerFactory):
-    """Adam with the step of each tensor scaled to a share of its size (You et al. 2020, arXiv:1904.00962).
+    """LAMB: Adam with the update of each tensor scaled to its norm (You et al. 2020, arXiv:1904.00962).
 
-    A tensor that is zero, as a fresh bias, has no size and takes one plain step.
+    A tensor that is zero, such as a bias after initialization, receives an unscaled update.
 
     Attributes:
-        betas: Decay rates of the running gradient and its square.
-        eps: Number added to the root of the running square.
-        weight_decay: Decoupled weight decay per step, times the rate.
+        betas: Decay rates of the moving averages of the gradient and of its square.
+        eps: Number added to the square root of the second average.
+        weight_decay: Decoupled weight decay per step, as a multiple of the learning rate.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
@@ -122,6 +142,10 @@ class LAMB(OptimizerFactory):
         >>> optimizer = wb.baselines.LAMB(weight_decay=0.1)(list(model.parameters()))
         >>> type(optimizer).__name__
         'Lamb'
+
+    See Also:
+        `workbench.train`: Takes it as ``optimizer``.
+        `workbench.baselines.controls`: Other stability controls.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -130,17 +154,16 @@ class LAMB(OptimizerFactory):
 
     def __post_init__(self) -> None:
         _check(self.betas, self.weight_decay)
-        if isinstance(self.eps, str) or not 0 < self.eps < math.inf:
-            raise OptionError(f"eps is {self.eps}, expected a positive number.")
+        require_positive(eps=self.eps)
 
-    def __call__(self, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer."""
+    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer."""
         import pytorch_optimizer
 
-        # adam_debias: otherwise the library divides the scaled step by 1 - beta1^t, which makes the first one ten times
-        # as long as the paper's; the scaling has taken the bias out already.
+        # Without adam_debias the library divides the scaled update by 1 - beta1^t, although the scaling already removes
+        # the bias; the first update would be ten times that of the paper.
         return pytorch_optimizer.Lamb(
-            weights,
+            parameters,
             lr=DEFAULT_RATE,
             betas=self.betas,
             eps=self.eps,
@@ -151,6 +174,5 @@ class LAMB(OptimizerFactory):
 
 def _check(betas: tuple[float, float], weight_decay: float) -> None:
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise OptionError(f"betas is {betas}, expected two numbers of at least 0 and below 1.")
-    if isinstance(weight_decay, str) or not 0 <= weight_decay < math.inf:
-        raise OptionError(f"weight_decay is {weight_decay}, expected a number of at least 0.")
+        raise OptionError.of("betas", betas, "two numbers of at least 0 and below 1")
+    require_number(0, weight_decay=weight_decay)

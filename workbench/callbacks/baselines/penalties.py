@@ -1,12 +1,11 @@
-"""Penalties on the residual stream, added to the loss: baselines that KSS is compared with.
+"""Penalties on the residual stream that are added to the loss, as baselines for KSS.
 
-The KSS paper (arXiv:2602.22988) names them, gives a coefficient of .1 for the gradient penalty alone, and defines none;
-.1 is the default of all. Each is a mean, so that its size does not grow with batch, width or depth.
+The KSS paper (arXiv:2602.22988) names them without defining them, and states a coefficient only for the gradient
+penalty, 0.1, which is the default of all. Each is a mean, so that it does not grow with batch size, width or depth.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from workbench.errors import OptionError
+from workbench.callbacks.option_checks import require_choice, require_fraction, require_number
+from workbench.tasks.task import require_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,11 +24,11 @@ LAYERS = ("half", "all")
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream of one forward pass; every state is part of its autograd graph.
+    """The residual stream of one forward pass, with its autograd graph.
 
     Attributes:
-        entering: States entering each block, shape (batch, ..., feature).
-        leaving: States leaving each block, of the same shapes.
+        entering: State entering each block, shape (batch, ..., feature).
+        leaving: State leaving each block, of the same shape.
 
     Example:
         >>> import torch
@@ -37,6 +37,9 @@ class Stream:
         >>> stream = wb.baselines.Stream(entering=(state,), leaving=(2 * state,))
         >>> stream.n_layers
         1
+
+    See Also:
+        `workbench.baselines.Penalty`: Receives it.
     """
 
     entering: tuple[Tensor, ...]
@@ -44,76 +47,95 @@ class Stream:
 
     @property
     def n_layers(self) -> int:
-        """The number of blocks that the stream passes."""
+        """Number of blocks."""
         return len(self.leaving)
 
     @property
     def device(self) -> torch.device:
-        """The device of the states."""
+        """Device of the states."""
         return self.leaving[0].device
 
 
 @dataclass(frozen=True)
 class Penalty(ABC):
-    """A term of the loss that depends on the residual stream.
+    """Base class of penalties: terms of the loss that depend on the residual stream.
 
     Attributes:
-        coefficient: Its weight in the loss; 0: off.
-        interval: Steps between two applications, the first at step 0; its weight does not grow with it.
+        coefficient: Weight of the penalty in the loss; 0 disables it.
+        interval: Steps between two applications, the first of which is at step 0. The weight does not depend on it.
+        is_second_order: Whether the penalty contains gradients, so that training needs second derivatives.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
-        >>> class LastSize(wb.baselines.Penalty):
+        >>> class OutputSize(wb.baselines.Penalty):
         ...     def value(self, stream, task_loss, random):
         ...         return stream.leaving[-1].square().mean()
         >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=1, penalties=[LastSize(coefficient=0.1)])
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=1, penalties=[OutputSize(coefficient=0.1)])
         >>> [record.auxiliary_loss > 0 for record in run]
         [True]
+
+    See Also:
+        `workbench.train`: Adds penalties to the loss.
+        `workbench.baselines.PenaltyTerms`: Adds penalties to the loss in a custom training loop.
     """
 
-    #: Whether the value is made of gradients, so that training needs second derivatives.
     is_second_order: ClassVar[bool] = False
 
     coefficient: float = 0.1
     interval: int = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.coefficient, str) or not 0 <= self.coefficient < math.inf:
-            raise OptionError(f"coefficient is {self.coefficient}, expected a number of at least 0.")
-        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
-            raise OptionError(f"interval is {self.interval}, expected a whole number of steps, at least 1.")
+        require_number(0, coefficient=self.coefficient)
+        require_whole(1, interval=self.interval)
 
     @abstractmethod
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
-        """The penalty before its coefficient.
+        """Return the penalty without its coefficient.
 
         Args:
-            stream: Residual stream of the forward pass that gave the loss.
+            stream: Residual stream of the forward pass that computed the loss.
             task_loss: Loss of the task, 0-dim, a mean over the batch.
-            random: Generator to draw from, on the device of the states.
+            random: Generator for random draws, on the device of the states.
 
         Returns:
             A 0-dim tensor, at least 0, differentiable in the parameters.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> state = torch.ones(1, 4, 8)
+            >>> stream = wb.baselines.Stream(entering=(state,), leaving=(2 * state,))
+            >>> wb.baselines.RandomL2().value(stream, torch.tensor(0.0), torch.Generator()).item()
+            4.0
         """
 
     def describe(self) -> dict[str, Any]:
-        """The settings that define it, as plain values."""
+        """Return the settings of the penalty as plain values.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.baselines.RandomL2(coefficient=0.2).describe()
+            {'coefficient': 0.2, 'interval': 1, 'layers': 'half', 'token_share': 0.5}
+        """
         return dict(vars(self))
 
 
 @dataclass(frozen=True)
 class GradientPenalty(Penalty):
-    """Squared norm of the loss's gradient in the residual stream entering the first block, a mean over sequences.
+    """Squared norm of the gradient of the loss in the state entering the first block, averaged over sequences.
 
-    The paper gives .1 and no definition. Tokens are discrete, so the closest analogue of the input gradient of double
-    backpropagation (Drucker and LeCun 1992) and of gradient regularization (Ross and Doshi-Velez 2018,
-    arXiv:1711.09404) is the gradient in their embeddings; it passes every block, and needs one more backward pass
-    through activations only, which a gradient with respect to the parameters would need as well.
+    The paper states the coefficient 0.1 and no definition. Double backpropagation (Drucker and LeCun 1992) and gradient
+    regularization (Ross and Doshi-Velez 2018, arXiv:1711.09404) use the gradient in the inputs. Tokens are discrete, so
+    the closest analogue is the gradient in their embeddings. It takes one further backward pass through the activations
+    of all blocks, as a gradient in the parameters would.
 
-    For a loss that is a mean over B sequences, B times the squared norm of the batch's gradient is the mean over
-    sequences of the squared norm of each one's own, if the sequences are independent. The state's first
-    dimension must be the batch.
+    For a loss that is a mean over B independent sequences, B times the squared norm of the gradient of the batch equals
+    the mean of the squared norms of the gradients of the sequences. The first dimension of the state must be the
+    batch.
 
     Example:
         >>> import workbench as wb
@@ -122,12 +144,16 @@ class GradientPenalty(Penalty):
         >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=3, penalties=[penalty])
         >>> [record.auxiliary_loss > 0 for record in run]
         [True, False, True]
+
+    See Also:
+        `workbench.baselines.JacobianPenalty`: Penalizes the Jacobians of the blocks.
+        `workbench.baselines.Penalty`: Describes the arguments.
     """
 
     is_second_order: ClassVar[bool] = True
 
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
-        """See `Penalty.value`; unit: that of the loss, squared, per squared unit of the stream."""
+        """Return the penalty, see `Penalty.value`; its unit is (unit of the loss / unit of the stream)^2."""
         first = stream.entering[0]
         (gradient,) = torch.autograd.grad(task_loss, first, create_graph=True)
         return len(first) * _wide(gradient).square().sum()
@@ -138,18 +164,17 @@ class LayerwisePenalty(Penalty):
     """A penalty that is a mean over layers.
 
     Attributes:
-        layers: ``"half"``, drawn in each step as in KSS, or ``"all"``.
+        layers: Layers to average over: ``"half"``, drawn in each step as in KSS, or ``"all"``.
     """
 
     layers: str = "half"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers not in LAYERS:
-            raise OptionError(f"layers is {self.layers!r}, expected one of {', '.join(LAYERS)}.")
+        require_choice(LAYERS, layers=self.layers)
 
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
-        """See `Penalty.value`."""
+        """Return the mean of `of_layer` over the layers, see `Penalty.value`."""
         n_layers = stream.n_layers
         layers: Sequence[int] = range(n_layers)
         if self.layers == "half":
@@ -159,21 +184,29 @@ class LayerwisePenalty(Penalty):
 
     @abstractmethod
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
-        """The penalty of one layer, 0-dim.
+        """Return the penalty of one layer, 0-dim.
 
         Args:
             entering: State entering the block, shape (batch, ..., feature).
-            leaving: State leaving it, shaped like it.
-            random: Generator to draw from.
+            leaving: State leaving the block, of the same shape.
+            random: Generator for random draws.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> state = torch.tensor([[1.0, 2.0], [3.0, 2.0]])
+            >>> wb.baselines.ActivationVariance().of_layer(state, state, torch.Generator()).item()
+            0.5
         """
 
 
 @dataclass(frozen=True)
 class RandomL2(LayerwisePenalty):
-    """Mean square of the residual stream's entries, over random layers and tokens: it ignores spectra.
+    """Mean square of the entries of the residual stream, over random layers and tokens; it ignores spectra.
 
     Attributes:
-        token_share: Share of the tokens drawn in each layer, in (0, 1]; at least one is.
+        layers: ``"half"``, drawn in each step, or ``"all"``.
+        token_share: Fraction of the tokens that are drawn in each layer, in (0, 1]; at least one is drawn.
 
     Example:
         >>> import workbench as wb
@@ -182,17 +215,20 @@ class RandomL2(LayerwisePenalty):
         >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, penalties=[penalty])
         >>> [record.auxiliary_loss > 0 for record in run]
         [True, True]
+
+    See Also:
+        `workbench.baselines.ActivationVariance`: Does not penalize the mean.
+        `workbench.baselines.Penalty`: Describes the other arguments.
     """
 
     token_share: float = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.token_share, str) or not 0 < self.token_share <= 1:
-            raise OptionError(f"token_share is {self.token_share}, expected a share above 0 and up to 1.")
+        require_fraction(token_share=self.token_share)
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
-        """Mean square of the entries of what leaves the block."""
+        """Return the mean square of the entries of the state leaving the block."""
         states = leaving.flatten(0, -2)
         if self.token_share < 1:
             n_drawn = max(1, round(self.token_share * len(states)))
@@ -202,14 +238,16 @@ class RandomL2(LayerwisePenalty):
 
 @dataclass(frozen=True)
 class JacobianPenalty(LayerwisePenalty):
-    """Squared Frobenius norm of each block's Jacobian over its size, |J|_F^2 / n: the mean squared singular value.
+    """Mean squared singular value of the Jacobian of each block, |J|_F^2 / n.
 
-    J = dy/dx, x the state that enters a block and y, of n entries, the one that leaves it, is that of the entire block,
-    all tokens of a sequence with all others; the penalty is 1 for the identity. The squared norm of
-    J is estimated as |J^T v|^2 with random signs v (Hutchinson 1990; Hoffman et al. 2019, arXiv:1908.02729, do so for
-    the Jacobian of the logits), without bias; one draw costs a backward pass through the block's activations.
+    J = dy/dx is the Jacobian of the entire block, between all tokens of a sequence, where x is the state entering the
+    block and y, with n entries, the state leaving it. The penalty is 1 for the identity. The squared norm of J is
+    estimated without bias as |J^T v|^2 with random signs v (Hutchinson 1990; used by Hoffman et al. 2019,
+    arXiv:1908.02729, for the Jacobian of the logits). Each draw takes a backward pass through the activations of the
+    block.
 
     Attributes:
+        layers: ``"half"``, drawn in each step, or ``"all"``.
         n_projections: Number of draws of v.
 
     Example:
@@ -219,6 +257,10 @@ class JacobianPenalty(LayerwisePenalty):
         >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, penalties=[penalty])
         >>> [record.auxiliary_loss > 0 for record in run]
         [True, True]
+
+    See Also:
+        `workbench.baselines.GradientPenalty`: Penalizes the gradient of the loss.
+        `workbench.baselines.Penalty`: Describes the other arguments.
     """
 
     is_second_order: ClassVar[bool] = True
@@ -227,12 +269,10 @@ class JacobianPenalty(LayerwisePenalty):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        n = self.n_projections
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise OptionError(f"n_projections is {n}, expected a whole number of at least 1.")
+        require_whole(1, n_projections=self.n_projections)
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
-        """The estimate, unit 1."""
+        """Return the estimate of |J|_F^2 / n, unit 1."""
         squares = []
         for _ in range(self.n_projections):
             bits = torch.randint(2, leaving.shape, generator=random, device=random.device)
@@ -242,10 +282,13 @@ class JacobianPenalty(LayerwisePenalty):
 
 @dataclass(frozen=True)
 class ActivationVariance(LayerwisePenalty):
-    """Variance of each feature of the stream over the batch's tokens, a mean over features.
+    """Variance of each feature of the residual stream over the tokens of the batch, averaged over features.
 
-    In the spirit of Littwin and Wolf (2018, arXiv:1811.09764), who regularize by the variance of activations; unlike
-    `RandomL2` it does not penalize the mean.
+    Littwin and Wolf (2018, arXiv:1811.09764) also regularize by the variance of activations. Unlike `RandomL2`, this
+    penalty does not act on the mean.
+
+    Attributes:
+        layers: ``"half"``, drawn in each step, or ``"all"``.
 
     Example:
         >>> import workbench as wb
@@ -254,25 +297,29 @@ class ActivationVariance(LayerwisePenalty):
         >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, penalties=[penalty])
         >>> [record.auxiliary_loss > 0 for record in run]
         [True, True]
+
+    See Also:
+        `workbench.baselines.RandomL2`: Penalizes the mean, too.
+        `workbench.baselines.Penalty`: Describes the other arguments.
     """
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
-        """Variance (over n, not n - 1) of what leaves the block."""
+        """Return the mean variance (over n, not n - 1) of the features of the state leaving the block."""
         return _wide(leaving.flatten(0, -2)).var(dim=0, correction=0).mean()
 
 
 def pulled_back_square(entering: Tensor, leaving: Tensor, direction: Tensor) -> Tensor:
-    """|J^T v|^2 of a block, 0-dim, differentiable in the parameters.
+    """Return |J^T v|^2 of a block with the Jacobian J = dy/dx, 0-dim, differentiable in the parameters.
 
     Args:
-        entering: State x entering the block, part of the graph.
-        leaving: State y leaving it, J = dy/dx.
-        direction: Vector v, shaped like y.
+        entering: State x entering the block, part of the autograd graph.
+        leaving: State y leaving the block.
+        direction: Vector v, of the shape of y.
     """
     (pulled,) = torch.autograd.grad(leaving, entering, direction, create_graph=True)
     return _wide(pulled).square().sum()
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least: squares of half precision overflow."""
+    """Return a tensor in at least float32, as squares in half precision overflow."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

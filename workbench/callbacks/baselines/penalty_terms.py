@@ -1,4 +1,4 @@
-"""The residual stream of a training step with its graph, and the penalties on it."""
+"""The penalties of a run, evaluated on the residual stream of each step with its autograd graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench.callbacks.baselines.penalties import Penalty, Stream
 from workbench.errors import AnatomyError, OptionError
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import take_rows
+from workbench.models.batches import take_examples
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of
 from workbench.models.wrapping import entrances, unwrap
@@ -27,25 +27,19 @@ if TYPE_CHECKING:
 
 
 class PenaltyTerms(Callback):
-    """The penalties of a run as a callback; in the user's own loop they are added explicitly.
+    """The penalties of a run as a callback; in a custom loop they are added to the loss as in the example.
 
-        terms = PenaltyTerms([JacobianPenalty(0.1)], model=model)
-        with terms.watch(step) as penalty_of:
-            loss = cross_entropy(model(tokens), targets)
-            penalty = penalty_of(loss)  # None where nothing is due
-        (loss if penalty is None else loss + penalty).backward()
-
-    The random draws of a penalty depend only on the seed and the step: a pass that is repeated within a step (SAM,
-    LBFGS) gets the same penalty, and no global random state is changed.
+    The random draws of a penalty depend only on the seed and the step. A pass that is repeated within a step (SAM,
+    LBFGS) therefore has the same penalty, and the global random states are not changed.
 
     Args:
-        penalties: Penalties of this package; a coefficient of 0 switches one off.
-        model: Model whose blocks `workbench.read_anatomy` finds; None: that of the run.
-        seed: Seed of the penalties' random draws.
+        penalties: Penalties of this package; a coefficient of 0 disables one.
+        model: Model whose blocks `workbench.read_anatomy` finds; None for that of the run.
+        seed: Seed of the random draws of the penalties.
         stack: Stack of the blocks; see `workbench.read_anatomy`.
 
     Raises:
-        OptionError: If an element of ``penalties`` is no penalty.
+        OptionError: If an element of ``penalties`` is not a penalty.
 
     Example:
         >>> import torch
@@ -59,6 +53,10 @@ class PenaltyTerms(Callback):
         ...     penalty = penalty_of(loss)
         >>> penalty.item() > 0
         True
+
+    See Also:
+        `workbench.train`: Adds penalties by its argument ``penalties``.
+        `workbench.baselines.Penalty`: Base class of all penalties.
     """
 
     name = "penalties"
@@ -72,12 +70,15 @@ class PenaltyTerms(Callback):
         stack: str | None = None,
     ) -> None:
         if isinstance(penalties, Penalty):
-            raise OptionError(f"penalties is one {type(penalties).__name__}, expected a sequence; pass [it].")
+            raise OptionError.of("penalties", penalties, "a sequence of penalties", remedy="pass a list")
         for penalty in penalties:
             if not isinstance(penalty, Penalty):
                 raise OptionError(
-                    f"penalties holds a {type(penalty).__name__}, expected penalties such as "
-                    "wb.baselines.GradientPenalty()."
+                    f"penalties contains {penalty!r}, which is not a penalty; pass penalties such as "
+                    "wb.baselines.GradientPenalty().",
+                    name="penalties",
+                    value=penalty,
+                    expected="a sequence of penalties",
                 )
         self.model: nn.Module | None = None if model is None else unwrap(model)
         self.penalties = tuple(penalties)
@@ -85,29 +86,40 @@ class PenaltyTerms(Callback):
         self.stack = stack
         self._anatomy: Anatomy | None = None
         self._step = 0
-        self._listening: tuple[ExitStack, Callable[[Tensor], Tensor | None]] | None = None
+        self._open_pass: tuple[ExitStack, Callable[[Tensor], Tensor | None]] | None = None
 
     @property
     def are_on(self) -> bool:
-        """Whether any penalty can become due."""
+        """Whether any penalty has a coefficient above 0."""
         return any(penalty.coefficient for penalty in self.penalties)
 
     def read_anatomy(self, inputs: Any) -> None:
-        """Find the residual blocks; required once before `watch`.
+        """Find the residual blocks; has to be called once before `watch`.
 
         Args:
-            inputs: Batch as the model will get it; its first two examples are used.
+            inputs: Batch of inputs of the model; its first two examples are used.
 
         Raises:
-            AnatomyError: If the residual stream cannot be read with certainty, or there is no model yet.
+            AnatomyError: If the residual stream cannot be identified with certainty, or there is no model yet.
+
+        Example:
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+            >>> tokens, targets = wb.tasks.associative_recall().batch(0)
+            >>> terms = wb.baselines.PenaltyTerms([wb.baselines.RandomL2()], model=model)
+            >>> terms.read_anatomy(tokens)
         """
         if self.model is None:
-            raise AnatomyError("The penalties have no model yet; pass PenaltyTerms(model=), or train with them.")
-        inputs = on_device_of(self.model, take_rows(inputs, slice(0, 2)))
+            raise AnatomyError(
+                "The penalties have no model yet; pass PenaltyTerms(model=), or train with them.",
+                name="model",
+                expected="a model",
+            )
+        inputs = on_device_of(self.model, take_examples(inputs, slice(0, 2)))
         self._anatomy = read_anatomy(self.model, inputs, stack=self.stack)
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """The penalties as plain values, by name; a second one of a kind is called ``<name> 2``."""
+        """Return the settings of the penalties by name; a second one of a kind is named ``<name> 2``."""
         seen: Counter[str] = Counter()
         described = {}
         for penalty in self.penalties:
@@ -117,26 +129,26 @@ class PenaltyTerms(Callback):
         return described
 
     def setup(self, run: TrainingRun) -> None:
-        """Act on the model of the run, or, if that is a wrapper that cannot be called, on the model inside."""
+        """Act on the model of the run, or on the model inside if that is a wrapper without a forward pass."""
         super().setup(run)
         self.model = next(unwrap(module) for module in entrances(run.model) if _has_forward(module))
 
     def begin(self) -> None:
-        """Find the residual blocks if there is a probe to run the model on; otherwise in the first step.
+        """Find the residual blocks if there is a probe; otherwise this happens in the first step.
 
         Raises:
-            AnatomyError: If the residual stream cannot be read with certainty.
+            AnatomyError: If the residual stream cannot be identified with certainty.
         """
         probe = self.run.probe
         if self.are_on and probe is not None:
             self.read_anatomy(probe(2))
 
     def begin_step(self, step: int) -> None:
-        """Set the step, which determines the penalties that are due."""
+        """Set the step, which determines which penalties apply."""
         self._step = step
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return the batch unchanged; the blocks are read from it if there was no probe."""
+        """Return the batch unchanged; if there was no probe, find the residual blocks with it."""
         if self.are_on and self._anatomy is None:
             self.read_anatomy(inputs)
         return inputs, targets
@@ -145,16 +157,16 @@ class PenaltyTerms(Callback):
     def around_pass(self) -> Iterator[None]:
         """Capture the forward pass until `auxiliary_loss` is called."""
         with ExitStack() as stack:
-            self._listening = stack, stack.enter_context(self.watch(self._step))
+            self._open_pass = stack, stack.enter_context(self.watch(self._step))
             yield
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
-        """Add the penalties that are due to the auxiliary loss."""
-        if self._listening is None:
+        """Add the penalties of this step to the auxiliary loss."""
+        if self._open_pass is None:
             return auxiliary
-        (listening, penalty_of), self._listening = self._listening, None
+        (hooks, penalty_of), self._open_pass = self._open_pass, None
         penalty = penalty_of(task_loss)
-        listening.close()
+        hooks.close()
         if penalty is None:
             return auxiliary
         return penalty if auxiliary is None else auxiliary + penalty
@@ -162,34 +174,53 @@ class PenaltyTerms(Callback):
     def end(self, *, is_broken: bool = False) -> None:
         """Release the model."""
         super().end(is_broken=is_broken)
-        self.model = self._anatomy = self._listening = None
+        self.model = self._anatomy = self._open_pass = None
 
     @contextmanager
     def watch(self, step: int) -> Iterator[Callable[[Tensor], Tensor | None]]:
         """Capture the states of one forward pass.
 
         Args:
-            step: Updates done before this one.
+            step: Number of updates before this one.
 
         Yields:
-            A function from the task's loss to the weighted sum of the penalties that are due in this step, a 0-dim
-            tensor; None if there are none. Call it within the context.
+            A function from the loss of the task to the weighted sum of the penalties of this step, a 0-dim tensor, or
+            None if no penalty applies. It has to be called within the context.
 
         Raises:
-            AnatomyError: From the function, if the blocks did not run as modules.
+            AnatomyError: If the blocks are unknown; from the function, if the blocks did not run as modules.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
+            >>> tokens, targets = wb.tasks.associative_recall().batch(0)
+            >>> terms = wb.baselines.PenaltyTerms([wb.baselines.RandomL2(interval=2)], model=model)
+            >>> terms.read_anatomy(tokens)
+            >>> for step in range(3):
+            ...     with terms.watch(step) as penalty_of:
+            ...         loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            ...         print(step, penalty_of(loss) is not None)
+            0 True
+            1 False
+            2 True
         """
         due = [(i, p) for i, p in enumerate(self.penalties) if p.coefficient and step % p.interval == 0]
         if not due:
             yield lambda task_loss: None
             return
         if self._anatomy is None:
-            raise AnatomyError("The penalties have not seen the model yet; call read_anatomy(inputs) first.")
+            raise AnatomyError(
+                "The residual blocks of the model are unknown; call read_anatomy(inputs) first.",
+                name="read_anatomy",
+                expected="called before watch",
+            )
         entering: dict[int, Tensor] = {}
         leaving: dict[int, Tensor] = {}
 
         def enter(call: BlockCall) -> None:
             state = call.state_in
-            if not state.requires_grad:  # before the first parameter that is trained
+            if not state.requires_grad:  # no trained parameter precedes this block
                 state.requires_grad_()
             entering[call.layer] = state
 
@@ -201,13 +232,16 @@ class PenaltyTerms(Callback):
         def penalty_of(task_loss: Tensor) -> Tensor:
             if len(leaving) < len(sites):
                 raise AnatomyError(
-                    f"Not every block of {type(self.model).__name__} ran as a module in this step, as it does not in "
-                    "compiled code; train the module itself, without penalties, or with them off."
+                    f"Not all blocks of {type(self.model).__name__} ran as modules in this step, possibly because they "
+                    "are compiled; train the model without compiling it, or without penalties.",
+                    name="model",
+                    value=self.model,
+                    expected="a model whose blocks run as modules",
                 )
             layers = range(len(sites))
             stream = Stream(tuple(entering[i] for i in layers), tuple(leaving[i] for i in layers))
-            parts = [p.coefficient * p.value(stream, task_loss, self._random(i, step, stream.device)) for i, p in due]
-            return torch.stack(parts).sum()
+            terms = [p.coefficient * p.value(stream, task_loss, self._random(i, step, stream.device)) for i, p in due]
+            return torch.stack(terms).sum()
 
         with ExitStack() as stack:
             if any(penalty.is_second_order for _, penalty in due):
@@ -222,6 +256,6 @@ class PenaltyTerms(Callback):
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a LightningModule may leave that to the model it holds."""
+    """Return whether a module has a forward pass; a LightningModule may leave it to the model that it contains."""
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     return owner.__name__ not in ("Module", "LightningModule")

@@ -1,4 +1,21 @@
-"""Faults to inject into a run, alone or together, and to switch while it trains: ``train(..., faults=[...])``."""
+"""Faults to inject into training, such as a learning rate that is too large, corrupted data or low precision.
+
+They can be combined, and switched on and off while a model trains.
+
+Example:
+    >>> import workbench as wb
+    >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+    >>> fault = wb.faults.large_rate(factor=10.0, start=1)
+    >>> for record in wb.train(model, wb.tasks.associative_recall(), n_steps=2, learning_rate=1e-3, faults=[fault]):
+    ...     print(record.step, record.learning_rate, record.active_faults)
+    0 0.001 ()
+    1 0.01 ('large_rate',)
+
+See Also:
+    `workbench.faults.catalog`: Lists all kinds of faults.
+    `workbench.train`: Injects faults by its argument ``faults``.
+    `workbench.faults.Fault`: Injects a fault into any training loop by its method ``attach``.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +67,20 @@ __all__ = [
 
 
 class CatalogEntry(NamedTuple):
-    """A kind of fault: the function that makes one, and its effect in one line.
+    """A kind of fault.
+
+    Attributes:
+        make: Class of the fault; all arguments are optional.
+        meaning: Effect of the fault, in one line.
 
     Example:
         >>> import workbench as wb
         >>> entry = wb.faults.catalog()["large_rate"]
         >>> entry.make(factor=20.0).effect
         'the learning rate is multiplied by 20'
+
+    See Also:
+        `workbench.faults.catalog`: Lists all kinds of faults.
     """
 
     make: Callable[..., Fault]
@@ -64,12 +88,16 @@ class CatalogEntry(NamedTuple):
 
 
 def catalog() -> dict[str, CatalogEntry]:
-    """All kinds of faults by name; all options of ``make()`` are optional.
+    """Return all kinds of faults by name.
 
     Example:
         >>> import workbench as wb
         >>> list(wb.faults.catalog())[:3]
         ['low_precision_attention', 'large_rate', 'small_batch']
+
+    See Also:
+        `workbench.faults.Fault`: Base class of all faults.
+        `workbench.early_warning`: Measures how early alarms detect faults.
     """
     kinds = (
         LowPrecisionAttention,

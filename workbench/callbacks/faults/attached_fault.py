@@ -1,4 +1,4 @@
-"""A fault in a loop of one's own: hooks on the model and the optimizer do what `workbench.train` does around them."""
+"""Faults in a custom training loop, injected by hooks on the model and the optimizer."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 
 
 class AttachedFault:
-    """A fault attached to a model and an optimizer; made by `Fault.attach`, ended by leaving its context or `detach`.
+    """A fault attached to a model and an optimizer; created by `Fault.attach`.
 
-    Each update is a step. A step begins with the first forward pass with gradients after the update before it;
-    gradients and the rate are changed right before the optimizer acts, ahead of every other hook on it, so that a
-    recorder sees what the optimizer gets. Faults of data change what goes through a model in training mode.
+    Leaving its context, or calling `detach`, removes it. Each update is a step. A step begins with the first forward
+    pass with gradients after the previous update. Gradients and learning rate are changed right before the update,
+    ahead of all other hooks on the optimizer, so that a recorder sees what the optimizer receives. Faults of the data
+    change the inputs of the model in training mode.
 
     Args:
         fault: The fault.
-        model: The module that the loop calls; it may be wrapped by DDP or FSDP2.
-        optimizer: Its optimizer; it may be wrapped too.
-        step: Updates done.
-        seed: Seed of the fault's random draws.
+        model: Module that the loop calls; it may be wrapped by DDP or FSDP2.
+        optimizer: Optimizer of its parameters; it may be wrapped too.
+        step: Number of updates so far.
+        seed: Seed of the random draws of the fault.
 
     Attributes:
-        step: Updates done.
+        fault: The fault.
+        step: Number of updates so far.
     """
 
     def __init__(
@@ -43,16 +45,16 @@ class AttachedFault:
         self.fault, self.step = fault, step
         self._attachment = Attachment([Injection([fault], seed=seed)])
         self._passes, self._is_in_pass, self._has_begun = ExitStack(), False, False
-        self._is_of_batch = isinstance(fault, SmallBatch | CorruptedData)
+        self._changes_inputs = isinstance(fault, SmallBatch | CorruptedData)
         self._attachment.begin(model, optimizer, step=step)
         inner = innermost(optimizer)
         self._handles = [
-            # Ahead of a recorder's, which notes in what a pass runs.
+            # Ahead of the hook of a recorder, which notes the modes in which a pass runs.
             model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True, prepend=True),
             inner.register_step_pre_hook(torch.compiler.disable(self._before_update)),
             inner.register_step_post_hook(torch.compiler.disable(self._after_update)),
         ]
-        # Ahead of hooks that were there before: the change of the rate and, before that, of the gradients.
+        # The hooks that change the gradients and then the rate are moved ahead of those registered earlier.
         hooks: Any = inner._optimizer_step_pre_hooks
         for hook in [list(hooks)[-2], list(hooks)[-1]]:
             hooks.move_to_end(hook, last=False)
@@ -64,7 +66,7 @@ class AttachedFault:
         self.detach(is_broken=kind is not None)
 
     def detach(self, *, is_broken: bool = False) -> None:
-        """Remove all hooks; model and optimizer are as they were, but for what was trained."""
+        """Remove all hooks; apart from the training so far, model and optimizer are as before."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -72,32 +74,32 @@ class AttachedFault:
         self._attachment.end(is_broken=is_broken)
 
     def change_batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-        """A batch as the fault changes it, for faults of data where the labels do not go through the model.
+        """Return a batch as changed by the fault, for faults of the data where the model does not receive the labels.
 
-        Call it with each batch, before the forward pass; the pass then changes nothing more.
+        It has to be called with each batch before the forward pass, which then leaves the inputs unchanged.
 
         Raises:
-            OptionError: If the batch has nothing that the fault could change.
+            OptionError: If the batch contains nothing that the fault could change.
         """
         self._begin()
-        self._is_of_batch = False
+        self._changes_inputs = False
         return self._attachment.callbacks.change_batch(inputs, targets)
 
     def _begin(self) -> None:
-        """Read the switch for the coming update, once."""
+        """Read the switch, once for each update."""
         if not self._has_begun:
             self._has_begun = True
             self._attachment.begin_step(self.step)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        # Within backward, gradient checkpointing runs the model once more.
+        # Within the backward pass, gradient checkpointing runs the model again.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return None
         self._begin()
         if not self._is_in_pass:
             self._is_in_pass = True
             self._passes.enter_context(self._attachment.callbacks.around_pass())
-        if not self._is_of_batch or not module.training:  # a recorder's own examples stay as they are
+        if not self._changes_inputs or not module.training:  # the examples of a recorder's probe are not changed
             return None
         if isinstance(kwargs.get("labels"), Tensor):
             return args, self._attachment.change_batch(kwargs)
@@ -109,8 +111,10 @@ class AttachedFault:
                 return (self._attachment.callbacks.change_batch(args[0], no_labels)[0], *args[1:]), kwargs
             return args, self._attachment.callbacks.change_batch(kwargs, no_labels)[0]
         raise OptionError(
-            f"{self.fault.name} changes the labels too, which do not go through this model; pass each batch through "
-            "change_batch(inputs, targets) of what attach() returned."
+            f"{self.fault.name} changes labels, which this model does not receive; pass each batch through "
+            "change_batch(inputs, targets) of the object that attach() returned.",
+            name="labels",
+            expected="among the inputs of the model",
         )
 
     def _leave_pass(self) -> None:

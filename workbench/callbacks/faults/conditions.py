@@ -1,33 +1,44 @@
-"""Faults of the settings of a run: its rate, its batches, its loss, its data."""
+"""Faults of the learning rate, the batch, the loss and the data of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from workbench.callbacks.faults.fault import Fault, require_positive, require_share
+from workbench.callbacks.faults.fault import Fault
+from workbench.callbacks.option_checks import require_choice, require_fraction, require_positive
 from workbench.errors import OptionError
-from workbench.models.batches import count_rows, take_rows
+from workbench.models.batches import count_examples, take_examples
 from workbench.tasks.task import require_whole
 
 
 @dataclass(kw_only=True, eq=False)
 class LargeRate(Fault):
-    """The learning rate is multiplied.
+    """Fault: the learning rate is multiplied by a factor.
 
     Attributes:
-        factor: Factor on the rate, after the schedule; above 0.
-        ramp: Steps over which it grows from 1 to its value, linearly, each time it is switched on; 0: at once.
+        factor: Factor on the scheduled learning rate, above 0.
+        ramp: Steps over which the factor changes linearly from 1 to its value, each time the fault is switched on;
+            0 applies it immediately.
+        start: See `Fault`.
+        stop: See `Fault`.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
         >>> fault = wb.faults.LargeRate(factor=5.0, ramp=4, start=0)
         >>> [fault.rate_factor(n) for n in (1, 2, 4, 8)]
         [3.0, 4.0, 5.0, 5.0]
+
+    See Also:
+        `workbench.faults.SmallBatch`: Raises the ratio of learning rate to batch size in the other way.
+        `workbench.find_rate`: Finds a suitable learning rate.
     """
 
     kind: ClassVar[str] = "large_rate"
@@ -42,22 +53,33 @@ class LargeRate(Fault):
 
     @property
     def effect(self) -> str:
-        """Its effect while it is on."""
+        """Effect of the fault while it is on, as a clause."""
         return f"the learning rate is multiplied by {self.factor:g}" + (
             f", reached over {self.ramp} steps" if self.ramp else ""
         )
 
     def rate_factor(self, n_steps_on: int) -> float:
-        """The factor on the rate in the step after ``n_steps_on`` steps with it."""
+        """Return the factor on the learning rate, after ``n_steps_on`` steps in which the fault was on.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.faults.LargeRate(factor=10.0).rate_factor(0)
+            10.0
+        """
         return 1 + (self.factor - 1) * (min(1.0, (n_steps_on + 1) / self.ramp) if self.ramp else 1.0)
 
 
 @dataclass(kw_only=True, eq=False)
 class SmallBatch(Fault):
-    """Only the first examples of each batch are used.
+    """Fault: only the first examples of each batch are used.
 
     Attributes:
-        n_rows: Number of examples used.
+        n_rows: Number of examples that are used.
+        start: See `Fault`.
+        stop: See `Fault`.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     Example:
         >>> import torch
@@ -66,10 +88,13 @@ class SmallBatch(Fault):
         >>> tokens, targets = fault.batch(torch.zeros(8, 4), torch.zeros(8, 4))
         >>> tuple(tokens.shape)
         (2, 4)
+
+    See Also:
+        `workbench.faults.LargeRate`: Raises the ratio of learning rate to batch size in the other way.
     """
 
     kind: ClassVar[str] = "small_batch"
-    meaning: ClassVar[str] = "only the first rows of each batch are used"
+    meaning: ClassVar[str] = "only the first examples of each batch are used"
     n_rows: int = 2
 
     def __post_init__(self) -> None:
@@ -78,27 +103,38 @@ class SmallBatch(Fault):
 
     @property
     def effect(self) -> str:
-        """Its effect while it is on."""
+        """Effect of the fault while it is on, as a clause."""
         if self.n_rows == 1:
-            return "only the first row of each batch is used"
-        return f"only the first {self.n_rows} rows of each batch are used"
+            return "only the first example of each batch is used"
+        return f"only the first {self.n_rows} examples of each batch are used"
 
     def batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-        """The part of a batch that is used.
+        """Return the inputs and targets of a batch that are used.
 
         Raises:
-            OptionError: If it has fewer examples.
+            OptionError: If the batch has fewer than ``n_rows`` examples.
+
+        Example:
+            >>> import workbench as wb
+            >>> tokens, targets = wb.tasks.associative_recall(batch_size=8).batch(0)
+            >>> tokens, targets = wb.faults.SmallBatch(n_rows=3).batch(tokens, targets)
+            >>> len(tokens), len(targets)
+            (3, 3)
         """
-        if (n_rows := count_rows(inputs)) < self.n_rows:
-            raise OptionError(f"small_batch keeps n_rows = {self.n_rows} rows, but a batch has {n_rows}; keep fewer.")
-        return take_rows(inputs, slice(0, self.n_rows)), targets[: self.n_rows]
+        if (n_examples := count_examples(inputs)) < self.n_rows:
+            raise OptionError.of("n_rows", self.n_rows, f"at most {n_examples}, the number of examples of the batch")
+        return take_examples(inputs, slice(0, self.n_rows)), targets[: self.n_rows]
 
 
 @dataclass(kw_only=True, eq=False)
 class NoAuxiliaryLoss(Fault):
-    """The model's own auxiliary loss, such as a router's balance, is left out.
+    """Fault: the auxiliary loss of the model, such as the balance of a router, is left out.
 
-    The recorded ``auxiliary_loss`` is what was added: 0, plus further penalties, which remain.
+    Penalties are not affected. The recorded ``auxiliary_loss`` is that of the remaining terms; 0 if there are none.
+
+    Attributes:
+        start: See `Fault`.
+        stop: See `Fault`.
 
     Example:
         >>> import workbench as wb
@@ -107,6 +143,10 @@ class NoAuxiliaryLoss(Fault):
         >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, faults=[fault])
         >>> [record.auxiliary_loss > 0 for record in run]
         [True, False]
+
+    See Also:
+        `workbench.router_weights`: Returns the weights of the routers.
+        `workbench.monitors.max_violation`: Measures the imbalance of experts.
     """
 
     kind: ClassVar[str] = "no_auxiliary_loss"
@@ -114,23 +154,32 @@ class NoAuxiliaryLoss(Fault):
 
     @property
     def effect(self) -> str:
-        """Its effect while it is on."""
+        """Effect of the fault while it is on, as a clause."""
         return "the model's auxiliary loss is left out"
 
 
 @dataclass(kw_only=True, eq=False)
 class CorruptedData(Fault):
-    """Labels or tokens are replaced by random ones of those in the batch.
+    """Fault: labels or tokens are replaced by values drawn at random from those of the batch.
 
     Attributes:
-        what: Values to replace: ``"labels"`` (targets but -100) or ``"tokens"`` (of the inputs).
-        share: Share of the values, each drawn independently; above 0, at most 1.
+        what: Values to replace: ``"labels"`` (all targets except -100) or ``"tokens"`` (of the inputs).
+        share: Probability that a value is replaced; above 0, at most 1.
+        start: See `Fault`.
+        stop: See `Fault`.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
         >>> fault = wb.faults.CorruptedData(what="labels", share=0.5, start=100, stop=200)
         >>> fault.name, fault.enabled
         ('corrupted_data', False)
+
+    See Also:
+        `workbench.faults.Fault`: Describes ``start`` and ``stop``.
+        `workbench.tasks`: Tasks with clean data.
     """
 
     kind: ClassVar[str] = "corrupted_data"
@@ -139,18 +188,17 @@ class CorruptedData(Fault):
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.what not in ("labels", "tokens"):
-            raise OptionError(f"what is '{self.what}', expected 'labels' or 'tokens'.")
-        require_share(self.share)
+        require_choice(("labels", "tokens"), what=self.what)
+        require_fraction(share=self.share)
         super().__post_init__()
 
     @property
     def effect(self) -> str:
-        """Its effect while it is on."""
+        """Effect of the fault while it is on, as a clause."""
         return f"{100 * self.share:g} % of the {self.what} are replaced by random ones of the batch"
 
     def batch(self, inputs: Any, targets: Tensor, generator: torch.Generator) -> tuple[Any, Tensor]:
-        """A corrupted copy of a batch; the arguments are not changed.
+        """Return a corrupted copy of a batch; the arguments are not changed.
 
         Args:
             inputs: Inputs of the model.
@@ -158,35 +206,58 @@ class CorruptedData(Fault):
             generator: Generator on the CPU.
 
         Raises:
-            OptionError: If there are no whole numbers to replace.
+            OptionError: If the targets are not whole numbers, or the inputs have no token ids.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> tokens, targets = wb.tasks.associative_recall().batch(0)
+            >>> fault = wb.faults.CorruptedData(what="tokens", share=0.5)
+            >>> corrupted, _ = fault.batch(tokens, targets, torch.Generator().manual_seed(0))
+            >>> corrupted.shape == tokens.shape, bool((corrupted != tokens).any())
+            (True, True)
         """
         if self.what == "labels":
             if targets.is_floating_point():
-                raise OptionError("corrupted_data replaces class numbers, but these targets are not whole numbers.")
+                raise OptionError.of(
+                    "targets",
+                    str(targets.dtype),
+                    "whole numbers, which corrupted_data replaces",
+                    remedy="leave the fault out",
+                )
             return inputs, self._replaced(targets, targets != -100, generator)
         return _with_tokens(
             inputs, lambda tokens: self._replaced(tokens, torch.ones_like(tokens) > 0, generator)
         ), targets
 
     def _replaced(self, values: Tensor, may_change: Tensor, generator: torch.Generator) -> Tensor:
-        known = values[may_change].unique()
-        if not len(known):
+        """Return values of which a random part of those that may change is replaced."""
+        distinct = values[may_change].unique()
+        if not len(distinct):
             return values
-        # Drawn on the CPU, so that every device sees the same numbers.
-        is_hit = (torch.rand(values.shape, generator=generator) < self.share).to(values.device) & may_change
-        drawn = torch.randint(len(known), values.shape, generator=generator).to(values.device)
-        return torch.where(is_hit, known[drawn], values)
+        # Drawn on the CPU, so that the numbers do not depend on the device.
+        is_replaced = (torch.rand(values.shape, generator=generator) < self.share).to(values.device) & may_change
+        drawn = torch.randint(len(distinct), values.shape, generator=generator).to(values.device)
+        return torch.where(is_replaced, distinct[drawn], values)
 
 
-def _with_tokens(inputs: Any, change: Any) -> Any:
-    """Inputs with their token ids changed: a tensor, ``input_ids`` of a mapping, or the first positional argument."""
+def _with_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return inputs with changed token ids.
+
+    These are the inputs if they are a tensor, ``input_ids`` of a mapping, or the first positional argument.
+
+    Raises:
+        OptionError: If there are no token ids.
+    """
     if isinstance(inputs, Mapping) and isinstance(tokens := inputs.get("input_ids"), Tensor):
         return {**inputs, "input_ids": change(tokens)}
     if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[0], Tensor) and _are_tokens(inputs[0]):
         return (change(inputs[0]), *inputs[1:])
     if isinstance(inputs, Tensor) and _are_tokens(inputs):
         return change(inputs)
-    raise OptionError("corrupted_data finds no token ids in these inputs; corrupt 'labels' instead.")
+    raise OptionError.of(
+        "inputs", inputs, "token ids, which corrupted_data replaces", remedy="set what='labels' instead"
+    )
 
 
 def _are_tokens(values: Tensor) -> bool:

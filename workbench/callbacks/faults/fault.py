@@ -1,13 +1,11 @@
-"""A fault of training that can be switched on and off while a model trains."""
+"""The base class of faults, which can be switched on and off while a model trains."""
 
 from __future__ import annotations
 
 import importlib
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.callbacks.observers import Observers
@@ -21,24 +19,32 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, eq=False)
 class Fault:
-    """A fault and its switch; `workbench.faults.catalog` lists the kinds.
+    """Base class of faults: a defect of training and its switch.
 
-    ``fault.enabled`` is a plain attribute. It is read once per step, so a script, a schedule or a button may change it
-    at any time, from any thread; every switch is an event of the run. Nothing else of a fault can change: it is part of
-    the run's configuration.
+    The attribute ``enabled`` is read once per step: a script, a schedule or a button may change it at any time and from
+    any thread. Every switch is an event of the run. All other attributes are part of the configuration of the run and
+    cannot be changed.
 
     Attributes:
-        start: Step from which it is on; None: off until it is switched on by hand.
-        stop: Step from which it is off again; None: on to the end. A switch by hand overrides both from then on.
+        start: Step from which the fault is on; None leaves it off until ``enabled`` is set.
+        stop: Step from which the fault is off again; None leaves it on to the end. Setting ``enabled`` overrides both
+            from then on.
+
+    Raises:
+        OptionError: If ``stop`` is not after ``start``, or an option is out of range.
 
     Example:
         >>> import workbench as wb
         >>> fault = wb.faults.LargeRate(factor=5.0)
-        >>> isinstance(fault, wb.faults.Fault), fault.enabled
-        (True, False)
+        >>> fault.name, fault.effect, fault.enabled
+        ('large_rate', 'the learning rate is multiplied by 5', False)
         >>> fault.enabled = True
         >>> fault.enabled
         True
+
+    See Also:
+        `workbench.faults.catalog`: Lists all kinds of faults.
+        `workbench.train`: Injects faults by its argument ``faults``.
     """
 
     kind: ClassVar[str]
@@ -51,60 +57,65 @@ class Fault:
             if getattr(self, name) is not None:
                 require_whole(0, **{name: getattr(self, name)})
         if self.stop is not None and self.start is None:
-            raise OptionError(f"stop is {self.stop} but start is not given; pass start= too, or switch by hand.")
+            raise OptionError.of(
+                "stop", self.stop, "None if there is no start", remedy="pass start= too, or set enabled during the run"
+            )
         if self.stop is not None and self.start is not None and self.stop <= self.start:
-            raise OptionError(f"stop is {self.stop}, expected a step after start = {self.start}.")
+            raise OptionError.of("stop", self.stop, f"after start = {self.start}")
         self._lock = threading.RLock()
         self._observers = Observers()
         self._by_hand: bool | None = None
         self._by_schedule = False
-        self._is_made = True
+        self._is_frozen = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "enabled" and not name.startswith("_") and getattr(self, "_is_made", False):
+        if name != "enabled" and not name.startswith("_") and getattr(self, "_is_frozen", False):
             raise OptionError(
-                f"{name} of {self.name} cannot be changed, only enabled can; make a new fault for another {name}."
+                f"{name} of {self.name} cannot be changed, unlike enabled; create a new fault with another {name}.",
+                name=name,
+                value=value,
+                expected="unchanged",
             )
         super().__setattr__(name, value)
 
     @property
     def name(self) -> str:
-        """Its name in records and events: its kind, as a run has at most one fault of each kind."""
+        """Name in records and events: the kind, as a run has at most one fault of each kind."""
         return self.kind
 
     @property
     def effect(self) -> str:
-        """Its effect while it is on, in plain words."""
+        """Effect of the fault while it is on, as a clause."""
         raise NotImplementedError
 
     @property
     def enabled(self) -> bool:
-        """Whether it is on."""
+        """Whether the fault is on."""
         with self._lock:
             return self._by_schedule if self._by_hand is None else self._by_hand
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
-        self._turn(_by_hand=bool(value))
+        self._switch(_by_hand=bool(value))
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int = 0, seed: int = 0) -> Any:
-        """Break a loop of one's own: ``with fault.attach(model, optimizer): ...`` around it.
+        """Inject the fault into any training loop, as a context around the loop.
 
-        Each update counts as a step. Switch it by ``enabled`` or by ``start`` and ``stop``; what it does while it is
-        off is nothing. `workbench.train` and `workbench.trainer_callback` take faults by themselves.
+        Each update counts as a step. The fault is switched by ``enabled``, or by ``start`` and ``stop``; while it is
+        off it has no effect. `workbench.train` and `workbench.trainer_callback` take faults without this method.
 
         Args:
-            model: The module that the loop calls.
-            optimizer: Its optimizer.
-            step: Updates done.
-            seed: Seed of its random draws.
+            model: Module that the loop calls.
+            optimizer: Optimizer of its parameters.
+            step: Number of updates so far.
+            seed: Seed of the random draws of the fault.
 
         Returns:
-            The attached fault, with ``detach()``, and ``change_batch(inputs, targets)`` for faults of data where the
-            labels do not go through the model.
+            The attached fault, with the methods ``detach()``, and ``change_batch(inputs, targets)`` for faults of the
+            data where the model does not receive the labels.
 
         Raises:
-            OptionError: If it changes what only `workbench.train` lets it change.
+            OptionError: If the fault needs the loop of `workbench.train`.
 
         Example:
             >>> import torch
@@ -118,43 +129,81 @@ class Fault:
             >>> (before - model.weight).detach().round(decimals=3)
             tensor([[1., 1.]])
         """
-        # By name, as that file builds on all faults.
+        # Imported here, as that module depends on all faults.
         return importlib.import_module("workbench.callbacks.faults.attached_fault").AttachedFault(
             self, model, optimizer, step=step, seed=seed
         )
 
     def begin_step(self, step: int) -> bool:
-        """Apply the schedule, and return whether the fault is on in this step.
+        """Apply ``start`` and ``stop``, and return whether the fault is on in a step.
 
         Args:
-            step: Updates done before it.
+            step: Number of updates before the step.
+
+        Example:
+            >>> import workbench as wb
+            >>> fault = wb.faults.LargeRate(start=10, stop=20)
+            >>> [fault.begin_step(step) for step in (9, 10, 20)]
+            [False, True, False]
         """
         is_due = self.start is not None and self.start <= step and (self.stop is None or step < self.stop)
-        return self._turn(_by_schedule=is_due)
+        return self._switch(_by_schedule=is_due)
 
     def observe(self, observer: Callable[[str, Any, Any], None]) -> Callable[[], None]:
-        """Call ``observer("enabled", before, after)`` after each switch, in the thread that made it.
+        """Call ``observer("enabled", before, after)`` after each switch, in the thread of the switch.
 
         Returns:
-            A function that unsubscribes it.
+            A function that removes the observer.
+
+        Example:
+            >>> import workbench as wb
+            >>> fault = wb.faults.LargeRate()
+            >>> remove = fault.observe(print)
+            >>> fault.enabled = True
+            enabled False True
+            >>> remove()
         """
         return self._observers.add(observer)
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the switch, as plain values."""
+        """Return all attributes except the switch, as plain values.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.faults.LargeRate(factor=5.0, start=100).describe()
+            {'start': 100, 'stop': None, 'factor': 5.0, 'ramp': 0}
+        """
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The switch, for a checkpoint; None for ``by_hand`` means that the schedule applies."""
+        """Return the switch for a checkpoint; ``by_hand`` is None if ``enabled`` was never set.
+
+        Example:
+            >>> import workbench as wb
+            >>> fault = wb.faults.LargeRate(start=100)
+            >>> fault.state_dict()
+            {'by_hand': None}
+            >>> fault.enabled = True
+            >>> fault.state_dict()
+            {'by_hand': True}
+        """
         return {"by_hand": self._by_hand}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the switch to what `state_dict` gave."""
-        self._turn(_by_hand=state["by_hand"])
+        """Set the switch to a state that `state_dict` returned.
 
-    def _turn(self, **change: bool | None) -> bool:
-        """Change what the schedule or the user has set, notify observers, and return the state of the switch."""
+        Example:
+            >>> import workbench as wb
+            >>> fault = wb.faults.LargeRate()
+            >>> fault.load_state_dict({"by_hand": True})
+            >>> fault.enabled
+            True
+        """
+        self._switch(_by_hand=state["by_hand"])
+
+    def _switch(self, **change: bool | None) -> bool:
+        """Change the setting of the schedule or of the user, notify observers, and return whether the fault is on."""
         with self._lock:
             before = self.enabled
             vars(self).update(change)
@@ -162,24 +211,3 @@ class Fault:
         if before != after:
             self._observers.call("enabled", before, after)
         return after
-
-
-def require_share(share: float) -> None:
-    """Refuse a share that is not above 0 and at most 1.
-
-    Raises:
-        OptionError: If it is not; the message gives the value.
-    """
-    if not (isinstance(share, Real) and 0 < share <= 1):
-        raise OptionError(f"share is {share}, expected a number above 0 and at most 1.")
-
-
-def require_positive(**options: float) -> None:
-    """Refuse options that are not positive, finite numbers.
-
-    Raises:
-        OptionError: If one is not; the message names the option.
-    """
-    for name, value in options.items():
-        if not (isinstance(value, Real) and value > 0 and math.isfinite(value)):
-            raise OptionError(f"{name} is {value}, expected a positive number.")

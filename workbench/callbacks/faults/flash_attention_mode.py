@@ -1,4 +1,4 @@
-"""Attention with the backward pass of flash attention, in which two tensors may lose bits."""
+"""Attention with the backward pass of flash attention, in which low bits of two tensors may be cut."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from workbench.errors import OptionError
 from workbench.models.calling import call_model
 from workbench.models.probing import undisturbed, watch
+from workbench.tasks.task import require_whole
 
-#: Torch disables the mode while these functions, and those that they call, run.
+#: Functions during which torch disables the mode.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 ROUNDINGS = ("truncate", "nearest", "cast")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The tensors of the backward pass that lose bits, and how many.
+    """The tensors of the backward pass whose low bits are cut, and the number of bits.
 
     Attributes:
-        n_bits: Number k of bits, see `cut_low_bits`.
+        n_bits: Number of bits, see `cut_low_bits`.
         rounding: Kind of rounding, see `cut_low_bits`.
         output: Whether the saved output O is cut.
-        gradient: Whether the incoming gradient dO is cut, and with it everything computed from it.
+        gradient: Whether the incoming gradient dO is cut, which affects all that is computed from it.
 
     Example:
         >>> import torch
@@ -39,6 +41,10 @@ class Cut:
         >>> q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
         >>> tuple(wb.faults.flash_attention(q, q, q, cut=cut).shape)
         (1, 1, 4, 8)
+
+    See Also:
+        `workbench.faults.flash_attention`: Takes the cut.
+        `workbench.faults.LowPrecisionAttention`: Injects it into training.
     """
 
     n_bits: int = 0
@@ -50,25 +56,37 @@ class Cut:
 NO_CUT = Cut()
 
 
+def require_n_bits(n_bits: int) -> None:
+    """Raise `OptionError` if a number of bits of bfloat16 is not between 0 and 8."""
+    require_whole(0, n_bits=n_bits)
+    if n_bits > 8:
+        raise OptionError.of("n_bits", n_bits, "0 to 8, as seven bits are mantissa and the eighth is of the exponent")
+
+
 def cut_low_bits(x: Tensor, n_bits: int, rounding: str = "truncate") -> Tensor:
-    """Values as bfloat16 without their lowest bits.
+    """Round values to bfloat16 and set their lowest bits to zero.
 
     Args:
         x: Floating-point values.
-        n_bits: Number k in 0..8 of the 16 bits that become 0; the lowest seven are the mantissa, the eighth is the
-            lowest bit of the exponent. 0 with ``"truncate"`` or ``"nearest"``: ``x`` itself, not even cast.
-        rounding: Kind of rounding. ``"truncate"``: cast to bfloat16 (to the nearest, as torch does), then ``int16 & (-1
-            << k)``, so that every value moves towards zero, which is a bias. ``"nearest"``: to the nearest value
-            without these bits, a tie to the even one; nearly without bias for k up to 6. ``"cast"``: the cast alone.
+        n_bits: Number k of the 16 bits to set to zero, 0 to 8. The lowest seven are the mantissa, the eighth is the
+            lowest bit of the exponent. With 0 and ``"truncate"`` or ``"nearest"``, ``x`` is returned without a cast.
+        rounding: Kind of rounding. ``"truncate"`` casts to bfloat16 (round to nearest, as torch does) and then applies
+            ``int16 & (-1 << k)``, which moves every value towards zero and is therefore biased. ``"nearest"`` rounds to
+            the nearest value without these bits, ties to even, with almost no bias for k up to 6. ``"cast"`` is the
+            cast alone.
 
     Returns:
-        Like ``x``, in its dtype; values that are not finite are unchanged.
+        Values of the shape and dtype of ``x``; values that are not finite are unchanged.
 
     Example:
         >>> import torch
         >>> import workbench as wb
         >>> wb.faults.cut_low_bits(torch.tensor([1.2345, -1.2345]), n_bits=4).tolist()
         [1.125, -1.125]
+
+    See Also:
+        `workbench.faults.LowPrecisionAttention`: Cuts bits in the backward pass of attention.
+        `workbench.faults.LowPrecisionReduction`: Cuts bits in the reduction of gradients.
     """
     if n_bits == 0 and rounding != "cast":
         return x
@@ -94,25 +112,25 @@ def flash_attention(
     enable_gqa: bool = False,
     cut: Cut = NO_CUT,
 ) -> Tensor:
-    """Attention as by ``torch.nn.functional.scaled_dot_product_attention``, with its arguments and ``cut``.
+    """Compute attention like ``torch.nn.functional.scaled_dot_product_attention``, optionally with a cut of bits.
 
-    The backward pass is that of flash attention (Dao et al. 2022, arXiv:2205.14135): delta = rowsum(dO * O),
-    dS = P * (dP - delta), with O as the forward pass left it. Inside, everything is float32 (float64 for float64),
-    whatever the inputs' dtype; P is kept, so memory grows with the square of the number of tokens.
+    The backward pass is that of flash attention (Dao et al. 2022, arXiv:2205.14135): delta = rowsum(dO * O) and
+    dS = P * (dP - delta), with the output O of the forward pass. All internal computations are in float32 (in float64
+    for float64 inputs). P is stored, so the memory grows with the square of the number of tokens.
 
     Args:
         query: Queries, shape (..., token, feature).
-        key: Keys, shape (..., token seen, feature).
-        value: Values, shape (..., token seen, feature of values).
-        attn_mask: Mask as in torch: bool (True: is seen), or numbers added to the scores.
-        dropout_p: Share of the attention weights to leave out, drawn from torch's generator.
-        is_causal: Whether each token sees only those up to itself.
-        scale: Factor on the scores; None: 1 / sqrt(feature).
+        key: Keys, shape (..., key token, feature).
+        value: Values, shape (..., key token, value feature).
+        attn_mask: Mask as in torch: bool (True: the token is attended to), or numbers that are added to the scores.
+        dropout_p: Dropout probability of the attention weights, drawn from torch's generator.
+        is_causal: Whether each token attends only to tokens up to itself.
+        scale: Factor on the scores; None for 1 / sqrt(feature).
         enable_gqa: Whether there may be fewer heads of keys and values than of queries.
-        cut: Tensors that lose bits in the backward pass. Without a cut the gradients are exact.
+        cut: Tensors whose low bits are cut in the backward pass. Without a cut the gradients are exact.
 
     Returns:
-        Shape (..., token, feature of values), in the dtype of the inputs, or autocast's.
+        Output of shape (..., token, value feature), in the dtype of the inputs, or in that of autocast.
 
     Example:
         >>> import torch
@@ -121,6 +139,10 @@ def flash_attention(
         >>> plain = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
         >>> torch.allclose(wb.faults.flash_attention(q, q, q, is_causal=True), plain, atol=1e-5)
         True
+
+    See Also:
+        `workbench.faults.FlashAttentionMode`: Replaces the attention of torch by this one.
+        `workbench.faults.Cut`: Describes the cut of bits.
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
@@ -130,31 +152,30 @@ def flash_attention(
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    n_tokens, n_seen = query.shape[-2], key.shape[-2]
+    n_tokens, n_keys = query.shape[-2], key.shape[-2]
     bias = None
     if attn_mask is not None:
-        is_choice = attn_mask.dtype == torch.bool
-        bias = _bias_of(attn_mask, dtype) if is_choice else attn_mask.to(dtype)
+        bias = _bias_of(attn_mask, dtype) if attn_mask.dtype == torch.bool else attn_mask.to(dtype)
     if is_causal:
-        seen = torch.ones(n_tokens, n_seen, dtype=torch.bool, device=query.device).tril()
-        bias = _bias_of(seen, dtype) if bias is None else bias + _bias_of(seen, dtype)
+        is_past = torch.ones(n_tokens, n_keys, dtype=torch.bool, device=query.device).tril()
+        bias = _bias_of(is_past, dtype) if bias is None else bias + _bias_of(is_past, dtype)
     keep = None
     if dropout_p:
-        shape = (*query.shape[:-1], n_seen)
+        shape = (*query.shape[:-1], n_keys)
         keep = (torch.rand(shape, dtype=dtype, device=query.device) >= dropout_p) / (1 - dropout_p)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     return _FlashAttention.apply(query, key, value, bias, keep, scale, cut)
 
 
 class FlashAttentionMode(TorchFunctionMode):
-    """Context in which torch's ``scaled_dot_product_attention`` is `flash_attention`; nothing is patched.
+    """Context in which `flash_attention` replaces torch's ``scaled_dot_product_attention``, without patching torch.
 
-    Torch disables a mode inside its own functions that are written in Python. That is why attention inside
-    ``torch.nn.MultiheadAttention`` is out of reach, and why gradient checkpointing, which runs modules again within the
-    backward pass, needs `reaches_recomputation`.
+    Torch disables a mode inside its own Python functions. The mode therefore does not apply to attention inside
+    ``torch.nn.MultiheadAttention``. For gradient checkpointing, which runs modules again within the backward pass, it
+    needs `register_recomputation_hooks`.
 
     Attributes:
-        cut: Tensors that lose bits in the backward passes of the following forward passes.
+        cut: Tensors whose low bits are cut in the backward passes of the following forward passes.
         n_calls: Number of times that attention was computed.
 
     Example:
@@ -165,6 +186,10 @@ class FlashAttentionMode(TorchFunctionMode):
         ...     _ = torch.nn.functional.scaled_dot_product_attention(q, q, q)
         >>> mode.n_calls
         1
+
+    See Also:
+        `workbench.faults.flash_attention`: The attention that is used.
+        `workbench.faults.LowPrecisionAttention`: The fault that uses the mode.
     """
 
     def __init__(self) -> None:
@@ -176,7 +201,7 @@ class FlashAttentionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute attention here, and everything else unchanged."""
+        """Replace attention; call all other functions unchanged."""
         if func is functional.scaled_dot_product_attention:
             self.n_calls += 1
             return flash_attention(*args, **(kwargs or {}), cut=self.cut)
@@ -184,19 +209,33 @@ class FlashAttentionMode(TorchFunctionMode):
             return self._backward(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
-    def reaches_recomputation(self, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
-        """Be active also when these modules run again within a backward pass.
+    def register_recomputation_hooks(self, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+        """Activate the mode also while modules are recomputed within a backward pass.
 
         Args:
-            modules: Modules that call attention themselves; see `attention_modules`.
+            modules: Modules that call attention directly.
 
         Returns:
-            Handles of the hooks that do it, which the caller removes.
+            Handles of the hooks, which the caller removes.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
+            >>> mode = wb.faults.FlashAttentionMode()
+            >>> handles = mode.register_recomputation_hooks([block.attention for block in model.blocks])
+            >>> tokens, targets = wb.tasks.associative_recall().batch(0)
+            >>> with mode:
+            ...     torch.utils.checkpoint.checkpoint(model, tokens, use_reentrant=False).sum().backward()
+            >>> mode.n_calls  # in the forward pass and in its recomputation
+            2
+            >>> for handle in handles:
+            ...     handle.remove()
         """
         handles = []
         for module in modules:
             handles.append(module.register_forward_pre_hook(self._enter))
-            # always_call: recomputation is cut short by an exception once it has what it needs.
+            # always_call, as an exception ends a recomputation early once it has all tensors.
             handles.append(module.register_forward_hook(self._leave, always_call=True))
         return handles
 
@@ -217,11 +256,11 @@ class FlashAttentionMode(TorchFunctionMode):
 
 
 def attention_modules(model: nn.Module, inputs: Any) -> list[nn.Module]:
-    """Modules that call torch's ``scaled_dot_product_attention`` themselves, found by running the model once.
+    """Find the modules that call torch's ``scaled_dot_product_attention`` directly, by running the model once.
 
     Args:
-        model: Model to run; it is left unchanged.
-        inputs: A few examples, on the model's device.
+        model: Model to run; its state is unchanged.
+        inputs: A few examples, on the device of the model.
     """
     mode = FlashAttentionMode()
     running: list[tuple[nn.Module, int]] = []
@@ -234,7 +273,7 @@ def attention_modules(model: nn.Module, inputs: Any) -> list[nn.Module]:
         _, n_calls_before = running.pop()
         if mode.n_calls > n_calls_before:
             found.setdefault(module)
-            # Enclosing modules did not make these calls themselves.
+            # These calls do not count for the enclosing modules.
             running[:] = [(outer, n_calls + mode.n_calls - n_calls_before) for outer, n_calls in running]
 
     requests = [(module, hook, hook is enter) for module in model.modules() for hook in (enter, leave)]
@@ -244,7 +283,7 @@ def attention_modules(model: nn.Module, inputs: Any) -> list[nn.Module]:
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Softmax attention; see `flash_attention`."""
+    """Autograd function of `flash_attention`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, keep: Any, scale: float, cut: Cut) -> Tensor:
@@ -260,41 +299,43 @@ class _FlashAttention(torch.autograd.Function):
         q, k, v, bias, keep, weights, out = ctx.saved_tensors
         dtype, cut = weights.dtype, ctx.cut
         with _without_autocast(q):
-            if torch.is_grad_enabled():  # for a second derivative, the weights need their graph
+            if torch.is_grad_enabled():  # second derivatives need the graph of the attention weights
                 weights = _softmax(q, k, bias, ctx.scale)
             out = _lossy(out, cut) if cut.output else out
             d_out = _lossy(d_out, cut) if cut.gradient else d_out
             out, d_out = out.to(dtype), d_out.to(dtype)
             delta = (d_out * out).sum(-1, keepdim=True)
             d_weights = d_out @ v.to(dtype).mT
-            mixing = weights
+            dropped_weights = weights
             if keep is not None:
-                mixing, d_weights = weights * keep, d_weights * keep
+                dropped_weights, d_weights = weights * keep, d_weights * keep
             d_scores = weights * (d_weights - delta)
             d_bias = d_scores.sum_to_size(bias.shape) if ctx.needs_input_grad[3] else None
             d_scores = d_scores * ctx.scale
             d_q, d_k = (d_scores @ k.to(dtype)).to(q.dtype), (d_scores.mT @ q.to(dtype)).to(k.dtype)
-            return d_q, d_k, (mixing.mT @ d_out).to(v.dtype), d_bias, None, None, None
+            return d_q, d_k, (dropped_weights.mT @ d_out).to(v.dtype), d_bias, None, None, None
 
 
 def _softmax(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Attention weights, rows adding up to 1; rows of tokens that see nothing are 0."""
+    """Return the attention weights, with rows that sum to 1, or are 0 for tokens that attend to nothing."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(dtype) * scale) @ k.to(dtype).mT
     if bias is None:
         return scores.softmax(-1)
-    is_blind = (bias == -math.inf).all(-1, keepdim=True)
-    return (scores + bias).softmax(-1).masked_fill(is_blind, 0.0)
+    is_fully_masked = (bias == -math.inf).all(-1, keepdim=True)
+    return (scores + bias).softmax(-1).masked_fill(is_fully_masked, 0.0)
 
 
 def _lossy(x: Tensor, cut: Cut) -> Tensor:
+    """Return a tensor with its low bits cut."""
     lossy = cut_low_bits(x.detach(), cut.n_bits, cut.rounding)
-    # Rounding has no useful derivative; for a second derivative, the cut counts as the identity.
+    # Rounding has no useful derivative; in second derivatives the cut is treated as the identity.
     return x + (lossy - x).detach() if torch.is_grad_enabled() and x.requires_grad else lossy
 
 
-def _bias_of(is_seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(is_seen.shape, dtype=dtype, device=is_seen.device).masked_fill(~is_seen, -math.inf)
+def _bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a Boolean mask as numbers to add to the scores."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -math.inf)
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""The faults of one run: the methods that the training loop calls in each step."""
+"""The faults of one run as a callback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from workbench.callbacks.faults.fault import Fault
 from workbench.callbacks.faults.flash_attention_mode import NO_CUT, FlashAttentionMode, attention_modules
 from workbench.callbacks.faults.low_precision_fault import LowPrecisionAttention
 from workbench.errors import OptionError
-from workbench.models.batches import count_rows, take_rows
+from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import call_model
 from workbench.models.losses import auxiliary_loss
 from workbench.models.probing import undisturbed
@@ -42,24 +42,32 @@ _AnyFault = TypeVar("_AnyFault", bound=Fault)
 
 
 class Injection(Callback):
-    """The faults of a run as a callback; without any fault, no method changes anything.
+    """The faults of a run as a callback; without any fault, it changes nothing.
 
-    They act in the order in which data flow, whatever their order in the list: corrupted data, a smaller batch,
-    attention, the loss, then gradients: split over ranks, lost, added up, late; and the rate. Gradients are changed
-    before their norm is measured.
+    The faults act in the order of the data flow, not in that of the list: corrupted data, smaller batch, attention,
+    loss, gradients (split over ranks, lost, summed, delayed), learning rate. Gradients are changed before their norm is
+    measured.
 
     Args:
-        faults: Faults from `workbench.faults`.
-        seed: Seed of their random draws, which depend on it and the step.
+        faults: Faults from `workbench.faults`, at most one of each kind.
+        seed: Seed of the random draws, which depend only on the seed and the step.
+
+    Attributes:
+        active: Names of the faults that are on in the current step.
 
     Raises:
-        OptionError: If an element is no fault, two are of one kind, or two contradict each other.
+        OptionError: If an element is not a fault, two faults are of the same kind, or two contradict each other.
 
     Example:
         >>> import workbench as wb
         >>> injection = wb.faults.Injection([wb.faults.LargeRate(factor=5.0, start=10)], seed=1)
-        >>> sorted(injection.describe())
-        ['large_rate']
+        >>> injection.begin_step(10)
+        >>> injection.active, injection.rate_factor
+        (('large_rate',), 5.0)
+
+    See Also:
+        `workbench.train`: Creates it from its argument ``faults``.
+        `workbench.faults.Fault`: Injects a fault into any training loop by its method ``attach``.
     """
 
     name = "faults"
@@ -67,21 +75,32 @@ class Injection(Callback):
 
     def __init__(self, faults: Sequence[Fault], *, seed: int = 0) -> None:
         if isinstance(faults, Fault):
-            raise OptionError(f"faults is one {faults.name}, expected a sequence; pass [it].")
+            raise OptionError.of("faults", faults, "a sequence of faults", remedy="pass a list")
         self._faults: dict[type[Fault], Fault] = {}
         for fault in faults:
             if not isinstance(fault, Fault):
                 raise OptionError(
-                    f"faults holds a {type(fault).__name__}, expected faults such as wb.faults.large_rate()."
+                    f"faults contains {fault!r}, which is not a fault; pass faults such as wb.faults.large_rate().",
+                    name="faults",
+                    value=fault,
+                    expected="a sequence of faults",
                 )
             if type(fault) in self._faults:
-                raise OptionError(f"faults holds {fault.kind} twice, expected one of a kind; join or drop one.")
+                raise OptionError(
+                    f"faults contains {fault.kind} twice; pass at most one fault of each kind.",
+                    name="faults",
+                    value=fault.kind,
+                    expected="at most one fault of each kind",
+                )
             self._faults[type(fault)] = fault
         dropped, reduced = self._get(DroppedBucket), self._get(LowPrecisionReduction)
         if dropped and dropped.needs_ranks and reduced and dropped.n_ranks != reduced.n_ranks:
             raise OptionError(
-                f"dropped_bucket has n_ranks = {dropped.n_ranks} but low_precision_reduction {reduced.n_ranks}; "
-                "give both the same number."
+                f"dropped_bucket has n_ranks = {dropped.n_ranks}, but low_precision_reduction has {reduced.n_ranks}; "
+                "use the same number for both.",
+                name="n_ranks",
+                value=(dropped.n_ranks, reduced.n_ranks),
+                expected="the same for both faults",
             )
         self.seed = seed
         self.active: tuple[str, ...] = ()
@@ -89,11 +108,11 @@ class Injection(Callback):
         self._on_since: dict[type[Fault], int] = {}
         self._mode = FlashAttentionMode() if LowPrecisionAttention in self._faults else None
         self._handles: list[RemovableHandle] = []
-        self._weights: list[nn.Parameter] = []
+        self._parameters: list[nn.Parameter] = []
         self._kept: list[Gradients] = []
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """The faults as plain values, by kind."""
+        """Return the attributes of the faults as plain values, by kind."""
         return {fault.kind: fault.describe() for fault in self._faults.values()}
 
     def setup(self, run: TrainingRun) -> None:
@@ -103,39 +122,46 @@ class Injection(Callback):
             OptionError: If a fault is incompatible with the trainer, the optimizer or the parameters.
         """
         super().setup(run)
-        self.active, self._on_since, self._kept = (), {}, []  # a trainer may train with one callback several times
+        # A trainer may train several times with the same callback.
+        self.active, self._on_since, self._kept = (), {}, []
         if self._mode is not None:
             self._mode.n_calls = 0
         if not run.owns_loop:
             self._require_own_loop()
         optimizer = run.optimizer
-        self._weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for fault in self._of(*_OF_GRADIENTS):
             if takes_several_passes(optimizer):
                 raise OptionError(
-                    f"{fault.name} changes the gradients of one backward pass a step, but {type(optimizer).__name__} "
-                    "takes several; choose another optimizer, or leave the fault out."
+                    f"{fault.name} changes the gradients of one backward pass per step, but {type(optimizer).__name__} "
+                    "takes several; choose another optimizer, or leave the fault out.",
+                    name="optimizer",
+                    value=optimizer,
+                    expected=f"an optimizer with one backward pass per step, for {fault.name}",
                 )
             n_buckets = getattr(fault, "n_buckets", 1)
-            if n_buckets > len(self._weights):
-                raise OptionError(
-                    f"{fault.name} has n_buckets = {n_buckets}, but only {len(self._weights)} weight tensors are "
-                    "trained; take fewer buckets."
+            if n_buckets > len(self._parameters):
+                raise OptionError.of(
+                    "n_buckets", n_buckets, f"at most {len(self._parameters)}, the number of trained parameter tensors"
                 )
 
     def _require_own_loop(self) -> None:
+        """Raise `OptionError` if a fault needs the loop of `workbench.train`."""
         for fault in self._of(NoAuxiliaryLoss, LowPrecisionReduction, DroppedBucket):
             if getattr(fault, "needs_ranks", True):
                 raise OptionError(
-                    f"{fault.name} changes the loss or splits the batch, which only wb.train() lets it do; train with "
-                    "that, or leave the fault out."
+                    f"{fault.name} changes the loss or splits the batch, which is possible only in wb.train(); use "
+                    "that, or leave the fault out.",
+                    name="faults",
+                    value=fault.name,
+                    expected="faults that do not need the loop of wb.train()",
                 )
 
     def begin(self) -> None:
-        """Find the parts of the model that the faults change, by running it on its probe.
+        """Find the parts of the model that the faults change, by running it on the probe.
 
         Raises:
-            OptionError: If it has no attention or no auxiliary loss that could be changed.
+            OptionError: If the model has no attention, or no auxiliary loss, that a fault could change.
         """
         run = self.run
         if run.probe is None or not self._of(LowPrecisionAttention, NoAuxiliaryLoss):
@@ -146,17 +172,20 @@ class Injection(Callback):
                 has_one = auxiliary_loss(run.model, call_model(model, inputs)) is not None
             if not has_one:
                 raise OptionError(
-                    f"no_auxiliary_loss needs a model with an auxiliary loss, but {type(model).__name__} has none; "
-                    "take a mixture of experts (Hugging Face: with output_router_logits=True), or leave the fault out."
+                    f"no_auxiliary_loss needs a model with an auxiliary loss, but {type(model).__name__} has none; use "
+                    "a mixture of experts (Hugging Face: with output_router_logits=True), or leave the fault out.",
+                    name="model",
+                    value=model,
+                    expected="a model with an auxiliary loss, for no_auxiliary_loss",
                 )
         if self._mode is not None:
             modules = attention_modules(model, inputs)
             if not modules:
-                raise _no_attention(model)
-            self._handles = self._mode.reaches_recomputation(modules)
+                raise _no_attention_error(model)
+            self._handles = self._mode.register_recomputation_hooks(modules)
 
     def end(self, *, is_broken: bool = False) -> None:
-        """Remove all hooks; the switches stay as they are."""
+        """Remove all hooks; the switches are unchanged."""
         super().end(is_broken=is_broken)
         for handle in self._handles:
             handle.remove()
@@ -171,10 +200,10 @@ class Injection(Callback):
                 continue
             if is_on:
                 self._on_since[kind] = step
-                self._say(fault, f"{fault.name} on: {fault.effect}.")
+                self._record_switch(fault, f"{fault.name} on: {fault.effect}.")
             else:
                 del self._on_since[kind]
-                self._say(fault, f"{fault.name} off.")
+                self._record_switch(fault, f"{fault.name} off.")
         self.active = tuple(fault.name for kind, fault in self._faults.items() if kind in self._on_since)
         if self._mode is not None:
             attention = self._on(LowPrecisionAttention)
@@ -183,38 +212,48 @@ class Injection(Callback):
             self._kept.clear()
 
     def outcome(self) -> tuple[str, ...]:
-        """Names of the faults that were on."""
+        """Return the names of the faults that were on in this step."""
         return self.active
 
     @property
     def rate_factor(self) -> float:
-        """The factor on the learning rate in this step."""
+        """Factor on the learning rate in this step."""
         fault = self._on(LargeRate)
         return 1.0 if fault is None else fault.rate_factor(self._step - self._on_since[LargeRate])
 
     @property
     def keeps_auxiliary_loss(self) -> bool:
-        """Whether the model's own auxiliary loss counts in this step."""
+        """Whether the auxiliary loss of the model counts in this step."""
         return self._on(NoAuxiliaryLoss) is None
 
     def switch_off(self, kind: type[Fault]) -> None:
-        """Switch off the fault of a kind by hand, from the next step on."""
+        """Switch off the fault of a kind, from the next step on; without such a fault, nothing happens.
+
+        Example:
+            >>> import workbench as wb
+            >>> fault = wb.faults.LargeRate(start=0)
+            >>> injection = wb.faults.Injection([fault])
+            >>> injection.begin_step(0)
+            >>> injection.switch_off(wb.faults.LargeRate)
+            >>> fault.enabled
+            False
+        """
         if kind in self._faults:
             self._faults[kind].enabled = False
 
     def around_pass(self) -> AbstractContextManager[Any]:
-        """The attention of the fault, in place of torch's."""
+        """Return the context in which the attention of the fault replaces that of torch."""
         return nullcontext() if self._mode is None else self._mode
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
-        """Remove the model's own auxiliary loss if that fault is on."""
+        """Return the auxiliary loss, which is zero while `NoAuxiliaryLoss` is on."""
         return auxiliary if auxiliary is None or self.keeps_auxiliary_loss else torch.zeros_like(auxiliary)
 
     def change_batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-        """The batch of this step as changed by the faults.
+        """Return the batch of this step as changed by the faults.
 
         Raises:
-            OptionError: If it has fewer examples than are to be kept, or nothing to corrupt.
+            OptionError: If the batch has too few examples for `SmallBatch`, or nothing for `CorruptedData` to replace.
         """
         if (corrupted := self._on(CorruptedData)) is not None:
             inputs, targets = corrupted.batch(inputs, targets, self._random(corrupted))
@@ -223,10 +262,10 @@ class Injection(Callback):
         return inputs, targets
 
     def run_pass(self, one_pass: PassFunction, inputs: Any, targets: Tensor) -> PassResult:
-        """Forward and backward pass over a batch, with the faults of its gradients.
+        """Run the forward and backward pass over a batch, with the faults of its gradients.
 
         Returns:
-            The result of the pass; over several ranks their mean, with the logits of all.
+            The result of the pass. Over several ranks it is the mean, with the logits of all ranks.
         """
         faults = self._of(*_OF_GRADIENTS)
         if not any(type(fault) in self._on_since for fault in faults):
@@ -236,26 +275,23 @@ class Injection(Callback):
             parts.append(one_pass(*shard))
             if not parts[-1].is_finite:
                 break
-            ranks.append([weight.grad for weight in self._weights])
-        whole = _joined(parts)
-        if whole.is_finite:
-            for weight, gradient in zip(self._weights, self._reduced(ranks), strict=True):
-                weight.grad = gradient
-        return whole
+            ranks.append([parameter.grad for parameter in self._parameters])
+        result = _joined(parts)
+        if result.is_finite:
+            self._set_gradients(self._reduced(ranks))
+        return result
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
-        """In another trainer: apply the faults of one rank's gradients, and check that attention ran."""
+        """Apply the faults of the gradients, and check that attention ran; `workbench.train` does both elsewhere."""
         if not self.is_running or self.run.owns_loop:
             return
         if any(type(fault) in self._on_since for fault in self._of(*_OF_GRADIENTS)):
-            reduced = self._reduced([[weight.grad for weight in self._weights]])
-            for weight, gradient in zip(self._weights, reduced, strict=True):
-                weight.grad = gradient
+            self._set_gradients(self._reduced([[parameter.grad for parameter in self._parameters]]))
         if self._mode is not None and not self._mode.n_calls:
-            raise _no_attention(self.run.model)
+            raise _no_attention_error(self.run.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, in types that ``torch.load(weights_only=True)`` reads."""
+        """Return the state that a resumed run needs, in types that ``torch.load(weights_only=True)`` accepts."""
         return {
             "switches": {fault.kind: fault.state_dict() for fault in self._faults.values()},
             "on_since": {kind.kind: step for kind, step in self._on_since.items()},
@@ -263,52 +299,63 @@ class Injection(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave; the switches of the faults are set to it."""
+        """Load a state that `state_dict` returned, including the switches of the faults."""
         for fault in self._faults.values():
             fault.load_state_dict(state["switches"][fault.kind])
         on_since = state["on_since"]
         self._on_since = {kind: on_since[kind.kind] for kind in self._faults if kind.kind in on_since}
         self._kept = [
-            [None if one is None else one.to(weight.device) for weight, one in zip(self._weights, kept, strict=True)]
+            [None if g is None else g.to(parameter.device) for parameter, g in zip(self._parameters, kept, strict=True)]
             for kept in state["kept"]
         ]
 
-    def _say(self, fault: Fault, message: str) -> None:
+    def _set_gradients(self, gradients: Gradients) -> None:
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _record_switch(self, fault: Fault, message: str) -> None:
         self.event(self._step, "fault", source=fault.name, message=message)
 
     def _of(self, *kinds: type[Fault]) -> list[Fault]:
+        """Return the faults of some kinds, on or off."""
         return [self._faults[kind] for kind in kinds if kind in self._faults]
 
     def _get(self, kind: type[_AnyFault]) -> _AnyFault | None:
-        """The fault of a kind, on or off."""
+        """Return the fault of a kind, on or off; None if there is none."""
         fault = self._faults.get(kind)
         return fault if isinstance(fault, kind) else None
 
     def _on(self, kind: type[_AnyFault]) -> _AnyFault | None:
-        """The fault of a kind, if it is on in this step."""
+        """Return the fault of a kind if it is on in this step; None otherwise."""
         return self._get(kind) if kind in self._on_since else None
 
     def _random(self, fault: Fault) -> torch.Generator:
         return torch.Generator().manual_seed(mixed_seed("fault", fault.kind, self.seed, self._step))
 
     def _shards(self, inputs: Any, targets: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """Yield the part of a batch for each rank; the complete batch if no fault splits it.
+
+        Raises:
+            OptionError: If there are fewer examples than ranks.
+        """
         dropped, reduced = self._on(DroppedBucket), self._on(LowPrecisionReduction)
         splitting = reduced or (dropped if dropped is not None and dropped.needs_ranks else None)
         if splitting is None:
             yield inputs, targets
             return
-        n_rows = count_rows(inputs)
-        if n_rows < splitting.n_ranks:
-            raise OptionError(
-                f"{splitting.name} splits a batch over n_ranks = {splitting.n_ranks}, but one has only {n_rows} rows; "
-                "take fewer ranks or larger batches."
+        n_examples = count_examples(inputs)
+        if n_examples < splitting.n_ranks:
+            raise OptionError.of(
+                "n_ranks",
+                splitting.n_ranks,
+                f"at most {n_examples}, the number of examples of the batch that {splitting.name} splits",
             )
-        for rows in torch.arange(n_rows).tensor_split(splitting.n_ranks):
-            which = slice(int(rows[0]), int(rows[-1]) + 1)
-            yield take_rows(inputs, which), targets[which]
+        for numbers in torch.arange(n_examples).tensor_split(splitting.n_ranks):
+            of_rank = slice(int(numbers[0]), int(numbers[-1]) + 1)
+            yield take_examples(inputs, of_rank), targets[of_rank]
 
     def _reduced(self, ranks: list[Gradients]) -> Gradients:
-        """The gradients that the optimizer gets, from those of all ranks."""
+        """Return the gradients that the optimizer receives, from those of all ranks."""
         if (dropped := self._on(DroppedBucket)) is not None:
             dropped.drop(ranks, self._buckets(dropped.n_buckets), self._random(dropped))
         reduced = self._on(LowPrecisionReduction)
@@ -317,46 +364,49 @@ class Injection(Callback):
             return gradients
         scaler = self.run.scaler if self.is_running else None
         scale = 1.0 if scaler is None else scaler.get_scale()  # scale of the gradients, in float16
-        # Kept without the scale, which may have changed when they are used; overflowed values stay infinite.
+        # Stored without the scale, which may have changed when they are used; overflows remain infinite.
         self._kept = [*self._kept[-stale.delay :], [None if g is None else g / scale for g in gradients]]
         late = stale.late(self._kept, self._buckets(stale.n_buckets), self._random(stale))
         return [None if g is None else g * scale for g in late]
 
     def _buckets(self, n_buckets: int) -> list[list[int]]:
-        return in_buckets([weight.numel() for weight in self._weights], n_buckets)
+        return in_buckets([parameter.numel() for parameter in self._parameters], n_buckets)
 
 
-def _no_attention(model: nn.Module) -> OptionError:
+def _no_attention_error(model: nn.Module) -> OptionError:
     return OptionError(
-        "low_precision_attention needs a model that calls torch's scaled_dot_product_attention itself, "
+        "low_precision_attention needs a model that calls torch's scaled_dot_product_attention directly, "
         f"but {type(model).__name__} does not; load a Hugging Face model with attn_implementation='sdpa', "
-        "or leave the fault out."
+        "or leave the fault out.",
+        name="model",
+        value=model,
+        expected="a model that calls torch's scaled_dot_product_attention, for low_precision_attention",
     )
 
 
 def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Gradients:
-    """Mean over ranks, in a ring of low precision if there is such a fault."""
-    shapes: dict[int, Tensor] = {}  # shape of each parameter that has a gradient on any rank
+    """Return the mean over ranks, computed in a ring of low precision if there is such a fault."""
+    templates: dict[int, Tensor] = {}  # a gradient of each parameter that has one on any rank
     for i, of_ranks in enumerate(zip(*ranks, strict=True)):
         first = next((gradient for gradient in of_ranks if gradient is not None), None)
         if first is not None:
-            shapes[i] = first
-    flat = [torch.cat([_filled(rank[i], shape).flatten() for i, shape in shapes.items()]) for rank in ranks]
+            templates[i] = first
+    flat = [torch.cat([_or_zeros(rank[i], template).flatten() for i, template in templates.items()]) for rank in ranks]
     total = torch.stack(flat).sum(0) if reduced is None else ring_sum(flat, reduced)
-    parts = (total / len(ranks)).split([shape.numel() for shape in shapes.values()])
+    parts = (total / len(ranks)).split([template.numel() for template in templates.values()])
     mean: Gradients = [None] * len(ranks[0])
-    for (i, shape), part in zip(shapes.items(), parts, strict=True):
-        mean[i] = part.view_as(shape).to(shape.dtype)
+    for (i, template), part in zip(templates.items(), parts, strict=True):
+        mean[i] = part.view_as(template).to(template.dtype)
     return mean
 
 
-def _filled(gradient: Tensor | None, shape: Tensor) -> Tensor:
-    """A gradient; zeros shaped like another if there is none."""
-    return torch.zeros_like(shape) if gradient is None else gradient
+def _or_zeros(gradient: Tensor | None, template: Tensor) -> Tensor:
+    """Return a gradient, or zeros of the shape of another one if there is none."""
+    return torch.zeros_like(template) if gradient is None else gradient
 
 
 def _joined(parts: list[PassResult]) -> PassResult:
-    """The passes of all ranks as one; every rank counts alike."""
+    """Return the passes of all ranks as one; all ranks have equal weight."""
     if len(parts) == 1:
         return parts[0]
     is_finite = all(part.is_finite for part in parts)

@@ -1,4 +1,4 @@
-"""Attention whose backward pass loses bits, always in one direction."""
+"""Fault of the attention: low bits are cut in its backward pass, with a bias towards zero."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from workbench.callbacks.faults.fault import Fault
-from workbench.callbacks.faults.flash_attention_mode import ROUNDINGS, Cut
+from workbench.callbacks.faults.flash_attention_mode import ROUNDINGS, Cut, require_n_bits
+from workbench.callbacks.option_checks import require_choice
 from workbench.errors import OptionError
-from workbench.tasks.task import require_whole
 
 _TARGETS = {"output": "O", "gradient": "dO"}
 _WHAT = {"truncate": "are cut", "nearest": "are rounded off"}
@@ -17,23 +17,28 @@ _WHAT = {"truncate": "are cut", "nearest": "are rounded off"}
 
 @dataclass(kw_only=True, eq=False)
 class LowPrecisionAttention(Fault):
-    """The backward pass of attention uses its output O and its gradient dO with fewer bits.
+    """Fault: the backward pass of attention uses its output O and its gradient dO with fewer bits.
 
-    A cut that always goes towards zero makes delta = rowsum(dO * O) too small, and with it the gradients of queries and
-    keys wrong in one direction. While the fault is in a run's list, attention is computed by
-    `workbench.faults.flash_attention` in every step, with k = 0 while it is off: switching changes the bits and nothing
-    else, and the control run has the same list with the fault off (or ``n_bits=0``, which gives the same numbers).
+    Truncation towards zero makes delta = rowsum(dO * O) too small, which biases the gradients of queries and keys.
+    In a run with this fault, attention is computed by `workbench.faults.flash_attention` in every step, with k = 0
+    while the fault is off. Switching therefore changes only the bits. A control run has the same list of faults with
+    this one off, or with ``n_bits=0``, which yields the same numbers.
 
-    It replaces ``torch.nn.functional.scaled_dot_product_attention``, which the zoo calls, and Hugging Face models
-    loaded with ``attn_implementation="sdpa"``. Gradient checkpointing of modules is followed; where a function
-    inside of the module that attends is run again, or attention runs within ``torch.nn.MultiheadAttention``, it is out
-    of reach (a model with nothing but the latter is refused).
+    The fault replaces ``torch.nn.functional.scaled_dot_product_attention``, which is used by the models of the zoo and
+    by Hugging Face models loaded with ``attn_implementation="sdpa"``. It also acts in the gradient checkpointing of
+    modules. It does not act in the recomputation of a function inside the attention module, nor within
+    ``torch.nn.MultiheadAttention``; a model without any other attention raises an error.
 
     Attributes:
-        n_bits: Number k of bits that are lost, 0 to 8; see `workbench.faults.cut_low_bits`.
-        targets: Tensors that lose them: ``"output"`` (O), ``"gradient"`` (dO and everything computed from it), or both.
-        rounding: ``"truncate"`` is the fault; ``"nearest"`` a control that loses as many bits with hardly a bias;
-            ``"cast"`` (with ``n_bits=0``) the cast to bfloat16 alone.
+        n_bits: Number k of bits that are cut, 0 to 8; see `workbench.faults.cut_low_bits`.
+        targets: Tensors that are cut: ``"output"`` (O), ``"gradient"`` (dO and all that is computed from it), or both.
+        rounding: ``"truncate"`` is the fault. ``"nearest"`` is a control that cuts as many bits with almost no bias.
+            ``"cast"`` (with ``n_bits=0``) is the cast to bfloat16 alone.
+        start: See `Fault`.
+        stop: See `Fault`.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
@@ -43,6 +48,10 @@ class LowPrecisionAttention(Fault):
         ...     print(record.step, record.active_faults)
         0 ()
         1 ('low_precision_attention',)
+
+    See Also:
+        `workbench.faults.flash_attention`: The attention of a run with this fault.
+        `workbench.probes.precision_errors`: Detects errors of the arithmetic.
     """
 
     kind: ClassVar[str] = "low_precision_attention"
@@ -52,22 +61,19 @@ class LowPrecisionAttention(Fault):
     rounding: str = "truncate"
 
     def __post_init__(self) -> None:
-        require_whole(0, n_bits=self.n_bits)
-        if self.n_bits > 8:
-            raise OptionError(f"n_bits is {self.n_bits}, expected 0 to 8: seven bits of mantissa, one of exponent.")
+        require_n_bits(self.n_bits)
         targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
         if not targets or any(target not in _TARGETS for target in targets):
-            raise OptionError(f"targets is {self.targets!r}, expected 'output', 'gradient' or both.")
+            raise OptionError.of("targets", self.targets, "'output', 'gradient' or both")
         self.targets = tuple(name for name in _TARGETS if name in targets)
-        if self.rounding not in ROUNDINGS:
-            raise OptionError(f"rounding is '{self.rounding}', expected one of {', '.join(ROUNDINGS)}.")
+        require_choice(ROUNDINGS, rounding=self.rounding)
         if self.rounding == "cast" and self.n_bits:
-            raise OptionError(f"rounding 'cast' loses no further bits, but n_bits is {self.n_bits}; pass n_bits=0.")
+            raise OptionError.of("n_bits", self.n_bits, "0 with rounding='cast', which cuts no bits")
         super().__post_init__()
 
     @property
     def effect(self) -> str:
-        """Its effect while it is on."""
+        """Effect of the fault while it is on, as a clause."""
         which = " and ".join(_TARGETS[target] for target in self.targets)
         if self.rounding == "cast":
             return f"{which} are cast to bfloat16 in the backward pass"
@@ -76,5 +82,5 @@ class LowPrecisionAttention(Fault):
 
     @property
     def cut(self) -> Cut:
-        """The cut while it is on."""
+        """The cut of bits while the fault is on."""
         return Cut(self.n_bits, self.rounding, "output" in self.targets, "gradient" in self.targets)

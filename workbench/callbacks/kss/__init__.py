@@ -1,4 +1,4 @@
-"""Koopman Spectral Shaping (KSS, arXiv:2602.22988): a penalty on the spectrum of the residual stream in training."""
+"""Koopman Spectral Shaping (KSS, arXiv:2602.22988): regularization of the spectrum of the residual stream."""
 
 from workbench.callbacks.kss.control import BandController, ControlValues, KSSOptions
 from workbench.callbacks.kss.kss import KSS

@@ -1,4 +1,4 @@
-"""Checks of the model and the optimizer, without their wrappers, before KSS is attached."""
+"""Checks of a model and an optimizer, without their wrappers, to which KSS is to be attached."""
 
 from __future__ import annotations
 
@@ -10,29 +10,44 @@ from workbench.models.wrapping import is_split
 
 
 def check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse models and optimizers that KSS cannot act on.
-
-    Raises:
-        OptionError: If it cannot.
-    """
+    """Raise `OptionError` if KSS cannot act on a model and its optimizer."""
     name = type(model).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise OptionError("KSS cannot act inside LBFGS, which evaluates the loss several times a step; use Adam.")
+        raise OptionError(
+            "KSS cannot act inside LBFGS, which evaluates the loss several times per step; use another optimizer, such "
+            "as AdamW.",
+            name="optimizer",
+            value=optimizer,
+            expected="an optimizer that evaluates the loss once per step",
+        )
     if is_split(model):
-        raise OptionError(f"The weights of {name} are split over processes, which KSS cannot read; train with DDP.")
-    weights = {id(p) for p in model.parameters() if p.requires_grad}
-    if not any(id(p) in weights for group in optimizer.param_groups for p in group["params"]):
-        raise OptionError(f"The optimizer moves no weight of {name}; attach KSS to the model that it trains.")
+        raise OptionError(
+            f"KSS cannot read the parameters of {name}, which are sharded over processes; train with DDP.",
+            name="model",
+            value=model,
+            expected="a model whose parameters are complete in each process",
+        )
+    parameters = {id(p) for p in model.parameters() if p.requires_grad}
+    if not any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
+        raise OptionError(
+            f"The optimizer updates no parameter of {name}; attach KSS to the model that it trains.",
+            name="optimizer",
+            value=optimizer,
+            expected="an optimizer of the parameters of the model",
+        )
 
 
 def is_trained(module: nn.Module) -> bool:
-    """Whether any of its parameters is trained."""
+    """Return whether any parameter of a module is trained."""
     return any(p.requires_grad for p in module.parameters())
 
 
 def recomputation_error(model: nn.Module) -> SnapshotError:
-    """An error that says that activation checkpointing hides the states from hooks."""
+    """Return the error for activation checkpointing in eval mode, which hides the states from hooks."""
     return SnapshotError(
         f"{type(model).__name__} recomputes its activations even in eval mode, which hides them from KSS; use "
-        "torch.utils.checkpoint only while module.training is True."
+        "torch.utils.checkpoint only while module.training is True.",
+        name="model",
+        value=model,
+        expected="a model without activation checkpointing in eval mode",
     )

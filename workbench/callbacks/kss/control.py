@@ -1,4 +1,4 @@
-"""The state of KSS that may change while a model trains, and who may change it."""
+"""Options of KSS that are fixed over a run, and controls that may change while a model trains."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
 from workbench.callbacks.observers import Observers
+from workbench.callbacks.option_checks import require_choice, require_number, require_positive
 from workbench.errors import OptionError
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
@@ -21,34 +22,41 @@ SIDES = ("both", "output", "input")
 
 @dataclass(frozen=True)
 class KSSOptions:
-    """The choices behind the penalty that stay fixed over a run.
+    """Options of KSS that are fixed over a run.
+
+    Let P be the penalty, g = grad P its gradient, and eta the learning rate.
 
     Attributes:
         penalty: The penalty as a function of the spectrum.
-        n_snapshots: Token states per layer and time. They come from as many examples of the batch as are needed, in a
-            pass of their own: 512 states of 64 features are eight for each feature.
-        side: States that carry the gradient. The operator maps what enters a block to what leaves it; ``"both"`` is
-            the full derivative of the penalty. ``"output"`` changes what each block writes, given
-            what it reads; ``"input"`` changes what the blocks before it pass to it.
-        coupling: Way in which the gradient reaches the parameters. ``"gradient"`` adds strength times it to the task's,
-            as adding the penalty to the loss does, except that clipping ignores it; an adaptive optimizer then
-            divides both by the same running size. ``"decoupled"`` subtracts learning rate times strength times it after
-            the update, as AdamW decouples weight decay. ``"projection"`` steps, after the update, to where the penalty
-            would be zero if it were linear: strength times P/|grad P|^2 times its gradient (Polyak 1987), strength 1
-            the whole way; only a penalty that can be zero (``unstable_term="log"``, ``beta=0``) suits it.
-            ``"trust_region"`` uses no gradient: it takes back updates that throw a layer out of its band; see
-            ``trust_region``.
-        trust_region: The band, for that coupling.
-        trigger: Spectral radius above which a layer takes part; 0: always. A run inside its band then costs only the
-            forward pass.
-        skip_first: Leading tokens of each sequence to leave out.
-        seed: Seed of the choice of layers, examples and tokens.
+        n_snapshots: Token states per layer and application. They are taken in a separate forward pass over as many
+            examples of the batch as needed. For 64 features, 512 states are eight per feature.
+        side: States through which the gradient flows. The operator maps the state entering a block to the state
+            leaving it. ``"both"`` is the full derivative of the penalty. ``"output"`` changes what each block writes,
+            for a fixed input; ``"input"`` changes what the preceding blocks pass to it.
+        coupling: How the penalty acts on the parameters. ``"gradient"`` adds strength g to the gradient of the task, as
+            if the penalty were a term of the loss, except that it is not clipped; an adaptive optimizer then
+            normalizes both gradients together. ``"decoupled"`` subtracts eta strength g after the update, as AdamW
+            does with weight decay. ``"projection"`` subtracts strength P g / |g|^2 after the update (Polyak 1987); at
+            strength 1 this is the step to the zero of the linearized penalty. It is meaningful only for a penalty
+            that can be zero (``unstable_term="log"``, ``beta=0``). ``"trust_region"`` uses no gradient: it undoes
+            updates that move a layer out of its band; see ``trust_region``.
+        trust_region: The band and the update rule of ``coupling="trust_region"``.
+        trigger: Spectral radius above which the penalty acts on a layer; 0 lets it act always. Below the trigger only
+            the forward pass is computed.
+        skip_first: Number of leading tokens of each sequence to skip.
+        seed: Seed of the random choice of layers, examples and tokens.
+
+    Raises:
+        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
         >>> options = wb.KSSOptions(n_snapshots=256, coupling="decoupled")
         >>> wb.KSS(options=options).options.coupling
         'decoupled'
+
+    See Also:
+        `workbench.KSS`: Takes the options.
     """
 
     penalty: PenaltyShape = field(default_factory=PenaltyShape)
@@ -62,19 +70,17 @@ class KSSOptions:
 
     def __post_init__(self) -> None:
         if self.n_snapshots < 3:
-            raise OptionError(f"n_snapshots is {self.n_snapshots}, expected at least 3.")
-        for name, known in (("side", SIDES), ("coupling", COUPLINGS)):
-            if getattr(self, name) not in known:
-                raise OptionError(f"{name} is '{getattr(self, name)}', expected one of {', '.join(known)}.")
-        if not 0 <= self.trigger < math.inf:
-            raise OptionError(f"trigger is {self.trigger}, expected a spectral radius of at least 0.")
+            raise OptionError.of("n_snapshots", self.n_snapshots, "at least 3")
+        require_choice(SIDES, side=self.side)
+        require_choice(COUPLINGS, coupling=self.coupling)
+        require_number(0, trigger=self.trigger)
         if self.skip_first < 0:
-            raise OptionError(f"skip_first is {self.skip_first}, expected at least 0.")
+            raise OptionError.of("skip_first", self.skip_first, "at least 0")
 
 
 @dataclass(frozen=True)
 class ControlValues:
-    """The settings of KSS in one step; names as in `KSS`."""
+    """Values of the controls of KSS in one step; names as in `KSS`."""
 
     enabled: bool
     strength: float
@@ -83,16 +89,16 @@ class ControlValues:
     layers: str | tuple[int, ...]
 
     def is_due(self, step: int) -> bool:
-        """Whether the penalty acts in this step."""
+        """Return whether KSS acts in a step."""
         return self.enabled and self.strength > 0 and step % self.interval == 0
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values, which JSON gives back."""
+        """Return the values as JSON-compatible data."""
         return {**vars(self), "layers": self.layers if isinstance(self.layers, str) else [*self.layers]}
 
     @classmethod
     def of_dict(cls, values: Mapping[str, Any]) -> ControlValues:
-        """Make settings from what `as_dict` gave.
+        """Create the values from data that `as_dict` returned.
 
         Raises:
             OptionError: If a value is out of range.
@@ -101,11 +107,7 @@ class ControlValues:
 
 
 class KSSControls:
-    """The controls of KSS, which may change during training; base of `KSS`.
-
-    The controls are plain attributes. They are read once per step, so a script, a schedule, an alarm or a button may
-    set them at any time, from any thread, and every change is recorded with the run. Arguments as for `KSS`.
-    """
+    """Controls of KSS that may change during training; the base class of `KSS`, with the same arguments."""
 
     #: The controls, in the order in which they are recorded.
     CONTROLS = tuple(item.name for item in fields(ControlValues))
@@ -125,18 +127,13 @@ class KSSControls:
         self.controller = controller
         self._lock = threading.RLock()
         self._observers = Observers()
-        given = {
-            "enabled": enabled,
-            "strength": strength,
-            "interval": interval,
-            "gamma": gamma,
-            "layers": layers,
-        }
-        self._control = ControlValues(**{name: _checked(name, value) for name, value in given.items()})
+        self._control = ControlValues.of_dict(
+            {"enabled": enabled, "strength": strength, "interval": interval, "gamma": gamma, "layers": layers}
+        )
 
     @property
     def enabled(self) -> bool:
-        """Whether it acts."""
+        """Whether KSS acts."""
         return self._control.enabled
 
     @enabled.setter
@@ -145,7 +142,7 @@ class KSSControls:
 
     @property
     def strength(self) -> float:
-        """alpha, the weight of the penalty."""
+        """Weight alpha of the penalty."""
         return self._control.strength
 
     @strength.setter
@@ -163,7 +160,7 @@ class KSSControls:
 
     @property
     def gamma(self) -> float:
-        """Near-unit mass to aim at, in [0, 1]."""
+        """Target near-unit mass, in [0, 1]."""
         return self._control.gamma
 
     @gamma.setter
@@ -172,7 +169,7 @@ class KSSControls:
 
     @property
     def layers(self) -> str | tuple[int, ...]:
-        """``"half"``, ``"all"``, or the numbers of the layers, rising."""
+        """Layers to act on: ``"half"``, ``"all"``, or their numbers in increasing order."""
         return self._control.layers
 
     @layers.setter
@@ -181,18 +178,28 @@ class KSSControls:
 
     @property
     def control(self) -> ControlValues:
-        """All controls as they are at this moment."""
+        """Current values of all controls."""
         return self._control
 
     def set(self, **controls: Any) -> None:
-        """Change several controls at once, between two steps.
+        """Change several controls at once, so that no step sees only some of the changes.
+
+        Args:
+            **controls: New values by the names of the controls.
 
         Raises:
             OptionError: If a name is unknown or a value is out of range; nothing is changed then.
+
+        Example:
+            >>> import workbench as wb
+            >>> kss = wb.KSS()
+            >>> kss.set(strength=0.3, interval=20)
+            >>> kss.strength, kss.interval
+            (0.3, 20)
         """
         unknown = [name for name in controls if name not in self.CONTROLS]
         if unknown:
-            raise _no_control(unknown[0])
+            raise _unknown_control(unknown[0])
         checked = {name: _checked(name, value) for name, value in controls.items()}
         with self._lock:
             before = self._control
@@ -202,31 +209,59 @@ class KSSControls:
             self._observers.call(*change)
 
     def observe(self, observer: Callable[[str, Any, Any], None]) -> Callable[[], None]:
-        """Call ``observer(name, before, after)`` after each change of a control, in the thread that made it.
+        """Call ``observer(name, before, after)`` after each change of a control, in the thread of the change.
 
         Returns:
-            A function that unsubscribes it.
+            A function that removes the observer.
+
+        Example:
+            >>> import workbench as wb
+            >>> kss = wb.KSS(strength=0.15)
+            >>> remove = kss.observe(print)
+            >>> kss.strength = 0.3
+            strength 0.15 0.3
+            >>> remove()
         """
         return self._observers.add(observer)
 
     def describe(self) -> dict[str, Any]:
-        """What stays fixed over a run, as plain values."""
-        own = self.options
-        options = vars(own) | {"penalty": dict(vars(own.penalty)), "trust_region": dict(vars(own.trust_region))}
+        """Return the options that are fixed over a run, as plain values.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.KSS.recommended().describe()["coupling"]
+            'trust_region'
+        """
+        fixed = self.options
+        options = vars(fixed) | {"penalty": dict(vars(fixed.penalty)), "trust_region": dict(vars(fixed.trust_region))}
         return options | {"controller": None if self.controller is None else dict(vars(self.controller))}
 
     def state_dict(self) -> dict[str, Any]:
-        """The controls, as plain values, for a checkpoint."""
+        """Return the values of the controls for a checkpoint.
+
+        Example:
+            >>> import workbench as wb
+            >>> wb.KSS().state_dict()
+            {'enabled': True, 'strength': 0.15, 'interval': 10, 'gamma': 0.4, 'layers': 'half'}
+        """
         return self._control.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load controls that `state_dict` gave."""
+        """Set the controls to values that `state_dict` returned.
+
+        Example:
+            >>> import workbench as wb
+            >>> kss = wb.KSS()
+            >>> kss.load_state_dict(wb.KSS(strength=0.3).state_dict())
+            >>> kss.strength
+            0.3
+        """
         self.set(**state)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A misspelled control would otherwise be one more attribute, and change nothing.
+        # Otherwise a misspelled control would become a new attribute without any effect.
         if not name.startswith("_") and "_control" in vars(self) and not hasattr(self, name):
-            raise _no_control(name)
+            raise _unknown_control(name)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -239,19 +274,19 @@ class KSSControls:
 
 @dataclass(frozen=True)
 class BandController:
-    """Holds a measure of the spectrum in a band by adjusting the strength of KSS.
+    """Controller that keeps a measure of the spectrum within a band by adjusting the strength of KSS.
 
-    After each application the strength is multiplied by ``factor`` if the measure lies above the band, divided by it
-    if it lies below, and unchanged within: an integral controller in the logarithm of the strength, which needs no
-    model of how the measure responds.
+    After each application the strength is multiplied by ``factor`` if the measure is above the band, divided by it if
+    the measure is below, and left unchanged within the band. This is an integral controller in the logarithm of the
+    strength, which needs no model of how the measure responds.
 
     Attributes:
-        quantity: Measure to control: ``"spectral_radius"``, the largest of the layers measured, or
+        quantity: Measure to control: ``"spectral_radius"``, the maximum over the measured layers, or
             ``"near_unit_mass"``, their mean.
         low: Lower edge of the band.
         high: Upper edge of the band.
         factor: Factor of one change of the strength, above 1.
-        weakest: Smallest strength; above 0, so that it can rise again.
+        weakest: Smallest strength, above 0 so that it can increase again.
         strongest: Largest strength.
     """
 
@@ -263,19 +298,18 @@ class BandController:
     strongest: float = 1e3
 
     def __post_init__(self) -> None:
-        if self.quantity not in ("spectral_radius", "near_unit_mass"):
-            raise OptionError(f"quantity is '{self.quantity}', expected 'spectral_radius' or 'near_unit_mass'.")
-        if not 0 <= self.low <= self.high < math.inf:
-            raise OptionError(f"The band is {self.low} to {self.high}, expected 0 <= low <= high.")
+        require_choice(("spectral_radius", "near_unit_mass"), quantity=self.quantity)
+        require_number(0, low=self.low, high=self.high)
+        require_positive(weakest=self.weakest, strongest=self.strongest)
+        if self.low > self.high:
+            raise OptionError.of("high", self.high, f"at least low = {self.low}")
         if not 1 < self.factor < math.inf:
-            raise OptionError(f"factor is {self.factor}, expected more than 1.")
-        if not 0 < self.weakest <= self.strongest < math.inf:
-            raise OptionError(
-                f"The strength may run from {self.weakest} to {self.strongest}, expected 0 < weakest <= strongest."
-            )
+            raise OptionError.of("factor", self.factor, "above 1 and finite")
+        if self.weakest > self.strongest:
+            raise OptionError.of("strongest", self.strongest, f"at least weakest = {self.weakest}")
 
     def adjusted(self, strength: float, measure: float) -> float:
-        """The strength for the next step; unchanged if there is no measure (NaN)."""
+        """Return the strength for the next step, which is unchanged if the measure is NaN."""
         if measure > self.high:
             strength *= self.factor
         elif measure < self.low:
@@ -285,18 +319,22 @@ class BandController:
         return min(max(strength, self.weakest), self.strongest)
 
 
-def _no_control(name: str) -> OptionError:
-    """That KSS has no control of this name, with the one that is spelled most alike."""
+def _unknown_control(name: str) -> OptionError:
+    """Return the error for an unknown control, which suggests the control with the most similar name."""
     near = difflib.get_close_matches(name, KSSControls.CONTROLS, n=1)
     hint = f" (did you mean '{near[0]}'?)" if near else ""
-    return OptionError(f"KSS has no control '{name}'{hint}; choose from {', '.join(KSSControls.CONTROLS)}.")
+    return OptionError(
+        f"KSS has no control '{name}'{hint}; choose from {', '.join(KSSControls.CONTROLS)}.",
+        name=name,
+        expected=KSSControls.CONTROLS,
+    )
 
 
 def _checked(name: str, value: Any) -> Any:
-    """A control's value in its own type.
+    """Return the value of a control, converted to its type.
 
     Raises:
-        OptionError: If it is no valid value.
+        OptionError: If the value is not valid.
     """
     if name == "enabled":
         return bool(value)
@@ -304,13 +342,12 @@ def _checked(name: str, value: Any) -> Any:
         return _checked_layers(value)
     if name == "interval":
         if not _is_whole(value, lowest=1):
-            raise OptionError(f"interval is {value}, expected a whole number of steps, at least 1.")
+            raise OptionError.of("interval", value, "a whole number of at least 1")
         return int(value)
     highest = 1.0 if name == "gamma" else math.inf
     if isinstance(value, Real) and math.isfinite(value) and 0 <= float(value) <= highest:
         return float(value)
-    expected = "a number of at least 0" if name == "strength" else "a share between 0 and 1"
-    raise OptionError(f"{name} is {value}, expected {expected}.")
+    raise OptionError.of(name, value, "a number in [0, 1]" if name == "gamma" else "a finite number of at least 0")
 
 
 def _checked_layers(value: Any) -> str | tuple[int, ...]:
@@ -318,7 +355,7 @@ def _checked_layers(value: Any) -> str | tuple[int, ...]:
         return value
     is_many = isinstance(value, Collection) and not isinstance(value, str | bytes) and len(value) > 0
     if not (is_many and all(_is_whole(i, lowest=0) for i in value)):
-        raise OptionError(f"layers is {value!r}, expected 'half', 'all', or numbers of layers counted from 0.")
+        raise OptionError.of("layers", value, "'half', 'all', or a collection of layer numbers, counted from 0")
     return tuple(sorted({int(i) for i in value}))
 
 

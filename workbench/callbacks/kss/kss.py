@@ -1,4 +1,4 @@
-"""Koopman Spectral Shaping: the public class."""
+"""The public class of Koopman Spectral Shaping."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ if TYPE_CHECKING:
 
 
 class KSS(KSSControls):
-    """Koopman Spectral Shaping (RKSP, arXiv:2602.22988): a penalty on the spectrum of each block, and its controls.
+    """Koopman Spectral Shaping (RKSP, arXiv:2602.22988), a regularizer of the spectrum of each block.
 
-    The controls are plain attributes. They are read once per step, so a script, a schedule, an alarm or a button may
-    set them at any time, from any thread, and every change is recorded with the run.
+    The first five arguments are the controls. They are attributes, which are read once per step: a script, a schedule,
+    an alarm or a button may set them at any time and from any thread. Every change is recorded with the run.
 
     Args:
-        strength: alpha, the weight of the penalty; the paper tries .01 to .20.
-        interval: Optimizer steps between two applications; the paper's 10 to 20. Strength over interval is the dose.
-        enabled: Whether it acts.
-        gamma: Near-unit mass to aim at, in [0, 1]; the paper's 0.3 to 0.5.
-        layers: Layers to act on: ``"half"``, drawn each time, as in the paper; ``"all"``; or the numbers of the layers.
-        options: Options that stay fixed over a run.
-        controller: Controller that adjusts the strength by measurements; see `BandController`.
+        strength: Weight alpha of the penalty; the paper uses 0.01 to 0.20.
+        interval: Optimizer steps between two applications; the paper uses 10 to 20. The dose is strength / interval.
+        enabled: Whether KSS acts.
+        gamma: Target near-unit mass, in [0, 1]; the paper uses 0.3 to 0.5.
+        layers: Layers to act on: ``"half"``, drawn in each step, as in the paper; ``"all"``; or the numbers of the
+            layers.
+        options: Options that are fixed over a run; None for the default ones.
+        controller: Controller that adjusts the strength from the measurements, see `BandController`; None if there is
+            none.
 
     Raises:
-        OptionError: If a value is out of range; nothing is changed then.
+        OptionError: If a value is out of range.
 
     Example:
         >>> import workbench as wb
@@ -41,43 +43,79 @@ class KSS(KSSControls):
         ...     kss.enabled = record.step < 1
         >>> kss.enabled
         False
+
+    See Also:
+        `workbench.KSSOptions`: The options that are fixed over a run.
+        `workbench.train`: Trains with KSS.
+        `workbench.baselines.controls`: Other stability controls.
     """
 
     @classmethod
     def published(cls, **controls: Any) -> KSS:
-        """The paper's settings (arXiv:2602.22988): strength .15 every 10 steps, half the layers, rank 32."""
+        """Return KSS with the settings of the paper (arXiv:2602.22988): strength 0.15, every 10 steps, rank 32.
+
+        It acts on half of the layers, drawn in each step.
+
+        Args:
+            **controls: Arguments of `KSS` that differ from these settings.
+
+        Example:
+            >>> import workbench as wb
+            >>> kss = wb.KSS.published(strength=0.10)
+            >>> kss.strength, kss.interval, kss.layers, kss.options.penalty.rank
+            (0.1, 10, 'half', 32)
+        """
         return cls(**controls)
 
     @classmethod
     def recommended(cls, **controls: Any) -> KSS:
-        """A trust region: with it most runs of our sweeps converged, for the least compute (data/README.md).
+        """Return KSS as a trust region, with which most runs of our sweeps converged, at the least compute cost.
 
-        64 token states of each batch, in eight leading directions; all layers, after every update; a block may increase
-        the norm of the states up to twofold; beyond that, the gain may rise by a quarter per step.
+        The results are in ``data/README.md``. After every update, the gain of all layers is measured from 64 token
+        states of the batch. A block may increase the norm of the states up to twofold; beyond that, its gain may rise
+        by at most a quarter per step. Spectra are taken in the eight leading directions.
+
+        Args:
+            **controls: Arguments of `KSS` that differ from these settings.
+
+        Example:
+            >>> import workbench as wb
+            >>> kss = wb.KSS.recommended()
+            >>> kss.strength, kss.interval, kss.layers, kss.options.coupling
+            (1.0, 1, 'all', 'trust_region')
         """
         options = KSSOptions(n_snapshots=64, coupling="trust_region", penalty=PenaltyShape(rank=8))
         return cls(**{"strength": 1.0, "interval": 1, "layers": "all", "options": options, **controls})
 
     def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
-        """Let KSS act on a model in any training loop: one line before it.
-
-            with kss.attach(model, optimizer):
-                for batch in loader:
-                    model(**batch).loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+        """Apply KSS in any training loop, as a context around the loop.
 
         Gradient accumulation, mixed precision, gradient checkpointing and DDP need no further code.
 
         Args:
-            model: The module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
+            model: Module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
             optimizer: Optimizer of its parameters; it may be wrapped too.
 
         Returns:
-            The attached `Shaper`; leaving its context, or ``detach()``, ends it.
+            The attached `Shaper`. Leaving its context, or calling ``detach()``, removes it.
 
         Raises:
-            OptionError: If the optimizer evaluates the loss several times a step (LBFGS) or moves no parameter of
-                the model, or the parameters are split over processes (FSDP).
+            OptionError: If the optimizer evaluates the loss several times per step (LBFGS) or updates no parameter of
+                the model, or if the parameters are sharded over processes (FSDP).
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8)
+            >>> task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            >>> with wb.KSS.recommended().attach(model, optimizer) as shaper:
+            ...     for step in range(3):
+            ...         inputs, targets = task.batch(step)
+            ...         torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            >>> shaper.last.step, shaper.last.layers
+            (2, (0, 1))
         """
         return Shaper(self, model, optimizer)

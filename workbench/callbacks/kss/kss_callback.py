@@ -1,4 +1,4 @@
-"""KSS as a callback: one `Shaper` for each run that it acts on."""
+"""KSS as a callback, with one `Shaper` per run."""
 
 from __future__ import annotations
 
@@ -40,29 +40,33 @@ class KSSCallback(Callback):
             OptionError: If no run is active.
         """
         if self._shaper is None:
-            raise OptionError("KSS acts on no training run now; ask for its shaper while one lasts.")
+            raise OptionError(
+                "KSS has a shaper only during a training run; read it between the begin and the end of the run.",
+                name="shaper",
+                expected="read during a training run",
+            )
         return self._shaper
 
     def describe(self) -> Mapping[str, Any]:
-        """The options that stay fixed."""
+        """Return the options that are fixed over a run."""
         return self.kss.describe()
 
     def setup(self, run: TrainingRun) -> None:
-        """Reset: a trainer may train with one callback several times."""
+        """Reset the state, as a trainer may train several times with the same callback."""
         super().setup(run)
         self._state, self._measured = {}, None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the controls at once, so that they may be changed before a resumed run begins."""
+        """Load a state; the controls are set immediately, so that they may be changed before a resumed run begins."""
         self._state = dict(state)
         self.kss.load_state_dict(state["control"])
 
     def begin(self) -> None:
-        """Attach it to the model; one that cannot be read is refused here if there is a probe.
+        """Attach KSS to the model; if there is a probe, the residual blocks are found here.
 
         Raises:
-            AnatomyError: If the residual stream cannot be read with certainty.
-            OptionError: If it cannot act on the model or the optimizer.
+            AnatomyError: If the residual stream cannot be identified with certainty.
+            OptionError: If KSS cannot act on the model or the optimizer.
         """
         run = self.run
         self._shaper = shaper = Shaper(self.kss, run.model, run.optimizer)
@@ -77,11 +81,11 @@ class KSSCallback(Callback):
             raise
 
     def begin_step(self, step: int) -> None:
-        """Read the controls."""
+        """Read the controls for the step."""
         self.shaper.begin_step(step)
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any]:
-        """The numbers of the step, and an event for each control that was changed."""
+        """Return the metrics of the step, and record an event for each control that was changed."""
         last = self.shaper.last
         for change in self.shaper.new_changes():
             self.event(step, "kss", source="kss", message=change)
@@ -92,11 +96,11 @@ class KSSCallback(Callback):
         return last.monitors()
 
     def outcome(self) -> Shaping | None:
-        """The record of this step."""
+        """Return the record of this step."""
         return self.shaper.last
 
     def to_log(self) -> dict[str, float]:
-        """The controls of the last step and the latest measurements, as few steps are logged or measured."""
+        """Return the controls of the last step and the latest measurements, which may be from an earlier step."""
         if self._shaper is None or self._shaper.last is None:
             return {}
         latest = self._shaper.last.monitors()
@@ -104,13 +108,13 @@ class KSSCallback(Callback):
         return {name: float(value) for name, value in measured.items() if not math.isnan(value)}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint; after the run, its final state."""
+        """Return the state for a checkpoint; after the run, its final state."""
         if self._shaper is not None:
             self._state = self._shaper.state_dict()
         return self._state
 
     def end(self, *, is_broken: bool = False) -> None:
-        """Detach it."""
+        """Detach KSS."""
         super().end(is_broken=is_broken)
         if self._shaper is not None:
             self._state = self._shaper.state_dict()

@@ -1,4 +1,4 @@
-"""The KSS penalty: a function of one layer's moments that decreases as its spectrum approaches the target."""
+"""The KSS penalty, a function of the moments of one layer that decreases as its spectrum approaches the target."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import softplus
 
+from workbench.callbacks.option_checks import require_choice, require_number, require_positive
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
 from workbench.models.device_numbers import read_numbers
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from workbench.koopman.moments import SnapshotMoments
 
-#: Why a layer gave no penalty.
+#: Reasons why a layer has no penalty.
 NOT_FINITE, ILL_DEFINED = "not finite", "ill-defined"
 UNSTABLE_TERMS = ("softplus", "log")
 
@@ -29,27 +30,28 @@ UNSTABLE_TERMS = ("softplus", "log")
 class PenaltyShape:
     """The penalty as a function of the moduli a_j = |lambda_j| of one layer.
 
-        sum_j s(a_j)  +  beta (m_soft - gamma)^2,
+        P = w sum_j s(a_j)  +  beta (m_soft - gamma)^2,
         m_soft = mean_j sigmoid(T (a_j - tau_l)) sigmoid(T (tau_u - a_j)).
 
     Attributes:
-        upper: Modulus tau_u above which a mode counts as unstable; the paper's 1.05.
-        lower: tau_l, the lower edge of the near-unit band; the paper's 0.90.
-        sharpness: Steepness T of the soft bounds; the paper's 20.
-        unstable: Weight of the first sum; the paper's 1.
-        beta: Weight of the near-unit term. The paper gives none; 1 makes a layer whose modes are all near-unit (M = 1)
-            cost about as much as a single mode of modulus 1.2.
-        unstable_term: s(a). ``"softplus"`` is the published sigmoid(T (a - tau_u)) softplus(a - tau_u)^2, which also
-            pulls on modes just inside the bound and grows with the square of the modulus. ``"log"`` is
-            relu(log(a / tau_u))^2: zero inside, with a similar pull on the parameters for a mode at 2 or at 200.
-        rank: Number of leading directions in which the spectrum is taken; the paper's 32. None: all, several times the
-            cost.
+        upper: Modulus tau_u above which a mode counts as unstable; 1.05 in the paper.
+        lower: Lower edge tau_l of the near-unit band; 0.90 in the paper.
+        sharpness: Steepness T of the soft bounds; 20 in the paper.
+        unstable: Weight w of the first sum; 1 in the paper.
+        beta: Weight of the near-unit term. The paper states none. With 1, a layer whose modes are all near-unit (M = 1)
+            has about the same penalty as a layer with a single mode of modulus 1.2.
+        unstable_term: The function s(a). ``"softplus"`` is the published sigmoid(T (a - tau_u)) softplus(a - tau_u)^2,
+            which also acts on modes just below tau_u and grows with the square of the modulus. ``"log"`` is
+            relu(log(a / tau_u))^2, which is zero below tau_u and has similar gradients in the parameters for modes of
+            modulus 2 and 200.
+        rank: Number of leading directions in which the spectrum is taken; 32 in the paper. None takes all of them, at
+            several times the cost.
         ridge: Ridge, see `DmdOptions`.
-        largest_condition: Largest sensitivity: where an eigenvalue changes by more than this many times a change of the
-            operator size (Wilkinson's condition number, 1 for a normal operator), as repeated eigenvalues of a
-            defective one do without bound, its gradient is meaningless and the layer is left out.
-        has_basis_gradient: Whether the leading directions follow the parameters. Off: they are the frame in which the
-            spectrum is read, and a frame that moves lets the penalty fall by turning away from the unstable modes.
+        largest_condition: Largest condition number of an eigenvalue (Wilkinson; 1 for a normal operator), the ratio of
+            its change to a change of the operator. It is infinite for the repeated eigenvalues of a defective operator.
+            Above this limit the gradient is meaningless, and the layer is skipped.
+        has_basis_gradient: Whether the gradient includes the dependence of the leading directions on the parameters.
+            If it does, the penalty may decrease because the directions turn away from the unstable modes.
     """
 
     upper: float = 1.05
@@ -64,24 +66,20 @@ class PenaltyShape:
     has_basis_gradient: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.lower < self.upper < math.inf:
-            raise OptionError(f"The bounds are {self.lower} and {self.upper}, expected 0 < lower < upper.")
-        for name in ("sharpness", "largest_condition"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise OptionError(f"{name} is {getattr(self, name)}, expected a positive number.")
-        for name in ("unstable", "beta"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise OptionError(f"{name} is {getattr(self, name)}, expected a number of at least 0.")
-        if self.unstable_term not in UNSTABLE_TERMS:
-            raise OptionError(f"unstable_term is '{self.unstable_term}', expected one of {', '.join(UNSTABLE_TERMS)}.")
-        DmdOptions(ridge=self.ridge, rank=self.rank)
+        require_positive(lower=self.lower, upper=self.upper)
+        if self.lower >= self.upper:
+            raise OptionError.of("upper", self.upper, f"above lower = {self.lower}")
+        require_positive(sharpness=self.sharpness, largest_condition=self.largest_condition)
+        require_number(0, unstable=self.unstable, beta=self.beta)
+        require_choice(UNSTABLE_TERMS, unstable_term=self.unstable_term)
+        DmdOptions(ridge=self.ridge, rank=self.rank)  # checks both
 
     def of_moduli(self, modulus: Tensor, gamma: float) -> Tensor:
-        """The penalty of one layer.
+        """Return the penalty of one layer.
 
         Args:
             modulus: Moduli |lambda|, shape (mode,), unit 1.
-            gamma: Near-unit mass to aim at, in [0, 1].
+            gamma: Target near-unit mass, in [0, 1].
 
         Returns:
             A 0-dim tensor, at least 0.
@@ -94,7 +92,7 @@ class PenaltyShape:
         return self.unstable * unstable + self.beta * (self.soft_near_unit_mass(modulus) - gamma).square()
 
     def soft_near_unit_mass(self, modulus: Tensor) -> Tensor:
-        """m_soft: the near-unit mass with soft bounds, so that it has a gradient; 0-dim, in [0, 1]."""
+        """Return m_soft, the near-unit mass with soft bounds, which has a gradient; 0-dim, in [0, 1]."""
         above = torch.sigmoid(self.sharpness * (modulus - self.lower))
         below = torch.sigmoid(self.sharpness * (self.upper - modulus))
         return (above * below).mean()
@@ -102,13 +100,13 @@ class PenaltyShape:
 
 @dataclass(frozen=True)
 class LayerPenalty:
-    """The contribution of one layer.
+    """The penalty of one layer and the spectrum behind it.
 
     Attributes:
-        value: The penalty, 0-dim, with a gradient where the moments carry one; None if the layer is left out.
-        modulus: |lambda|, shape (mode,), without gradient; empty where there is no spectrum.
-        near_unit_mass: Share of the modes between the bounds (RKSP Eq. 12); NaN where there is no spectrum.
-        reason: Why there is no value; empty otherwise.
+        value: The penalty, 0-dim, with a gradient if the moments have one; None if the layer is skipped.
+        modulus: Moduli |lambda|, shape (mode,), without gradient; empty if there is no spectrum.
+        near_unit_mass: Fraction of the modes between the bounds (RKSP Eq. 12); NaN if there is no spectrum.
+        reason: Reason why the layer is skipped; empty if it is not.
     """
 
     value: Tensor | None
@@ -118,24 +116,24 @@ class LayerPenalty:
 
     @property
     def spectral_radius(self) -> float:
-        """Largest modulus; NaN where there is no spectrum."""
+        """Largest modulus; NaN if there is no spectrum."""
         return float(self.modulus.numpy().max()) if len(self.modulus) else math.nan
 
 
 def layer_penalty(moments: SnapshotMoments, shape: PenaltyShape, *, gamma: float) -> LayerPenalty:
-    """The KSS penalty of one layer, differentiable in the tensors behind the moments.
+    """Compute the KSS penalty of one layer, differentiable in the tensors behind the moments.
 
-    With X = V diag(lambda) V^-1 the derivative of the penalty in the operator is V^-* diag(dP/dlambda) V^*; it exists
-    where eigenvalues are simple.
+    For an operator A = V diag(lambda) V^-1, the derivative of the penalty with respect to A is
+    V^-* diag(dP/dlambda) V^*. It exists where the eigenvalues are simple.
 
     Args:
         moments: Moments of the layer.
         shape: The penalty as a function of the moduli.
-        gamma: Near-unit mass to aim at.
+        gamma: Target near-unit mass.
 
     Returns:
-        The contribution; a layer whose states are not finite or do not vary, or whose eigenvalues have no gradient, has
-        no value but a reason.
+        The penalty. A layer whose states are constant or not finite, or whose eigenvalues have no gradient, has a
+        reason instead of a value.
     """
     return layer_penalties([moments], shape, gamma=gamma)[0][0]
 
@@ -143,16 +141,16 @@ def layer_penalty(moments: SnapshotMoments, shape: PenaltyShape, *, gamma: float
 def layer_penalties(
     moments: Sequence[SnapshotMoments], shape: PenaltyShape, *, gamma: float, also: Sequence[Tensor] = ()
 ) -> tuple[list[LayerPenalty], list[float]]:
-    """`layer_penalty` of several layers, for which the host waits for the device once.
+    """Compute `layer_penalty` of several layers; the host waits for the device only once.
 
     Args:
         moments: Moments of each layer.
         shape: The penalty as a function of the moduli.
-        gamma: Near-unit mass to aim at.
-        also: Further tensors of one number, read with the rest.
+        gamma: Target near-unit mass.
+        also: Further 0-dim tensors to read from the device at the same time.
 
     Returns:
-        The contribution of each layer, and the numbers of ``also``.
+        The penalty of each layer, and the values of ``also``.
     """
     options = DmdOptions(ridge=shape.ridge, rank=shape.rank)
     if shape.has_basis_gradient:
@@ -170,9 +168,9 @@ def _with_basis_gradient(moments: SnapshotMoments, options: DmdOptions) -> Tenso
 
 
 def _penalty_of(A: Tensor | None, shape: PenaltyShape, gamma: float) -> LayerPenalty:
-    """The penalty of an operator on the host: of a few dozen modes, LAPACK is done before a GPU's solver has begun.
+    """Return the penalty of an operator on the host: for a few dozen modes, LAPACK is faster than a GPU solver.
 
-    What is on the host is looked at as arrays, so that no reading of it is taken for one of a device's memory.
+    Values are read as NumPy arrays, which cannot be mistaken for a transfer from the device.
     """
     nothing = torch.empty(0, dtype=torch.float64)
     if A is None or not np.isfinite(A.detach().numpy()).all():
@@ -186,18 +184,18 @@ def _penalty_of(A: Tensor | None, shape: PenaltyShape, gamma: float) -> LayerPen
     if not A.requires_grad:
         return LayerPenalty(shape.of_moduli(modulus, gamma), modulus, mass)
     inverse, status = torch.linalg.inv_ex(vectors)
-    condition = torch.linalg.vector_norm(inverse, dim=1)  # the columns of V have norm 1
+    condition = torch.linalg.vector_norm(inverse, dim=1)  # the condition of each eigenvalue, as V has unit columns
     if status.numpy() != 0 or not (condition.numpy() <= shape.largest_condition).all():
         return LayerPenalty(None, modulus, mass, ILL_DEFINED)
     with torch.enable_grad():
-        free = modulus.requires_grad_()
-        value = shape.of_moduli(free, gamma)
-        (slope,) = torch.autograd.grad(value, free)
+        modulus.requires_grad_()
+        value = shape.of_moduli(modulus, gamma)
+        (slope,) = torch.autograd.grad(value, modulus)
     modulus = modulus.detach()
-    # d|lambda| = Re(conj(lambda)/|lambda| dlambda), and dlambda_j = u_j* dA v_j with u_j* the j-th row of V^-1.
+    # d|lambda| = Re(conj(lambda)/|lambda| dlambda) and dlambda_j = u_j* dA v_j, where u_j* is the j-th row of V^-1.
     phase = torch.where(modulus > 0, eigenvalue.conj() / modulus.clamp(min=torch.finfo(modulus.dtype).tiny), 0)
     gradient = torch.einsum("ji,j,kj->ik", inverse, slope * phase, vectors).real
     if not np.isfinite(gradient.numpy()).all():
         return LayerPenalty(None, modulus, mass, ILL_DEFINED)
-    # The value, and a gradient in A that autograd carries on to the parameters.
+    # The second term is zero; its gradient in A is that of the penalty.
     return LayerPenalty(value.detach() + (gradient * (A - A.detach())).sum(), modulus, mass)

@@ -1,4 +1,4 @@
-"""KSS attached to one model: its operations around each optimizer step."""
+"""KSS attached to one model, with its operations around each optimizer step."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from workbench.callbacks.kss.trust_region import gain_terms, gains_of
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import Batches, count_rows, take_rows
+from workbench.models.batches import Batches, count_examples, take_examples
 from workbench.models.calling import call_model, named_arguments
 from workbench.models.capture import StreamWatcher, empty_moments
 from workbench.models.device_numbers import read_numbers
 from workbench.models.probing import eval_mode, undisturbed, watch
 from workbench.models.process_group import is_shared
-from workbench.models.residual_check import refuse_plain_chain
+from workbench.models.residual_check import require_residuals
 from workbench.models.token_selection import TokenSelection
 from workbench.models.wrapping import acting_on_gradients, as_written, bare, entrances, innermost
 from workbench.zoo.module_of import module_of
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
     from workbench.callbacks.kss.control import KSSControls
     from workbench.models.subject import Subject
 
-#: A trust region that watches the energy gain takes eigenvalues in every so many of its measurements.
+#: A trust region on the energy gain takes eigenvalues only in one of this many measurements.
 SPECTRA_EVERY = 10
-#: Why layers did not act although they had a penalty.
+#: Reasons why layers with a penalty did not act.
 NO_GRADIENT, GRADIENT_NOT_FINITE = "no gradient", "gradient not finite"
 
 
 class Shaper:
-    """KSS attached to a model and an optimizer; made by `KSS.attach`.
+    """KSS attached to a model and an optimizer; created by `KSS.attach`.
 
-    The model's inputs are remembered by a hook. When a step is due, hooks on the optimizer run a few examples of them
-    through the model once more, in eval mode, and let the gradient of the penalty act on the parameters. Its own pass
-    makes KSS independent of how the loss is scaled, accumulated, recomputed or reduced; the task's loss and gradient
-    norm are the same as without it.
+    A hook keeps the inputs of the model. When KSS is due, hooks on the optimizer pass a few examples of these inputs
+    through the model in eval mode, and apply the gradient of the penalty to the parameters. Because of this separate
+    pass, KSS does not depend on how the loss is scaled, accumulated, recomputed or reduced, and the loss and the
+    gradient norm of the task are not affected.
 
     Attributes:
-        step: Number of optimizer steps done.
+        step: Number of optimizer steps so far.
         last: Record of the last step; None before the first.
-        n_skipped: Layers left out although they were due, by reason, over all steps.
+        n_skipped: Number of layers skipped so far, by reason.
     """
 
     def __init__(self, kss: KSSControls, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -70,20 +70,20 @@ class Shaper:
         self.last: Shaping | None = None
         self.n_skipped: dict[str, int] = {}
         self._anatomy: Anatomy | None = None
-        self._states_per_row = self._states_of_a_row = 0.0
+        self._states_per_example = self._last_states_per_example = 0.0
         self._entrances = entrances(model)
         self._inputs: dict[nn.Module, Any] = {}
         self._control: ControlValues | None = None
         self._control_before: ControlValues | None = None
         self._changes: list[str] = []
-        self._is_own_pass = False
+        self._is_kss_pass = False
         self._update_size = 1.0
         self._rates: list[Any] = []
-        self._weights_before: dict[nn.Parameter, Tensor] = {}
-        self._kept: dict[nn.Parameter, Tensor] = {}
-        remember = torch.compiler.disable(self._remember)  # it records what passes, and must not be compiled
+        self._parameters_before: dict[nn.Parameter, Tensor] = {}
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+        keep_inputs = torch.compiler.disable(self._keep_inputs)  # it stores tensors, and must not be compiled
         self._handles = [
-            *(module.register_forward_pre_hook(remember, with_kwargs=True) for module in self._entrances),
+            *(module.register_forward_pre_hook(keep_inputs, with_kwargs=True) for module in self._entrances),
             self.optimizer.register_step_pre_hook(torch.compiler.disable(self._before_update)),
             self.optimizer.register_step_post_hook(torch.compiler.disable(self._after_update)),
         ]
@@ -95,37 +95,40 @@ class Shaper:
         self.detach()
 
     def detach(self) -> None:
-        """Remove all hooks; the controls stay as they are."""
+        """Remove all hooks; the controls are unchanged."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._inputs.clear()
         self._end_update()
-        self._kept.clear()
+        self._buffers.clear()
 
     def read_anatomy(self, inputs: Any) -> None:
-        """Find the residual blocks now, rather than in the first step that is due.
+        """Find the residual blocks now, instead of in the first step in which KSS acts.
 
         Args:
             inputs: Inputs as for `workbench.read_anatomy`.
 
         Raises:
-            AnatomyError: If the residual stream cannot be read with certainty.
-            OptionError: If KSS is to act on a layer that the model does not have.
+            AnatomyError: If the residual stream cannot be identified with certainty.
+            OptionError: If the layers to act on include one that the model does not have.
         """
         self._anatomy = anatomy = _residual_blocks(self.model, inputs)
         _draw_layers(self.kss.control, len(anatomy.sites), np.random.default_rng(0))
 
     def begin_step(self, step: int | None = None) -> None:
-        """Read the controls for the coming step, on every rank those of rank 0.
+        """Read the controls for the coming step; all ranks use those of rank 0.
 
-        A loop that counts its steps itself calls this.
+        Only a loop with its own step counter needs to call this.
+
+        Args:
+            step: Number of updates before the step; None for the shaper's own count.
         """
         self.step = self.step if step is None else step
         self._read_controls()
 
     def _read_controls(self) -> ControlValues:
-        """The controls for the coming step; changes by others are noted."""
+        """Return the controls for the coming step, and note changes that the controller did not make."""
         control = self.kss.control
         if self._is_shared and (first := control_of_first_rank(control)) != control:
             self.kss.set(**vars(first))
@@ -139,32 +142,35 @@ class Shaper:
         return control
 
     def new_changes(self) -> list[str]:
-        """The changes by others since the last call, such as ``strength 5.0 -> 2.0``, not by the controller."""
+        """Return the changes of controls since the last call, such as ``strength 5.0 -> 2.0``.
+
+        Changes by the controller are not included.
+        """
         changes, self._changes = self._changes, []
         return changes
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as plain values for JSON."""
+        """Return the state that a resumed run needs, as JSON-compatible values."""
         return {
             "control": self.kss.state_dict(),
             "control_before": None if self._control_before is None else self._control_before.as_dict(),
             "step": self.step,
-            "states_per_row": self._states_per_row,
+            "states_per_row": self._states_per_example,
             "update_size": self._update_size,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave; the controls of the `KSS` object are set to it."""
+        """Load a state that `state_dict` returned, including the controls of the `KSS` object."""
         self.kss.load_state_dict(state["control"])
         before = state["control_before"]
         self._control_before = None if before is None else ControlValues.of_dict(before)
-        self.step, self._states_per_row = state["step"], state["states_per_row"]
+        self.step, self._states_per_example = state["step"], state["states_per_row"]
         self._update_size = state["update_size"]
 
-    def _remember(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._is_own_pass or not (module.training and torch.is_grad_enabled()):
+    def _keep_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._is_kss_pass or not (module.training and torch.is_grad_enabled()):
             return
-        # Lightning under DDP replaces forward by a plain function, whose arguments are not the model's.
+        # Lightning under DDP replaces `forward` by a function with other arguments than those of the model.
         if not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__"):
             self._inputs[module] = named_arguments(bare(module), args, kwargs)
 
@@ -185,87 +191,96 @@ class Shaper:
         self._end_update()
         self.step += 1
         self._control = None
-        self._inputs.clear()  # so that no batch is kept alive
+        self._inputs.clear()  # release the batch
 
     def _act(self, control: ControlValues) -> None:
-        """Let the penalty act, if it is due."""
+        """Apply KSS if it is due.
+
+        Raises:
+            SnapshotError: If the model did not run in training mode since the last update.
+        """
         if not control.is_due(self.step):
             return
         called = next((module for module in self._entrances if module in self._inputs), None)
         if called is None:
             raise SnapshotError(
-                f"KSS did not see {type(self.model).__name__} run before this update; attach it to the module that the "
-                "training loop calls, and keep that in training mode."
+                f"{type(self.model).__name__} did not run in training mode before this update; attach KSS to the "
+                "module that the training loop calls, and keep it in training mode.",
+                name="model",
+                value=self.model,
+                expected="the module that the training loop calls, in training mode",
             )
-        self._is_own_pass = True
+        self._is_kss_pass = True
         try:
-            act = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._shape
+            act = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._apply_penalty
             with as_written():
                 act(bare(called), self._inputs[called], control)
         finally:
-            self._is_own_pass = False
-        self._states_per_row = self._states_of_a_row  # not within a step: its examples stay
-        band, strength = self.kss.controller, control.strength
-        if band is not None and self.kss.strength == strength:  # unless it was changed meanwhile
-            self.kss.strength = band.adjusted(strength, getattr(self.last, band.quantity))
-            # Changes by the controller are in the recorded strengths, and are no events.
+            self._is_kss_pass = False
+        # Updated only here, because all passes of one step have to use the same examples.
+        self._states_per_example = self._last_states_per_example
+        controller, strength = self.kss.controller, control.strength
+        if controller is not None and self.kss.strength == strength:  # unless it was changed in the meantime
+            self.kss.strength = controller.adjusted(strength, getattr(self.last, controller.quantity))
+            # The recorded strength shows the changes by the controller, so that they need no event.
             before = control if self._control_before is None else self._control_before
             self._control_before = replace(before, strength=self.kss.strength)
 
     @torch.enable_grad()  # SAM disables gradients in its steps
-    def _shape(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
-        """Measure the layers that are due and let their penalty act."""
-        parts = self._layer_penalties(model, inputs, control)
+    def _apply_penalty(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
+        """Measure the chosen layers and apply the gradient of their penalty."""
+        measured = self._layer_penalties(model, inputs, control)
         trigger = self.kss.options.trigger
-        values = {i: part.value for i, part in parts.items() if part.value is not None}
-        outside = {i: value for i, value in values.items() if parts[i].spectral_radius > trigger}
+        values = {i: layer.value for i, layer in measured.items() if layer.value is not None}
+        outside = {i: value for i, value in values.items() if measured[i].spectral_radius > trigger}
         acting = {i: value for i, value in outside.items() if value.requires_grad}
-        valued = [float(value.detach().numpy()) for value in values.values()]  # penalties are on the host
-        skipped = {i: part.reason for i, part in parts.items() if part.reason}
+        penalties = [float(value.detach().numpy()) for value in values.values()]  # they are on the host
+        skipped = {i: layer.reason for i, layer in measured.items() if layer.reason}
         skipped |= dict.fromkeys(outside.keys() - acting.keys(), NO_GRADIENT)
         gradients = None
         if acting:
-            # The mean over the layers measured: a layer left out counts as zero, so that the others do not pull harder.
-            total = reduce(torch.add, acting.values()) / len(parts)
+            # The mean is over all measured layers, so that skipping a layer does not increase the weight of the others.
+            total = reduce(torch.add, acting.values()) / len(measured)
             gradients = self._gradients(total)
             if gradients is None:
                 skipped |= dict.fromkeys(acting, GRADIENT_NOT_FINITE)
             else:
-                self._apply(control, float(total.detach().numpy()), gradients)
+                self._apply_gradients(control, float(total.detach().numpy()), gradients)
         for reason in skipped.values():
             self.n_skipped[reason] = self.n_skipped.get(reason, 0) + 1
-        self.last = self._shaping(
+        self.last = self._record(
             control,
-            parts,
-            layers=tuple(parts),
-            penalty=float(np.mean(valued)) if valued else math.nan,
+            measured,
+            layers=tuple(measured),
+            penalty=float(np.mean(penalties)) if penalties else math.nan,
             skipped=skipped,
             n_acting=len(acting) if gradients is not None else 0,
         )
 
-    def _shaping(self, control: ControlValues, parts: Mapping[int, LayerPenalty], **what: Any) -> Shaping:
-        spectra = [part for part in parts.values() if len(part.modulus)]
+    def _record(self, control: ControlValues, measured: Mapping[int, LayerPenalty], **fields: Any) -> Shaping:
+        """Return the record of the step, with the spectra of the measured layers and the given further fields."""
+        spectra = [layer for layer in measured.values() if len(layer.modulus)]
         return Shaping(
             self.step,
             control,
-            spectral_radius=max((part.spectral_radius for part in spectra), default=math.nan),
-            near_unit_mass=float(np.mean([part.near_unit_mass for part in spectra])) if spectra else math.nan,
-            **what,
+            spectral_radius=max((layer.spectral_radius for layer in spectra), default=math.nan),
+            near_unit_mass=float(np.mean([layer.near_unit_mass for layer in spectra])) if spectra else math.nan,
+            **fields,
         )
 
     @torch.no_grad()
     def _begin_update(self, control: ControlValues) -> None:
-        """Cut the coming update, and remember the parameters if it is to be measured."""
-        self._end_update()  # left over from an update that failed
+        """Reduce the size of the coming update, and copy the parameters if it will be measured."""
+        self._end_update()  # in case the previous update failed
         if not (control.enabled and control.strength > 0):
             return
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * self._update_size
         if control.is_due(self.step):
-            weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-            # Into the same memory each time: fresh pages cost more than the copy.
-            self._weights_before = {w: self._kept.setdefault(w, torch.empty_like(w)).copy_(w) for w in weights}
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            # The buffers are reused, as allocating new memory costs more than the copy.
+            self._parameters_before = {p: self._buffers.setdefault(p, torch.empty_like(p)).copy_(p) for p in parameters}
 
     def _restore_rates(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
@@ -274,49 +289,44 @@ class Shaper:
 
     def _end_update(self) -> None:
         self._restore_rates()
-        self._weights_before = {}
+        self._parameters_before = {}
 
     @torch.no_grad()
     def _hold_in_band(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
-        """Undo the update if it moved a layer out of its band."""
+        """Undo the update if it moved a layer out of the band of the trust region."""
         region = self.kss.options.trust_region
         moments = self._moments_of_layers(model, inputs, control)
-        # The gain needs no eigenvalues; they are then only recorded, and taken rarely.
+        # The gain needs no eigenvalues. They are then only recorded, and therefore taken less often.
         has_spectra = region.measure == "spectral_radius" or self.step % (SPECTRA_EVERY * control.interval) == 0
-        of_spectra = moments if has_spectra else {}
-        parts, after = self._spectra_and_measure(moments, control, of_spectra)
-        layers, broken = tuple(moments), []
+        spectra, after = self._spectra_and_measure(moments, control, moments if has_spectra else {})
+        layers, violated = tuple(moments), []
         if region.outside(after):
-            weights_after = {weight: weight.detach().clone() for weight in self._weights_before}
-            self._put(self._weights_before)
+            updated = {p: p.detach().clone() for p in self._parameters_before}
+            _restore(self._parameters_before)
             moments = self._moments_of_layers(model, inputs, control)
-            broken = region.broken(self._spectra_and_measure(moments, control, {})[1], after)
-            if not broken:
-                self._put(weights_after)
-        self.last = self._shaping(control, parts, layers=layers, n_acting=len(broken), update_size=self._update_size)
-        self._update_size = region.next_size(self._update_size, control.strength, is_broken=bool(broken))
+            violated = region.violated(self._spectra_and_measure(moments, control, {})[1], after)
+            if not violated:
+                _restore(updated)
+        self.last = self._record(control, spectra, layers=layers, n_acting=len(violated), update_size=self._update_size)
+        self._update_size = region.next_size(self._update_size, control.strength, is_undone=bool(violated))
 
     def _spectra_and_measure(
         self, moments: Mapping[int, SnapshotMoments], control: ControlValues, of_spectra: Mapping[int, SnapshotMoments]
     ) -> tuple[dict[int, LayerPenalty], dict[int, float]]:
-        """The penalties of some layers, and the measure of the trust region for each; NaN where there is no spectrum.
+        """Return the spectra of some layers, and the measure of the trust region for each layer (NaN if undefined).
 
-        The host waits for the device once.
+        The host waits for the device only once.
         """
         shape, is_gain = self.kss.options.penalty, self.kss.options.trust_region.measure == "energy_gain"
-        wanted = of_spectra if is_gain else moments
+        solved = of_spectra if is_gain else moments
         terms = gain_terms(moments) if is_gain else []
-        found, numbers = layer_penalties(list(wanted.values()), shape, gamma=control.gamma, also=terms)
-        parts = dict(zip(wanted, found, strict=True))
-        measured = gains_of(moments, numbers) if is_gain else {i: p.spectral_radius for i, p in parts.items()}
-        return {i: part for i, part in parts.items() if i in of_spectra}, measured
-
-    def _put(self, weights: Mapping[nn.Parameter, Tensor]) -> None:
-        for weight, value in weights.items():
-            weight.copy_(value)
+        found, numbers = layer_penalties(list(solved.values()), shape, gamma=control.gamma, also=terms)
+        spectra = dict(zip(solved, found, strict=True))
+        measure = gains_of(moments, numbers) if is_gain else {i: s.spectral_radius for i, s in spectra.items()}
+        return {i: spectrum for i, spectrum in spectra.items() if i in of_spectra}, measure
 
     def _layer_penalties(self, model: nn.Module, inputs: Any, control: ControlValues) -> dict[int, LayerPenalty]:
-        """The penalty of each layer that is due."""
+        """Return the penalty of each chosen layer."""
         with torch.enable_grad():
             moments = self._moments_of_layers(model, inputs, control)
             shape = self.kss.options.penalty
@@ -324,20 +334,21 @@ class Shaper:
             return dict(zip(moments, found, strict=True))
 
     def _moments_of_layers(self, model: nn.Module, inputs: Any, control: ControlValues) -> dict[int, SnapshotMoments]:
-        """Run some examples of the batch through the model and take the moments of each layer that is due.
+        """Pass some examples of the batch through the model, and return the moments of each chosen layer.
 
-        Within a step these are the same examples, tokens and layers each time.
+        All calls within a step use the same examples, tokens and layers.
         """
         has_gradient = torch.is_grad_enabled()
         options = self.kss.options
-        # Depends only on the step: resuming needs no more, and ranks whose last batches differ draw the same layers.
+        # The generator depends only on the step. A resumed run needs no further state, and ranks whose last batches
+        # differ draw the same layers.
         random = np.random.default_rng([options.seed, self.step])
         anatomy = self._anatomy = _residual_blocks(model, inputs) if self._anatomy is None else self._anatomy
         layout = anatomy.layout
         layers = _draw_layers(control, len(anatomy.sites), random)
         if layout.can_split:
             axis = layout.inputs or 0
-            inputs = take_rows(inputs, self._draw_rows(count_rows(inputs, axis), random), axis)
+            inputs = take_examples(inputs, self._draw_examples(count_examples(inputs, axis), random), axis)
         selection = TokenSelection(options.n_snapshots, options.skip_first, int(random.integers(2**31)))
         states: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -360,82 +371,101 @@ class Shaper:
             torch.autocast(device, enabled=False),
         ):
             call_model(model, inputs)
-        self._states_of_a_row = watcher.leading.numel() / count_rows(inputs, layout.inputs or 0)
+        self._last_states_per_example = watcher.leading.numel() / count_examples(inputs, layout.inputs or 0)
         return {i: self._moments(anatomy, i, *states[i]) for i in layers}
 
     def _moments(self, anatomy: Anatomy, layer: int, x: Tensor, y: Tensor) -> SnapshotMoments:
-        """Moments of the states of all ranks."""
+        """Return the moments of the states of all ranks."""
         moments = empty_moments(anatomy, layer, x)
         is_usable = len(x) > 0
         try:
-            moments.update(x, y, refuses=False)  # the penalty and the gain show what is not finite
+            moments.update(x, y, check_finite=False)  # values that are not finite show in the penalty and in the gain
         except SnapshotError:
             is_usable = False
-        if not is_usable:  # the penalty reports it, on every rank
-            moments = SnapshotMoments.of_nothing_finite(moments.n_features, device=moments.mean_x.device)
+        if not is_usable:  # the penalty then states the reason, on every rank
+            moments = SnapshotMoments.filled_with_nan(moments.n_features, device=moments.mean_x.device)
         return moments.all_reduce() if self._is_shared else moments
 
     def _gradients(self, total: Tensor) -> dict[nn.Parameter, Tensor] | None:
-        """The gradient of the penalty in the parameters that the optimizer moves; None if it is not finite."""
-        weights = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        """Return the gradient of the penalty in the parameters of the optimizer; None if it is not finite."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
-            with eval_mode(self.model):  # blocks that recompute their forward repeat that of the own pass
-                found: Sequence[Tensor | None] = torch.autograd.grad(total, weights, allow_unused=True)
+            with eval_mode(self.model):  # blocks that recompute their forward pass have to repeat the one of KSS
+                found: Sequence[Tensor | None] = torch.autograd.grad(total, parameters, allow_unused=True)
         except RuntimeError as error:
             if "checkpoint" in str(error):
                 raise recomputation_error(self.model) from error
             raise
         if self._is_shared:
-            found = summed(weights, found)
-        gradients = {weight: g for weight, g in zip(weights, found, strict=True) if g is not None}
+            found = summed(parameters, found)
+        gradients = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
         norm = torch.nn.utils.get_total_norm(list(gradients.values()))
         return gradients if bool(torch.isfinite(norm)) else None
 
     @torch.no_grad()
-    def _apply(self, control: ControlValues, penalty: float, gradients: dict[nn.Parameter, Tensor]) -> None:
+    def _apply_gradients(self, control: ControlValues, penalty: float, gradients: dict[nn.Parameter, Tensor]) -> None:
+        """Apply the gradients of the penalty, before the update or after it, as the coupling requires."""
         coupling = self.kss.options.coupling
         if coupling == "gradient":
             # A fused optimizer receives scaled gradients and unscales them itself.
             scale = getattr(self.optimizer, "grad_scale", None)
-            for weight, gradient in gradients.items():
-                if weight.grad is None:
-                    weight.grad = torch.zeros_like(weight)
-                weight.grad.add_(gradient if scale is None else gradient * scale, alpha=control.strength)
+            for parameter, gradient in gradients.items():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                parameter.grad.add_(gradient if scale is None else gradient * scale, alpha=control.strength)
             return
-        rates = {weight: group["lr"] for group in self.optimizer.param_groups for weight in group["params"]}
+        rates = {parameter: group["lr"] for group in self.optimizer.param_groups for parameter in group["params"]}
         if coupling == "projection":
             square = sum(read_numbers([gradient.double().square().sum() for gradient in gradients.values()]))
             step = penalty / square if square > 0 else 0.0
-        for weight, gradient in gradients.items():
-            size = step if coupling == "projection" else float(rates[weight])
-            weight.add_(gradient, alpha=-control.strength * size)
+        for parameter, gradient in gradients.items():
+            size = step if coupling == "projection" else float(rates[parameter])
+            parameter.add_(gradient, alpha=-control.strength * size)
 
-    def _draw_rows(self, n_rows: int, random: np.random.Generator) -> Tensor:
-        """As many examples as the snapshots need; all of them the first time, to count the states of each."""
-        wanted = n_rows
-        if self._states_per_row:
-            wanted = min(n_rows, math.ceil(self.kss.options.n_snapshots / self._states_per_row))
-        return torch.from_numpy(np.sort(random.choice(n_rows, size=wanted, replace=False)))
+    def _draw_examples(self, n_examples: int, random: np.random.Generator) -> Tensor:
+        """Draw the numbers of as many examples as the snapshots need.
+
+        The first time all examples are used, to count the states of each.
+        """
+        n_drawn = n_examples
+        if self._states_per_example:
+            n_drawn = min(n_examples, math.ceil(self.kss.options.n_snapshots / self._states_per_example))
+        return torch.from_numpy(np.sort(random.choice(n_examples, size=n_drawn, replace=False)))
+
+
+def _restore(values: Mapping[nn.Parameter, Tensor]) -> None:
+    """Set parameters to the given values."""
+    for parameter, value in values.items():
+        parameter.copy_(value)
 
 
 def _residual_blocks(model: nn.Module, inputs: Any) -> Anatomy:
-    """The anatomy of a model whose blocks add to their state.
+    """Return the anatomy of a model with a residual stream.
 
     Raises:
-        AnatomyError: If the residual stream cannot be read with certainty, or there is none.
+        AnatomyError: If the residual stream cannot be identified with certainty, or there is none.
     """
     anatomy = read_anatomy(model, inputs)
-    refuse_plain_chain(model, inputs, anatomy.stack, anatomy.sites)
+    require_residuals(model, inputs, anatomy.stack, anatomy.sites)
     return anatomy
 
 
 def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Generator) -> list[int]:
-    """The layers that take part in a step."""
+    """Return the layers to measure in a step.
+
+    Raises:
+        OptionError: If the model does not have one of them.
+    """
     layers = control.layers
     if isinstance(layers, str):
         if layers == "all":
             return list(range(n_layers))
         return sorted(random.choice(n_layers, size=max(1, n_layers // 2), replace=False).tolist())
     if (highest := max(layers)) >= n_layers:
-        raise OptionError(f"KSS is to act on layer {highest}, but the model has layers 0 to {n_layers - 1}.")
+        raise OptionError(
+            f"layers includes {highest}, but the model has the layers 0 to {n_layers - 1}.",
+            name="layers",
+            value=highest,
+            expected=f"0 to {n_layers - 1}",
+        )
     return list(layers)

@@ -16,15 +16,15 @@ class Shaping:
     """The record of KSS in one step.
 
     Attributes:
-        step: Number of optimizer steps done before this one.
-        control: The controls that the step used.
-        layers: Layers measured; empty where nothing was due.
-        penalty: Mean penalty of the layers that took part; NaN if none did.
-        spectral_radius: Largest over the layers measured; NaN if there is no spectrum, or none was taken.
-        near_unit_mass: Mean over the layers measured; NaN likewise.
-        skipped: Layers left out although they were due: layer -> reason.
+        step: Number of optimizer steps before this one.
+        control: Values of the controls in this step.
+        layers: Measured layers; empty in steps without a measurement.
+        penalty: Mean penalty of the measured layers; NaN if there is none.
+        spectral_radius: Maximum over the measured layers; NaN if no spectrum was taken.
+        near_unit_mass: Mean over the measured layers; NaN if no spectrum was taken.
+        skipped: Mapping from each layer that was skipped to the reason; None if nothing was measured.
         n_acting: Number of layers whose gradient reached the parameters, or that caused the update to be undone.
-        update_size: Share of the optimizer's own update that was tried; below 1 only in a trust region.
+        update_size: Size of the update, as a fraction of the optimizer's update; below 1 only in a trust region.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Shaping:
     update_size: float = 1.0
 
     def monitors(self) -> dict[str, float]:
-        """The numbers of the step; names as in ``schema.MONITORS``."""
+        """Return the metrics of the step; names as in ``schema.MONITORS``."""
         return {
             "kss_enabled": self.control.enabled,
             "kss_strength": self.control.strength,

@@ -1,4 +1,4 @@
-"""Settings of KSS shared by several processes that train one model (DDP)."""
+"""Communication of KSS between processes that train one model (DDP)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from torch import Tensor, distributed
 from workbench.callbacks.kss.control import ControlValues
 from workbench.models.process_group import message_device
 
-#: Code of a named choice of layers in the message; layers given by number are sent as their count.
+#: Codes of named choices of layers in the message. For layers given by number, the message holds how many there are.
 _CODES = {"half": -1, "all": -2}
 
 
 def control_of_first_rank(control: ControlValues) -> ControlValues:
-    """The controls of rank 0, on every rank; one message of five numbers, another if layers are given by number."""
+    """Return the controls of rank 0 on every rank.
+
+    This takes one message of five numbers, and another one if layers are given by number.
+    """
     code = _CODES[control.layers] if isinstance(control.layers, str) else len(control.layers)
     message = torch.tensor(
         [control.enabled, control.strength, control.interval, control.gamma, code],
@@ -26,16 +29,16 @@ def control_of_first_rank(control: ControlValues) -> ControlValues:
     enabled, strength, interval, gamma, code = message.tolist()
     layers: str | tuple[int, ...] | None = next((name for name, number in _CODES.items() if number == code), None)
     if layers is None:
-        own = control.layers if distributed.get_rank() == 0 else [0] * int(code)
-        numbers = torch.tensor(own, device=message.device)
+        sent = control.layers if distributed.get_rank() == 0 else [0] * int(code)
+        numbers = torch.tensor(sent, device=message.device)
         distributed.broadcast(numbers, src=0)
         layers = tuple(numbers.tolist())
     return ControlValues(bool(enabled), strength, int(interval), gamma, layers)
 
 
-def summed(weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    """Gradients summed over all ranks, in one message."""
-    dense = [torch.zeros_like(w) if g is None else g for w, g in zip(weights, gradients, strict=True)]
+def summed(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the gradients summed over all ranks, in one message."""
+    dense = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
     message = torch.cat([gradient.flatten() for gradient in dense])
     distributed.all_reduce(message)
     parts = message.split([gradient.numel() for gradient in dense])

@@ -1,4 +1,4 @@
-"""KSS without a gradient: updates are cut so that no block's spectrum leaves its band in one step."""
+"""KSS without a gradient: updates are undone and reduced so that no block leaves its band in one step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.errors import OptionError
+from workbench.callbacks.option_checks import require_choice, require_fraction, require_number
 from workbench.models.device_numbers import read_numbers
 
 if TYPE_CHECKING:
@@ -20,21 +20,21 @@ MEASURES = ("energy_gain", "spectral_radius")
 
 @dataclass(frozen=True)
 class TrustRegion:
-    """The rule by which an update is undone and the next ones are cut.
+    """The rule by which an update is undone and the following updates are reduced.
 
-    An update that lifts the measure of a layer above the band, by more than the share that it may rise in one step, is
-    taken back, and the following ones are divided by 1 + strength. With every update that is kept they grow again by
-    ``recovery``, up to the optimizer's own: the rule by which trust-region methods find their radius (Nocedal & Wright
-    2006, chapter 4), with the spectrum in place of the model's error.
+    An update is undone if it raises the measure of a layer above the band, and by more than the fraction ``rise``. The
+    following updates are divided by 1 + strength. Each update that is kept multiplies the size of the next one by
+    ``recovery``, up to the full update of the optimizer. Trust-region methods adapt their radius in the same way
+    (Nocedal & Wright 2006, chapter 4), but from the error of a model instead of the spectrum.
 
     Attributes:
-        measure: ``"energy_gain"``, the factor by which a block increases the norm of the states, sqrt(E|y|^2 / E|x|^2)
-            about their means, or ``"spectral_radius"``. A block may keep its eigenvalues and yet amplify, as operators
-            that are not normal do; the gain includes both.
-        highest: Upper edge of the band; inside the band updates are unchanged.
-        rise: Largest share by which the measure may rise in one step above the band.
-        recovery: Factor of the update's size after each one that is kept.
-        smallest: Smallest size of an update, as a share of the optimizer's own.
+        measure: ``"energy_gain"``, the factor by which a block increases the norm of the centered states,
+            sqrt(E|y|^2 / E|x|^2), or ``"spectral_radius"``. The gain also covers the amplification by an operator that
+            is not normal, which its eigenvalues do not show.
+        highest: Upper edge of the band. Updates that stay within the band are unchanged.
+        rise: Largest fraction by which the measure may rise in one step above the band.
+        recovery: Factor on the size of the updates after each update that is kept.
+        smallest: Smallest size of an update, as a fraction of the optimizer's update.
     """
 
     measure: str = "energy_gain"
@@ -44,20 +44,22 @@ class TrustRegion:
     smallest: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.measure not in MEASURES:
-            raise OptionError(f"measure is '{self.measure}', expected one of {', '.join(MEASURES)}.")
-        for name, lowest in (("highest", 0.0), ("rise", 0.0), ("recovery", 1.0)):
-            if not lowest <= getattr(self, name) < math.inf:
-                raise OptionError(f"{name} is {getattr(self, name)}, expected a number of at least {lowest:g}.")
-        if not 0 < self.smallest <= 1:
-            raise OptionError(f"smallest is {self.smallest}, expected a share above 0, at most 1.")
+        require_choice(MEASURES, measure=self.measure)
+        require_number(0, highest=self.highest, rise=self.rise)
+        require_number(1, recovery=self.recovery)
+        require_fraction(smallest=self.smallest)
 
     def outside(self, measured: Mapping[int, float]) -> list[int]:
-        """Layers above the band; one without a finite measure counts."""
+        """Return the layers above the band, including those with a measure that is not finite."""
         return [layer for layer, value in measured.items() if not value <= self.highest]
 
-    def broken(self, before: Mapping[int, float], after: Mapping[int, float]) -> list[int]:
-        """Layers that cause the update to be undone."""
+    def violated(self, before: Mapping[int, float], after: Mapping[int, float]) -> list[int]:
+        """Return the layers that cause the update to be undone.
+
+        Args:
+            before: Measure of each layer before the update.
+            after: Measure of each layer after the update.
+        """
 
         def limit(layer: int) -> float:
             risen = before[layer] * (1 + self.rise)
@@ -65,31 +67,34 @@ class TrustRegion:
 
         return [layer for layer in after if not after[layer] <= limit(layer)]
 
-    def next_size(self, size: float, strength: float, *, is_broken: bool) -> float:
-        """Share of the optimizer's own update that the next one takes."""
-        return max(self.smallest, size / (1 + strength)) if is_broken else min(1.0, size * self.recovery)
+    def next_size(self, size: float, strength: float, *, is_undone: bool) -> float:
+        """Return the size of the next update, as a fraction of the optimizer's update."""
+        return max(self.smallest, size / (1 + strength)) if is_undone else min(1.0, size * self.recovery)
 
 
 def energy_gain(moments: SnapshotMoments) -> float:
-    """The factor by which a block increases the norm of the centred states: sqrt(E|y|^2 / E|x|^2), unit 1."""
+    """Return the factor by which a block increases the norm of the centered states, sqrt(E|y|^2 / E|x|^2), unit 1."""
     return energy_gains({0: moments})[0]
 
 
 def energy_gains(moments: Mapping[int, SnapshotMoments]) -> dict[int, float]:
-    """`energy_gain` of each layer; the host waits for the device once."""
+    """Return `energy_gain` of each layer; the host waits for the device only once."""
     return gains_of(moments, read_numbers(gain_terms(moments)))
 
 
 def gain_terms(moments: Mapping[int, SnapshotMoments]) -> list[Tensor]:
-    """What `gains_of` needs of the layers, on the device."""
-    before = [layer.c_xx.detach().diagonal().sum() for layer in moments.values()]
-    grown = [(2 * layer.c_dx.detach().diagonal() + layer.c_dd.detach().diagonal()).sum() for layer in moments.values()]
-    return [*before, *grown]
+    """Return the terms from which `gains_of` computes the gains, as tensors on the device.
+
+    These are E|x|^2 of each layer, followed by E|y|^2 - E|x|^2 of each layer.
+    """
+    energy = [layer.c_xx.detach().diagonal().sum() for layer in moments.values()]
+    growth = [(2 * layer.c_dx.detach().diagonal() + layer.c_dd.detach().diagonal()).sum() for layer in moments.values()]
+    return [*energy, *growth]
 
 
-def gains_of(layers: Collection[int], numbers: Sequence[float]) -> dict[int, float]:
-    """The gain of each layer from the values of its terms."""
+def gains_of(layers: Collection[int], terms: Sequence[float]) -> dict[int, float]:
+    """Return the gain of each layer from the values of `gain_terms`."""
     gains = {}
-    for layer, old, more in zip(layers, numbers[: len(layers)], numbers[len(layers) :], strict=True):
-        gains[layer] = math.sqrt(max(old + more, 0.0) / old) if old > 0 else math.nan
+    for layer, energy, growth in zip(layers, terms[: len(layers)], terms[len(layers) :], strict=True):
+        gains[layer] = math.sqrt(max(energy + growth, 0.0) / energy) if energy > 0 else math.nan
     return gains

@@ -1,4 +1,4 @@
-"""The recorder: measures any training run around its optimizer's step, and records the values of the monitors."""
+"""The recorder: measures a training run around its optimizer's step and records the values of the monitors."""
 
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.loggers import logging_observer

@@ -1,4 +1,4 @@
-"""A recorder attached to one model: its operations around each optimizer step."""
+"""A recorder attached to one model: the measurements around each optimizer step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from workbench.callbacks.recorder.reduction import ReductionCollector
 from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import WorkbenchError
-from workbench.io.run_output import say
+from workbench.io.run_output import issue_warning
 from workbench.models.process_group import is_shared
 from workbench.models.wrapping import acting_on_gradients, bare, innermost
 from workbench.monitors.probe_pass import PARTS as PROBED
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
     from workbench.io.run_output import RunOutput
     from workbench.training.callback import TrainingRun
 
-#: Descriptions of failed measurements that are no part of their own.
+#: Descriptions of failed measurements that are not parts of a run.
 _WORDS = {
-    "probe": "What the probe shows (activations, attention logits, routing)",
-    "setup": "What was not read yet",
+    "probe": "The measurements on the probe (activations, attention logits, routing)",
+    "setup": "The initial state",
     "monitors": "The gradient norm",
-    "sample": "The size of every update",
-    "settings": "What the settings are",
+    "sample": "The update ratio",
+    "settings": "The settings",
 }
 
 
-#: Name by which the ranks tell each other how many settings have changed.
+#: Name under which the ranks exchange how many settings have changed.
 _N_CHANGES = "n_changes"
-#: Parts that settle what an alarm points to.
+#: Parts that determine the cause of an alarm.
 _CHECKS = ("precision", "reduction")
 
 
@@ -67,33 +67,34 @@ class RecorderOwner(Protocol):
     recent_examples: list[int]
     settings_state: dict[str, Any]
 
-    def keep_probe(self, probe: Any) -> str | None:
-        """Remember the examples that it measures on; return them as JSON."""
+    def _keep_probe(self, probe: Any) -> str | None:
+        """Store the examples of the probe, and return them as JSON; None if that is impossible."""
 
-    def publish(self, observation: Observation) -> None:
+    def _publish(self, observation: Observation) -> None:
         """Pass an observation to loggers and observers."""
 
-    def detached(self, step: int) -> None:
-        """Remember the step at which it ended."""
+    def _on_detach(self, step: int) -> None:
+        """Store the step at which the attachment ended."""
 
 
 class AttachedRecorder:
-    """A recorder attached to a model and an optimizer; made by `Recorder.attach`.
+    """A recorder attached to a model and an optimizer; created by `Recorder.attach`.
 
-    Hooks on the optimizer run before and after each update, hooks on the model count its inputs. Measurements are
-    taken after the update of step s, from 0, where (s + 1) is a multiple of the part's cadence: the row of step s shows
-    the parameters with which the loss of step s + 1 is computed. Spectra are taken before the update of step s where s
-    is a multiple, as `workbench.train` does. Of a run that ends without error before its first update, because its
-    first loss is too large, attention, routers and activations are measured at its end, as the row of step 0.
+    Hooks on the optimizer run before and after each update; hooks on the model count its inputs. Measurements are taken
+    after the update of step s, counted from 0, if s + 1 is a multiple of the part's cadence. The row of step s
+    therefore shows the parameters with which the loss of step s + 1 is computed. Spectra are taken before the update of
+    step s if s is a multiple of their cadence, as in `workbench.train`. If a run ends without error before its first
+    update, because its first loss is too large, attention, routers and activations are measured at its end, as the row
+    of step 0.
 
-    Numbers given to `log` belong to the update of the batch that went through the model last: to the next one before
-    ``optimizer.step()``, and still to the one just made until the next batch begins.
+    Metrics passed to `log` belong to the update of the batch that passed through the model last: before
+    ``optimizer.step()`` to the next update, and afterwards, until the next batch begins, to the update just done.
 
     Attributes:
-        step: Updates done; a loop with another count may set it between two updates.
-        numbers: Numbers of the last update, as they were stored.
-        is_hosted: Whether the store has another owner, who writes the numbers of each update, handles alarms and closes
-            it.
+        step: Number of updates done; a loop with another count may set it between two updates.
+        numbers: Metrics of the last update, as stored.
+        is_hosted: Whether the store has another owner, who writes the metrics of each update, handles alarms and closes
+            the store.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class AttachedRecorder:
         self._parameters: OptimizedParameters | None = parameters
         self._reading = reading
         self._collectors: Collectors | None = None
-        self._pending: dict[str, float | Tensor] = {}  # numbers logged by the caller
-        self._noted: dict[str, float | Tensor] = {}  # numbers computed by the recorder
+        self._pending: dict[str, float | Tensor] = {}  # metrics logged by the caller
+        self._noted: dict[str, float | Tensor] = {}  # metrics computed by the recorder
         self._open_step: int | None = None
         self._spikes = spikes
         self._has_given_norm = False
@@ -134,11 +135,12 @@ class AttachedRecorder:
         self._settings: SettingsWatch | None = None
         self._optimizer: torch.optim.Optimizer | None = inner
         self._has_updated = step > 0
-        self._asks_check, self._checked_step = False, -1
+        self._check_requested, self._checked_step = False, -1
         if parameters.are_coarse:
-            say(
-                f"{type(bare(model)).__name__} is trained in low precision without a copy in float32; updates below "
-                "2^-9 of a weight do not show in bfloat16, so take small changes of the monitors with care."
+            issue_warning(
+                f"{type(bare(model)).__name__} is trained in low precision without a float32 copy of its parameters; "
+                "in bfloat16, updates below 2^-9 of a parameter are rounded away, so interpret small changes of the "
+                "monitors with care."
             )
         self.batches = BatchWatch(
             model,
@@ -151,7 +153,7 @@ class AttachedRecorder:
         try:
             if probe is not None:
                 self._prepare(inner)
-            # A compiled step of the optimizer runs them as they are.
+            # The hooks must not be compiled together with a compiled step of the optimizer.
             before, after = torch.compiler.disable(self._before_step), torch.compiler.disable(self._after_step)
             self._handles = [
                 inner.register_step_pre_hook(before),
@@ -169,30 +171,30 @@ class AttachedRecorder:
 
     @property
     def is_attached(self) -> bool:
-        """Whether it still records."""
+        """Whether the recorder still records."""
         return bool(self._handles)
 
     @property
     def pending(self) -> dict[str, float | Tensor]:
-        """Numbers of the present step, so far."""
+        """Metrics of the current step logged so far."""
         return dict(self._pending)
 
     @property
     def settings_state(self) -> dict[str, Any]:
-        """What is known of the run's settings, for JSON."""
+        """State of the comparison of the run's settings, as JSON values."""
         return self.recorder.settings_state if self._settings is None else self._settings.sentinel.state_dict()
 
     def flush(self) -> None:
-        """Write all numbers so far, including the present step if its update is done."""
+        """Write all metrics so far, including those of the current step if its update is done."""
         if self._open_step is not None:
             self._close_row()
         self.output.flush()
 
     def detach(self, *, is_broken: bool = False) -> None:
-        """Remove all hooks, write all numbers so far, and release the model and the optimizer.
+        """Remove all hooks, write all metrics so far, and release the model and the optimizer.
 
         Args:
-            is_broken: Whether training ended by an error.
+            is_broken: Whether training ended with an error.
         """
         if not self._handles:
             return
@@ -214,24 +216,24 @@ class AttachedRecorder:
                 word = "stopped" if is_broken else "finished"
                 self.event(word, message=f"{word.capitalize()} after {self.step} steps.")
                 self.output.close(state=word)
-            self.recorder.detached(self.step)
+            self.recorder._on_detach(self.step)
 
     def log(self, **numbers: Any) -> None:
-        """Numbers of an update, such as ``loss`` and ``accuracy``; see the class for which.
+        """Log metrics of an update, such as ``loss`` and ``accuracy``; the class describes to which update they belong.
 
         Raises:
-            OptionError: If a value is no number.
+            OptionError: If a value is not a number.
         """
         for name, value in numbers.items():
             self._pending[name] = as_number(name, value)
 
     def finish_step(self, **numbers: Any) -> dict[str, float]:
-        """End a step: no more numbers follow for it, even if its update was skipped.
+        """End a step: no more metrics follow for it, even if its update was skipped.
 
-        A loop that knows when a step ends calls this; others need not. One that counts its steps itself sets ``step``.
+        A loop that knows when a step ends may call this; a loop that counts its own steps may set ``step``.
 
         Returns:
-            All numbers of the step.
+            All metrics of the step.
         """
         self.log(**numbers)
         self._has_given_norm = "grad_norm" in numbers  # then it need not be computed
@@ -241,27 +243,27 @@ class AttachedRecorder:
         return self.numbers
 
     def begin_window(self) -> None:
-        """Take queries and keys as they are now as the new base point, after a change from outside the optimizer.
+        """Take the current queries and keys as the new base point, after a change from outside the optimizer.
 
-        The measurement after that gives no spectra of updates, as its window is not full.
+        The next measurement has no spectra of updates, since its window is not full.
         """
         self._guarded("attention", lambda collectors: collectors.begin_window(self.step))
 
     def check_now(self) -> None:
-        """Check arithmetic and gradients at the next update too, whatever their cadence: an alarm asks for the cause.
+        """Check arithmetic and gradients also at the next update, regardless of their cadence, to explain an alarm.
 
-        With several ranks nothing happens, as each would have to know.
+        With several ranks nothing happens, since every rank would have to know of it.
         """
-        self._asks_check = not is_shared()
+        self._check_requested = not is_shared()
 
     # Around the update
 
     def _begin_batch(self) -> None:
-        """Called with each batch: numbers logged from now on belong to the next update."""
+        """Start a batch: metrics logged from now on belong to the next update."""
         if self._open_step is not None:
             self._close_row()
-        if self._asks_check:
-            self._asks_check, self._checked_step = False, self.step
+        if self._check_requested:
+            self._check_requested, self._checked_step = False, self.step
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
 
@@ -279,7 +281,7 @@ class AttachedRecorder:
         return acting_on_gradients(optimizer, args, kwargs, measure)
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called when gradients are computed and parameters are not yet updated."""
+        """Measure between the backward pass and the update."""
         if self._open_step is not None:  # no batch has passed since the last update
             self._close_row()
         with self.batches.paused():
@@ -298,7 +300,7 @@ class AttachedRecorder:
                 self._guarded("update", lambda collectors: collectors.begin_effect())
 
     def _take_gradients(self) -> None:
-        """Compare gradients if every rank can: one that waits alone for the others would wait for ever."""
+        """Compare gradients if every rank can; otherwise a rank would wait forever for the others."""
         collectors = self._collectors
         can_take = collectors is not None and collectors.is_on("reduction") and collectors.reduction.is_ready
         action = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
@@ -311,7 +313,7 @@ class AttachedRecorder:
             self._settings = SettingsWatch(collectors.model, optimizer, planned)
             if self.recorder.settings_state:
                 self._settings.sentinel.load_state_dict(self.recorder.settings_state)
-        # In the workbench's own loop several passes of one update are ranks that a fault emulates.
+        # In the workbench's own loop, several passes of one update are ranks emulated by a fault.
         is_own = self._run is not None and self._run.owns_loop
         self._settings.read(self.batches.autocast, 0 if is_own else self.batches.n_forwards)
 
@@ -323,7 +325,7 @@ class AttachedRecorder:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         collectors = self._collectors
-        if collectors is None:  # its closure was never called
+        if collectors is None:  # the closure was never called
             return
         ratio = self._guarded("sample", lambda collectors: self._sample.end())
         if ratio is not None:
@@ -343,7 +345,7 @@ class AttachedRecorder:
     # Rows
 
     def _open_row(self) -> None:
-        """Numbers of the update that is being made, over all ranks; more may come until the row is closed."""
+        """Collect the metrics of the current update over all ranks; more may be logged until the row is closed."""
         seen = self.batches.take()
         found = seen.numbers() if seen.n_forwards else {}
         self._pending, self._noted = found | self._noted | self._pending, {}
@@ -357,7 +359,7 @@ class AttachedRecorder:
         self._open_step = self.step
 
     def _own_changes(self) -> list[Change]:
-        """Settings that have changed on this rank."""
+        """Return the settings that have changed on this rank."""
         settings = self._settings
         if settings is None:
             return []
@@ -376,7 +378,7 @@ class AttachedRecorder:
         self._publish(Observation(step, "monitors", plain(numbers)))
         changes, self._changes = self._changes, []
         settings = self._settings
-        if settings is not None:  # these numbers are the same on every rank
+        if settings is not None:  # these metrics are the same on every rank
             found = self._guarded("settings", lambda _: settings.logged_changes(step, numbers)) or ()
             changes += [_plain_change(each) for each in found]
         for setting, factor, message in changes:
@@ -386,11 +388,11 @@ class AttachedRecorder:
     # Measurements
 
     def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Read the model as soon as there is a probe; a model that cannot be read has fewer parts."""
+        """Read the model as soon as there is a probe; fewer parts are recorded of a model that cannot be read."""
         probe, subjects = self.batches.settle_probe()
         probe = of_first_rank(probe)
         self._is_ready = True
-        if (plain := self.recorder.keep_probe(probe)) is not None and not self.is_hosted:
+        if (plain := self.recorder._keep_probe(probe)) is not None and not self.is_hosted:
             self.output.commit(probe=plain)
         if self._parameters is None:
             return
@@ -409,20 +411,20 @@ class AttachedRecorder:
             self._guarded("setup", lambda collectors: collectors.begin(self.step))
 
     def _measure_parts(self, collectors: Collectors) -> None:
-        """After the update of ``self.step``."""
+        """Measure the parts that are due after the update of ``self.step``."""
         due = [part for part in collectors.after_update if self._is_due(part)]
         self._measure(collectors, due, self.step)
 
     def _is_due(self, part: str) -> bool:
-        """Whether a part is measured after the update of the present step: by its cadence, or because of an alarm."""
+        """Return whether a part is measured after the current update, by its cadence or because of an alarm."""
         is_checked = part in _CHECKS and self._checked_step == self.step and self._every[part] is not None
         return is_checked or is_due(self.step, self._every[part])
 
     def _measure(self, collectors: Collectors, parts: list[str], step: int) -> None:
-        """Measure some parts, as the row of a step."""
+        """Measure some parts and publish them as the row of a step."""
         probed = self._guarded("probe", lambda collectors: collectors.probed(parts)) or {}
         if not self._has_updated and "router" in probed:
-            probed["router"]["routing_change"][:] = math.nan  # the same parameters as at the last measurement
+            probed["router"]["routing_change"][:] = math.nan  # the parameters have not changed since then
         measured = {}
         for part in parts:
             measure = partial(Collectors.measure, part=part, step=step, probed=probed.get(part, {}))
@@ -432,12 +434,12 @@ class AttachedRecorder:
             self._publish(Observation(step, part, values, collectors.coords(part)))
 
     def _measure_without_update(self) -> None:
-        """Measure what the probe shows of a run that ends before its first update, such as one that diverges at once.
+        """Measure on the probe at the end of a run without updates, such as one that diverges immediately.
 
-        The row is that of step 0. A part that is measured at every step is left out, as a run that goes on would have
-        another row of that step.
+        The result is the row of step 0. Parts that are measured at every step are left out, since a run that is
+        continued would have another row of that step.
         """
-        # Reading the model takes all ranks, which may not end together.
+        # Reading the model needs all ranks, which may not end together.
         if self._has_updated or not self.batches.has_seen or self._optimizer is None or is_shared():
             return
         if not self._is_ready:
@@ -453,21 +455,21 @@ class AttachedRecorder:
             self.output.add_dataset("spectra", spectra)
             row = spectra.isel(step=0, drop=True)
             values, coords = ({name: v.values for name, v in part.items()} for part in (row.data_vars, row.coords))
-            self.recorder.publish(Observation(self.step, "spectra", values, coords))
+            self.recorder._publish(Observation(self.step, "spectra", values, coords))
 
     def _guarded(self, part: str, action: Callable[[Collectors], Any]) -> Any:
-        """Run a measurement without ever stopping the training: if it fails, the part is switched off."""
+        """Run a measurement without stopping the training: if it fails, the part is switched off."""
         collectors = self._collectors
         if collectors is None or not collectors.is_on(part):
             return None
         try:
             return action(collectors)
-        except Exception as error:  # noqa: BLE001  (whatever it is, the training goes on, with an event)
+        except Exception as error:  # noqa: BLE001  (training continues after any failure, with an event)
             collectors.switch_off(part)
             reason = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
             message = f"{_WORDS.get(part, part)} cannot be recorded from step {self.step} on ({reason})."
             self.event("not recorded", source=part, message=message)
-            say(f"{message} Training goes on.")
+            issue_warning(f"{message} Training continues.")
             return None
 
     def event(
@@ -481,29 +483,29 @@ class AttachedRecorder:
         head: int = -1,
         step: int | None = None,
     ) -> None:
-        """Record an event; see ``schema.EVENTS``. Without ``step`` it is at the present step."""
+        """Record an event, at the current step unless ``step`` is given; see ``schema.EVENTS``."""
         at = self.step if step is None else step
         self.output.event(Event(at, kind, source, score, message, layer, head))
 
     def _publish(self, observation: Observation) -> None:
-        """Store an observation and pass it on; observers last, as they may raise."""
+        """Store an observation and pass it on, to observers last, since they may raise exceptions."""
         # Changed settings are events, and the owner of the store writes its monitors.
         if observation.part != "settings" and not (self.is_hosted and observation.part == "monitors"):
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
         if self._alarms is not None:
             self._raise_alarms(self._alarms, observation)
-        self.recorder.publish(observation)
+        self.recorder._publish(observation)
 
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
-        """Pass an observation to the alarms, and record what they raise as events."""
+        """Pass an observation to the alarms, and record the alarms raised as events."""
         fresh = alarms.observe(observation)
-        if (row := alarms.evidence_row(observation)) is not None:
+        if (row := alarms._evidence_row(observation)) is not None:
             self.output.add(row.part, row.step, row.values, row.coords)
         if fresh or alarms.is_in_doubt:
             self.check_now()
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())
-        if (found := alarms.new_attribution(fresh)) is not None:
+        if (found := alarms._new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
 
 
@@ -512,7 +514,7 @@ def _plain_change(change: SettingsChange) -> Change:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A call of a method that does not keep its object alive."""
+    """Return a function that calls a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:

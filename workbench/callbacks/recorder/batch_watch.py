@@ -1,4 +1,4 @@
-"""The training inputs of a model: their counts and contents, and a few examples of the first batch kept as probe."""
+"""Training inputs of a model: their counts and contents, and a few examples of the first batch kept as probe."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from workbench.errors import SnapshotError
-from workbench.models.batches import count_rows, take_rows
+from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import named_arguments
 from workbench.models.losses import are_classes, largest_losses, loss_in, prediction_of, targets_of
 from workbench.models.wrapping import bare, entrances
 from workbench.probes.batch import BatchProbe
 
-#: A Hugging Face Trainer passes to the model how many labels all batches of an update have; the losses then add up.
+#: Argument by which a Hugging Face Trainer passes the number of labels in all batches of an update; the losses are then
+#: summed.
 _LABELS_OF_UPDATE = "num_items_in_batch"
-#: What PyTorch says where a compiled function calls the model, whose hooks must not be compiled.
+#: Reason that PyTorch reports if a compiled function calls the model, whose hooks must not be compiled.
 _REASON = (
     "a recorder sees the batches that enter the model; compile the model itself, by torch.compile(model) or "
     "model.compile(), rather than a function that calls it"
@@ -31,46 +32,46 @@ _REASON = (
 
 @dataclass
 class Seen:
-    """Counts of the inputs of one module by which the model is called, since the last update.
+    """Counts of the inputs of one module through which the model is called, since the last update.
 
     Attributes:
         n_forwards: Number of calls.
-        n_rows: Number of examples.
-        n_tokens: Number of tokens, or a 0-dim tensor of it that may still be computed.
+        n_examples: Number of examples.
+        n_tokens: Number of tokens, as a number or as a 0-dim tensor that may not be computed yet.
         losses: Losses in the outputs, 0-dim.
-        are_shares: Whether the losses are shares of the update's, and not means of their own.
-        contents: Sums over the calls of what `BatchProbe` and `largest_losses` give.
+        are_parts: Whether the losses are summands of the update's loss, instead of means over their batches.
+        contents: Sums over the calls of the results of `BatchProbe` and `largest_losses`.
     """
 
     n_forwards: int = 0
-    n_rows: float = 0.0
+    n_examples: float = 0.0
     n_tokens: float | Tensor = 0.0
     losses: tuple[Tensor, ...] = ()
-    are_shares: bool = False
+    are_parts: bool = False
     contents: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, contents: Mapping[str, Tensor]) -> None:
-        """Add what one call shows to the sums."""
+        """Add the contents of one call to the sums."""
         for name, value in contents.items():
             self.contents[name] = self.contents[name] + value if name in self.contents else value
 
     def numbers(self) -> dict[str, float | Tensor]:
-        """Names as in ``schema.MONITORS``."""
-        found: dict[str, float | Tensor] = {"batch_size": self.n_rows, "n_tokens": self.n_tokens}
+        """Return the metrics of the update, with the names of ``schema.MONITORS``."""
+        found: dict[str, float | Tensor] = {"batch_size": self.n_examples, "n_tokens": self.n_tokens}
         found |= {name: total / self.n_forwards for name, total in self.contents.items()}
         if self.losses:
             total = torch.stack([loss.float() for loss in self.losses]).sum()
-            found["loss"] = total if self.are_shares else total / len(self.losses)
+            found["loss"] = total if self.are_parts else total / len(self.losses)
         return found
 
 
 @dataclass(frozen=True)
 class PassContext:
-    """What a pass runs in: autocast, and modes that replace torch's functions.
+    """Context in which a pass runs: autocast, and modes that replace torch's functions.
 
     Attributes:
         kind: Type of the device.
-        autocast: Type of autocast; None: there is none.
+        autocast: Dtype of autocast; None if it is off.
         modes: Modes, the outermost first.
     """
 
@@ -80,14 +81,14 @@ class PassContext:
 
     @classmethod
     def of(cls, module: nn.Module) -> PassContext:
-        """That of this moment."""
+        """Return the current context, on the device of a module."""
         kind = next((p.device.type for p in module.parameters()), "cpu")
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return cls(kind, autocast, tuple(_get_current_function_mode_stack()))
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Enter it again; modes that are active stay as they are."""
+        """Enter the context again; modes that are already active are not entered twice."""
         active = _get_current_function_mode_stack()
         with ExitStack() as stack:
             stack.enter_context(torch.autocast(self.kind, self.autocast, enabled=self.autocast is not None))
@@ -98,18 +99,18 @@ class PassContext:
 
 
 class BatchWatch:
-    """Hooks on the model that the loop calls.
+    """Hooks that count the training inputs of the model that the loop calls.
 
-    Forwards count in training mode and with gradients; those within a backward pass, which recompute activations, and
-    those of the recorder itself do not. Hooks never change what passes.
+    Forward passes are counted in training mode with gradients, except those of the recorder itself and those within a
+    backward pass, which recompute activations. The hooks never change inputs or outputs.
 
     Args:
         model: Model that the loop calls.
         n_probe_tokens: Approximate number of tokens to keep of the first batch.
         probe: Inputs to use instead of the first batch.
         begin: Function called when a training forward begins, before it is counted.
-        labels: Function that gives the labels of the batch; None: they are among the inputs, or not known.
-        recent_examples: Hashes of the examples before, from `recent_examples` of an earlier watch.
+        labels: Function that returns the labels of the batch; None if they are among the inputs, or unknown.
+        recent_examples: Hashes of earlier examples, from `recent_examples` of an earlier watch.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class BatchWatch:
         self._pass = PassContext()
         self._inputs: dict[nn.Module, Any] = {}  # while a forward runs
         self._first: dict[nn.Module, Any] = {}
-        # They record what passes, and must not be compiled.
+        # The hooks record concrete inputs and outputs, so they must not be compiled.
         enter, leave = (torch.compiler.disable(hook, reason=_REASON) for hook in (self._enter, self._leave))
         self._handles = [
             handle
@@ -148,7 +149,7 @@ class BatchWatch:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which forward passes do not count, for the recorder's own ones."""
+        """Return a context in which forward passes are not counted, for those of the recorder itself."""
         was_paused, self.is_paused = self.is_paused, True
         try:
             yield
@@ -162,11 +163,11 @@ class BatchWatch:
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """Type of autocast in the last forward pass; None: there was none."""
+        """Dtype of autocast in the last forward pass; None if it was off."""
         return self._pass.autocast
 
     def around_pass(self) -> AbstractContextManager[None]:
-        """The context in which the model was called last in training."""
+        """Return the context in which the model was last called in training."""
         return self._pass.entered()
 
     def detach(self) -> None:
@@ -177,10 +178,11 @@ class BatchWatch:
         self._entrances, self._seen, self._first, self._inputs, self.probe = [], {}, {}, {}, None
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
-        """The probe: the given one, or else examples of the first batch; None before the first batch.
+        """Fix the probe: the given one, or else examples of the first batch; None before the first batch.
 
         Returns:
-            It, and the modules that it may be for, out of what wraps them: the one that got it, or all entrances.
+            The probe, and the modules without their wrappers that may accept it: the one that received it, or all
+            entrances.
         """
         modules = self._entrances
         if self.probe is None and self._first:
@@ -190,14 +192,14 @@ class BatchWatch:
         return self.probe, list(dict.fromkeys(bare(module) for module in modules))
 
     def take(self) -> Seen:
-        """The counts since the last call, of the outermost module that was called."""
+        """Return the counts since the last call, for the outermost module that was called."""
         seen = next((self._seen[module] for module in self._entrances if module in self._seen), Seen())
         self._seen = {}
         return seen
 
     @property
     def n_forwards(self) -> int:
-        """Training forwards since the last `take`."""
+        """Number of training forwards since the last `take`."""
         return max((seen.n_forwards for seen in self._seen.values()), default=0)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -209,16 +211,16 @@ class BatchWatch:
         seen = self._seen.setdefault(module, Seen())
         seen.n_forwards += 1
         try:
-            seen.n_rows += count_rows(inputs)
+            seen.n_examples += count_examples(inputs)
         except SnapshotError:
-            seen.n_rows = math.nan
+            seen.n_examples = math.nan
         seen.n_tokens = seen.n_tokens + count_tokens(inputs)
         seen.add(self._contents_of(inputs))
         self._inputs[module] = inputs
         self._pass = PassContext.of(module)
-        seen.are_shares = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
+        seen.are_parts = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
         if self.probe is None and module not in self._first:
-            self._first[module] = few_rows(inputs, self._n_probe_tokens)
+            self._first[module] = few_examples(inputs, self._n_probe_tokens)
 
     def _contents_of(self, inputs: Any) -> dict[str, Tensor]:
         labels = None if self._labels is None else self._labels()
@@ -248,14 +250,14 @@ class BatchWatch:
     def _counts(self, module: nn.Module) -> bool:
         if self.is_paused or not (module.training and torch.is_grad_enabled()):
             return False
-        if torch._C._current_graph_task_id() != -1:  # within backward: gradient checkpointing runs it once more
+        if torch._C._current_graph_task_id() != -1:  # within backward: gradient checkpointing recomputes the forward
             return False
-        # Lightning under DDP replaces forward by a plain function, whose arguments are not the model's.
+        # Lightning under DDP replaces forward by a function whose arguments are not those of the model.
         return not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__")
 
 
 def count_tokens(inputs: Any) -> float | Tensor:
-    """Tokens in a batch, masked ones left out; NaN if its examples are no sequences."""
+    """Return the number of tokens in a batch without masked ones; NaN if its examples are not sequences."""
     if isinstance(inputs, Mapping):
         mask = inputs.get("attention_mask")
         if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -269,13 +271,13 @@ def count_tokens(inputs: Any) -> float | Tensor:
     return float(first.shape[0] * first.shape[1]) if is_sequence else math.nan
 
 
-def few_rows(inputs: Any, n_tokens: int) -> Any:
-    """Copies of the first examples of a batch, about as many as hold that many tokens; None if it has none.
+def few_examples(inputs: Any, n_tokens: int) -> Any:
+    """Return copies of the first examples of a batch, with about ``n_tokens`` tokens; None if it has no examples.
 
-    A single example that is longer is cut, where all tensors have one entry a token.
+    A single longer example is truncated if all tensors have one entry per token.
     """
     try:
-        n_rows = count_rows(inputs)
+        n_examples = count_examples(inputs)
     except SnapshotError:
         return None
     if isinstance(inputs, Mapping):
@@ -284,7 +286,7 @@ def few_rows(inputs: Any, n_tokens: int) -> Any:
         v for v in (inputs.values() if isinstance(inputs, Mapping) else _listed(inputs)) if isinstance(v, Tensor)
     ]
     length = next((v.shape[1] for v in tensors if v.ndim in (2, 3)), 1)
-    rows = _copied(take_rows(inputs, slice(0, min(n_rows, max(1, n_tokens // max(1, length))))))
+    rows = _copied(take_examples(inputs, slice(0, min(n_examples, max(1, n_tokens // max(1, length))))))
     if length > n_tokens and all(v.shape[1:] == (length,) for v in tensors):
         rows = _mapped(rows, lambda tensor: tensor[:, :n_tokens].clone())
     return rows

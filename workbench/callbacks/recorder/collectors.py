@@ -1,4 +1,4 @@
-"""The measurements of a recorder on one model: the model is read once, and each part is measured when it is due."""
+"""Measurements of a recorder on one model: the model is read once, and each part is measured when it is due."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
-from workbench.models.batches import take_rows
+from workbench.models.batches import take_examples
 from workbench.models.calling import on_device_of
 from workbench.models.device_numbers import read_arrays
 from workbench.models.readable_weights import readable, reshard
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelReading:
-    """The structure of a model, read once: names and places, valid for a wrapped or sharded model as well.
+    """Structure of a model as names and paths, read once and also valid for the wrapped or sharded model.
 
     Attributes:
-        anatomy: Anatomy of the residual blocks; None: they cannot be read.
+        anatomy: Anatomy of the residual blocks; None if they cannot be read.
         query_keys: Query and key weights, one entry per block.
         routers: Routers of the blocks that have one.
         troubles: Reason why a part is missing, by part.
@@ -59,18 +59,18 @@ class ModelReading:
 
 
 def read_model(model: nn.Module, inputs: Any) -> ModelReading:
-    """Blocks, query and key weights, and routers of a model; the model is left as it was.
+    """Read blocks, query and key weights, and routers of a model; the model is left unchanged.
 
     Args:
         model: Model without its wrappers.
-        inputs: A few examples, as `workbench.models.calling.call_model` takes them.
+        inputs: A few examples, in a form that `workbench.models.calling.call_model` accepts.
     """
     troubles = {}
     with warnings.catch_warnings(), as_written(), readable(model):
         warnings.simplefilter("ignore")
         try:
-            anatomy = read_anatomy(model, take_rows(inputs, slice(0, 2)))
-        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; an event says so)
+            anatomy = read_anatomy(model, take_examples(inputs, slice(0, 2)))
+        except Exception as error:  # noqa: BLE001  (a third-party model may fail in any way; an event reports it)
             return ModelReading(None, troubles={"anatomy": _reason(error)})
         query_keys, routers = [], []
         try:
@@ -89,15 +89,15 @@ class Collectors:
 
     Args:
         options: Options of the recorder.
-        subjects: Modules that the probe may be for, the outermost first, each with all parameters: the first that can
-            be read is the model.
-        optimizer: Innermost.
-        parameters: Parameters as the optimizer has them.
-        probe: A few fixed examples; None: only the updates can be measured.
-        event: Function that records an event: kind, and the fields of `schema.EVENTS`.
-        reading: Structure read before the model was sharded; None: it is read now.
+        subjects: Modules that may accept the probe, the outermost first, each with all parameters; the first one that
+            can be read is the model.
+        optimizer: Innermost optimizer.
+        parameters: Parameters as the optimizer holds them.
+        probe: A few fixed examples; without them (None) only the updates can be measured.
+        event: Function that records an event from its kind and the fields of `schema.EVENTS`.
+        reading: Structure read before the model was sharded; None to read it now.
         around: Function that returns the context of the run's passes.
-        loss_of: Function from the model to its loss on fixed examples; None: not known.
+        loss_of: Function from the model to its loss on fixed examples; None if unknown.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Collectors:
             self._probes = ProbeCollector(
                 self.model, self.probe, reading.anatomy, reading.query_keys, around, own or loss_of
             )
-        self._probe_look: ModelProbe | None = None
+        self._probe_pass: ModelProbe | None = None
         self._taker: SpectraTaker | None = None
         #: Parts that are measured after an update -> function from the step and their probe values to their values.
         self.after_update: dict[str, Callable[[int, dict[str, np.ndarray]], Mapping[str, Any]]] = {
@@ -150,10 +150,10 @@ class Collectors:
         }
 
     def begin(self, step: int) -> None:
-        """Report what cannot be recorded, and take base points after ``step`` updates."""
+        """Report the parts that cannot be recorded, and take base points after ``step`` updates."""
         if (reason := self.reading.troubles.get("anatomy")) is not None:
             if self.parameters.are_elsewhere:
-                reason += " Sharded weights can be read before they are: recorder.prepare(model, inputs)."
+                reason += " Read a sharded model before sharding it: recorder.prepare(model, inputs)."
             self._begin_probes()
             for part in ("attention", "router", "activations", "precision", "spectra"):  # the others need no blocks
                 self._miss(part, f"The blocks of {type(self.model).__name__} cannot be read: {reason}")
@@ -170,12 +170,12 @@ class Collectors:
                 if isinstance(router, Unreadable):
                     self._event("not recorded", source="router", message=router.reason, layer=router.layer)
             if not self.routers:
-                self.switch_off("router")  # a dense model has none: nothing is missing
+                self.switch_off("router")  # a dense model has none, so nothing is missing
         self.begin_window(step)
         self._report_unreadable()
 
     def _begin_probes(self) -> None:
-        """Switch off what cannot be measured here, without an event: a run needs neither a loss nor whole weights."""
+        """Switch off probes that cannot run, without an event: a run needs neither a loss nor unsharded weights."""
         if self._probes is None or any(hasattr(weight, "to_local") for weight in self.model.parameters()):
             self.switch_off("precision")
             self.switch_off("update")
@@ -183,7 +183,7 @@ class Collectors:
             try:
                 if not self._probes.knows_loss:
                     self.switch_off("update")
-            except Exception:  # noqa: BLE001  (a foreign model may fail in any way; the probe's event says how)
+            except Exception:  # noqa: BLE001  (a third-party model may fail in any way; the probe's event reports it)
                 self.switch_off("update")
 
     def _first_pass(self) -> dict[str, dict[str, np.ndarray]]:
@@ -192,15 +192,15 @@ class Collectors:
         if self.probe is None or anatomy is None or not any(self.is_on(part) for part in PROBED):
             return {}
         try:
-            self._probe_look = ModelProbe(self.model, anatomy, self.probe, routers=self.reading.routers)
+            self._probe_pass = ModelProbe(self.model, anatomy, self.probe, routers=self.reading.routers)
             return self.probed(PROBED)
-        except Exception as error:  # noqa: BLE001  (a foreign model may fail in any way; an event says so)
+        except Exception as error:  # noqa: BLE001  (a third-party model may fail in any way; an event reports it)
             self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
             self.switch_off("probe")
             return {}
 
     def is_on(self, part: str) -> bool:
-        """Whether a part is recorded."""
+        """Return whether a part is recorded."""
         return part not in self._off
 
     def switch_off(self, part: str) -> None:
@@ -208,7 +208,7 @@ class Collectors:
         self._off.add(part)
 
     def coords(self, part: str) -> dict[str, np.ndarray]:
-        """Values along the dimensions of a part, and names."""
+        """Return the coordinates of a part: values along its dimensions, and names."""
         if part in ("curvature", "reduction", "update"):
             return {}
         if part == "optimizer":
@@ -225,22 +225,22 @@ class Collectors:
         return coords
 
     def probed(self, parts: Collection[str]) -> dict[str, dict[str, np.ndarray]]:
-        """One pass over the probe for all parts that need one."""
-        wanted = [part for part in parts if part in PROBED and self.is_on(part)]
-        if self._probe_look is None or not wanted or not self.is_on("probe"):
+        """Measure all parts that need a pass over the probe, in one pass."""
+        due = [part for part in parts if part in PROBED and self.is_on(part)]
+        if self._probe_pass is None or not due or not self.is_on("probe"):
             return {}
         try:
             with as_written(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
-                return self._probe_look.take(wanted)
+                return self._probe_pass.take(due)
         finally:
             reshard(self._outermost)
 
     def measure(self, part: str, step: int, probed: dict[str, np.ndarray]) -> Mapping[str, Any]:
-        """The values of one part after the update of a step; ``probed`` as `probed` gave it for that part."""
+        """Measure one part after the update of a step; ``probed`` is the result of `probed` for that part."""
         return self.after_update[part](step, probed)
 
     def attention(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Query-key updates, and attention on the probe."""
+        """Return the spectra of query-key updates, and attention on the probe."""
         values, broken = self.query_keys.measure(self.n_heads)
         for name in ("attention_logit_max", "attention_entropy", "attention_entropy_share"):
             values[name] = np.full((len(self.names), self.n_heads), np.nan)
@@ -249,19 +249,19 @@ class Collectors:
         is_lost = (self._had_attention & np.isnan(values["attention_entropy"])).any(1) if probed else []
         self._report_broken(step, {int(layer): "attention scores" for layer in np.flatnonzero(is_lost)} | broken)
         is_full, self._window_begins = step + 1 - self._window_begins == self.options.every["attention"], step + 1
-        if not is_full:  # over fewer updates the numbers would mean something else
+        if not is_full:  # values over fewer updates are not comparable
             for name in SPECTRA_OF_HEADS:
                 values[name][:] = np.nan
         return values
 
     def begin_window(self, step: int) -> None:
-        """Compare queries and keys with what they are now, after ``step`` updates."""
+        """Take the current queries and keys, after ``step`` updates, as the base point of the next comparison."""
         self._window_begins = step
         if self.is_on("attention"):
             self.query_keys.begin()
 
     def router(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Weights of the routers, and where the probe goes."""
+        """Return the measures of the router weights, and the routing of the probe."""
         values = {name: np.full(len(self.routers), np.nan) for name in ROUTER if name != "expert_load"}
         values["expert_load"] = np.full((len(self.routers), max(router.n_experts for router in self.routers)), np.nan)
         weights = [router.read(self.parameters.as_model).weight.float() for router in self.routers]
@@ -275,75 +275,85 @@ class Collectors:
         return values | dict(probed)
 
     def begin_update(self) -> None:
-        """Before an update that is measured."""
+        """Prepare the measurement of the next update."""
         self._update.begin()
 
     def begin_effect(self) -> None:
-        """Before an update whose effect is measured."""
+        """Prepare the measurement of the effect of the next update."""
         if self._probes is not None:
             self._probes.begin_update()
 
     def precision(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Errors of the run's own arithmetic."""
+        """Return the errors of the run's arithmetic."""
         del step, probed
         assert self._probes is not None
         with as_written():
             return self._probes.precision()
 
     def update_effect(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Effect of the update on the loss of fixed examples."""
+        """Return the effect of the update on the loss of fixed examples."""
         del step, probed
         assert self._probes is not None
         with as_written():
             return self._probes.update()
 
     def forget_update(self) -> None:
-        """Called if the update was skipped."""
+        """Discard the measurement of an update that was skipped."""
         self._update.forget()
 
     def update(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The values of the update, from the parameters before and after it."""
+        """Return the measures of the update, from the parameters before and after it."""
         del probed
         values, broken = self._update.end()
         self._report_broken(step, broken)
         return values
 
     def activations(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The residual stream on the probe."""
+        """Return the measures of the residual stream on the probe."""
         if not probed:
-            raise SnapshotError("the probe did not pass through the model")
+            raise SnapshotError(
+                "The probe did not pass through the model.", name="probe", expected="inputs that pass through the model"
+            )
         is_bad = ~np.isfinite(probed["activation_max"])
         self._report_broken(step, {int(layer): "activations" for layer in np.flatnonzero(is_bad)})
         return dict(probed)
 
     def curvature(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Sharpness of the loss on the probe, and as Adam scales it."""
+        """Return the sharpness of the loss on the probe, also preconditioned by Adam."""
         del step, probed
         loss_of = self.options.loss_of
         if loss_of is None:
-            raise OptionError("curvature needs the loss as a function; pass Recorder(loss_of=).")
+            raise OptionError(
+                "curvature needs the loss as a function; pass Recorder(loss_of=).",
+                name="loss_of",
+                expected="a function from model and probe to a loss",
+            )
         if self.parameters.are_elsewhere:
-            raise SnapshotError("the optimizer does not move the model's own weights, or they are split over ranks")
+            raise SnapshotError(
+                "The optimizer updates copies of the model's parameters, or they are sharded over ranks.",
+                name="optimizer",
+                expected="an optimizer of the model's own, unsharded parameters",
+            )
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
 
         def loss(model: nn.Module) -> Tensor:
             return loss_of(model, self.probe)
 
         with as_written():
-            plain = sharpness(self.model, loss)
+            unscaled = sharpness(self.model, loss)
             try:
                 scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
             except OptionError:  # no second moments
                 scaled = math.nan
         return {
-            "sharpness": plain,
-            "sharpness_rate": plain * rate,
+            "sharpness": unscaled,
+            "sharpness_rate": unscaled * rate,
             "preconditioned_sharpness": scaled,
             "preconditioned_sharpness_rate": scaled * rate,
         }
 
     def spectra(self, step: int) -> xr.Dataset | None:
-        """Spectra of the residual stream on the probe; None, and an event, where the stream is not finite."""
+        """Return spectra of the residual stream on the probe; None, with an event, if the stream is not finite."""
         try:
             with as_written():
                 if self._taker is None:
@@ -359,8 +369,8 @@ class Collectors:
         """Read the first module that can be read; a LightningModule is often a wrapper without a forward."""
         if self.probe is None:
             reason = (
-                "no batch was seen to enter it before its first update. Where a compiled function calls the model, "
-                "compile the model instead."
+                "no batch entered it before its first update. If a compiled function calls the model, compile the "
+                "model instead."
             )
             return ModelReading(None, troubles={"anatomy": reason})
         readings = []
@@ -391,21 +401,21 @@ class Collectors:
             self._event("not recorded", source=part, message=reason)
 
     def _report_unreadable(self) -> None:
-        """Record events for the values that the probe cannot give."""
-        if self._probe_look is None:
+        """Record events for the values that cannot be measured on the probe."""
+        if self._probe_pass is None:
             return
         read = (*self.reading.routers, *self.reading.query_keys)
         known = {reading.reason for reading in read if isinstance(reading, Unreadable)}
-        for sentence in self._probe_look.unreadable:
+        for sentence in self._probe_pass.unreadable:
             if sentence not in known and (self.is_on("attention") or not sentence.startswith("The attention")):
                 self._event("not recorded", source="probe", message=sentence)
 
     def _report_broken(self, step: int, broken: Mapping[int, str]) -> None:
-        """Record an event for each layer that is not finite, once."""
+        """Record one event for each layer with values that are not finite."""
         for layer, what in broken.items():
             if layer not in self._reported:
                 self._reported.add(layer)
-                message = f"Layer {layer} ({self.names[layer]}) holds {what} that are not finite."
+                message = f"Layer {layer} ({self.names[layer]}) contains {what} that are not finite."
                 self._event("not finite", source=what, message=message, layer=layer, step=step)
 
 

@@ -1,4 +1,4 @@
-"""The settings of a run as its loop has them at this moment."""
+"""Current settings of a run, read from its optimizer and model."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from workbench.io.provenance import versions
 from workbench.models.wrapping import bare, innermost
 
 #: Numbers in an optimizer's groups that are settings. Others may be its state, such as the counters and estimates that
-#: some optimizers keep there; truth values are settings whatever their names are.
+#: some optimizers store there; bools are settings regardless of their names.
 _OPTIONS = (
     *("weight_decay", "betas", "beta2_decay", "beta3", "momentum", "dampening", "alpha", "rho", "lambd", "lr_decay"),
     *("momentum_decay", "eps", "eps1", "eps2", "etas", "step_sizes", "ns_steps", "max_grad_norm"),
 )
-#: Where schedulers write in the groups which rates they have planned.
+#: Keys of the groups in which schedulers store the learning rates that they have planned.
 _NOTED = ("initial_lr", "max_lr", "swa_lr")
 
 
 def settings_of(optimizer: Any, model: nn.Module, **known: Any) -> dict[str, Any]:
-    """The settings of a run that can be read from any loop, by the names that `SettingsSentinel` takes.
+    """Return the settings of a run that can be read in any training loop, by the names that `SettingsSentinel` uses.
 
-    Nothing waits for a device: a rate or an option that is a tensor on another device than the CPU is None (the loop
-    that reads it anyway passes it as ``learning_rate``). Autocast is that of this moment; it is over when the optimizer
-    acts, so a loop that uses it passes ``autocast``, ``"off"`` or a dtype.
+    No call waits for a device: a learning rate or option that is a tensor on another device than the CPU is None (a
+    loop that reads it anyway may pass it as ``learning_rate``). Autocast is the current one; since it has usually ended
+    when the optimizer acts, a loop that uses it passes ``autocast`` as ``"off"`` or a dtype.
 
     Args:
-        optimizer: Optimizer, maybe with wrappers around it.
-        model: Model that is trained, maybe with wrappers around it.
-        **known: Further settings, or better values: ``batch_size``, ``accumulation``, ``auxiliary_loss``,
-            ``seed``, ``clip_norm``, ``code_version``, weights of the terms of the loss, and others.
+        optimizer: Optimizer, possibly wrapped.
+        model: Model that is trained, possibly wrapped.
+        **known: Further settings, or values to use instead of those read: ``batch_size``, ``accumulation``,
+            ``auxiliary_loss``, ``seed``, ``clip_norm``, ``code_version``, weights of the terms of the loss, and others.
 
     Returns:
-        Plain values for JSON. What belongs to the optimizer's groups is a list, one entry a group; None: not known.
-        Cost: one walk over modules and parameters, about 1 microsecond each.
+        JSON values; None if unknown. Settings of the optimizer's groups are lists with one entry per group. The cost is
+        one pass over modules and parameters, about 1 microsecond each.
 
     Example:
         >>> import torch
@@ -101,14 +101,14 @@ def _own(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _arithmetic(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Settings of torch that change results."""
+    """Return the settings of torch that change results."""
     kind = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
     is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return {
         "autocast": _plain(torch.get_autocast_dtype(kind)) if is_cast else "off",
         "default_dtype": _plain(torch.get_default_dtype()),
-        # Unlike allow_tf32, these may be read whichever way they were set.
+        # Unlike allow_tf32, these can be read regardless of how they were set.
         "matmul_precision": cuda.matmul.fp32_precision,
         "convolution_precision": attrgetter("conv.fp32_precision")(cudnn),
         "cpu_matmul_precision": attrgetter("mkldnn.matmul.fp32_precision")(torch.backends),
@@ -128,12 +128,12 @@ def _packages() -> list[tuple[str, str]]:
 
 
 def _named(values: Iterable[Any]) -> str | None:
-    """Such as "bfloat16 and float32"; None if there are none."""
+    """Return the distinct values as text, such as "bfloat16 and float32"; None if there are none."""
     return " and ".join(sorted({str(_plain(value)) for value in values})) or None
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; None for what a device would have to be waited for."""
+    """Return a value as a JSON value; None if reading it would have to wait for a device."""
     if isinstance(value, Tensor):
         return value.tolist() if value.device.type == "cpu" else None
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""Recorded values sent to TensorBoard, Weights & Biases or another logger of numbers."""
+"""Forwarding of recorded values to TensorBoard, Weights & Biases or another logger."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _SUMMARIES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.nanmean, "min":
 
 
 def logging_observer(log: Any) -> Callable[[Observation], None]:
-    """An observer for `Recorder.observe` that passes numbers on to another logger.
+    """Return an observer for `Recorder.observe` that passes numbers on to another logger.
 
-    An exception of the logger does not stop the training: the first is a `RecordingWarning`.
+    An exception of the logger does not stop the training; the first one is reported as a `RecordingWarning`.
 
     Args:
-        log: Logger: an object with ``add_scalar(tag, value, step)``, such as ``torch.utils.tensorboard.SummaryWriter``;
-            or a function that takes a dictionary of numbers, as ``log(numbers, step=...)`` like ``wandb.log``, or as
-            ``log(numbers)``, where ``"step"`` is one of them.
+        log: An object with ``add_scalar(tag, value, step)``, such as ``torch.utils.tensorboard.SummaryWriter``; or a
+            function of a dictionary of numbers, called as ``log(numbers, step=...)`` like ``wandb.log``, or as
+            ``log(numbers)`` with ``"step"`` among the numbers.
 
     Returns:
         A function of an observation. See `numbers` for the names.
@@ -43,12 +43,12 @@ def logging_observer(log: Any) -> Callable[[Observation], None]:
         nonlocal has_warned
         try:
             send(numbers(observation), int(observation.step))
-        except Exception as error:  # noqa: BLE001  (somebody else's code; training goes on)
+        except Exception as error:  # noqa: BLE001  (third-party code; training continues)
             if not has_warned:
                 has_warned = True
                 warnings.warn(
-                    f"The logger failed at step {observation.step} ({type(error).__name__}: {error}); training goes "
-                    "on, and the run's own record has what the logger missed.",
+                    f"The logger failed at step {observation.step} ({type(error).__name__}: {error}); training "
+                    "continues, and the run's record contains the values that the logger missed.",
                     RecordingWarning,
                     stacklevel=2,
                 )
@@ -57,15 +57,15 @@ def logging_observer(log: Any) -> Callable[[Observation], None]:
 
 
 def numbers(observation: Observation) -> dict[str, float]:
-    """An observation as numbers with names.
+    """Return an observation as named numbers.
 
     Args:
         observation: Observation of one part at one step.
 
     Returns:
-        Numbers as they are, ``monitors/loss``; of arrays the mean, minimum and maximum of what is not NaN over layers,
-        heads, experts and modules, ``router/max_violation/mean``, for each term apart if there are terms,
-        ``attention/effective_rank/D2/min``. Where all is NaN there is nothing; complex numbers and text are left out.
+        Scalars unchanged (``monitors/loss``); of arrays, the mean, minimum and maximum over layers, heads, experts and
+        modules, ignoring NaN (``router/max_violation/mean``), separately for each term if there are terms
+        (``attention/effective_rank/D2/min``). Arrays of NaN alone, complex numbers and text are left out.
     """
     named: dict[str, float] = {}
     rules = PARTS.get(observation.part, {})
@@ -93,7 +93,7 @@ def _summary(tag: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _sender(log: Any) -> Callable[[dict[str, float], int], None]:
-    """How a logger takes numbers of a step."""
+    """Return a function that passes the numbers of a step to a logger."""
     if hasattr(log, "add_scalar"):
 
         def send_each(named: dict[str, float], step: int) -> None:
@@ -102,13 +102,11 @@ def _sender(log: Any) -> Callable[[dict[str, float], int], None]:
 
         return send_each
     if not callable(log):
-        raise OptionError(
-            f"log is a {type(log).__name__}, expected an object with add_scalar(tag, value, step) or a function of a "
-            "dictionary, such as wandb.log."
-        )
+        expected = "an object with add_scalar(tag, value, step) or a function of a dictionary, such as wandb.log"
+        raise OptionError.of("log", log, expected)
     try:
         parameters = list(inspect.signature(log).parameters.values())
-    except (TypeError, ValueError):  # of a compiled function
+    except (TypeError, ValueError):  # a compiled function
         parameters = []
     if any(parameter.name == "step" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return lambda named, step: log(named, step=step)

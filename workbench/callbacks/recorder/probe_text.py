@@ -1,4 +1,4 @@
-"""The probe as text, so that a resumed run measures on the same examples."""
+"""The probe as JSON values, so that a resumed run measures on the same examples."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: A probe with more numbers, such as images, is not kept with the run.
+#: A probe with more numbers, such as images, is not stored with the run.
 _MOST_NUMBERS = 1 << 16
 
 
 def to_plain(probe: Any) -> Any:
-    """A probe as values for JSON; None for one that holds floating-point numbers or is large."""
+    """Return a probe as JSON values; None if it contains floating-point tensors or is large."""
     try:
         plain, n_numbers = _plain(probe)
     except TypeError:
@@ -22,7 +22,7 @@ def to_plain(probe: Any) -> Any:
 
 
 def of_plain(plain: Any) -> Any:
-    """The probe that `to_plain` was given; None for None."""
+    """Return the probe from the result of `to_plain`; None for None."""
     if not isinstance(plain, Mapping):
         return plain
     if "dtype" in plain:
@@ -43,4 +43,4 @@ def _plain(value: Any) -> tuple[Any, int]:
         return {"tuple": [part for part, _ in parts]}, sum(n for _, n in parts)
     if value is None or isinstance(value, bool | int | float | str):
         return value, 1
-    raise TypeError(f"{type(value).__name__} is not kept")
+    raise TypeError(f"{type(value).__name__} is not stored")

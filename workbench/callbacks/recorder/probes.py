@@ -1,4 +1,4 @@
-"""The probes of a recorder: the run's own arithmetic, and the effect of an update on fixed examples."""
+"""Probes of a recorder: errors of the run's arithmetic, and the effect of an update on fixed examples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.recorder.batch_watch import few_rows
+from workbench.callbacks.recorder.batch_watch import few_examples
 from workbench.errors import SnapshotError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable
@@ -21,23 +21,23 @@ from workbench.models.probing import undisturbed
 from workbench.probes.precision import precision_errors
 from workbench.probes.update import update_effect
 
-#: Tokens of the probe that its gradients are taken on.
+#: Number of tokens of the probe on which gradients are computed.
 N_TOKENS = 64
-#: Function that returns a context in which the run computes its passes.
+#: Function that returns the context of the run's passes.
 Around = Callable[[], AbstractContextManager[Any]]
 
 
 class ProbeCollector:
-    """Measures with gradients of a few examples.
+    """Measurements that need gradients of a few examples.
 
     Args:
         model: Model without its wrappers.
         probe: Examples of the recorder, of which a few are used.
-        anatomy: Anatomy of the blocks; None: it cannot be read.
+        anatomy: Anatomy of the blocks; None if it cannot be read.
         query_keys: Query and key weights, one entry per block.
         around: Function that returns the context of the run's passes.
-        loss_of: Function from the model to its loss on fixed examples; None: the loss that the model returns for the
-            probe, if it does.
+        loss_of: Function from the model to its loss on fixed examples; None for the loss that the model itself returns
+            for the probe, if it does.
     """
 
     def __init__(
@@ -50,14 +50,19 @@ class ProbeCollector:
         loss_of: Callable[[nn.Module], Tensor] | None,
     ) -> None:
         self.model, self.anatomy, self.query_keys, self.around = model, anatomy, query_keys, around
-        self.rows = few_rows(probe, N_TOKENS)
+        self.rows = few_examples(probe, N_TOKENS)
         self._loss_of = loss_of
         self._before: dict[str, Tensor] = {}
 
     def precision(self) -> dict[str, np.ndarray]:
-        """Variables of ``schema.PRECISION``."""
+        """Return the variables of ``schema.PRECISION``."""
         if self.anatomy is None:
-            raise SnapshotError("the blocks cannot be read")
+            raise SnapshotError(
+                "The blocks of the model cannot be read.",
+                name="model",
+                value=self.model,
+                expected="a model with blocks",
+            )
         errors = precision_errors(
             self.model, self._some_loss, anatomy=self.anatomy, query_keys=self.query_keys, around=self.around
         )
@@ -69,7 +74,7 @@ class ProbeCollector:
         self._before = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
 
     def update(self) -> dict[str, float]:
-        """Variables of ``schema.UPDATE``; NaN where nothing was copied before."""
+        """Return the variables of ``schema.UPDATE``; NaN if the parameters were not copied before."""
         before, self._before = self._before, {}
         if not before:
             return {"loss_change": math.nan, "predicted_loss_change": math.nan}
@@ -78,7 +83,7 @@ class ProbeCollector:
 
     @property
     def knows_loss(self) -> bool:
-        """Whether there is a loss whose change means something."""
+        """Whether the loss on fixed examples is available."""
         if self._loss_of is not None:
             return True
         with undisturbed(self.model):
@@ -89,20 +94,25 @@ class ProbeCollector:
             return self._loss_of(model)
         loss = loss_in(call_model(model, self.rows))
         if loss is None:
-            raise SnapshotError("the model returns no loss any more")
+            raise SnapshotError("The model no longer returns a loss.", name="loss", expected="in the model's output")
         return loss
 
     def _some_loss(self, model: nn.Module) -> Tensor:
-        """The model's own loss, or one that gives every output a gradient as a loss would."""
+        """Return the model's own loss, or one with similar gradients of all outputs."""
         output = call_model(model, self.rows)
         if (loss := loss_in(output)) is not None:
             return loss
         prediction = prediction_of(output)
         if not isinstance(prediction, Tensor):
-            raise SnapshotError("the model returns neither a loss nor logits")
+            raise SnapshotError(
+                "The model returns neither a loss nor logits.",
+                name="output",
+                value=output,
+                expected="a loss or logits",
+            )
         if prediction.ndim > 1 and prediction.shape[-1] > 1:
             n_targets = prediction[..., 0].numel()
-            # Targets spread over the classes; which ones does not matter for errors of arithmetic.
+            # Targets spread over the classes; errors of arithmetic do not depend on the choice.
             targets = (7919 * torch.arange(n_targets, device=prediction.device)) % prediction.shape[-1]
             return token_loss(prediction, targets.view(prediction.shape[:-1]))
         return prediction.float().square().mean()

@@ -1,4 +1,4 @@
-"""Spectra of how the query-key product of each head moves."""
+"""Spectra of the changes of the query-key product of each head."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 TERMS = ("D2", "D3", "dWq", "dWk", "W")
 #: Variables computed for each of them.
 SPECTRA_OF_HEADS = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
-#: Entries of query weights that are compared in one call; their float64 copies and factors take some ten times that.
+#: Query weight entries that are compared in one call; float64 copies and factors have about ten times as many.
 _ENTRIES_AT_A_TIME = 1 << 23
 
 
 class QueryKeyWindow:
     """Changes of query and key weights since the last measurement.
 
-    Layers of one shape go through in one call; only the rows of queries and keys are kept, in float32 at least.
+    Layers of equal shape are processed in one call. Only the weights of queries and keys are stored, in at least
+    float32.
 
     Args:
-        readings: One per layer.
-        parameters: Parameters to read them from.
+        readings: Query and key weights, one entry per layer.
+        parameters: Parameters from which the weights are read.
         alpha: Power of the singular values in effective rank and entropy.
     """
 
@@ -45,18 +46,17 @@ class QueryKeyWindow:
         self._base: list[tuple[Tensor, Tensor]] = []
 
     def begin(self) -> None:
-        """Take the present weights as the base point."""
+        """Take the current weights as the base point."""
         self._base = [self._read(group) for group in self._groups]
 
     def measure(self, n_heads: int) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """The changes since the base point; the present weights become the next one.
+        """Measure the changes since the base point; the current weights become the next base point.
 
         Args:
-            n_heads: Length of the dimension of the heads; NaN where a layer has fewer.
+            n_heads: Length of the head dimension; values are NaN where a layer has fewer heads.
 
         Returns:
-            For each variable an array (layer, head, term), and a description of layers that hold values that are not
-            finite.
+            For each variable an array (layer, head, term), and a description of layers with values that are not finite.
         """
         shape = (self.n_layers, n_heads, len(TERMS))
         measures = {
@@ -74,18 +74,18 @@ class QueryKeyWindow:
                 layers = [reading.layer for reading in group[part]]
                 spectra = qk_update_spectrum(*(w[part] for w in (*before, *now)))
                 good = [torch.isfinite(w[part]).flatten(1).all(1) for w in now]
-                wanted = [(name, i) for i in range(len(TERMS)) for name in measures]
-                measured = [measures[name](spectra[TERMS[i]]) for name, i in wanted]
+                places = [(name, i) for i in range(len(TERMS)) for name in measures]
+                measured = [measures[name](spectra[TERMS[i]]) for name, i in places]
                 *found, of_queries, of_keys = read_arrays([*measured, *good])  # one transfer for all
                 is_finite = np.logical_and(of_queries, of_keys)
                 broken |= {layers[i]: "query and key weights" for i in np.flatnonzero(~is_finite)}
                 n_own = now[0].shape[1]
-                for (name, i), value in zip(wanted, found, strict=True):
+                for (name, i), value in zip(places, found, strict=True):
                     values[name][layers, :n_own, i] = value
         return values, broken
 
     def _read(self, group: Sequence[QueryKey]) -> tuple[Tensor, Tensor]:
-        """Query and key weights, shape (layer, head, feature, head_dim), in float32 at least."""
+        """Return query and key weights, shape (layer, head, feature, head_dim), in at least float32."""
         queries = [reading.query_recipe.read(self.parameters.as_model)[0] for reading in group]
         keys = [reading.key_recipe.read(self.parameters.as_model)[0] for reading in group]
         return torch.stack([_wide(q) for q in queries]), torch.stack([_wide(k) for k in keys])
@@ -103,6 +103,6 @@ def _wide(weight: Tensor) -> Tensor:
 
 
 def _parts(queries: Tensor) -> list[slice]:
-    """Groups of layers that are computed together."""
+    """Return slices of layers that are computed together."""
     step = max(1, _ENTRIES_AT_A_TIME // max(1, queries[0].numel()))
     return [slice(start, start + step) for start in range(0, len(queries), step)]

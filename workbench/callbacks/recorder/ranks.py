@@ -1,4 +1,4 @@
-"""Values shared between recorders of several processes that train one model."""
+"""Exchange of values between the recorders of several processes that train one model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from workbench.formatting import listed
 from workbench.models.process_group import is_shared, message_device
 from workbench.probes.precision import broken_arithmetic
 
-#: A setting that has changed: its name, the new value over the one before, and a sentence.
+#: A setting that has changed: its name, the ratio of the new to the previous value, and a sentence.
 Change = tuple[str, float, str]
 #: Values of the variables of each part that was measured.
 Measured = dict[str, dict[str, np.ndarray]]
 
-#: Numbers of an update that are the mean over the ranks that know them, and those that are summed.
+#: Metrics of an update that are averaged over the ranks that have them, and those that are summed.
 MEANS = (
     "loss",
     "auxiliary_loss",
@@ -37,23 +37,23 @@ SUMS = ("batch_size", "n_tokens", "n_changes")
 
 
 def is_first() -> bool:
-    """Whether this process writes the record."""
+    """Return whether this process writes the record."""
     return not is_shared() or distributed.get_rank() == 0
 
 
 def of_all_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of an update, over all ranks: one message of fixed length, independent of what a rank has logged.
+    """Combine the metrics of an update over all ranks, in one message whose length does not depend on the metrics.
 
-    Known numbers are averaged or summed; others keep their value on each rank.
+    The metrics in `MEANS` and `SUMS` are averaged or summed; others keep their value on each rank.
     """
     if not is_shared():
         return dict(numbers)
     names = MEANS + SUMS
     own = [float(numbers.get(name, math.nan)) for name in names]
     is_known = [name in numbers and not math.isnan(value) for name, value in zip(names, own, strict=True)]
-    # A loss that is NaN on one rank is NaN for all: it is logged there, but not known.
+    # A loss that is NaN on one rank is NaN for all.
     is_broken = [name in numbers and math.isnan(value) for name, value in zip(names, own, strict=True)]
-    sums = added_up(np.array([np.where(is_known, own, 0.0), is_known, is_broken], dtype=np.float64))
+    sums = summed_over_ranks(np.array([np.where(is_known, own, 0.0), is_known, is_broken], dtype=np.float64))
     found = dict(numbers)
     for name, total, count, n_broken in zip(names, *sums, strict=True):
         if n_broken:
@@ -63,8 +63,8 @@ def of_all_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def added_up(values: np.ndarray) -> np.ndarray:
-    """Values summed over all ranks, in float64."""
+def summed_over_ranks(values: np.ndarray) -> np.ndarray:
+    """Return values summed over all ranks, in float64."""
     if not is_shared():
         return values
     device = message_device()
@@ -74,7 +74,7 @@ def added_up(values: np.ndarray) -> np.ndarray:
 
 
 def of_first_rank(value: Any) -> Any:
-    """The value of rank 0, on every rank; tensors on the host."""
+    """Return the value of rank 0 on every rank; tensors are on the host."""
     if not is_shared():
         return value
     box: list[Any] = [value]
@@ -83,18 +83,18 @@ def of_first_rank(value: Any) -> Any:
 
 
 def on_every_rank(is_so: bool) -> bool:
-    """Whether something holds on every rank; each rank has to ask."""
-    return bool(added_up(np.array([not is_so], dtype=np.float64))[0] == 0)
+    """Return whether a condition holds on every rank; a collective operation."""
+    return bool(summed_over_ranks(np.array([not is_so], dtype=np.float64))[0] == 0)
 
 
 def measured_by_all(measured: Measured) -> Measured:
-    """Measurements of one step, the same on every rank, so that all raise the same alarms.
+    """Return measurements of one step that are the same on every rank, so that all raise the same alarms.
 
-    They are those of rank 0, as all ranks have the same weights and examples; but the arithmetic is that of the first
-    rank where it is broken, if it is sound on others.
+    They are those of rank 0, since all ranks have the same parameters and examples. Only the arithmetic is that of the
+    first rank where it is broken, if it is sound on others.
 
     Args:
-        measured: Those of this rank; a part that failed is missing.
+        measured: Measurements of this rank; a part that failed is missing.
     """
     if not is_shared():
         return measured
@@ -108,7 +108,7 @@ def measured_by_all(measured: Measured) -> Measured:
 
 
 def changed_on_any(own: list[Change]) -> list[Change]:
-    """Settings that have changed on this rank -> on any rank, the same on every rank; each rank has to ask."""
+    """Return the settings that have changed on any rank, given those of this rank; a collective operation."""
     if not is_shared():
         return own
     ranks = _of_each_rank(own)
@@ -123,7 +123,7 @@ def changed_on_any(own: list[Change]) -> list[Change]:
 
 
 def _on_ranks(ranks: list[int], sentence: str) -> str:
-    """Such as "On rank 1 the learning rate rose"."""
+    """Prefix a sentence with ranks, such as "On rank 1 the learning rate rose"."""
     where = f"rank{'s' if len(ranks) > 1 else ''} {listed([str(rank) for rank in ranks])}"
     return f"On {where} {sentence[0].lower()}{sentence[1:]}"
 

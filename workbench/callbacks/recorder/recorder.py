@@ -1,4 +1,4 @@
-"""The public class of the recorder: what it measures, how often, and where it writes."""
+"""The public class of the recorder: which parts it measures, how often, and where it writes them."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 
 
 class Recorder:
-    """Measures any training run: its parameters, updates and activations, together with its loss.
+    """Measures a training run: its parameters, updates and activations, together with its loss.
 
-    One line attaches it to a loop; it removes itself at the end:
+    One line attaches it to a training loop; it removes itself at the end::
 
         recorder = wb.Recorder("runs/a.zarr")
         with recorder.attach(model, optimizer):
@@ -60,37 +60,37 @@ class Recorder:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Everything is measured around the optimizer's step, and in passes of its own over a few examples that stay the same
-    (eval mode, no gradients), so that gradient accumulation and checkpointing, mixed precision, ``torch.compile``, DDP
-    and FSDP2 need no further code, and the training is the same to the bit. The settings of the run (learning rate
-    and options of the optimizer, batch, terms of the loss, number formats, parameters that are trained, versions)
-    are compared at every update; what changes without a plan is an event, and an alarm. Once attached it never
-    stops a training run: a part that fails is switched off, with an event and a warning. Exceptions of an observer
-    are passed on.
+    All measurements are taken around the optimizer's step, and in separate passes over a few fixed examples (eval mode,
+    no gradients). Gradient accumulation and checkpointing, mixed precision, ``torch.compile``, DDP and FSDP2 therefore
+    need no further code, and the training is bit for bit the same as without a recorder. The settings of the run
+    (learning rate and options of the optimizer, batch, terms of the loss, number formats, trained parameters, versions)
+    are compared at every update; a change without a plan is an event and an alarm. An attached recorder never stops a
+    training run: a part that fails is switched off, with an event and a warning. Only exceptions of observers are
+    passed on.
 
     Args:
-        path: Path of the run's store; None: nothing is written, only observers and loggers get the values.
+        path: Path of the run's store; None to write nothing and pass values only to observers and loggers.
         every: Steps between two measurements, by part: ``attention``, ``router``, ``optimizer`` (10 each),
-            ``precision``, ``reduction`` (20), ``activations``, ``update`` (50), ``curvature``, ``spectra`` (off); one
-            number for all that are on; None: only the numbers of each update. The window of ``attention``: queries and
-            keys are compared over so many steps.
-        probe: Inputs to measure activations, attention and routing on, a few examples; None: the first examples of the
-            first batch. All measurements use the same.
+            ``reduction`` (5), ``precision`` (20), ``activations``, ``update`` (50), ``curvature``, ``spectra`` (off);
+            or one number for all parts that are on by default; or None to record only the metrics of each update. For
+            ``attention`` it is also the number of updates over which queries and keys are compared.
+        probe: Inputs on which activations, attention and routing are measured, a few examples; None for the first
+            examples of the first batch. All measurements use the same inputs.
         n_probe_tokens: Approximate number of tokens to take from the first batch.
         alpha: Power of the singular values in effective rank and spectral entropy.
-        loss_of: Function from the model and the probe to a loss; for ``curvature``.
+        loss_of: Function from the model and the probe to a loss; required by ``curvature``.
         profile_options: Further arguments of `workbench.profile`, for ``spectra``.
-        log: Loggers of the scalars: a TensorBoard writer, or callables that take a dictionary; one or several.
-        alarms: Alarms on all measurements; they go into the run's events and to their ``on_alarm``. Attached at
-            step 0 they forget the previous run.
-        rows_per_block: Rows of a part that are written at once, in a thread of their own.
+        log: Loggers of the scalars: a TensorBoard writer or a callable that takes a dictionary, or a list of them.
+        alarms: Alarms on all measurements; they are recorded as events of the run and passed to their ``on_alarm``.
+            Attached at step 0 they forget the previous run.
+        rows_per_block: Number of rows of a part that are written together, in a separate thread.
         overwrite: Whether to replace the run at ``path``.
         resume: Whether to continue the run at ``path`` from the step given to `attach`; later rows are dropped. If
-            there is none it starts.
+            there is no run, it starts a new one.
 
     Raises:
         OptionError: If an option is out of range.
-        StoreError: If the path is taken.
+        StoreError: If a run exists at ``path`` and is neither replaced nor resumed.
 
     Example:
         >>> import workbench as wb
@@ -100,6 +100,11 @@ class Recorder:
         >>> records = list(run)
         >>> wb.open_run("mine.zarr")["optimizer"]["step"].values
         array([1, 3])
+
+    See Also:
+        `workbench.watch`: Records and displays a training loop in one call.
+        `workbench.train`: Trains with a recorder.
+        `workbench.monitors`: The measured quantities.
     """
 
     def __init__(
@@ -119,15 +124,19 @@ class Recorder:
         resume: bool = False,
     ) -> None:
         if not 0 < alpha < math.inf:
-            raise OptionError(f"alpha is {alpha}, expected a positive number such as 2.")
+            raise OptionError.of("alpha", alpha, "positive and finite", remedy="pass a number such as 2")
         for name, value in (("n_probe_tokens", n_probe_tokens), ("rows_per_block", rows_per_block)):
             if value < 1:
-                raise OptionError(f"{name} is {value}, expected at least 1.")
+                raise OptionError.of(name, value, "at least 1")
         if alarms is not None and not isinstance(alarms, Alarms):
-            raise OptionError(f"alarms is {alarms!r}, expected wb.Alarms or None; pass alarms=wb.Alarms().")
+            raise OptionError.of("alarms", alarms, "wb.Alarms or None", remedy="pass alarms=wb.Alarms()")
         self.every = checked_cadence(every)
         if self.every["curvature"] is not None and loss_of is None:
-            raise OptionError("curvature needs the loss as a function; pass loss_of=, from model and probe to a loss.")
+            raise OptionError(
+                "curvature needs the loss as a function; pass loss_of=, a function from model and probe to a loss.",
+                name="loss_of",
+                expected="a function from model and probe to a loss",
+            )
         self.path = None if path is None else Path(path)
         self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
@@ -145,7 +154,7 @@ class Recorder:
         self._is_loaded = False
         self.recent_examples: list[int] = []
         self.settings_state: dict[str, Any] = {}
-        # Several ranks learn together whether the first one can write: it may do so before another one comes here.
+        # With several ranks this is checked at `attach`: the first rank may write before another one gets here.
         if self.path is not None and not resume and not is_shared():
             check_free(self.path, overwrite=overwrite)
 
@@ -160,43 +169,58 @@ class Recorder:
         alarms: Alarms | None = None,
         run: TrainingRun | None = None,
     ) -> AttachedRecorder:
-        """Attach the recorder to a model that a loop trains, with one line before the loop.
+        """Attach the recorder to the model of a training loop, in one line before the loop.
 
         Args:
             model: The module that the loop calls, or its subject; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
             optimizer: Optimizer of its parameters, or of copies of them in float32; it may be wrapped too.
-            host: Store of another owner, to which the parts are written; the owner writes the numbers of each update;
-                the owner then passes everything to the alarms.
+            host: Store of another owner, to which the parts are written. The owner writes the metrics of each update
+                and passes all observations to the alarms.
             probe: Probe to use instead of the recorder's own.
-            step: Updates done; None: 0, or, on the model that it was attached to last, where it was detached.
+            step: Number of updates done; None for 0 or, if the recorder was last attached to the same model, the step
+                at which it was detached.
             alarms: Alarms to use instead of the recorder's own.
-            run: Training of a callback, which knows the labels of its batches and a loss on other examples; None: the
-                model is asked for them, and ``loss_of``.
+            run: Training that a callback belongs to, which provides the labels of its batches and a loss on other
+                examples; None to obtain them from the model and ``loss_of``.
 
         Returns:
-            The attached recorder; leaving its context, or ``detach()``, ends it.
+            The attached recorder; leaving its context, or calling ``detach()``, ends the recording.
 
         Raises:
-            OptionError: If the optimizer moves no parameter of the model, or the recorder is attached already.
-            StoreError: If the store cannot be written, or holds another run.
+            OptionError: If the optimizer updates no parameter of the model, or the recorder is already attached.
+            StoreError: If the store cannot be written, or contains another run.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            >>> with wb.Recorder("loop.zarr", every=None).attach(model, optimizer) as attached:
+            ...     for _ in range(3):
+            ...         loss = model(torch.ones(2, 4)).square().mean()
+            ...         loss.backward()
+            ...         attached.log(loss=loss)
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            >>> wb.open_run("loop.zarr")["monitors"]["step"].values
+            array([0, 1, 2])
         """
-        if self._attached is not None and self._attached.is_attached:
-            raise OptionError("The recorder is attached already; detach it first, or use another one.")
+        self._check_free("attach")
         model = module_of(model)
         parameters = OptimizedParameters(bare(model), innermost(optimizer))
-        goes_on = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
-        step = int(step) if step is not None else self._step if goes_on else 0
-        goes_on &= step > 0  # at step 0 another run begins
-        if not goes_on:
+        continues = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
+        step = int(step) if step is not None else self._step if continues else 0
+        continues &= step > 0  # step 0 begins another run
+        if not continues:
             self._step, self._kept_probe = 0, None
         if not step:
             self.recent_examples, self.settings_state = [], {}
-        goes_on |= self._resumes
-        output = self._output(model, step, goes_on=goes_on) if host is None else host
+        continues |= self._resumes
+        output = self._output(model, step, continues=continues) if host is None else host
         alarms = self.alarms if alarms is None else alarms
         if alarms is not None and not step:
             alarms.reset()  # a new run has its own past
-        elif host is None and alarms is not None and output.path is not None and not alarms.is_at(step):
+        elif host is None and alarms is not None and output.path is not None and not alarms._is_at(step):
             alarms.reset()
             replay(open_run(output.path), alarms)
         self._last_model, self._is_loaded = weakref.ref(bare(model)), False
@@ -218,39 +242,77 @@ class Recorder:
         return self._attached
 
     def prepare(self, model: Subject | nn.Module, inputs: Any) -> None:
-        """Read blocks, queries, keys and routers now, from a model that cannot be read later because it is sharded.
+        """Read blocks, queries, keys and routers of a model before it is sharded, if they cannot be read afterwards.
 
         Args:
-            model: Model before ``fully_shard``; names of its parameters stay.
+            model: Model before ``fully_shard``, with its final parameter names.
             inputs: A few examples.
 
         Raises:
             AnatomyError: If the blocks cannot be read.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8)
+            >>> recorder = wb.Recorder("sharded.zarr")
+            >>> recorder.prepare(model, torch.zeros(2, 8, dtype=torch.long))
+            >>> # fully_shard(model), then recorder.attach(model, optimizer)
         """
         model = bare(module_of(model))
         reading = read_model(model, on_device_of(model, inputs))
         if reading.anatomy is None:
-            raise AnatomyError(reading.troubles["anatomy"])
+            raise AnatomyError(reading.troubles["anatomy"], name="model", value=model, expected="a model with blocks")
         self._reading = reading
 
     def log(self, **numbers: Any) -> None:
-        """Numbers of the present update, such as ``loss`` and ``accuracy``; tensors are read when the update is made.
+        """Log metrics of the current update, such as ``loss`` and ``accuracy``; tensors are read at the update.
 
-        What is logged before ``optimizer.step()`` belongs to that update; until the next batch begins, what is logged
-        after it still does. With several ranks the usual ones are averaged, if they come before the update.
+        Metrics logged before ``optimizer.step()`` belong to that update, and so do those logged afterwards until the
+        next batch begins. With several ranks the standard metrics are averaged if they are logged before the update.
+
+        Args:
+            **numbers: Metrics by name: numbers, or tensors or arrays of one number.
 
         Raises:
-            OptionError: If the recorder is not attached, or a value is no number.
+            OptionError: If the recorder is not attached, or a value is not a number.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            >>> recorder = wb.Recorder("logged.zarr", every=None)
+            >>> with recorder.attach(model, optimizer):
+            ...     model(torch.ones(2, 4)).sum().backward()
+            ...     recorder.log(loss=2.5)
+            ...     optimizer.step()
+            >>> wb.open_run("logged.zarr")["monitors"]["loss"].values
+            array([2.5])
         """
-        self._at_work("log()").log(**numbers)
+        self._current("log").log(**numbers)
 
     def event(self, kind: str, **what: Any) -> None:
-        """Record an event: ``source``, ``score``, ``message``, ``layer``, ``head``; see ``schema.EVENTS``.
+        """Record an event at the current step.
+
+        Args:
+            kind: Kind of the event.
+            **what: Any of ``source``, ``score``, ``message``, ``layer`` and ``head``; see ``schema.EVENTS``.
 
         Raises:
             OptionError: If the recorder is not attached.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(4, 1)
+            >>> recorder = wb.Recorder("events.zarr", every=None)
+            >>> with recorder.attach(model, torch.optim.SGD(model.parameters(), lr=0.01)):
+            ...     recorder.event("action", source="loader", message="Another data set begins.")
+            >>> wb.open_run("events.zarr")["events"]["kind"].values.tolist()
+            ['started', 'action', 'finished']
         """
-        self._at_work("event()").event(kind, **what)
+        self._current("event").event(kind, **what)
 
     def observe(self, callback: Callable[[Observation], None]) -> Callable[[], None]:
         """Call ``callback(observation)`` with every `Observation` after it was passed to the store.
@@ -258,22 +320,49 @@ class Recorder:
         Exceptions of the callback reach the training loop.
 
         Returns:
-            A function that unsubscribes it.
+            A function that unsubscribes the callback.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            >>> recorder = wb.Recorder(every=None)
+            >>> stop = recorder.observe(lambda observation: print(observation.step, observation.part))
+            >>> with recorder.attach(model, optimizer):
+            ...     model(torch.ones(2, 4)).sum().backward()
+            ...     optimizer.step()
+            0 monitors
+            >>> stop()
         """
         return self._observers.add(callback)
 
-    def publish(self, observation: Observation) -> None:
-        """Pass an observation to all loggers, on rank 0 only, and to observers."""
+    def _publish(self, observation: Observation) -> None:
+        """Pass an observation to all observers and, on rank 0 only, to all loggers."""
         for logger in self._loggers if is_first() else ():
             logger(observation)
         self._observers.call(observation)
 
-    def describe(self) -> dict[str, Any]:
-        """The options that define the measurements, as plain values."""
+    def _describe(self) -> dict[str, Any]:
+        """Return the options that define the measurements, as plain values."""
         return {"every": dict(self.every), "alpha": self.options.alpha, "profile_options": self.options.profile_options}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs, for JSON; everything recorded is on disk when this returns."""
+        """Return the state that a resumed run needs, as JSON values; all records are on disk when this returns.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            >>> recorder = wb.Recorder("saved.zarr", every=None)
+            >>> with recorder.attach(model, optimizer):
+            ...     model(torch.ones(2, 4)).sum().backward()
+            ...     optimizer.step()
+            ...     state = recorder.state_dict()  # a part of the checkpoint
+            >>> state["step"]
+            1
+        """
         if self._attached is not None and self._attached.is_attached:
             self._step = self._attached.step
             self._attached.flush()
@@ -287,62 +376,100 @@ class Recorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave: at the next `attach`, in the same store if it exists.
+        """Restore a state from `state_dict`: the next `attach` continues from it, in the same store if that exists.
 
         Raises:
             OptionError: If the recorder is attached.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(4, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            >>> def update():
+            ...     model(torch.ones(2, 4)).sum().backward()
+            ...     optimizer.step()
+            >>> recorder = wb.Recorder("resumed.zarr", every=None)
+            >>> with recorder.attach(model, optimizer):
+            ...     update()
+            >>> state = recorder.state_dict()
+            >>> resumed = wb.Recorder("resumed.zarr", every=None, resume=True)
+            >>> resumed.load_state_dict(state)
+            >>> with resumed.attach(model, optimizer):
+            ...     update()
+            >>> wb.open_run("resumed.zarr")["monitors"]["step"].values
+            array([0, 1])
         """
-        if self._attached is not None and self._attached.is_attached:
-            raise OptionError("The recorder is attached already; load its state before that.")
+        self._check_free("load_state_dict")
         self._step, self._is_loaded = state["step"], True
         self.recent_examples = state.get("recent_examples", [])
         self.settings_state = state.get("settings", {})
         if (probe := of_plain(state["probe"])) is not None:
             self._kept_probe = probe
 
-    def keep_probe(self, probe: Any) -> Any:
-        """Remember the examples that an attachment measures on, for the next one; return JSON, None if none."""
+    def _keep_probe(self, probe: Any) -> Any:
+        """Store the examples of an attachment for the next one, and return them as JSON; None if that is impossible."""
         self._kept_probe = probe
         return None if (plain := to_plain(probe)) is None else json.dumps(plain)
 
-    def detached(self, step: int) -> None:
-        """Remember the step at which an attachment ended."""
+    def _on_detach(self, step: int) -> None:
+        """Store the step at which an attachment ended."""
         self._step = step
 
-    def _at_work(self, what: str) -> AttachedRecorder:
+    def _check_free(self, what: str) -> None:
+        """Raise OptionError if the recorder is attached."""
+        if self._attached is not None and self._attached.is_attached:
+            raise OptionError(
+                f"{what}() needs a recorder that is not attached, but this one is; detach it first.",
+                name="recorder",
+                value="attached",
+                expected="not attached",
+            )
+
+    def _current(self, what: str) -> AttachedRecorder:
+        """Return the attached recorder; raise OptionError if there is none."""
         if self._attached is None or not self._attached.is_attached:
-            raise OptionError(f"{what} needs a run; attach the recorder first: recorder.attach(model, optimizer).")
+            raise OptionError(
+                f"{what}() needs an attached recorder; call recorder.attach(model, optimizer) first.",
+                name="recorder",
+                value="not attached",
+                expected="attached",
+            )
         return self._attached
 
-    def _output(self, model: nn.Module, step: int, *, goes_on: bool) -> RunOutput:
+    def _output(self, model: nn.Module, step: int, *, continues: bool) -> RunOutput:
         """Open the recorder's own store, on rank 0 only; its errors are raised on every rank."""
         path = self.path
         if path is None:
             return RunOutput(None)
-        writer, problem = None, ""
+        writer: BackgroundWriter | None = None
+        problem: StoreError | None = None
         if is_first():
             try:
-                writer = self._writer(path, bare(model), step, goes_on=goes_on)
+                writer = self._writer(path, bare(model), step, continues=continues)
             except StoreError as error:
-                problem = str(error)
-        if problem := of_first_rank(problem):
-            raise StoreError(problem)
+                problem = error
+        if (problem := of_first_rank(problem)) is not None:
+            raise problem
         output = RunOutput(writer)
         word = "resumed" if step else "started"
         output.event(Event(step, word, message=f"{word.capitalize()} at step {step}."))
         return output
 
-    def _writer(self, path: Path, model: nn.Module, step: int, *, goes_on: bool) -> BackgroundWriter:
+    def _writer(self, path: Path, model: nn.Module, step: int, *, continues: bool) -> BackgroundWriter:
         configuration = json.loads(
-            json.dumps({"model": describe_model(model), "recorder": self.describe()}, default=str)
+            json.dumps({"model": describe_model(model), "recorder": self._describe()}, default=str)
         )
-        if goes_on and path.exists():
+        if continues and path.exists():
             recorded = recorded_configuration(path)
             if (difference := first_difference(recorded, configuration)) is not None:
                 name, before, now = difference
                 raise StoreError(
-                    f"The run at {path} was recorded with {name} = {before}, this recorder says {now}; go on with "
-                    "the same, or record into another run."
+                    f"The run at {path} was recorded with {name} = {before}, but this recorder has {now}; use the same "
+                    "value, or record into another run.",
+                    name=name,
+                    value=now,
+                    expected=str(before),
                 )
             writer = RunWriter.reopen(path, before_step=step)
             writer.commit(state="running")
@@ -361,7 +488,7 @@ class Recorder:
 
 
 def _spikes_before(step: int, path: Path | None) -> SpikeScore:
-    """The spike score of the losses that a store holds from before a step."""
+    """Return the spike score of the losses that a store contains from before a step."""
     spikes = SpikeScore()
     if step and path is not None:
         run = open_run(path)

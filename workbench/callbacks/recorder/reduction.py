@@ -1,4 +1,4 @@
-"""Whether the optimizer gets the gradients that the ranks computed, at the steps at which a recorder asks."""
+"""Comparison of the gradients that the optimizer receives with those computed by the ranks, for a recorder."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _UNKNOWN = {
 
 
 class ReductionCollector:
-    """Compares projections of gradients; where no hook sees them whole, it checks a sum with a known answer.
+    """Comparison of projected gradients; if hooks cannot see full gradients, a check of a sum with a known answer.
 
     Args:
-        optimizer: Innermost.
-        model: Model whose parameters FSDP2 may have split.
+        optimizer: Innermost optimizer.
+        model: Model whose parameters FSDP2 may have sharded.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self._parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._projections: GradientProjections | None = None
         self._values = dict(_UNKNOWN)
-        with suppress(OptionError):  # parameters that are split in another way, or a device without float64
+        with suppress(OptionError):  # parameters that are sharded in another way, or a device without float64
             self._projections = GradientProjections(self._parameters, model=model)
 
     def arm(self) -> None:
-        """Called before the first backward pass of a step that is measured."""
+        """Register hooks before the first backward pass of a step that is measured."""
         if self._projections is not None and not self._projections.is_armed:
             self._projections.arm()
 
@@ -54,16 +54,16 @@ class ReductionCollector:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the gradients of this step were seen, or need not be."""
+        """Whether the gradients of this step were seen by hooks, or need not be."""
         return self._projections is None or self._projections.is_armed
 
     def skip(self) -> None:
-        """Called instead of `take`, if a rank could not take part in it."""
+        """Skip the comparison; called instead of `take` if a rank could not take part in it."""
         self._values = dict(_UNKNOWN)
         self.disarm()
 
     def take(self) -> None:
-        """Called right before the update that is measured, on every rank, if all are ready."""
+        """Compare the gradients right before the update; called on every rank if all are ready."""
         self._values = dict(_UNKNOWN)
         if self._projections is not None:
             self._values = self._compared(self._projections)
@@ -71,16 +71,16 @@ class ReductionCollector:
             self._values = _of_known_answer(known_answer_all_reduce(torch.zeros((), device=self._parameters[0].device)))
 
     def values(self) -> dict[str, float]:
-        """Variables of ``schema.REDUCTION`` for the step of the last `take`."""
+        """Return the variables of ``schema.REDUCTION`` for the step of the last `take`."""
         return self._values
 
     def _compared(self, projections: GradientProjections) -> dict[str, float]:
         found = compare_gradients(projections.take())
-        judged = [state for state in found.states if state != GradientVerdict.NOT_MEASURED]
-        wrong = sum(state.is_fault for state in judged)
+        measured = [state for state in found.states if state != GradientVerdict.NOT_MEASURED]
+        wrong = sum(state.is_fault for state in measured)
         return {
             "gradient_verdict": float(found.verdict.severity),
-            "wrong_parameters": wrong / len(judged) if judged else math.nan,
+            "wrong_parameters": wrong / len(measured) if measured else math.nan,
             "significant_bits": float(found.n_bits),
             "missing_rank": float(min(found.missing_ranks, default=math.nan)),
             "missing_pass": float(min(found.missing_passes, default=math.nan)),
@@ -107,5 +107,5 @@ def _of_known_answer(answer: KnownAnswer) -> dict[str, float]:
 
 
 def _one_of(ranks: tuple[int, ...], n_ranks: int) -> float:
-    """The first of some ranks; NaN: it is all ranks, or none."""
+    """Return the first of some ranks; NaN if they are all ranks, or none."""
     return float(ranks[0]) if 0 < len(ranks) < n_ranks else math.nan

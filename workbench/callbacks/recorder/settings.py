@@ -1,4 +1,4 @@
-"""The settings of a run at each update, and what changes among them without a plan."""
+"""Settings of a run at each update, and their unplanned changes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from workbench.callbacks.recorder.current_settings import settings_of
 if TYPE_CHECKING:
     from workbench.callbacks.alarms.settings_change import SettingsChange
 
-#: Numbers of an update that are settings.
+#: Metrics of an update that are settings.
 _LOGGED = ("batch_size", "auxiliary_loss")
 
 
 class SettingsWatch:
-    """Reads the settings right before each update, and gives the changes after it.
+    """Comparison of settings that are read right before each update, with the changes reported after it.
 
     Args:
         model: Model without its wrappers.
-        optimizer: Innermost.
-        planned_rates: Function from the step to the planned rate of each group; None: not known.
+        optimizer: Innermost optimizer.
+        planned_rates: Function from the step to the planned learning rate of each group; None if unknown.
     """
 
     def __init__(
@@ -37,23 +37,23 @@ class SettingsWatch:
         self._has_updated = False
 
     def read(self, autocast: torch.dtype | None, n_batches: int) -> None:
-        """Called right before an update.
+        """Read the settings right before an update.
 
         Args:
-            autocast: Type of autocast in the last forward pass; None: there was none.
-            n_batches: Forward passes since the last update; 0: not known.
+            autocast: Dtype of autocast in the last forward pass; None if it was off.
+            n_batches: Number of forward passes since the last update; 0 if unknown.
         """
         known: dict[str, Any] = {"autocast": "off" if autocast is None else autocast}
         self._found = settings_of(self.optimizer, self.model, **known, accumulation=n_batches or None)
 
     def changes(self, step: int) -> list[SettingsChange]:
-        """Changes of what was read; called after the update, empty where none was made."""
+        """Return the changes of the settings read before; called after the update, empty if it was not made."""
         settings, self._found = self._found, {}
         self._has_updated = bool(settings)
         return self.sentinel.observe(step, settings)
 
     def logged_changes(self, step: int, numbers: Mapping[str, float]) -> list[SettingsChange]:
-        """Changes of settings that are numbers of the update; called when all of these are known."""
+        """Return the changes of settings that are metrics of the update; called when all metrics are known."""
         if not self._has_updated:
             return []
         self._has_updated = False

@@ -1,4 +1,4 @@
-"""Health of one update, by module: its gradients, its size, the optimizer's moments."""
+"""Measures of one update by module: its gradients, its size and the optimizer's moments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, distributed
 
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
-from workbench.callbacks.recorder.ranks import added_up
+from workbench.callbacks.recorder.ranks import summed_over_ranks
 from workbench.models.device_numbers import in_pieces, read_numbers
-from workbench.models.readable_weights import own_part
+from workbench.models.readable_weights import local_part
 from workbench.monitors.optimizer_health import (
     adam_staleness,
     gradient_rms,
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from workbench.models.anatomy import Anatomy
     from workbench.models.site import Site
 
-#: Quantities summed over each module, as a sum of squares and a count.
+#: Quantities summed over each module, each as a sum of squares and a count.
 _GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT, _UNCHANGED, _WITH_GRADIENT = range(8)
 _N_QUANTITIES = 8
-#: Entries of each tensor that the size of every update is computed from.
+#: Entries of each tensor from which the size of every update is computed.
 _SAMPLED = 4096
-#: Entries of parameters that are joined: on the host what fits its caches, elsewhere enough to keep the device busy.
+#: Largest number of entries that are joined: on the host as many as fit its caches, elsewhere enough to occupy the
+#: device.
 _JOINED_ON_HOST, _JOINED = 2**17, 2**22
 
 
 class _Weight(NamedTuple):
-    """A parameter: its group in the optimizer, and the number of its module."""
+    """A parameter with its group in the optimizer and the index of its module."""
 
     group: dict[str, Any]
     weight: Tensor
@@ -44,15 +45,16 @@ class _Weight(NamedTuple):
 
 
 class UpdateCollector:
-    """Measures an update right before and right after it.
+    """Measurement of an update, right before and right after it.
 
-    Sums of squares are added up over ranks that hold shards; no parameter is gathered. Small tensors of a module are
-    joined to one vector: a GPU takes about as long to begin a computation as to do it with a small tensor.
+    Sums of squares are added over the ranks that hold shards; no parameter is gathered. Small tensors of a module are
+    concatenated into one vector, since on a GPU launching a computation takes about as long as computing with a small
+    tensor.
 
     Args:
-        optimizer: Innermost.
+        optimizer: Innermost optimizer.
         parameters: Map between the tensors of the optimizer and those of the model.
-        anatomy: Anatomy of the blocks; None: unknown, all parameters are "outside".
+        anatomy: Anatomy of the blocks; None if unknown: all parameters are then in the module "outside".
     """
 
     def __init__(
@@ -75,11 +77,11 @@ class UpdateCollector:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Called right before the update: measure gradients, and copy the parameters."""
+        """Measure gradients and copy the parameters, right before the update."""
         self._before, self._roots = {}, []
         for taken in self._together(lambda each: None):
             before = _joined([each.weight.detach() for each in taken], copies=True)
-            parts = before.split([own_part(each.weight).numel() for each in taken])
+            parts = before.split([local_part(each.weight).numel() for each in taken])
             self._before |= {id(each.weight): part for each, part in zip(taken, parts, strict=True)}
             for (part,) in in_pieces(before):
                 self._add(taken, _WEIGHT, part)
@@ -89,13 +91,13 @@ class UpdateCollector:
 
     @torch.no_grad()
     def end(self) -> tuple[dict[str, np.ndarray], dict[int, str]]:
-        """Called right after the update.
+        """Measure the update, right after it.
 
         Returns:
             For each variable an array (module,), and a description of layers with values that are not finite.
         """
         eps = [math.nan] * len(self.module_names)
-        ages = [(0.0, 0.0)] * len(self.module_names)  # beta1, and updates that the moments are of
+        ages = [(0.0, 0.0)] * len(self.module_names)  # beta1, and number of updates in the moments
         n_steps = self._read_steps()
         for taken in self._together(lambda each: self._kept_for(each, n_steps)):
             group, weight, module = taken[0]
@@ -105,12 +107,12 @@ class UpdateCollector:
                 self._add(taken, _CHANGE, new.float() - old.float())
             if weight.grad is None:
                 continue
-            gradient, share = _joined([each.weight.grad for each in taken]), _share(weight)
-            rate = group.get("lr")  # perhaps a tensor, whose value the host would have to wait for
+            gradient, part_weight = _joined([each.weight.grad for each in taken]), _part_weight(weight)
+            rate = group.get("lr")  # if it is a tensor, it is not read: the host would have to wait for it
             if not (isinstance(rate, float | int) and rate == 0):
                 for parts in in_pieces(before, after, gradient):
                     for what, n in zip((_UNCHANGED, _WITH_GRADIENT), n_unchanged(*parts), strict=True):
-                        self._roots.append((module, what, n.float().sqrt(), share))  # its square is summed
+                        self._roots.append((module, what, n.float().sqrt(), part_weight))  # its square is summed
             has_first, has_second, done = self._kept_for(taken[0], n_steps)
             if not has_second:
                 continue
@@ -119,7 +121,7 @@ class UpdateCollector:
             moment = _joined([self.optimizer.state[each.weight]["exp_avg_sq"] for each in taken])
             for grad, second in in_pieces(gradient, moment):
                 staleness = adam_staleness(grad, second / correction, eps=eps[module])
-                self._roots.append((module, _STALENESS, staleness, grad.numel() * share))
+                self._roots.append((module, _STALENESS, staleness, grad.numel() * part_weight))
             if has_first and done and "betas" in group:
                 beta1 = float(group["betas"][0])
                 ages[module] = (beta1, done)
@@ -130,7 +132,7 @@ class UpdateCollector:
         self._before = {}
         sums = self._read_sums()
         if any(_is_sharded(each.weight) for each in self._weights()):
-            sums = added_up(sums)
+            sums = summed_over_ranks(sums)
         with np.errstate(divide="ignore", invalid="ignore"):
             total, count = sums[..., 0], sums[..., 1]
             rms = np.sqrt(total / np.where(count > 0, count, np.nan))
@@ -145,7 +147,7 @@ class UpdateCollector:
                 "adam_staleness": rms[:, _STALENESS],
                 "gradient_rms": rms[:, _GRADIENT],
                 "gradient_rms_over_eps": rms[:, _GRADIENT] / np.array(eps),
-                "gradient_signal_share": _signal_shares(rms[:, _FIRST_MOMENT] / rms[:, _SECOND_MOMENT], ages),
+                "gradient_signal_share": _signal_fractions(rms[:, _FIRST_MOMENT] / rms[:, _SECOND_MOMENT], ages),
             }
         is_bad = ~np.isfinite(total[:, _WEIGHT] + total[:, _GRADIENT] + total[:, _CHANGE])
         broken = {
@@ -166,15 +168,23 @@ class UpdateCollector:
         ]
 
     def _together(self, key_of: Callable[[_Weight], Any]) -> Iterator[list[_Weight]]:
-        """Parameters to measure as one vector: those of a module that have the same key, only few entries at a time."""
+        """Yield parameters to measure as one vector: of one module and key, with few entries in total."""
         portions: dict[Any, list[_Weight]] = {}
         sizes: Counter[Any] = Counter()
         for each in self._weights():
-            weight, own = each.weight, own_part(each.weight)
+            weight, own = each.weight, local_part(each.weight)
             if not own.numel():
                 continue
             gradient_kind = None if weight.grad is None else weight.grad.dtype
-            key = (each.module, id(each.group), own.dtype, own.device, gradient_kind, _share(weight), key_of(each))
+            key = (
+                each.module,
+                id(each.group),
+                own.dtype,
+                own.device,
+                gradient_kind,
+                _part_weight(weight),
+                key_of(each),
+            )
             limit = _JOINED_ON_HOST if own.device.type == "cpu" else _JOINED
             if key in portions and sizes[key] + own.numel() > limit:
                 yield portions.pop(key)
@@ -184,18 +194,18 @@ class UpdateCollector:
         yield from portions.values()
 
     def _kept_for(self, each: _Weight, n_steps: Mapping[int, float]) -> tuple[bool, bool, float | None]:
-        """Whether the optimizer keeps a first and a second moment of a parameter, and how many updates they are of."""
+        """Return whether there are first and second moments of a parameter, and of how many updates."""
         state = self.optimizer.state.get(each.weight, {})
         moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
         first, second = (isinstance(m, Tensor) and m.shape == each.weight.shape for m in moments)
         return first, second, n_steps.get(id(each.weight))
 
     def _add(self, taken: Sequence[_Weight], what: int, entries: Tensor) -> None:
-        module, share = taken[0].module, _share(taken[0].weight)
-        self._roots.append((module, what, gradient_rms(entries), entries.numel() * share))
+        module, part_weight = taken[0].module, _part_weight(taken[0].weight)
+        self._roots.append((module, what, gradient_rms(entries), entries.numel() * part_weight))
 
     def _read_steps(self) -> dict[int, float]:
-        """Steps that the optimizer has counted for each parameter by its id; fused ones count on the device."""
+        """Return the optimizer's step count of each parameter by its id; fused optimizers count on the device."""
         found = {
             id(each.weight): self.optimizer.state.get(each.weight, {}).get("step", each.group.get("step"))
             for each in self._weights()
@@ -207,7 +217,7 @@ class UpdateCollector:
         return {key: float(value) for key, value in (found | read).items() if value is not None}
 
     def _read_sums(self) -> np.ndarray:
-        """Sum of squares and count, (module, quantity, 2); the host waits for the device once, not for each tensor."""
+        """Return sums of squares and counts, (module, quantity, 2); the host waits for the device only once."""
         roots, self._roots = self._roots, []
         sums = np.zeros((len(self.module_names), _N_QUANTITIES, 2))
         values = read_numbers([root for _, _, root, _ in roots])
@@ -217,10 +227,10 @@ class UpdateCollector:
 
 
 class SampledUpdate:
-    """RMS(dw) / RMS(w) of each update, over a fixed stretch of every tensor, so that it costs next to nothing.
+    """RMS(dw) / RMS(w) of each update, over a fixed range of entries of every tensor to keep its cost negligible.
 
     Args:
-        optimizer: Innermost.
+        optimizer: Innermost optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -229,48 +239,48 @@ class SampledUpdate:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Called right before the update."""
+        """Copy the sampled entries, right before the update."""
         parts, _ = self._parts()
         self._before = [part.float() for part in torch._foreach_mul(parts, 1.0)] if parts else []
 
     @torch.no_grad()
     def end(self) -> Tensor | float:
-        """Called right after it; 0-dim and on the device; NaN if no tensor is to be had."""
+        """Return the ratio, right after the update: 0-dim and on the device, or NaN if there is no tensor."""
         before, self._before = self._before, []
-        parts, shares = self._parts()
+        parts, multiplicities = self._parts()
         if not before or len(parts) != len(before):
             return math.nan
         change = torch._foreach_sub([part.float() for part in parts], before)
-        device = before[0].device  # a model may lie on several
+        device = before[0].device  # a model may be on several devices
         norms = [
             torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors)]) for tensors in (change, before)
         ]
-        weights = torch.tensor(shares, dtype=torch.float32).to(device, non_blocking=True)
+        weights = torch.tensor(multiplicities, dtype=torch.float32).to(device, non_blocking=True)
         total = [(norm.square() * weights).sum() for norm in norms]
         return (total[0] / total[1]).sqrt()
 
     def _parts(self) -> tuple[list[Tensor], list[float]]:
-        """A stretch from the middle of each tensor, and how many entries each of its entries stands for."""
-        parts, shares = [], []
+        """Return a range of entries from the middle of each tensor, and how many entries each of them represents."""
+        parts, multiplicities = [], []
         for group in self.optimizer.param_groups:
             for weight in group["params"]:
-                own = own_part(weight.detach())
+                own = local_part(weight.detach())
                 if weight.grad is None or not own.numel() or not own.is_contiguous():
                     continue
                 n = min(own.numel(), _SAMPLED)
                 parts.append(own.view(-1).narrow(0, (own.numel() - n) // 2, n))
-                shares.append(own.numel() / n)
-        return parts, shares
+                multiplicities.append(own.numel() / n)
+        return parts, multiplicities
 
 
-def _signal_shares(roots: np.ndarray, ages: Sequence[tuple[float, float]]) -> np.ndarray:
-    """Share of signal in each module's gradient, from the ratio of the roots of its moments."""
+def _signal_fractions(roots: np.ndarray, ages: Sequence[tuple[float, float]]) -> np.ndarray:
+    """Compute the gradient signal fraction of each module from the ratio of the RMS of its moments."""
     pairs = zip(roots, ages, strict=True)
     return np.array([signal_share(float(root) ** 2, beta1=beta1, n_updates=n) for root, (beta1, n) in pairs])
 
 
 def total_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor | float:
-    """Norm of all gradients, as the optimizer receives them, 0-dim and on the device; NaN if there are none."""
+    """Return the norm of all gradients that the optimizer receives, 0-dim and on the device; NaN if there are none."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
         return math.nan
@@ -280,27 +290,27 @@ def total_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor | float:
 
 
 def _joined(tensors: Sequence[Tensor | None], *, copies: bool = False) -> Tensor:
-    """The entries of tensors on this rank as one vector; a copy where they are several, or where that is asked for."""
-    flat = [own_part(tensor).reshape(-1) for tensor in tensors if tensor is not None]
+    """Return the entries of tensors on this rank as one vector; a copy if there are several, or if requested."""
+    flat = [local_part(tensor).reshape(-1) for tensor in tensors if tensor is not None]
     if len(flat) > 1:
         return torch.cat(flat)
     return flat[0].clone() if copies else flat[0]
 
 
 def _correction(group: dict, n_steps: float | None) -> float:
-    """What Adam's second moment is divided by, because it began at 0."""
+    """Return the bias correction by which Adam's second moment is divided."""
     betas = group.get("betas")
     return 1.0 if n_steps is None or betas is None or n_steps <= 0 else 1 - float(betas[1]) ** n_steps
 
 
 def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer just skipped its update because gradients overflowed in float16."""
+    """Return whether a fused optimizer just skipped its update because gradients overflowed in float16."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
 
 def _unscaled(optimizer: torch.optim.Optimizer, gradient: Tensor) -> Tensor:
-    """The gradient without the scale of a scaler, which a fused optimizer removes only within its step."""
+    """Return the gradient without the scale of a gradient scaler, which a fused optimizer removes only in its step."""
     scale = getattr(optimizer, "grad_scale", None)
     return gradient if scale is None else gradient / scale
 
@@ -309,8 +319,8 @@ def _is_sharded(weight: Any) -> bool:
     return hasattr(weight, "to_local") and distributed.is_initialized()
 
 
-def _share(weight: Any) -> float:
-    """1 over the number of ranks that hold the same part of a parameter, for sums over all ranks."""
+def _part_weight(weight: Any) -> float:
+    """Return 1 over the number of ranks that hold the same part of a parameter, for sums over all ranks."""
     if not _is_sharded(weight):
         return 1.0
     n_parts = math.prod(

@@ -1,1 +1,1 @@
-"""Watching a run: recorder, probes and alarms in one line, and what they show at one glance."""
+"""Watching a run: recorder, probes and alarms in one line, and a display of the status of the run."""

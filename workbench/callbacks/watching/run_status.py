@@ -1,4 +1,4 @@
-"""What is known of a run that trains, at one glance: as one line of text, and as a small page."""
+"""Status of a run in training, as one line of text and as a small page."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarm, Attribution
     from workbench.callbacks.observation import Observation
 
-#: Losses that the curve shows at most; then every second one is dropped.
+#: Maximum number of losses in the curve; when it is exceeded, every second one is dropped.
 _N_POINTS = 400
-#: Signals whose evidence is shown.
+#: Number of signals whose evidence is shown.
 _N_SIGNALS = 5
 _WIDTH, _HEIGHT = 320, 54
 _QUIET, _ALARMED, _ENDED = "#2e7d32", "#c62828", "#757575"
 
 
 class RunStatus:
-    """The state of a run: its numbers, its first alarm with the cause, and the signals that are nearest to an alarm.
+    """Status of a run: its metrics, its first alarm with the cause, and the signals with the most evidence.
 
     Args:
-        path: Path of the run's store, which is named.
+        path: Path of the run's store; None if it has none.
 
     Attributes:
-        step: Latest update; -1: none yet.
-        loss: Its loss; NaN: not known.
-        rate: Its learning rate.
-        first_alarm: The first alarm; None: there is none.
+        path: Path of the run's store; None if it has none.
+        step: Number of the latest update; -1 before the first.
+        loss: Loss of the latest update; NaN if unknown.
+        rate: Learning rate of the latest update; NaN if unknown.
+        first_alarm: The first alarm; None if there is none.
         n_alarms: Number of alarms.
-        cause: The latest attribution; None without an alarm.
-        scores: Evidence over the threshold of each signal, the largest first; 1 is an alarm.
-        checked: Latest step at which each probe has measured, by part.
-        is_over: Whether the run is over.
+        cause: The latest attribution; None if there is none.
+        scores: Evidence of each signal as a multiple of its threshold, in decreasing order; 1 is an alarm.
+        checked: Step of the latest measurement of each probe, by part.
+        is_over: Whether the run has ended.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -58,21 +59,21 @@ class RunStatus:
     def update(
         self,
         observation: Observation,
-        fresh: Sequence[Alarm],
+        new_alarms: Sequence[Alarm],
         cause: Attribution | None,
         scores: Callable[[], dict[str, float]],
     ) -> None:
-        """Take in an observation and the alarms that it raised.
+        """Update the status with an observation and the alarms that it raised.
 
         Args:
             observation: Observation of any part.
-            fresh: Alarms since the last call.
-            cause: Attribution, where there are some.
-            scores: Function that gives the evidence of each signal.
+            new_alarms: Alarms since the last call.
+            cause: Attribution of the alarms; None if there is none.
+            scores: Function that returns the evidence of each signal.
         """
-        if fresh:
-            self.first_alarm = self.first_alarm or fresh[0]
-            self.n_alarms += len(fresh)
+        if new_alarms:
+            self.first_alarm = self.first_alarm or new_alarms[0]
+            self.n_alarms += len(new_alarms)
             self.cause = cause
         if observation.part in ("precision", "reduction"):
             self.checked[observation.part] = observation.step
@@ -85,42 +86,42 @@ class RunStatus:
             self._losses.append((self.step, self.loss))
             if len(self._losses) > _N_POINTS:
                 self._losses, self._spacing = self._losses[::2], 2 * self._spacing
-        if fresh or self.step % 10 == 0:
+        if new_alarms or self.step % 10 == 0:
             known = {name: score for name, score in scores().items() if not math.isnan(score)}
             self.scores = dict(sorted(known.items(), key=lambda each: -each[1]))
 
     @property
     def seconds_per_step(self) -> float:
-        """Of the latest steps; NaN: not known yet."""
+        """Mean duration of the latest steps; NaN before the second."""
         n = len(self._times) - 1
         return (self._times[-1] - self._times[0]) / n if n > 0 else math.nan
 
     def as_text(self) -> str:
-        """One line: step, loss, rate, pace; the first alarm, or that there is none."""
+        """Return the status as one line: step, loss, learning rate, time per step, and the alarms."""
         if self.step < 0:
             return "waiting for the first update"
         pace = self.seconds_per_step
-        parts = [f"step {self.step:,}", f"loss {self.loss:.4g}", f"rate {self.rate:.3g}"]
-        parts += [f"{1000 * pace:.0f} ms a step"] if math.isfinite(pace) else []
+        parts = [f"step {self.step:,}", f"loss {self.loss:.4g}", f"learning rate {self.rate:.3g}"]
+        parts += [f"{1000 * pace:.0f} ms/step"] if math.isfinite(pace) else []
         return " · ".join([*parts, self.verdict])
 
     @property
     def verdict(self) -> str:
-        """The alarms in a few words."""
+        """Summary of the alarms in a few words."""
         first = self.first_alarm
         if first is None:
             return "no alarm"
-        more = f", {self.n_alarms - 1} more since" if self.n_alarms > 1 else ""
+        more = f", and {self.n_alarms - 1} more" if self.n_alarms > 1 else ""
         return f"ALARM at step {first.step:,} ({first.signal}{more})"
 
     def as_html(self) -> str:
-        """A small page without scripts: verdict and cause, the loss, and the evidence of the most telling signals."""
+        """Return a small HTML page without scripts: alarms and cause, the loss, and the signals with most evidence."""
         color = _ALARMED if self.first_alarm else _ENDED if self.is_over or self.step < 0 else _QUIET
         dot = f'<span style="color:{color};font-size:1.4em;vertical-align:-1px">●</span>'
         lines = [f"<div>{dot} <b>{escape(self.as_text())}</b></div>"]
         if self.first_alarm is not None:
-            lines.append(f'<div style="margin-top:2px">First: {escape(self.first_alarm.message)}</div>')
-            lines.append(f"<div>{escape(self._cause_in_words())}</div>")
+            lines.append(f'<div style="margin-top:2px">First alarm: {escape(self.first_alarm.message)}</div>')
+            lines.append(f"<div>{escape(self._cause_text())}</div>")
         style = "display:flex;gap:24px;align-items:flex-start;margin-top:6px"
         figures = f'<div style="{style}">{self._curve()}{self._bars()}</div>'
         where = f"recorded in {escape(str(self.path))}" if self.path is not None else "not recorded"
@@ -129,15 +130,16 @@ class RunStatus:
         style = "font-family:sans-serif;font-size:13px;line-height:1.45;max-width:760px"
         return f'<div style="{style}">{"".join(lines)}</div>'
 
-    def _cause_in_words(self) -> str:
+    def _cause_text(self) -> str:
         cause, first = self.cause, self.first_alarm
         if cause is None or first is None:
-            return "Cause: not known."
+            return "Cause: unknown."
         name = f"Likely cause: {cause.cause.replace('_', ' ')} ({percent(cause.probability[cause.cause])})"
         other = [each for each in cause.evidence if each.rstrip(".") != first.message.rstrip(".")]
         return f"{name}: {'; '.join(other)}." if other else f"{name}."
 
     def _curve(self) -> str:
+        """Return the curve of the loss as SVG; empty with fewer than two losses."""
         if len(self._losses) < 2:
             return ""
         steps, losses = zip(*self._losses, strict=True)
@@ -150,7 +152,7 @@ class RunStatus:
         if self.first_alarm is not None:
             x = wide * (min(max(self.first_alarm.step, steps[0]), steps[-1]) - steps[0])
             mark = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{_HEIGHT}" stroke="{_ALARMED}" stroke-width="1.5"/>'
-        title = f"<title>loss of steps {steps[0]:,} to {steps[-1]:,}: {low:.4g} to {high:.4g}</title>"
+        title = f"<title>Loss of steps {steps[0]:,} to {steps[-1]:,}: {low:.4g} to {high:.4g}</title>"
         span = f"loss, {number_in_words(low)} to {number_in_words(high)}"
         return (
             f'<div><div style="opacity:.65;font-size:.85em">{span}</div>'
@@ -159,12 +161,12 @@ class RunStatus:
         )
 
     def _bars(self) -> str:
-        """The evidence of the most telling signals, as shares of what an alarm needs."""
+        """Return the signals with the most evidence as a table of bars, which are full at the threshold of an alarm."""
         rows = []
         for name, score in list(self.scores.items())[:_N_SIGNALS]:
-            share = min(max(score, 0.0), 1.0)
+            length = min(max(score, 0.0), 1.0)
             color = _ALARMED if score >= 1 else "#1565c0"
-            bar = f"width:{120 * share:.0f}px;height:9px;background:{color}"
+            bar = f"width:{120 * length:.0f}px;height:9px;background:{color}"
             rows.append(
                 f'<tr><td style="text-align:left;padding:0 8px 0 0;border:0">{escape(name)}</td>'
                 '<td style="padding:0;border:0"><div style="width:120px;background:rgba(128,128,128,.25)">'

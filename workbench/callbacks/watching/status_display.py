@@ -1,4 +1,4 @@
-"""Where the status of a run is shown: under the cell of a notebook, as one line of a terminal, or in a log."""
+"""Display of the status of a run: below a notebook cell, as one line in a terminal, or in a log file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarm
     from workbench.callbacks.watching.run_status import RunStatus
 
-#: Seconds between two updates.
+#: Minimum number of seconds between two updates of the display.
 _PAUSE = 0.5
 
 
 class StatusDisplay:
-    """Shows a status as it changes, at most twice a second; alarms at once.
+    """Display of a status, updated at most twice per second, and immediately at an alarm.
 
     Args:
         status: Status to show.
@@ -33,32 +33,32 @@ class StatusDisplay:
 
             self._handle = display(HTML(status.as_html()), display_id=True)
 
-    def update(self, fresh: Sequence[Alarm]) -> None:
-        """Show what is new.
+    def update(self, new_alarms: Sequence[Alarm]) -> None:
+        """Update the display.
 
         Args:
-            fresh: Alarms since the last call.
+            new_alarms: Alarms since the last call.
         """
         now = time.monotonic()
-        if not self._is_off and (fresh or now - self._shown_at >= _PAUSE):
+        if not self._is_off and (new_alarms or now - self._shown_at >= _PAUSE):
             self._shown_at = now
-            self._guarded(lambda: self._show(fresh))
+            self._try_to(lambda: self._show(new_alarms))
 
     def close(self) -> None:
-        """Show the last state."""
+        """Show the final status."""
         if not self._is_off:
-            self._guarded(lambda: self._show((), end="\n"))
+            self._try_to(lambda: self._show((), end="\n"))
 
-    def _guarded(self, show: Callable[[], None]) -> None:
-        """Run it; where it fails, as in a terminal that was closed, nothing is shown any more and training goes on."""
+    def _try_to(self, show: Callable[[], None]) -> None:
+        """Call a function; if it fails, as in a closed terminal, the display is switched off and training continues."""
         try:
             show()
-        except Exception:  # noqa: BLE001  (what is shown never stops a training)
+        except Exception:  # noqa: BLE001  (the display must never stop a training)
             self._is_off = True
 
-    def _show(self, fresh: Sequence[Alarm], *, end: str = "") -> None:
+    def _show(self, new_alarms: Sequence[Alarm], *, end: str = "") -> None:
         if self._handle is None:
-            for alarm in fresh:
+            for alarm in new_alarms:
                 self._clear()
                 print(f"step {alarm.step:,}: {alarm.message}", file=sys.stderr, flush=True)
         if self._handle is not None:
@@ -75,6 +75,6 @@ class StatusDisplay:
 
 
 def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this."""
+    """Return whether the code runs in a Jupyter kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None

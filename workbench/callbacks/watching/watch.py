@@ -1,4 +1,4 @@
-"""Everything that watches a run, in one line around any loop."""
+"""Watching a run in any training loop: recorder, probes and alarms in one line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
     from workbench.callbacks.recorder.attached import AttachedRecorder
 
-#: Module with a Trainer -> library.
+#: Library of each module with a class ``Trainer``.
 _TRAINERS = {"transformers": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
 
 
@@ -43,34 +43,34 @@ def watch(
     on_alarm: Callable[[Alarm], None] | None = None,
     shows: bool = True,
 ) -> Watch:
-    """Watch a run: recorder, probes, alarms and the comparison of settings, with one line before any loop.
+    """Watch a run with recorder, probes, alarms and a comparison of settings, in any training loop.
 
-    The training is unchanged to the bit. In a notebook a small view is shown and kept up to date under the cell; in a
-    terminal one line; into a log file only the alarms are written. The record is a store that `workbench.open_run`,
-    `workbench.widgets.Timeline` and `workbench.diagnose` read.
+    The training itself is bitwise identical. A notebook shows a small view below the cell, which is updated during
+    training; a terminal shows one line; a log file contains only the alarms. The record is a store for
+    `workbench.open_run`, `workbench.widgets.Timeline` and `workbench.diagnose`.
 
-    Where several processes train one model, each of them calls it. Rank 0 alone writes the store and shows something;
-    alarms are raised on all ranks, at the same step, so that an ``on_alarm`` that ends the training ends it everywhere.
-    Of weights that are split over ranks the arithmetic is not checked; the gradients are where FSDP2 splits them by
-    rows, and elsewhere the reduction probe tests a sum over ranks.
+    If several processes train one model, each of them has to call this function. Only rank 0 writes the store and shows
+    the status. Alarms are raised on all ranks at the same step, so that an ``on_alarm`` that ends the training ends it
+    on all ranks. The arithmetic of parameters that are sharded over ranks is not checked. Their gradients are checked
+    if FSDP2 shards them by rows; otherwise the reduction probe tests a sum over ranks.
 
     Args:
-        model: The module that the loop calls, which may be compiled or wrapped by DDP, FSDP2 or accelerate; or a
-            Trainer of Hugging Face or Lightning, before it trains.
-        optimizer: Optimizer of the model; None for a Trainer, which makes its own.
-        store: Path of the store; None: a new one under ``runs/``, named after the model and the time.
-        every: Steps between two measurements, by part, as of `workbench.Recorder`.
-        false_alarms: False alarms per 100,000 healthy steps, as of `workbench.Alarms`.
-        calibration: Made of your own healthy runs, as of `workbench.Alarms`.
-        on_alarm: Function called with each alarm as it is raised; its exceptions reach the training loop.
-        shows: Whether to show anything.
+        model: Module that the loop calls, which may be compiled or wrapped by DDP, FSDP2 or accelerate; or a
+            ``Trainer`` of Hugging Face or Lightning, before it trains.
+        optimizer: Optimizer of the model; None for a ``Trainer``, which creates its own.
+        store: Path of the store; None for a new one in ``runs/``, named after the model and the time.
+        every: Steps between two measurements of each part, see `workbench.Recorder`.
+        false_alarms: False alarms per 100,000 healthy steps, see `workbench.Alarms`.
+        calibration: Calibration on your own healthy runs, see `workbench.Alarms`; None for the default one.
+        on_alarm: Function called with each alarm when it is raised. Its exceptions reach the training loop.
+        shows: Whether to show the status.
 
     Returns:
-        The watch; leaving its context, ``close()`` or the end of a Trainer's training ends it.
+        The watch. It ends when its context is left, when ``close()`` is called, or when a ``Trainer`` ends.
 
     Raises:
-        OptionError: If there is no optimizer, or it moves no parameter of the model.
-        StoreError: If the store is taken.
+        OptionError: If there is no optimizer, or it updates no parameter of the model.
+        StoreError: If the store exists already.
 
     Example:
         >>> import torch
@@ -88,13 +88,17 @@ def watch(
         ...         optimizer.zero_grad()
         >>> watched.status.step, watched.alarms.raised
         (19, [])
+
+    See Also:
+        `workbench.Recorder`: Records a run without alarms.
+        `workbench.Alarms`: Describes the alarms.
+        `workbench.diagnose`: Ranks the causes of a failed run.
     """
     trainer = _trainer_kind(model)
     module = model.model if trainer == "transformers" else model
     if trainer is None and not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "optimizer"):
-        raise OptionError(
-            f"wb.watch got a {type(model).__name__} and a {type(optimizer).__name__}, expected a model and its "
-            "optimizer, or a Trainer alone; pass both, or the Trainer before it trains."
+        raise OptionError.of(
+            "optimizer", optimizer, "the optimizer of the model", remedy="pass both, or a Trainer before it trains"
         )
     path = Path("runs", of_first_rank(_name_of(module))) if store is None else Path(store)
     watched = Watch(
@@ -113,12 +117,12 @@ def watch(
 
 
 class Watch:
-    """A run that is watched; made by `watch`.
+    """A run that is watched; created by `watch`.
 
     Attributes:
         recorder: The recorder.
-        alarms: The alarms, of which ``raised`` are those so far.
-        status: What is known of the run now.
+        alarms: The alarms; those raised so far are in ``alarms.raised``.
+        status: Current status of the run.
         path: Path of the store.
     """
 
@@ -126,12 +130,12 @@ class Watch:
         self, path: Path, *, every: Mapping[str, int | None] | int | None, alarms: Alarms, shows: bool
     ) -> None:
         self.path, self.alarms = path, alarms
-        self.recorder: Recorder = _ToldRecorder(path, every=every, alarms=alarms, ended=self._end)
+        self.recorder: Recorder = _NotifyingRecorder(path, every=every, alarms=alarms, on_end=self._end)
         self.status = RunStatus(path)
         self._attached: AttachedRecorder | None = None
         self._display = StatusDisplay(self.status) if shows and is_first() else None
-        self.recorder.observe(self._hear)
-        self._n_told = 0
+        self.recorder.observe(self._take_observation)
+        self._n_alarms = 0
 
     def __enter__(self) -> Watch:
         return self
@@ -140,21 +144,21 @@ class Watch:
         self.close(is_broken=kind is not None)
 
     def log(self, **numbers: Any) -> None:
-        """Numbers of the present update, such as ``loss``; see `workbench.Recorder.log`."""
+        """Log metrics of the current update, such as ``loss``; see `workbench.Recorder.log`."""
         self.recorder.log(**numbers)
 
     def attach(self, model: nn.Module, optimizer: Any) -> None:
-        """Watch the loop that trains a model from here on."""
+        """Attach the recorder to a model and its optimizer."""
         self._attached = self.recorder.attach(model, optimizer)
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Stop watching: hooks are removed and the store is complete. A Trainer does that at its end."""
+        """Remove all hooks and complete the store; not needed for a ``Trainer``."""
         if self._attached is not None:
             self._attached.detach(is_broken=is_broken)
             self._attached = None
 
     def _end(self) -> None:
-        """Show the last state; called when the recorder has ended."""
+        """Show the final status; called when the recorder has ended."""
         self.status.is_over = True
         if self._display is not None:
             self._display.close()
@@ -165,32 +169,32 @@ class Watch:
     def __repr__(self) -> str:
         return self.status.as_text()
 
-    def _hear(self, observation: Observation) -> None:
-        fresh = self.alarms.raised[self._n_told :]
-        self._n_told = len(self.alarms.raised)
-        cause = self.alarms.attribute() if fresh else None
-        self.status.update(observation, fresh, cause, self.alarms.scores)
-        if not is_first():  # a Trainer may have made the ranks after this was made
+    def _take_observation(self, observation: Observation) -> None:
+        new_alarms = self.alarms.raised[self._n_alarms :]
+        self._n_alarms = len(self.alarms.raised)
+        cause = self.alarms.attribute() if new_alarms else None
+        self.status.update(observation, new_alarms, cause, self.alarms.scores)
+        if not is_first():  # a Trainer may set up the ranks after this object was created
             self._display = None
         if self._display is not None:
-            self._display.update(fresh)
+            self._display.update(new_alarms)
 
 
-class _ToldRecorder(Recorder):
-    """A recorder that tells when it has ended."""
+class _NotifyingRecorder(Recorder):
+    """A recorder that calls a function when it has ended."""
 
-    def __init__(self, *args: Any, ended: Callable[[], None], **options: Any) -> None:
+    def __init__(self, *args: Any, on_end: Callable[[], None], **options: Any) -> None:
         super().__init__(*args, **options)
-        self._ended = ended
+        self._on_end = on_end
 
-    def detached(self, step: int) -> None:
-        """Remember the step, and tell."""
-        super().detached(step)
-        self._ended()
+    def _on_detach(self, step: int) -> None:
+        """Note the last step, and call the function."""
+        super()._on_detach(step)
+        self._on_end()
 
 
 def _trainer_kind(model: Any) -> str | None:
-    """The library of a Trainer; None: it is none."""
+    """Return the library of a ``Trainer``; None for other objects."""
     if isinstance(model, nn.Module):
         return None
     for module, name in _TRAINERS.items():

@@ -29,18 +29,18 @@ _GROUPS = (
 def read_symptoms(
     record: Record, failure: Failure, *, kinds: Collection[str] = tuple(SymptomKind)
 ) -> dict[str, Symptom]:
-    """Read every symptom that the record allows, by name.
+    """Return every symptom that can be read from the record, by name.
 
     Args:
         record: Record of the run.
-        failure: Its failure.
+        failure: Failure of the run.
         kinds: Kinds of symptoms to read.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # blocks without a part, such as attention, are NaN throughout
         found = [symptom for group in _GROUPS for symptom in group(record, failure)]
     alone = {symptom.name: symptom for symptom in found if symptom.kind in kinds}
-    # Joint symptoms are made of the allowed ones, so that they use no other data.
+    # Joint symptoms combine only the symptoms of the requested kinds, so that they use no other data.
     return alone | {symptom.name: symptom for symptom in joint_symptoms(alone)}
 
 

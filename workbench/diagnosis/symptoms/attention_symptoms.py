@@ -1,4 +1,4 @@
-"""Symptoms of attention, where arithmetic with too few bits shows first (arXiv:2606.28116)."""
+"""Symptoms of attention, where faults of low-precision arithmetic appear first (arXiv:2606.28116)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.formatting import short
 
 
 def attention_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """Symptoms of the part ``attention``, last measured before the failure (of a stalled run: at its end)."""
+    """Yield the symptoms of the part ``attention`` before the failure; at the end of a stalled run."""
     if "attention" not in record.parts:
         return
     steps = record.steps_of("attention")
@@ -37,28 +37,28 @@ def attention_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
                 **place,
             )
     if record.has("attention", "attention_entropy_share"):
-        shares = record.values("attention", "attention_entropy_share")[at]
-        share = float(np.nanmin(np.nanmean(shares, axis=-1)))
+        fractions = record.values("attention", "attention_entropy_share")[at]
+        fraction = float(np.nanmin(np.nanmean(fractions, axis=-1)))
         if record.has("attention", "attention_logit_max"):
             level = float(np.nanmax(np.abs(record.values("attention", "attention_logit_max")[at])))
-            mean = float(np.nanmean(shares))
+            mean = float(np.nanmean(fractions))
             yield Symptom(
                 "logits_without_focus",
                 ramp(finite_log10(level), 1.2, 2.2) * ramp(mean, 0.35, 0.65, high=1),
                 level,
                 10.0,
-                f"At step {steps[at]} an attention logit is as large as {level:.3g} while attention is still "
-                f"{100 * mean:.0f} % as wide as it could be.",
+                f"At step {steps[at]} the largest attention logit is {level:.3g}, although the attention entropy is "
+                f"still {100 * mean:.0f} % of its maximum.",
                 variable="attention_logit_max",
                 **place,
             )
         yield Symptom(
             "attention_narrows",
-            ramp(share, 0.5, 0.05),
-            share,
+            ramp(fraction, 0.5, 0.05),
+            fraction,
             0.5,
-            f"At step {steps[at]} the attention entropy of the narrowest block is {100 * share:.0f} % of what it "
-            f"could be.",
+            f"At step {steps[at]} the attention entropy of the most focused block is {100 * fraction:.0f} % of its "
+            "maximum.",
             variable="attention_entropy_share",
             **place,
         )
@@ -83,7 +83,7 @@ def _of_update_spectra(record: Record, at: int) -> Iterator[Symptom]:
                 found,
                 4.0,
                 f"At step {steps[at]} the updates of queries and keys have a median effective rank of {found:.2f} "
-                f"over the heads.",
+                "over the heads.",
                 variable="effective_rank",
                 selection={"term": "D2"},
                 **place,
@@ -91,16 +91,16 @@ def _of_update_spectra(record: Record, at: int) -> Iterator[Symptom]:
     if {"D2", "W"} <= set(terms) and record.has("attention", "frobenius_norm"):
         norms = record.values("attention", "frobenius_norm")
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = norms[at][..., terms.index("D2")] / norms[at][..., terms.index("W")]
-        if np.isfinite(share).any():
-            found = float(np.nanmax(share))
+            ratio = norms[at][..., terms.index("D2")] / norms[at][..., terms.index("W")]
+        if np.isfinite(ratio).any():
+            found = float(np.nanmax(ratio))
             yield Symptom(
                 "queries_and_keys_move",
                 ramp(finite_log10(found), -0.3, 0.5, low=-0.5),
                 found,
                 0.5,
-                f"Up to step {steps[at]} the product of queries and keys of one head moved by {found:.3g} of its "
-                f"size in a window.",
+                f"Within the window up to step {steps[at]}, the product of query and key weights of one head changed "
+                f"by {found:.3g} times its norm.",
                 variable="frobenius_norm",
                 selection={"term": "D2"},
                 **place,
@@ -117,8 +117,8 @@ def _of_update_spectra(record: Record, at: int) -> Iterator[Symptom]:
                 ramp(excess, 0.3, 1.3, low=-0.5, high=2),
                 10**excess,
                 1.0,
-                f"By step {steps[at]} queries and keys have grown {short(10**excess)} times as much as the other "
-                f"weights.",
+                f"By step {steps[at]} the query and key weights have grown {short(10**excess)} times as much as the "
+                "other weights.",
                 variable="frobenius_norm",
                 selection={"term": "W"},
                 **place,
@@ -126,7 +126,7 @@ def _of_update_spectra(record: Record, at: int) -> Iterator[Symptom]:
 
 
 def _of_query_updates(record: Record, terms: list[str], at: int) -> Iterator[Symptom]:
-    """Whether the updates of the queries spread over more directions during training, which rounding causes."""
+    """Yield whether the query updates spread over more directions during training, which rounding causes."""
     if "dWq" not in terms or not at:
         return
     rank = np.nanmedian(record.values("attention", "effective_rank")[..., terms.index("dWq")], axis=(1, 2))
@@ -138,7 +138,7 @@ def _of_query_updates(record: Record, terms: list[str], at: int) -> Iterator[Sym
             ramp(late, 0.85, 1.25, low=-0.5),
             late,
             0.6,
-            f"Up to step {step} the updates of the queries run along {late:.2g} times as many directions as at first.",
+            f"At step {step} the effective rank of the query updates is {late:.2g} times that at the start.",
             path="/attention",
             variable="effective_rank",
             step=step,
@@ -147,7 +147,7 @@ def _of_query_updates(record: Record, terms: list[str], at: int) -> Iterator[Sym
 
 
 def _weight_growth(record: Record, first: int, last: int) -> float:
-    """Growth of a block's weights between two steps, median over the modules; NaN: not recorded."""
+    """Return the growth of the weights between two steps, median over the modules; NaN if it was not recorded."""
     if not record.has("optimizer", "module_weight_norm"):
         return math.nan
     steps = record.steps_of("optimizer")

@@ -1,4 +1,4 @@
-"""Symptoms of one block that is unlike its neighbours, and of a stack that is out of band from the start."""
+"""Symptoms of a single block that differs from the others, and of a stack that is unusual from the start."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Symptom, fold, ramp
 from workbench.formatting import short
 
-#: Neighbours differ by less than this factor, as a power of ten.
+#: log10 of the factor by which a block differs from the others: largest usual factor, and factor of strength 1.
 _ALIKE, _UNLIKE = 0.35, 1.0
-#: Largest usual spectral radius, as a power of ten: of the first block, and of the others.
+#: log10 of the largest usual spectral radius of the first block, and of the others.
 _FIRST_RADIUS, _RADIUS = 1.75, 1.5
 
 
 def block_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """Differences between the blocks, at the first measurement of each of several quantities."""
+    """Yield the symptoms of differences between the blocks, at the first measurement of each quantity."""
     if record.has("optimizer", "module_weight_norm"):
         yield from _of_modules(record)
     if record.has("activations", "state_norm"):
@@ -34,14 +34,17 @@ def block_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             sizes,
             np.arange(len(sizes)),
             record.weights.step,
-            "the weights of block {} are {} times as large as those of the others",
+            "the weight norm of block {} is {} times that of the other blocks",
             path="",
             variable="",
         )
 
 
 def odd_one(values: np.ndarray) -> tuple[int, float]:
-    """Index and log10 ratio of the value that is most unlike the median of the others; (-1, 0) of fewer than three."""
+    """Return the value that differs most from the median of the others, as its index and log10 of the ratio.
+
+    (-1, 0) if there are fewer than three finite values.
+    """
     logs = np.log10(np.maximum(np.asarray(values, dtype=np.float64), 1e-12))
     known = np.flatnonzero(np.isfinite(logs))
     if len(known) < 3:
@@ -80,9 +83,9 @@ def _of_modules(record: Record) -> Iterator[Symptom]:
     layers = part["layer"].values if "layer" in part.coords else np.arange(part.sizes["module"])
     own, step = np.flatnonzero(layers >= 0), int(part["step"].values[0])
     for name, variable, words in (
-        ("odd_weights", "module_weight_norm", "the weights of block {} are {} times as large as those of the others"),
-        ("odd_gradients", "module_grad_norm", "the gradients of block {} are {} times those of the others"),
-        ("odd_updates", "update_ratio", "the relative updates of block {} are {} times those of the others"),
+        ("odd_weights", "module_weight_norm", "the weight norm of block {} is {} times that of the other blocks"),
+        ("odd_gradients", "module_grad_norm", "the gradient norm of block {} is {} times that of the other blocks"),
+        ("odd_updates", "update_ratio", "the relative update of block {} is {} times that of the other blocks"),
     ):
         if record.has("optimizer", variable):
             values = record.values("optimizer", variable)[0][own]
@@ -96,7 +99,7 @@ def _of_modules(record: Record) -> Iterator[Symptom]:
                 ramp(spread, 0.9, 2.0, high=2),
                 10**spread,
                 3.0,
-                f"At step {step} the gradients of two blocks differ {fold(10**spread)}.",
+                f"At step {step} the gradient norms of the blocks differ {fold(10**spread)}.",
                 step=step,
                 path="/optimizer",
                 variable="module_grad_norm",
@@ -114,7 +117,8 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(abs(finite_log10(growth)), 0.7, 1.7, high=2),
             float(growth),
             2.0,
-            f"At step {steps[0]} the stream leaves the last block {short(growth)} times as large as the first.",
+            f"At step {steps[0]} the norm of the residual stream after the last block is {short(growth)} times that "
+            "after the first.",
             step=int(steps[0]),
             **place,
         )
@@ -125,7 +129,7 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(float(gains[jump]), 0.5, 1.3, high=2),
             float(first[jump + 1] / first[jump]),
             1.5,
-            f"At step {steps[0]} block {jump + 1} changes the size of the stream "
+            f"At step {steps[0]} block {jump + 1} changes the norm of the residual stream "
             f"{fold(first[jump + 1] / first[jump])}{_usual(gains[jump] - 0.5)}.",
             step=int(steps[0]),
             layer=jump + 1 if gains[jump] > 0.5 else -1,
@@ -140,14 +144,14 @@ def _of_states(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(finite_log10(later), 0.7, 2.0, low=-0.5, high=2),
             later,
             5.0,
-            f"By step {steps[at]} the stream has grown {fold(later)} since step {steps[0]}.",
+            f"By step {steps[at]} the norm of the residual stream has grown {fold(later)} since step {steps[0]}.",
             step=int(steps[at]),
             **place,
         )
 
 
 def _of_spectra(record: Record) -> Iterator[Symptom]:
-    """Symptoms of the first recorded spectra, which are those of the fresh model where they were taken at step 0."""
+    """Yield the symptoms of the first recorded spectra, which are those at initialization if recorded at step 0."""
     if not record.has("spectra", "spectral_radius"):
         return
     part = record.parts["spectra"]
@@ -158,7 +162,7 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
     )
     if not np.isfinite(radius).any():
         return
-    # The input of the first block is the embedding, which is small and of low rank, so the block may stretch it more.
+    # The input of the first block is the embedding, which is small and of low rank, so a larger amplification is usual.
     excess = np.log10(np.maximum(radius, 1e-12)) - np.where(np.arange(len(radius)) == 0, _FIRST_RADIUS, _RADIUS)
     place: dict[str, Any] = {"path": "/spectra", "variable": "spectral_radius", "step": step}
     top, low = int(np.nanargmax(excess)), int(np.nanargmin(radius))
@@ -167,7 +171,7 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
         ramp(float(excess[top]), 0.0, 0.8, low=-0.5, high=2.5),
         float(radius[top]),
         3.0,
-        f"At step {step} block {layers[top]} stretches its strongest mode {fold(radius[top])}{_usual(excess[top])}.",
+        f"At step {step} block {layers[top]} amplifies its largest mode {fold(radius[top])}{_usual(excess[top])}.",
         layer=int(layers[top]) if excess[top] > 0 else -1,
         selection={"layer": int(layers[top])},
         **place,
@@ -178,8 +182,8 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
         forgets,
         float(radius[low]),
         1.0,
-        f"At step {step} no mode of block {layers[low]} keeps more than {radius[low]:.2g} of its size; a residual "
-        f"block keeps some whole.",
+        f"At step {step} the spectral radius of block {layers[low]} is {radius[low]:.2g}; that of a residual block is "
+        "usually at least 1.",
         layer=int(layers[low]) if forgets > 0 else -1,
         selection={"layer": int(layers[low])},
         **place,
@@ -191,7 +195,8 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
             ramp(mass, 0.3, 0.95),
             mass,
             0.2,
-            f"At step {step} {100 * mass:.0f} % of the modes lie on the unit circle, as without normalization.",
+            f"At step {step}, {100 * mass:.0f} % of the modes lie near the unit circle, as in models without "
+            "normalization.",
             step=step,
             path="/spectra",
             variable="near_unit_mass",
@@ -199,5 +204,5 @@ def _of_spectra(record: Record) -> Iterator[Symptom]:
 
 
 def _usual(excess: float) -> str:
-    """The remark on a number that is the most unusual of its run, and still within the usual range."""
-    return "" if excess > 0 else ", which is usual"
+    """Return the remark on the most extreme value of a run if it is still within the usual range."""
+    return "" if excess > 0 else ", which is not unusual"

@@ -1,4 +1,4 @@
-"""Symptoms of the learning rate beside the sharpness of the loss, which does not depend on the scale of the model."""
+"""Symptoms of the learning rate relative to the sharpness of the loss, independent of the scale of the model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.formatting import short
 
-#: Product of rate and sharpness beyond which a quadratic diverges: as Adam scales it at beta1 = .9 (arXiv:2207.14484),
-#: and under plain descent.
+#: Product of learning rate and sharpness above which a quadratic loss diverges: preconditioned by Adam at beta1 = 0.9
+#: (arXiv:2207.14484), and under gradient descent.
 EDGES = {"preconditioned_sharpness_rate": 38.0, "sharpness_rate": 2.0}
 
 
 def curvature_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """The largest product of rate and sharpness up to the failure, over the edge of stability of the optimizer."""
+    """Yield the largest product of rate and sharpness before the failure, relative to the edge of stability."""
     name = next((name for name in EDGES if record.has("curvature", name)), None)
     if name is None:
         return
@@ -32,7 +32,8 @@ def curvature_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(finite_log10(found), -0.5, 1.0, low=-1, high=2),
         found,
         1.0,
-        f"At step {steps[at]} the learning rate was {short(found)} times the edge of stability by the sharpness.",
+        f"At step {steps[at]} the learning rate was {short(found)} times the edge of stability that follows from the "
+        "sharpness.",
         path="/curvature",
         variable=name,
         step=int(steps[at]),

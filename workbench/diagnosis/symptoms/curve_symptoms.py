@@ -1,4 +1,4 @@
-"""Symptoms of the curves that every log has: the loss, the gradient norm and the learning rate."""
+"""Symptoms of the curves that most logs contain: the loss, the gradient norm and the learning rate."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import numpy as np
 from workbench.diagnosis.failed_run import Record, finite_log10
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Symptom, fold, in_steps, ramp
-from workbench.formatting import short
+from workbench.formatting import capitalized, short
 from workbench.schema.statuses import FailureKind, SymptomKind
 
-#: A rate that rises by this factor from one step to the next, after the first few, jumps.
+#: The rate jumps if it rises by this factor from one step to the next; jumps in the first few steps are ignored.
 _JUMP, _FIRST = 1.5, 4
-#: A jump may precede the failure by this many steps, or follow it by a few, as the onset is only found to within noise.
+#: A jump may precede the failure by at most the first number of steps, or follow it by at most the second, because
+#: noise makes the onset uncertain.
 _BEFORE, _AFTER = 40, 20
-#: Steps on either side of a burst that it is compared with.
+#: Number of steps on either side of a burst that it is compared with.
 _SIDE = 15
-#: The rate counts as decayed below this share of its peak.
-_SPENT = 0.1
+#: The rate counts as decayed below this fraction of its peak.
+_DECAYED = 0.1
 
 
 def curve_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """Symptoms of loss, gradient norm and learning rate."""
+    """Yield the symptoms of loss, gradient norm and learning rate."""
     yield from _of_the_loss(record, failure)
     yield from _of_the_gradients(record, failure)
     yield from _of_the_rate(record, failure)
@@ -42,7 +43,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(math.log10(1 + n_before), 1.5, 0.3) if is_divergence else 0.0,
         n_before,
         math.nan,
-        f"{failure.words[0].upper()}{failure.words[1:]}, {n_before} steps after the first.",
+        f"{capitalized(failure.words)}; the failure began {n_before} steps after the first step.",
         units="step",
         **place,
     )
@@ -55,15 +56,13 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
         units="step",
         **place,
     )
-    share = (first - low) / first if first > 0 else math.nan
-    if math.isfinite(share):
-        sentence = (
-            f"The loss has come down by {100 * share:.0f} % of its first value, from {first:.3g} to {low:.3g} nats"
-        )
+    drop = (first - low) / first if first > 0 else math.nan
+    if math.isfinite(drop):
+        sentence = f"The loss decreased by {100 * drop:.0f} % of its first value, from {first:.3g} to {low:.3g} nat."
         yield Symptom(
-            "hardly_learns", ramp(share, 0.3, 0.05) if failure.is_stalled else 0.0, share, 0.3, f"{sentence}.", **place
+            "hardly_learns", ramp(drop, 0.3, 0.05) if failure.is_stalled else 0.0, drop, 0.3, sentence, **place
         )
-        yield Symptom("learns", ramp(share, 0.05, 0.6, high=1), share, 0.3, f"{sentence}.", **place)
+        yield Symptom("learns", ramp(drop, 0.05, 0.6, high=1), drop, 0.3, sentence, **place)
     learned = float(failure.smooth[0]) - low
     if learned > 0:
         lost = (float(failure.smooth[-1]) - low) / learned
@@ -72,7 +71,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(lost, 0.1, 0.5, high=1),
             lost,
             0.1,
-            f"At the end the loss had lost {100 * min(lost, 1):.0f} % of what it had come down.",
+            f"At the end, {100 * min(lost, 1):.0f} % of the earlier decrease of the loss had been undone.",
             path="/monitors",
             variable="loss",
             step=int(steps[-1]),
@@ -82,9 +81,9 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
         failure.recovered if is_spike else 0.0,
         failure.recovered,
         math.nan,
-        f"Of a rise of {failure.rise:.3g} nats {100 * failure.recovered:.0f} % was recovered by the end."
+        f"Of a rise of {failure.rise:.3g} nat, {100 * failure.recovered:.0f} % was recovered by the end."
         if is_spike
-        else "There is no rise that was recovered.",
+        else "The loss shows no rise that was recovered.",
         **place,
     )
     if is_spike or is_divergence:
@@ -95,7 +94,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(math.log10(1 + n_rising), 1.6, 0.8),
             n_rising,
             math.nan,
-            f"Half of the rise of the loss came within {in_steps(max(n_rising, 1))}.",
+            f"Half of the rise of the loss occurred within {in_steps(max(n_rising, 1))}.",
             units="step",
             **place,
         )
@@ -103,7 +102,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
     yield from _of_the_scatter(loss, steps)
     noise = _relative_noise(loss, failure)
     if math.isfinite(noise):
-        sentence = f"From step to step the loss scatters by {100 * noise:.2g} % of its level."
+        sentence = f"The noise of the loss from step to step is {100 * noise:.2g} % of its level."
         yield Symptom("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, 0.05, sentence, **place)
     n_classes = record.setting("task", "vocab_size") or record.setting("model", "config", "n_classes")
     if n_classes and n_classes > 1:
@@ -113,7 +112,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(first / guess, 1.3, 3.0, high=3),
             first,
             guess,
-            f"The first loss is {first:.3g} nats where guessing costs {guess:.3g}.",
+            f"The first loss is {first:.3g} nat; that of a uniform guess is {guess:.3g} nat.",
             units="nat",
             step=int(steps[0]),
             path="/monitors",
@@ -122,7 +121,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
 
 
 def _of_a_burst(loss: np.ndarray, failure: Failure, place: dict[str, Any]) -> Iterator[Symptom]:
-    """How far the loss stands above both its sides for some steps, beside its scatter: as under unlike batches."""
+    """Yield how far the loss lies above the steps before and after a burst, relative to its noise."""
     rises = failure.smooth - np.minimum.accumulate(failure.smooth)
     peak, first = int(np.argmax(rises)), failure.row + 1
     back = np.flatnonzero(rises[peak:] < 0.5 * rises[peak])
@@ -137,13 +136,13 @@ def _of_a_burst(loss: np.ndarray, failure: Failure, place: dict[str, Any]) -> It
         ramp(height, 1.0, 5.0, low=-0.5),
         height,
         math.nan,
-        f"For {in_steps(len(inside))} the loss was {short(height)} times its scatter above the steps before and after.",
+        f"For {in_steps(len(inside))} the loss exceeded that before and after by {short(height)} times its noise.",
         **place,
     )
 
 
 def _of_the_scatter(loss: np.ndarray, steps: np.ndarray) -> Iterator[Symptom]:
-    """Whether the loss scatters more from step to step, beside its level, than at the start."""
+    """Yield the growth of the loss's relative noise from step to step since the start."""
     known = np.flatnonzero(np.isfinite(loss) & (loss > 0))
     if len(known) < 4 * _SIDE:
         return
@@ -156,7 +155,7 @@ def _of_the_scatter(loss: np.ndarray, steps: np.ndarray) -> Iterator[Symptom]:
             ramp(finite_log10(rise), 0.2, 0.8, low=-0.5),
             rise,
             1.0,
-            f"From step to step the loss scatters up to {short(rise)} times as much as at the start.",
+            f"The noise of the loss from step to step is up to {short(rise)} times that at the start.",
             path="/monitors",
             variable="loss",
             step=int(steps[-1]),
@@ -164,7 +163,7 @@ def _of_the_scatter(loss: np.ndarray, steps: np.ndarray) -> Iterator[Symptom]:
 
 
 def _relative_noise(loss: np.ndarray, failure: Failure) -> float:
-    """Scatter of the loss from step to step over its level, in the last part before the failure, or at the end."""
+    """Return the relative noise of the loss from step to step shortly before the failure, or at the end."""
     end = len(loss) if failure.is_stalled else max(failure.row + 1, 8)
     part = loss[max(0, end - 80) : end]
     part = part[np.isfinite(part)]
@@ -186,7 +185,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(finite_log10(first), 0.7, 2.0, high=3),
         float(first),
         5.0,
-        f"The gradient norm begins at {short(first)}.",
+        f"The first gradient norm is {short(first)}.",
         step=int(steps[0]),
         **place,
     )
@@ -200,7 +199,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(scatter, 0.08, 0.25, low=-1),
             scatter,
             0.08,
-            f"From step to step the gradient norm scatters by a factor of {10**scatter:.2f}.",
+            f"The gradient norm fluctuates from step to step by a factor of {10**scatter:.2f}.",
             units="decade",
             step=failure.step,
             **place,
@@ -213,7 +212,7 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(change, -0.3, -1.3),
             10**change,
             1.0,
-            f"At the end the gradient norm is {short(10**change)} times what it was at the start.",
+            f"At the end, the gradient norm is {short(10**change)} times that at the start.",
             step=int(steps[-1]),
             **place,
         )
@@ -228,8 +227,8 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(build_up, 0.1, 0.6, low=-0.5),
             10**build_up,
             1.0,
-            f"When the loss began to rise the gradient norm was {short(10**build_up)} times what it had been 8 to 40 "
-            f"steps before.",
+            f"When the loss began to rise, the gradient norm was {short(10**build_up)} times that of 8 to 40 steps "
+            "before.",
             step=failure.step,
             **place,
         )
@@ -239,7 +238,8 @@ def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(burst, 0.3, 1.3, high=2),
             10**burst,
             1.0,
-            f"Within 15 steps of that the gradient norm reached {short(10**burst)} times its level.",
+            f"Within 15 steps after the loss began to rise, the gradient norm reached {short(10**burst)} times its "
+            "earlier level.",
             step=failure.step,
             **place,
         )
@@ -266,20 +266,20 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(math.log10(factor), 0.1, 0.7) if has_jumped else 0.0,
         factor,
         1.0,
-        f"The learning rate rose {fold(factor)} from one step to the next, at step {steps[at]}"
+        f"The learning rate rose {fold(factor)} from one step to the next at step {steps[at]}"
         f"{_distance(failure.step - int(steps[at])) if not failure.is_stalled else ''}."
         if has_jumped
         else "The learning rate did not jump before the failure.",
         step=int(steps[at]),
         **place,
     )
-    spent = float(np.mean(rate[int(np.nanargmax(rate)) :] < _SPENT * peak)) if len(rate) > 1 else 0.0
+    decayed = float(np.mean(rate[int(np.nanargmax(rate)) :] < _DECAYED * peak)) if len(rate) > 1 else 0.0
     yield Symptom(
         "rate_is_spent",
-        ramp(spent, 0.25, 0.7) if failure.is_stalled else 0.0,
-        spent,
+        ramp(decayed, 0.25, 0.7) if failure.is_stalled else 0.0,
+        decayed,
         0.25,
-        f"For {100 * spent:.0f} % of the steps after its peak the learning rate was below a tenth of it.",
+        f"In {100 * decayed:.0f} % of the steps after its peak, the learning rate was below a tenth of the peak.",
         step=int(steps[-1]),
         **place,
     )
@@ -289,29 +289,28 @@ def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(start, 0.3, 0.9, high=1),
         start,
         0.05,
-        f"The first step was taken at {100 * start:.0f} % of the rate that followed.",
+        f"The first learning rate is {100 * start:.0f} % of the largest one in the first third of the run.",
         step=int(steps[0]),
         **place,
     )
-    top = int(
-        np.argmax(rate >= 0.98 * np.nanmax(rate[: max(row + 1, 2)]))
-    )  # where it first was as high as when it failed
+    # First row at which the rate was as high as at the failure.
+    top = int(np.argmax(rate >= 0.98 * np.nanmax(rate[: max(row + 1, 2)])))
     is_rising = not failure.is_stalled and row > 0 and rate[row] < 0.98 * peak and top >= row - 2
     yield Symptom(
         "fails_in_warm_up",
         1.0 if is_rising else 0.0,
         float(rate[row]),
         peak,
-        f"It failed while the rate was rising, at {rate[row]:.3g}."
+        f"The run failed while the learning rate was rising, at {rate[row]:.3g}."
         if is_rising
-        else f"It failed at a rate of {rate[row]:.3g}, not while the rate was first rising.",
+        else f"The run failed at a learning rate of {rate[row]:.3g}, not during the warm-up.",
         step=failure.step,
         **place,
     )
 
 
 def _distance(n: int) -> str:
-    """The distance to the failure in steps, as the end of a sentence."""
+    """Return the distance to the failure in steps, as the end of a sentence."""
     if n == 0:
-        return ", where it failed"
+        return ", the step of the failure"
     return f", {in_steps(abs(n))} {'before' if n > 0 else 'after'} the failure"

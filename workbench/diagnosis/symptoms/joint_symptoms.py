@@ -1,4 +1,4 @@
-"""Symptoms that combine several others, where a sum of separate evidence would not be enough."""
+"""Symptoms that combine several others, for evidence that is not additive."""
 
 from __future__ import annotations
 
@@ -8,37 +8,39 @@ from dataclasses import replace
 
 from workbench.diagnosis.symptoms.symptom import Symptom, in_steps
 
-#: Any one of these is enough to suspect a block, or the router, with the quantity that each measures.
+#: Symptoms of which any one suffices to suspect a block, or the router, with the quantity that each measures.
 _OF_BLOCKS = {
-    "block_blows_up": "how far it stretches its strongest mode",
-    "odd_weights": "the size of its weights",
-    "stream_jumps_at_a_block": "how it changes the size of the stream",
-    "block_forgets": "how little of the stream it keeps",
+    "block_blows_up": "the amplification of its largest mode",
+    "odd_weights": "the norm of its weights",
+    "stream_jumps_at_a_block": "its change of the norm of the residual stream",
+    "block_forgets": "the attenuation of all its modes",
 }
 _OF_ROUTERS = {
-    "experts_die": "how many experts get no tokens",
-    "auxiliary_loss_is_gone": "how small the auxiliary loss is",
-    "auxiliary_loss_rules": "how large the auxiliary loss is",
-    "router_is_sure_at_once": "how sure the router is from the start",
+    "experts_die": "the number of experts without tokens",
+    "auxiliary_loss_is_gone": "the low auxiliary loss",
+    "auxiliary_loss_rules": "the high auxiliary loss",
+    "router_is_sure_at_once": "the low routing entropy at the start",
 }
-#: Smallest strength of the strongest of them at which the sentence calls it unusual.
+#: Smallest strength of the strongest symptom at which the sentence calls it unusual.
 _UNUSUAL = 0.3
 
 
 def joint_symptoms(symptoms: Mapping[str, Symptom]) -> Iterator[Symptom]:
-    """Combine the symptoms read so far; missing ones are ignored."""
+    """Yield symptoms that combine the given ones; missing symptoms are ignored."""
     if (top := _strongest(symptoms, _OF_BLOCKS)) is not None:
         which = f"Block {top.layer}" if top.layer >= 0 else "A block"
-        said = (
-            f"{which} stands out from the others, most of all" if _is_unusual(top) else "No block stands out, not even"
+        words = (
+            f"{which} differs from the others, most clearly in"
+            if _is_unusual(top)
+            else "No block is unusual; the largest difference is in"
         )
-        yield _of_several("a_block_stands_out", top, f"{said} by {_OF_BLOCKS[top.name]}.")
+        yield _of_several("a_block_stands_out", top, f"{words} {_OF_BLOCKS[top.name]}.")
     if (top := _strongest(symptoms, _OF_ROUTERS)) is not None:
         if "has_routers" in symptoms and symptoms["has_routers"].strength == 0:
-            sentence = "Nothing is routed, so that no routing can be off."
+            sentence = "No block routes tokens, so routing cannot be the cause."
         else:
-            said = "unusual, most of all" if _is_unusual(top) else "as usual; what differs most is"
-            sentence = f"The routing is {said} {_OF_ROUTERS[top.name]}."
+            words = "unusual, most clearly in" if _is_unusual(top) else "not unusual; the largest deviation is in"
+            sentence = f"The routing is {words} {_OF_ROUTERS[top.name]}."
         yield _of_several("routing_is_off", top, sentence)
     yield from _burst(symptoms)
 
@@ -50,7 +52,7 @@ def _strongest(symptoms: Mapping[str, Symptom], names: Iterable[str]) -> Symptom
 
 
 def _of_several(name: str, top: Symptom, sentence: str) -> Symptom:
-    """A symptom whose value is the strength of its strongest member; the members hold the measured values."""
+    """Return a symptom whose value is the strength of its strongest member; the members hold the measured values."""
     value = max(top.strength, 0.0)
     return replace(
         top, name=name, sentence=sentence, value=value, units="1", reference=0.0, path="", variable="", selection={}
@@ -62,21 +64,19 @@ def _is_unusual(symptom: Symptom) -> bool:
 
 
 def _burst(symptoms: Mapping[str, Symptom]) -> Iterator[Symptom]:
-    """A rise of the loss that is recovered, while neither rate nor batch size nor gradients had changed before."""
+    """Yield the symptom of a rise of the loss that recovered, without an earlier change of settings or gradients."""
     if "spike_recovers" not in symptoms or "abrupt" not in symptoms:
         return
-    excuses = ("rate_jumps", "updates_leap", "gradients_build_up", "few_rows", "batches_shrink", "loss_noise")
-    innocence = math.prod(1 - min(max(symptoms[name].strength, 0.0), 1.0) for name in excuses if name in symptoms)
-    strength = min(symptoms["abrupt"].strength, 1.0) * min(symptoms["spike_recovers"].strength, 1.0) * innocence
+    explanations = ("rate_jumps", "updates_leap", "gradients_build_up", "few_rows", "batches_shrink", "loss_noise")
+    unexplained = math.prod(
+        1 - min(max(symptoms[name].strength, 0.0), 1.0) for name in explanations if name in symptoms
+    )
+    strength = min(symptoms["abrupt"].strength, 1.0) * min(symptoms["spike_recovers"].strength, 1.0) * unexplained
     yield replace(
         symptoms["spike_recovers"],
         name="rise_out_of_nothing",
         strength=strength,
-        sentence=f"The loss rose within {in_steps(max(int(symptoms['abrupt'].value), 1))} and "
-        f"{100 * symptoms['spike_recovers'].value:.0f} % of it was recovered, "
-        + (
-            "while rate, batch size and gradients before it were unchanged."
-            if innocence > 0.5
-            else "but rate, batch size or gradients had changed before."
-        ),
+        sentence=f"The loss rose within {in_steps(max(int(symptoms['abrupt'].value), 1))} and recovered from "
+        f"{100 * symptoms['spike_recovers'].value:.0f} % of the rise; learning rate, batch size "
+        + ("and gradients had not changed before." if unexplained > 0.5 else "or gradients had changed before."),
     )

@@ -1,7 +1,7 @@
-"""Symptoms of the settings: the batch size that every step records, and the plan that the store records.
+"""Symptoms of the settings: the batch size recorded at every step, and the plan recorded in the store.
 
-None of these says that a value is wrong in itself; the fit decides how much evidence each is. The recorded study also
-measures the diagnosis without them.
+No setting is assumed to be wrong in itself; the fit of the rules determines how much evidence each is. The recorded
+study also evaluates the diagnosis without settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workbench.training.training_plan import SCHEDULES
 
 
 def setting_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """Symptoms of the run's batch size and plan."""
+    """Yield the symptoms of the batch size and the plan of the run."""
     yield from _of_batches(record, failure)
     yield from _of_plan(record)
 
@@ -43,7 +43,7 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(drop, 0.3, 2.0, low=-1),
         last / first if first > 0 else math.nan,
         1.0,
-        f"A batch has {last:.0f} examples at the end and had {first:.0f} at the start.",
+        f"A batch has {first:.0f} examples at the start and {last:.0f} at the end.",
         **place,
     )
 
@@ -55,7 +55,7 @@ def _small(rows: float, **place: Any) -> Symptom:
         rows,
         16.0,
         f"A batch has {rows:.0f} examples.",
-        units="row",
+        units="example",
         **place,
     )
 
@@ -80,13 +80,13 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
             units="step",
         )
     schedule = str(training.get("schedule", "constant"))
-    is_own = schedule not in SCHEDULES
+    is_custom = schedule not in SCHEDULES
     yield _setting(
         "own_schedule_setting",
-        1.0 if is_own else 0.0,
-        float(is_own),
+        1.0 if is_custom else 0.0,
+        float(is_custom),
         0.0,
-        f"The schedule is {'a function of its own' if is_own else schedule}.",
+        f"The schedule is {'a custom function' if is_custom else schedule}.",
     )
     clip = training.get("clip_norm")
     yield _setting(
@@ -125,7 +125,7 @@ def _setting(name: str, strength: float, value: float, reference: float, sentenc
 
 
 def _adam_eps(training: dict) -> float | None:
-    """The eps of a named optimizer of the Adam kind; None if it has none, or is a custom one."""
+    """Return the eps of a named Adam optimizer; None if the optimizer has no eps or is a custom one."""
     optimizer = str(training.get("optimizer", "")).lower()
     options = training.get("optimizer_options") or {}
     found = options.get("eps", 1e-8 if "adam" in optimizer else None)

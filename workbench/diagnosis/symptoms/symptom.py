@@ -1,4 +1,4 @@
-"""One symptom: a number read from a run, its strength as evidence, and a sentence that states it."""
+"""Symptoms: a number read from a run, its strength as evidence, and a sentence that states it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from workbench.schema.statuses import SymptomKind
 
 @dataclass(frozen=True)
 class Symptom:
-    """One number read from a run, as evidence.
+    """A number read from a run, as evidence for or against causes.
 
     Attributes:
-        name: Its id, also the name of the feature that the ranking reads.
-        strength: Strength of the evidence: 0 for nothing unusual, about 1 where it is striking; below 0 for the
-            contrary. Never NaN: a symptom that cannot be read is left out.
+        name: Identifier, also the name of the feature that the ranking reads.
+        strength: Strength of the evidence: 0 if the value is not unusual, about 1 if it is striking, below 0 for the
+            opposite. Never NaN, because a symptom that cannot be read is omitted.
         value: The measured value.
-        reference: The usual value; NaN: none in particular.
+        reference: The usual value; NaN if there is none.
         sentence: The sentence shown to the user, with the numbers.
         units: Units of value and reference.
-        kind: What it was read from.
-        step: Step of the run; -1: none in particular.
-        layer: Block; -1: none in particular.
-        path: Part of the run that holds the number, such as ``"/monitors"``; empty: the configuration, checkpoints
+        kind: Source of the number.
+        step: Step of the run; -1 for no specific step.
+        layer: Block; -1 for no specific block.
+        path: Part of the run that holds the number, such as ``"/monitors"``; empty for the configuration, checkpoints
             or several other symptoms.
         variable: Name of the variable in that part.
         selection: Dimension -> value that selects the number there, besides the step.
@@ -47,22 +47,22 @@ class Symptom:
 
     @property
     def position(self) -> dict[str, Any]:
-        """Dimension -> value at which the number stands in its part; empty where it is of no part, or of no step."""
+        """Dimension -> value that selects the number in its part; empty if it has no part or no step."""
         return {"step": self.step, **self.selection} if self.path and self.step >= 0 else {}
 
 
 def ramp(value: float, zero: float, one: float, *, low: float = 0.0, high: float = 1.5) -> float:
-    """0 where a value is at ``zero``, 1 at ``one``, linear between and beyond, cut at ``low`` and ``high``."""
+    """Return a linear function of a value that is 0 at ``zero`` and 1 at ``one``, clipped to [``low``, ``high``]."""
     if not math.isfinite(value):
         return high if value * (one - zero) > 0 else low if not math.isnan(value) else 0.0
     return float(min(max((value - zero) / (one - zero), low), high))
 
 
 def fold(factor: float) -> str:
-    """A factor as text, such as "12-fold" or "3,380-fold"."""
-    return f"{short(factor)}-fold"
+    """Return a factor as text, such as "by a factor of 12" or "by a factor of 3,380"."""
+    return f"by a factor of {short(factor)}"
 
 
 def in_steps(n: int) -> str:
-    """A number of steps as text."""
+    """Return a number of steps as text."""
     return "one step" if n == 1 else f"{n} steps"

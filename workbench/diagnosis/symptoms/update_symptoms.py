@@ -1,4 +1,4 @@
-"""Symptoms of the updates: their size relative to weights and rate, and Adam's moments relative to the gradients."""
+"""Symptoms of the updates: their norm relative to weights and rate, and Adam's moments relative to the gradients."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms.symptom import Symptom, ramp
 from workbench.formatting import short
 
-#: A leap of the updates may precede the failure by this many steps, or follow it by a few.
+#: A sudden increase of the updates may precede the failure by at most the first number of steps, or follow it by at
+#: most the second.
 _BEFORE, _AFTER = 40, 20
-#: Updates have faded below this share of the largest.
+#: Updates have faded if they are below this fraction of the largest.
 _FADED = 0.1
 
 
 def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """Symptoms of the part ``optimizer``, over all modules together (medians over the blocks)."""
+    """Yield the symptoms of the part ``optimizer``, as medians over the blocks."""
     if not record.has("optimizer", "update_ratio"):
         return
     steps = record.steps_of("optimizer")
@@ -33,7 +34,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(finite_log10(size), -1.0, 0.0, low=-1.5),
         size,
         0.1,
-        f"Before the failure one update moved the weights of a block by up to {100 * size:.3g} % of their size.",
+        f"Before the failure, an update changed the weights of a block by up to {100 * size:.3g} % of their norm.",
         variable="update_ratio",
         **place,
     )
@@ -42,7 +43,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
         ramp(finite_log10(float(ratio[0])), -1.0, 0.0, low=-1.5),
         float(ratio[0]),
         0.1,
-        f"At step {steps[0]} an update moved the weights of a block by {100 * ratio[0]:.3g} % of their size.",
+        f"At step {steps[0]} the update changed the weights of a block by {100 * ratio[0]:.3g} % of their norm.",
         variable="update_ratio",
         path="/optimizer",
         step=int(steps[0]),
@@ -58,7 +59,8 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(finite_log10(over), 1.5, 0.0, low=-1),
             over,
             1e4,
-            f"The gradients' rms is {short(over)} times the optimizer's eps; below about one eps rules the update.",
+            f"The RMS of the gradients is {short(over)} times the optimizer's eps; below about 1, eps determines the "
+            "update.",
             variable="gradient_rms_over_eps",
             **place,
         )
@@ -72,7 +74,8 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
                 ramp(finite_log10(found), 0.2, 0.8, high=2),
                 found,
                 1.0,
-                f"Around the failure gradients were {short(found)} times what Adam's second moment expects.",
+                f"Around the failure, the gradients were {short(found)} times as large as Adam's second moment "
+                "implies.",
                 variable="adam_staleness",
                 **place,
             )
@@ -84,7 +87,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
             ramp(finite_log10(growth), 0.2, 1.0, low=-0.5, high=2),
             growth,
             1.3,
-            f"The weights of a block are {short(growth)} times as large at the end as at step {steps[0]}.",
+            f"At the end, the weight norm of a block is {short(growth)} times that at step {steps[0]}.",
             variable="module_weight_norm",
             path="/optimizer",
             step=int(steps[-1]),
@@ -92,7 +95,7 @@ def update_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
 
 
 def _course(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarray) -> Iterator[Symptom]:
-    """How the size of the updates changes over the run: at once, in one leap near the failure, to almost nothing."""
+    """Yield how the norm of the updates changes over the run: at the start, suddenly near the failure, or fading."""
     if len(ratio) < 4 or not np.isfinite(ratio).all() or not (ratio > 0).all():
         return
     place: dict[str, Any] = {"path": "/optimizer", "variable": "update_ratio"}
@@ -102,7 +105,8 @@ def _course(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarr
         ramp(start, 0.3, 0.9, high=1),
         start,
         0.2,
-        f"The first measured update, at step {steps[0]}, has {100 * start:.0f} % of the size of those that followed.",
+        f"The first measured update, at step {steps[0]}, has {100 * start:.0f} % of the largest norm in the first "
+        "third of the run.",
         step=int(steps[0]),
         **place,
     )
@@ -117,7 +121,7 @@ def _course(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarr
         ramp(math.log10(leap), 0.2, 0.7),
         leap,
         1.0,
-        f"From step {steps[at - 1]} to step {steps[at]} the updates became {short(leap)} times as large.",
+        f"From step {steps[at - 1]} to step {steps[at]} the norm of the updates changed by a factor of {short(leap)}.",
         step=int(steps[at]),
         **place,
     )
@@ -128,28 +132,28 @@ def _course(record: Record, failure: Failure, steps: np.ndarray, ratio: np.ndarr
         ramp(faded, 0.25, 0.7) if failure.is_stalled else 0.0,
         faded,
         0.2,
-        f"{100 * faded:.0f} % of the updates after the largest were smaller than a tenth of it.",
+        f"Of the updates after the largest one, {100 * faded:.0f} % were smaller than a tenth of it.",
         step=int(steps[-1]),
         **place,
     )
 
 
 def _noise(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
-    """How much of the gradients is noise of the batch (McCandlish et al. 2018, arXiv:1812.06162), where it is least."""
+    """Yield the smallest noise fraction of the gradients (McCandlish et al. 2018, arXiv:1812.06162)."""
     if not record.has("optimizer", "gradient_signal_share"):
         return
-    share = _over_blocks(record, "gradient_signal_share")[: at + 1]
-    if not np.isfinite(share).any():
+    signal = _over_blocks(record, "gradient_signal_share")[: at + 1]
+    if not np.isfinite(signal).any():
         return
-    best = int(np.nanargmax(share))
-    found = float(np.clip(share[best], 0, 1))
+    best = int(np.nanargmax(signal))
+    found = float(np.clip(signal[best], 0, 1))
     yield Symptom(
         "gradients_are_noise",
         ramp(found, 0.5, 0.0, low=-1),
         found,
         0.5,
-        f"At most {100 * found:.2g} % of the squared gradient was common to successive batches, at step {steps[best]}; "
-        "the rest was noise.",
+        f"At most {100 * found:.2g} % of the mean squared gradient was common to successive batches (at step "
+        f"{steps[best]}); the rest was noise.",
         path="/optimizer",
         variable="gradient_signal_share",
         step=int(steps[best]),
@@ -157,21 +161,21 @@ def _noise(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
 
 
 def _unchanged(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
-    """Whether updates leave weights exactly as they were, as rounding in a coarse number format does."""
+    """Yield the fraction of weights that an update leaves exactly unchanged, which rounding causes."""
     if not record.has("optimizer", "unchanged_share"):
         return
-    share = _over_blocks(record, "unchanged_share")[: at + 1]
-    if (rate := record.monitor("learning_rate")) is not None:  # at a rate of 0 nothing is to change
-        share = np.where(np.interp(steps[: at + 1], record.steps, rate) > 0, share, np.nan)
-    if not np.isfinite(share).any():
+    unchanged = _over_blocks(record, "unchanged_share")[: at + 1]
+    if (rate := record.monitor("learning_rate")) is not None:  # at a rate of 0 no weight should change
+        unchanged = np.where(np.interp(steps[: at + 1], record.steps, rate) > 0, unchanged, np.nan)
+    if not np.isfinite(unchanged).any():
         return
-    found = float(np.nanmedian(share))
+    found = float(np.nanmedian(unchanged))
     yield Symptom(
         "weights_stay_unchanged",
         ramp(found, 0.1, 0.6, low=-0.2),
         found,
         0.0,
-        f"In the median, an update left {100 * found:.0f} % of the weights whose gradient is not 0 as they were.",
+        f"In the median, an update left {100 * found:.0f} % of the weights with a nonzero gradient unchanged.",
         path="/optimizer",
         variable="unchanged_share",
         step=int(steps[at]),
@@ -179,7 +183,7 @@ def _unchanged(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
 
 
 def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
-    """Whether updates have the size that the rate implies: with Adam about the rate for each weight and step."""
+    """Yield whether updates have the magnitude that the rate implies: for Adam about the rate per weight and step."""
     rate = record.monitor("learning_rate")
     needed = ("module_weight_norm", "module_grad_norm", "gradient_rms")
     if rate is None or not all(record.has("optimizer", name) for name in needed):
@@ -192,8 +196,8 @@ def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
         moved = record.values("optimizer", "update_ratio") * weight / size
     rate_there = np.interp(steps, record.steps, rate)
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.nanmedian(moved[:, _blocks(record)], axis=1) / np.where(rate_there > 0, rate_there, np.nan)
-    known = share[: at + 1][np.isfinite(share[: at + 1])]
+        relative = np.nanmedian(moved[:, _blocks(record)], axis=1) / np.where(rate_there > 0, rate_there, np.nan)
+    known = relative[: at + 1][np.isfinite(relative[: at + 1])]
     if not len(known):
         return
     found = float(np.median(known))
@@ -202,8 +206,7 @@ def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
         ramp(finite_log10(found), -0.4, -1.6, low=-1, high=2),
         found,
         0.5,
-        f"An update moves a weight by {found:.3g} of the learning rate, where Adam moves it by about half of it or "
-        f"all.",
+        f"An update changes a weight by {found:.3g} times the learning rate; with Adam, about 0.5 to 1 is usual.",
         path="/optimizer",
         variable="update_ratio",
         step=int(steps[at]),
@@ -216,8 +219,8 @@ def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
             is_small * ramp(abs(finite_log10(found) + 0.25), 0.3, 0.9),
             found,
             0.5,
-            f"An update moves a weight by {found:.3g} of the learning rate although the gradients are {over:.3g} "
-            f"times eps.",
+            f"An update changes a weight by {found:.3g} times the learning rate, although the gradients are {over:.3g} "
+            "times eps.",
             path="/optimizer",
             variable="update_ratio",
             step=int(steps[at]),
@@ -225,7 +228,7 @@ def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
 
 
 def _blocks(record: Record) -> np.ndarray:
-    """Indices of the blocks among the modules; all indices where none is a block."""
+    """Return the indices of the blocks among the modules; all indices if no module is a block."""
     part = record.parts["optimizer"]
     layer = part["layer"].values if "layer" in part.coords else np.arange(part.sizes["module"])
     found = np.flatnonzero(layer >= 0)
@@ -233,5 +236,5 @@ def _blocks(record: Record) -> np.ndarray:
 
 
 def _over_blocks(record: Record, name: str) -> np.ndarray:
-    """Median over the blocks of a variable of the optimizer, shape (step,)."""
+    """Return the median over the blocks of a variable of the optimizer, shape (step,)."""
     return np.nanmedian(record.values("optimizer", name)[:, _blocks(record)], axis=1)

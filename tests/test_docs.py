@@ -1,0 +1,78 @@
+"""The documentation builds without a warning or network, and describes what exists."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import workbench as wb
+from tests.test_docstrings import public
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(wb.__file__).parent
+
+pytestmark = [pytest.mark.subprocess, pytest.mark.medium]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built pages; a copy of the sources, so that no file of the checkout changes."""
+    top = tmp_path_factory.mktemp("docs")
+    ignored = shutil.ignore_patterns("_build", "reference", "files.md")
+    shutil.copytree(ROOT / "docs", top / "docs", ignore=ignored)
+    for name in ("workbench", "widgets", "pyproject.toml"):
+        (top / name).symlink_to(ROOT / name)
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", "site"]
+    built = subprocess.run(command, cwd=top, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    return top / "site"
+
+
+def test_every_public_name_is_in_the_reference(site):
+    pages = {path.stem: path.read_text() for path in (site / "reference" / "api").glob("*.html")}
+    lacking = [
+        name for name in public()
+        if f'id="{full_name(name)}"' not in pages[page_of(name, pages)]
+        and f'id="module-{full_name(name)}"' not in pages[page_of(name, pages)]
+    ]  # fmt: skip
+    assert lacking == ["wb.errors.WorkbenchError"]  # documented with the package
+
+
+def full_name(name):
+    return re.sub("^wb", "workbench", name).replace("widgets.", "workbench.widgets.")
+
+
+def page_of(name, pages):
+    full = full_name(name)
+    return full if full in pages else full.rpartition(".")[0]
+
+
+def test_every_file_of_the_library_is_listed_with_what_it_is_for(site):
+    text = (site / "files.html").read_text()
+    listed = dict(re.findall(r"<span class=\"pre\">([\w/]+\.py)</span></code></p></td>\s*<td><p>(.*?)</p>", text))
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if "data" not in path.parts}
+    files |= {f"widgets/{path.relative_to(ROOT / 'widgets').as_posix()}" for path in (ROOT / "widgets").rglob("*.py")}
+    files -= {path for path in files if path.startswith("data/")} | {"__init__.py", "__main__.py"}
+    assert listed.keys() == files
+    assert not [path for path, summary in listed.items() if len(summary) < 10]
+
+
+def test_the_architecture_lists_every_layer(site):
+    text = (site / "architecture.html").read_text()
+    for folder in PACKAGE.iterdir():
+        if (folder / "__init__.py").exists() and folder.name != "data":
+            assert f'<span class="pre">{folder.name}</span></code></p></td>' in text, folder.name
+
+
+def test_a_page_needs_no_network(site):
+    for page in site.rglob("*.html"):
+        assert not re.findall(r"""(?:src|<link[^>]*href)=["']https?://""", page.read_text()), page.name
+
+
+def test_no_link_within_the_documentation_is_dead(site):
+    for page in site.rglob("*.html"):
+        for link in re.findall(r'<a [^>]*href="([^"#:]+)(?:#[^"]*)?"', page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"

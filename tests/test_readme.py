@@ -1,0 +1,157 @@
+"""Every number in the README is recomputed here from the files in data/, by code of its own."""
+
+import csv
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "data"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+#: Numbers that are no measurements: names, versions, options of commands, and what a tier of tests may take.
+NAMES = ("Python 3.11", "Apache-2.0", "SmolLM2-135M")
+
+pytestmark = pytest.mark.recorded
+
+
+def frame(name):
+    """A recorded file as one table, without arrays within a row."""
+    with xr.open_dataset(DATA / name) as data:
+        own = [each for each in data.variables if set(data[each].dims) <= {"run"} | {"design"}]
+        return data[own].load().to_dataframe()
+
+
+def percent(n, of):
+    return f"{n} of {of} ({100 * n / of:.0f} %)"
+
+
+def spectra():
+    norms = xr.load_dataset(DATA / "initialization" / "norms.nc")["near_unit_mass"].mean("seed")
+    ends = xr.load_dataset(DATA / "divergence.nc")["has_diverged"]
+    ours, published = ({name: float(of.sel(architecture=name)) for name in ("No-Norm", "Pre-LN")}
+                       for of in (norms.sel(source="ours"), norms.sel(source="published")))  # fmt: skip
+    n = {name: int(ends.sel(architecture=name).sum()) for name in ours}
+    of = int(ends.sel(architecture="No-Norm").size)
+    return (
+        f"without normalization {n['No-Norm']} of {of} runs diverged and M is {ours['No-Norm']:.2f} "
+        f"(published: {published['No-Norm']:.2f}); with Pre-LN {n['Pre-LN']} of {of} and {ours['Pre-LN']:.2f} "
+        f"({published['Pre-LN']:.2f})"
+    )
+
+
+def prediction():
+    """AUROC as the fraction of pairs of a diverged and another run that M orders, ties counted as half."""
+    with xr.open_dataset(DATA / "divergence_sweep.nc") as data:
+        runs = data.isel(run=(data["study"] == "held out").values)[["near_unit_mass", "has_diverged"]].load()
+    score = runs["near_unit_mass"].mean("layer").values
+    diverged = runs["has_diverged"].values.astype(bool)
+    known = np.isfinite(score)
+    yes, no = score[known & diverged], score[known & ~diverged]
+    auroc = ((yes[:, None] > no).mean() + 0.5 * (yes[:, None] == no).mean()).item()
+    return f"over {len(diverged)} runs of different designs M has an AUROC of {auroc:.2f}"
+
+
+def shaping():
+    runs = frame("shaping.nc").query("study == 'controls'").groupby("control")["has_diverged"]
+    n, of = runs.sum(), int(runs.size().iloc[0])
+    assert (runs.size() == of).all()
+    return (
+        f"diverged: {n['KSS .15, published']} of {of} runs with the published penalty, "
+        f"{n['KSS, best']} with the recommended trust region",
+        f"{n['none']} of {of} without control, {n['clip 1.0']} with clipping",
+    )
+
+
+def warnings():
+    runs = frame("early_warning.nc").query("set == 'locked'")
+    healthy = runs[runs["kind"] == ""]
+    harmed = runs[runs["is_harmful"] & ~runs["settings_show_it"] & ~runs["kind"].isin(["", "late"])]
+    soon = {name: int((harmed[name] - harmed["start"]).between(0, 50).sum())
+            for name in ("first_step", "loss_step", "grad_norm_step")}  # fmt: skip
+    of = len(harmed)
+    return (
+        f"alarm within 50 steps in {percent(soon['first_step'], of)} harmful faults, "
+        f"{int(healthy['n_alarms'].sum())} false alarm in {int(healthy['n_steps'].sum()):,} healthy steps",
+        f"loss alone {percent(soon['loss_step'], of)}, gradient norm alone {percent(soon['grad_norm_step'], of)}",
+    )
+
+
+def rates():
+    with (DATA / "rate_accuracy.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    (row,) = [
+        row for row in rows
+        if (row["set"], row["kind"], row["budget"], row["horizon"]) == ("locked", "model", "1000", "480")
+    ]  # fmt: skip
+    of = int(row["designs"])
+
+    def both(before=""):
+        return " and ".join(f"{float(row[before + factor]) * of:.0f}" for factor in ("1.6", "2.5"))
+
+    return (
+        f"within a factor of 1.6 and 2.5 for {both()} of {of} designs (target: 80 % and 95 %)",
+        f"median edge of the optimizer {both('by optimizer, ')}, one rate for all {both('one rate, ')}",
+    )
+
+
+def assessment():
+    designs = frame("assessed_designs.nc").query("set == 'locked'")
+    flagged = designs["verdict"].isin(["at risk", "refuse"])
+    by_settings = designs["settings_state"] != "healthy"
+    fails, trains = designs["fails"], ~designs["fails"] & (designs["kind"] != "planted")
+    return (
+        f"flagged: {int((flagged & fails).sum())} of {int(fails.sum())} designs that fail, "
+        f"{int((flagged & trains).sum())} of {int(trains.sum())} that train",
+        f"settings alone {int((by_settings & fails).sum())} and {int((by_settings & trains).sum())}",
+    )
+
+
+def diagnosis():
+    runs = xr.load_dataset(DATA / "failures.nc")
+    runs = runs.isel(run=(runs["set"] == "locked").values)
+    causes = runs["ranked_cause"].values.tolist()
+    failed = runs.isel(run=~runs["is_cause"].values[:, causes.index("nothing")])
+    truth, of = failed["is_cause"].values, failed.sizes["run"]
+
+    def first(probability):
+        return f"{100 * truth[np.arange(of), probability.argmax(1)].mean():.0f} %"
+
+    monitors = failed.sel(view="mechanism")
+    inside = monitors["is_in_set"].values
+    return (
+        f"first cause right in {first(monitors['probability'].values)} of {of} failed runs; a set of "
+        f"{inside.sum(1).mean():.1f} causes holds the true ones in {100 * (inside | ~truth).all(1).mean():.0f} %",
+        f"settings alone {first(failed['probability_by_settings'].values)}, "
+        f"always the most frequent cause {100 * truth.mean(0).max():.0f} %",
+    )
+
+
+def claims():
+    return [spectra(), prediction(), *shaping(), *warnings(), *rates(), *assessment(), *diagnosis()]
+
+
+def test_every_number_of_the_readme_is_that_of_the_data():
+    text = " ".join(README.split())
+    for claim in claims():
+        assert claim in text, claim
+
+
+def test_the_readme_has_no_other_number():
+    text = re.sub(r"```.*?```|!?\[[^\]]*\]\([^)]*\)|`[^`]*`", " ", README, flags=re.DOTALL)
+    text = " ".join(re.sub(r"[^\n]*notebooks/\d\d_[^\n]*", "", text).split())
+    for known in (*claims(), *NAMES):
+        text = text.replace(known, "")
+    assert not re.findall(r"\S*\d\S*", text)
+
+
+def test_the_readme_is_short():
+    assert len(README.encode()) <= 12_000
+
+
+def test_the_readme_links_to_files_that_exist():
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
+    assert len(links) > 15
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -1,0 +1,37 @@
+"""Checks of options that callbacks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+from workbench.errors import OptionError
+
+
+def require_choice(allowed: Sequence[str], **options: str) -> None:
+    """Raise `OptionError` if an option is not one of the allowed values."""
+    for name, value in options.items():
+        if value not in allowed:
+            raise OptionError.of(name, value, tuple(allowed))
+
+
+def require_number(lowest: float, **options: float) -> None:
+    """Raise `OptionError` if an option is not a finite number of at least ``lowest``."""
+    for name, value in options.items():
+        if not (isinstance(value, Real) and lowest <= value < math.inf):
+            raise OptionError.of(name, value, f"a finite number of at least {lowest:g}")
+
+
+def require_positive(**options: float) -> None:
+    """Raise `OptionError` if an option is not a positive, finite number."""
+    for name, value in options.items():
+        if not (isinstance(value, Real) and 0 < value < math.inf):
+            raise OptionError.of(name, value, "a positive, finite number")
+
+
+def require_fraction(**options: float) -> None:
+    """Raise `OptionError` if an option is not a number above 0 and at most 1."""
+    for name, value in options.items():
+        if not (isinstance(value, Real) and 0 < value <= 1):
+            raise OptionError.of(name, value, "above 0 and at most 1")
