@@ -150,13 +150,13 @@ def test_every_public_name_says_what_else_to_see():
     assert not lacking, f"Without 'See Also' in the docstring: {', '.join(lacking)}."
 
 
-@pytest.mark.parametrize("name", sorted(public()))
-def test_what_else_to_see_exists(name):
-    for other in see_also(own(public()[name])):
-        found = importlib.import_module("workbench")
-        assert other.startswith("workbench."), f"{name} names {other}; write its whole name, workbench.{other}."
-        for part in other.split(".")[1:]:
-            found = importlib.import_module("workbench.widgets") if part == "widgets" else getattr(found, part)
+def test_what_else_to_see_exists():
+    for name, value in public().items():
+        for other in see_also(own(value)):
+            assert other.startswith("workbench."), f"{name} names {other}; write its full name, workbench.{other}."
+            found = wb
+            for part in other.split(".")[1:]:
+                found = widgets if part == "widgets" else getattr(found, part)
 
 
 def test_what_the_package_names_its_modules_do_not_name_again():

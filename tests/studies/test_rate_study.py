@@ -153,6 +153,7 @@ def test_known_changes_of_rates_are_found_and_evaluated(fit_rates):
     assert (found["one rate, 1.6"] < 0.5).all()
 
 
+@pytest.mark.slow
 def test_the_chosen_features_are_the_informative_ones(fit_rates):
     assert {"growth", "decays"} <= set(fit_rates.best_features(known_rows(), "model"))
 

@@ -25,7 +25,7 @@ FAILURE_MODES: dict[str, FailureMode] = {
     ),
     "attention_degeneracy": FailureMode(
         "Attention degeneracy",
-        "heads attend to a single token, attention logits grow without bound, or all tokens become similar",
+        "heads attend to a single token, attention logits grow without bound, or all tokens become alike",
     ),
     "routing_oscillation": FailureMode(
         "Routing oscillation", "tokens keep switching experts, or a few experts receive almost all tokens"
