@@ -163,4 +163,4 @@ def grid_of(n_panels: int, theme: str = "page") -> tuple[int, int]:
 def key_in_words(spectra: Iterable[xr.Dataset]) -> str:
     """Return the meaning of markers, shading and numbers as one line of HTML."""
     keys = dict.fromkeys(key(data).replace("\n", " &ensp; ") for data in spectra)
-    return " &ensp; ".join([*keys, "M: mean over layers, ρ: largest over layers"])
+    return " &ensp; ".join([*keys, "M: mean over layers, ρ: largest"])

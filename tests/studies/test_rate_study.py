@@ -173,6 +173,7 @@ def test_copies_of_one_seed_predict_their_edges_exactly(fit_rates):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_family_is_evaluated_by_a_fit_to_the_others(fit_rates):
     rows = known_rows()
     names = {"model": ("constant", "growth", "decays")}

@@ -38,6 +38,7 @@ def test_it_states_its_origin_and_is_small_enough(script, runs):
     assert {*OUTCOMES, *CURVES} <= set(runs.data_vars)
 
 
+@pytest.mark.slow
 def test_its_runs_are_those_of_the_script(script, runs, tmp_path, monkeypatch):
     # Every stage is planned from the recorded stages before it; a stage with other runs is rejected.
     monkeypatch.setattr(wb.sweeps, "run", lambda *_, **__: pytest.fail("a stage is not recorded"))

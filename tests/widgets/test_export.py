@@ -70,6 +70,7 @@ def test_files_are_replaced_only_if_the_box_is_checked(comparison, tmp_path):
     assert path.read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.slow
 def test_a_path_entered_by_the_user_stays(comparison, tmp_path):
     bar = comparison.export_bar
     bar.path.value = str(tmp_path / "mine.v2")
