@@ -11,7 +11,7 @@ assert off.drop("No-Norm").max() < 0.15
 by_rate = diverged.mean("seed").to_pandas()
 assert (by_rate.loc["No-Norm"] > 0.9).all()
 assert (by_rate.drop("No-Norm") == 0).all().all()
-assert share["No-Norm"] == 1
+assert fraction["No-Norm"] == 1
 assert norms.loc["Post-LN", ("M", "ours")] > 0.5
 
 # ---- section 2: learning rates at which each design diverges, and M of the untrained model
