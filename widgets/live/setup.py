@@ -9,6 +9,7 @@ import ipywidgets
 
 from workbench import tasks, zoo
 from workbench.errors import OptionError
+from workbench.option_checks import require_positive, require_whole
 from workbench.tasks.user_data import OneShotTask
 from workbench.widgets.live.architecture_controls import LABEL, NATURAL, ROW, ArchitectureControls, names_of
 
@@ -79,11 +80,9 @@ class Setup:
         self.first = ArchitectureControls(_DEFAULT if architecture is None else architecture)
         if isinstance(task, str) and task not in _TASKS:
             raise OptionError.of("task", task, tuple(_TASKS), remedy="choose one of these names or pass a task")
-        if not learning_rate > 0:
-            raise OptionError.of("learning_rate", learning_rate, "positive")
-        for name, value, lowest in (("n_steps", n_steps, 1), ("spectra_every", spectra_every, 1), ("seed", seed, 0)):
-            if not isinstance(value, int) or value < lowest:
-                raise OptionError.of(name, value, f"an integer of at least {lowest}")
+        require_positive(learning_rate=learning_rate)
+        require_whole(1, n_steps=n_steps, spectra_every=spectra_every)
+        require_whole(0, seed=seed)
         if versus is not None and not compare:
             raise OptionError(
                 "versus= adds a second run, but compare=False requests one run only; omit one of them.",

@@ -15,9 +15,9 @@ from workbench.errors import OptionError
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import prediction_of, token_loss
 from workbench.models.probing import undisturbed
+from workbench.option_checks import require_whole
 from workbench.tasks import as_task
 from workbench.tasks.later_batches import LaterBatches
-from workbench.tasks.task import require_whole
 from workbench.training.training_plan import TrainingPlan
 
 if TYPE_CHECKING:

@@ -24,10 +24,11 @@ from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
 from workbench.models.model_sizes import model_sizes
 from workbench.models.subject import Subject
+from workbench.option_checks import require_whole
 from workbench.schema.statuses import CriterionState
 from workbench.tasks import as_task
 from workbench.tasks.random_stream import RandomStream
-from workbench.tasks.task import require_seed, require_whole
+from workbench.tasks.task import require_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection

@@ -18,11 +18,11 @@ from workbench.errors import OptionError
 from workbench.formatting import counted, duration, rounded
 from workbench.io.progress import Progress
 from workbench.models.losses import token_loss
+from workbench.option_checks import require_whole
 from workbench.rates.drift import SOURCES, UNKNOWN, Estimate, decays, extrapolated, furthest, longest_measured
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns, PilotRuns
 from workbench.rates.rate_search import HIGHEST, LONGEST_SHARE, LOWEST, RateSearch, Round, has_learned_more
 from workbench.rates.useful_band import RESOLUTION
-from workbench.tasks.task import require_whole
 from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
 from workbench.zoo.module_of import HoldsModel
 

@@ -17,10 +17,10 @@ from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.probing import undisturbed, watch
 from workbench.models.wrapping import unwrap
+from workbench.option_checks import require_whole
 from workbench.scaling.size_ladder import LadderTrainer, Rung
 from workbench.scaling.trend import line_through
 from workbench.schema.statuses import CoordinateState
-from workbench.tasks.task import require_whole
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -19,13 +19,13 @@ from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
 from workbench.models.profile import profile
+from workbench.option_checks import require_whole
 from workbench.scaling.coordinate_checks import coordinate_check
 from workbench.scaling.designs import Design, design
 from workbench.scaling.explosion_edges import ExplosionEdge, explosion_edge, pilot_edge
 from workbench.scaling.outlook import extrapolated
 from workbench.scaling.quantities import ATTRS, EDGE, FLOW, SPECTRAL, rule_of
 from workbench.scaling.size_ladder import LadderTrainer, Parametrization, Rung, require_seeds, rungs_of
-from workbench.tasks.task import require_whole
 from workbench.training.training_plan import NO_OPTIONS, departures
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.kss import KSS
 from workbench.errors import OptionError
+from workbench.option_checks import require_whole
 from workbench.sweeps.planned_runs import describe_plan, plan_of
-from workbench.tasks.task import require_seed, require_whole
+from workbench.tasks.task import require_seed
 from workbench.training.training_plan import TrainingPlan
 from workbench.zoo import ArchitectureConfig, build
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from workbench.tasks.task import SequenceTask, mixed_seed, require_seed, require_split, require_whole, shuffled_rows
+from workbench.option_checks import require_whole
+from workbench.tasks.task import SequenceTask, mixed_seed, require_seed, require_split, shuffled_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

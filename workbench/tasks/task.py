@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import OptionError
+from workbench.option_checks import require_whole
 
 #: Inputs of a model: a tensor, or a mapping of keyword arguments.
 Inputs: TypeAlias = Tensor | Mapping[str, Tensor]
@@ -240,19 +241,6 @@ def shuffled_rows(n_rows: int, *, batch_size: int, index: int, key: tuple[str | 
         order = torch.randperm(n_rows, generator=torch.Generator().manual_seed(mixed_seed(*key, e)))
         rows[epoch == e] = order[position[epoch == e] % n_rows]
     return rows
-
-
-def require_whole(lowest: int, **options: int) -> None:
-    """Raise if options are not integers of at least ``lowest``.
-
-    Raises:
-        OptionError: Names the option.
-    """
-    for name, value in options.items():
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise OptionError.of(name, value, "an integer")
-        if value < lowest:
-            raise OptionError.of(name, value, f"at least {lowest}")
 
 
 def require_split(split: str) -> None:

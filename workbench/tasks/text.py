@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from workbench.errors import OptionError, WorkbenchError
-from workbench.tasks.task import SequenceTask, batch_generator, require_seed, require_split, require_whole
+from workbench.option_checks import require_whole
+from workbench.tasks.task import SequenceTask, batch_generator, require_seed, require_split
 
 if TYPE_CHECKING:
     from torch import Tensor

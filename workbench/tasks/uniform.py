@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from workbench.tasks.task import SequenceTask, batch_generator, require_seed, require_whole
+from workbench.option_checks import require_whole
+from workbench.tasks.task import SequenceTask, batch_generator, require_seed
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.errors import WorkbenchError
+from workbench.option_checks import require_whole
 from workbench.tasks.batch_forms import as_batch, looks_like_batch, stack_rows
 from workbench.tasks.merging import checksum, copied, enough_inputs, merged, n_states
 from workbench.tasks.private_draws import OwnGenerators, PrivateDraws
-from workbench.tasks.task import Inputs, Task, mixed_seed, require_seed, require_whole
+from workbench.tasks.task import Inputs, Task, mixed_seed, require_seed
 
 _END = object()
 

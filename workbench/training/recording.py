@@ -26,7 +26,7 @@ from workbench.models.profile import profile
 from workbench.models.residual_check import require_residuals
 from workbench.models.run_checkpoints import latest_checkpoint
 from workbench.models.subject import Subject
-from workbench.tasks.task import require_whole
+from workbench.option_checks import require_whole
 
 if TYPE_CHECKING:
     import xarray as xr

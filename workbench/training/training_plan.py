@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.tasks.task import require_whole
+from workbench.option_checks import require_whole
 from workbench.training.muon import muon_for
 from workbench.zoo.module_of import module_of
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks.baselines.mup import MuP
 from workbench.callbacks.baselines.optimizers import LAMB, SAM, Lion
 from workbench.callbacks.baselines.penalties import ActivationVariance, GradientPenalty, JacobianPenalty, RandomL2
-from workbench.callbacks.option_checks import require_positive
 from workbench.errors import OptionError
 from workbench.models.parametrizations import LinearParametrization, SpectralNorm, WeightNorm
+from workbench.option_checks import require_positive
 
 if TYPE_CHECKING:
     from torch import nn

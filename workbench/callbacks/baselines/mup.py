@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from workbench.callbacks.option_checks import require_choice, require_positive
 from workbench.errors import OptionError
 from workbench.models.parametrizations import require_unparametrized, unparametrize
-from workbench.tasks.task import require_whole
+from workbench.option_checks import require_choice, require_positive, require_whole
 from workbench.zoo import Transformer
 from workbench.zoo.module_of import module_of
 

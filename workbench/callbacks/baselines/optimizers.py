@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.callbacks.option_checks import require_number, require_positive
 from workbench.errors import OptionError
+from workbench.option_checks import require_number, require_positive
 from workbench.training.training_plan import DEFAULT_RATE
 
 WEIGHT_DECAY = 0.01

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from workbench.callbacks.option_checks import require_choice, require_fraction, require_number
-from workbench.tasks.task import require_whole
+from workbench.option_checks import require_choice, require_fraction, require_number, require_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from workbench.callbacks.faults.fault import Fault
 from workbench.callbacks.faults.flash_attention_mode import cut_low_bits, require_n_bits
-from workbench.callbacks.option_checks import require_choice, require_fraction
 from workbench.errors import OptionError
-from workbench.tasks.task import require_whole
+from workbench.option_checks import require_choice, require_fraction, require_whole
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Gradients of one rank, one per parameter; None for a parameter without gradient.

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from workbench.callbacks.faults.fault import Fault
-from workbench.callbacks.option_checks import require_choice, require_fraction, require_positive
 from workbench.errors import OptionError
 from workbench.models.batches import count_examples, take_examples
-from workbench.tasks.task import require_whole
+from workbench.option_checks import require_choice, require_fraction, require_positive, require_whole
 
 
 @dataclass(kw_only=True, eq=False)

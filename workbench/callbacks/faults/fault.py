@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.callbacks.observers import Observers
 from workbench.errors import OptionError
-from workbench.tasks.task import require_whole
+from workbench.option_checks import require_whole
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from workbench.errors import OptionError
 from workbench.models.calling import call_model
 from workbench.models.probing import undisturbed, watch
-from workbench.tasks.task import require_whole
+from workbench.option_checks import require_whole
 
 #: Functions during which torch disables the mode.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from workbench.callbacks.faults.fault import Fault
 from workbench.callbacks.faults.flash_attention_mode import ROUNDINGS, Cut, require_n_bits
-from workbench.callbacks.option_checks import require_choice
 from workbench.errors import OptionError
+from workbench.option_checks import require_choice
 
 _TARGETS = {"output": "O", "gradient": "dO"}
 _WHAT = {"truncate": "are cut", "nearest": "are rounded off"}

@@ -13,8 +13,8 @@ from typing import Any
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
 from workbench.callbacks.observers import Observers
-from workbench.callbacks.option_checks import require_choice, require_number, require_positive
 from workbench.errors import OptionError
+from workbench.option_checks import require_choice, require_number, require_positive
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
 SIDES = ("both", "output", "input")

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch.nn.functional import softplus
 
-from workbench.callbacks.option_checks import require_choice, require_number, require_positive
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
 from workbench.models.device_numbers import read_numbers
+from workbench.option_checks import require_choice, require_number, require_positive
 
 if TYPE_CHECKING:
     from torch import Tensor

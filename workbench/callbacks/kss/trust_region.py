@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.callbacks.option_checks import require_choice, require_fraction, require_number
 from workbench.models.device_numbers import read_numbers
+from workbench.option_checks import require_choice, require_fraction, require_number
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,10 +1,10 @@
-"""Checks of options that callbacks share."""
+"""Checks of options: each raises `OptionError` with the name, the value and what was expected."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 
 from workbench.errors import OptionError
 
@@ -14,6 +14,19 @@ def require_choice(allowed: Sequence[str], **options: str) -> None:
     for name, value in options.items():
         if value not in allowed:
             raise OptionError.of(name, value, tuple(allowed))
+
+
+def require_whole(lowest: int, **options: int) -> None:
+    """Raise if options are not integers of at least ``lowest``.
+
+    Raises:
+        OptionError: Names the option.
+    """
+    for name, value in options.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise OptionError.of(name, value, "an integer")
+        if value < lowest:
+            raise OptionError.of(name, value, f"at least {lowest}")
 
 
 def require_number(lowest: float, **options: float) -> None:
