@@ -69,7 +69,7 @@ def test_float16_trains():
 
 
 @pytest.mark.parametrize("kind", ["plain", "clipping", "recorder"])
-def test_the_host_waits_once_a_step(kind):
+def test_the_host_waits_once_a_step_and_once_more_for_the_metrics_of_a_recorder(kind):
     settings = {"plain": {}, "clipping": {"clip_norm": 0.1}, "recorder": {"recorder": wb.Recorder(every=None)}}[kind]
     run = run_on("cuda", 3 * N_STEPS, **settings)
     for _ in range(N_STEPS):
@@ -78,7 +78,7 @@ def test_the_host_waits_once_a_step(kind):
         for _ in range(N_STEPS):
             next(run)
     run.close()
-    assert waits.n <= N_STEPS, waits.places
+    assert waits.n <= N_STEPS * (2 if kind == "recorder" else 1), waits.places
 
 
 def test_monitors_and_shaping_run():

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from workbench.koopman.dmd import WhitenedOperator
 
-#: Below this width LAPACK on the host is reported to be faster than cuSOLVER's general eigensolver.
-CUDA_EIG_MIN_WIDTH = 2048
+#: From this width on, the smallest that was measured, cuSOLVER's general eigensolver is at least three times as fast as
+#: LAPACK on the host (benchmarks/gpu.md).
+CUDA_EIG_MIN_WIDTH = 256
 #: Above this condition the inverse of V does not give left eigenvectors to eight digits, so LAPACK computes them.
 _INVERTIBLE = 1e7
 #: Below this width a full singular value decomposition is as fast as Lanczos iteration.

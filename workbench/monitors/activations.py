@@ -53,7 +53,7 @@ def outlier_ratio(states: Tensor) -> Tensor:
         `workbench.monitors.activation_max`: The largest magnitude itself.
     """
     size = widened(states).abs().flatten(-2)
-    return size.amax(-1) / size.median(-1).values
+    return size.amax(-1) / _median(size)
 
 
 def massive_activations(states: Tensor, *, least: float = 100.0, ratio: float = 1000.0) -> Tensor:
@@ -79,9 +79,18 @@ def massive_activations(states: Tensor, *, least: float = 100.0, ratio: float = 
         `workbench.monitors.outlier_ratio`: Largest over median magnitude.
     """
     size = widened(states).abs().flatten(-2)
-    median = size.median(-1, keepdim=True).values
-    count = ((size > least) & (size > ratio * median)).sum(-1)
-    return count.to(size.dtype).masked_fill(median.squeeze(-1).isnan(), float("nan"))
+    median = _median(size)
+    count = ((size > least) & (size > ratio * median[..., None])).sum(-1)
+    return count.to(size.dtype).masked_fill(median.isnan(), float("nan"))
+
+
+def _median(size: Tensor) -> Tensor:
+    """Return the lower median along the last dimension, NaN if an entry is NaN.
+
+    `torch.median` raises an error on CUDA if the user asked for deterministic algorithms; sorting does not.
+    """
+    ordered = size.sort(-1).values  # NaN last
+    return torch.where(ordered[..., -1].isnan(), ordered[..., -1], ordered[..., (size.shape[-1] - 1) // 2])
 
 
 def kurtosis(states: Tensor) -> Tensor:
