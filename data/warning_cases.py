@@ -1,9 +1,9 @@
 """The runs of the study of alarms: plans, faults with doses, and failures without an injected fault.
 
-Setups and held-out families are those of the study of failures (failure_cases.py): alarms are fitted to the training
-set ("fit"), chosen on the validation set ("choose") and evaluated on the test set ("locked"). Plans, seeds and first
-steps of faults are drawn before the first measurement. Doses are ordered from large to small; record_warnings.py finds
-the smallest harmful ones by bisection.
+Setups and held-out families are those of the study of failures (`workbench.studies.failure_cases`): alarms are fitted
+to the training set ("fit"), chosen on the validation set ("choose") and evaluated on the test set ("locked"). Plans,
+seeds and first steps of faults are drawn before the first measurement. Doses are ordered from large to small;
+record_warnings.py finds the smallest harmful ones by bisection.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ from typing import Any
 
 import numpy as np
 import torch
-from failure_cases import BYTES, IMAGES, Setup, config, lm, model_and_task, recall
-from failure_cases import SETUPS as SETUPS_OF_FAILURES
 from torch import Tensor, nn
 
 import workbench as wb
 from workbench.models.losses import token_loss
+from workbench.studies.failure_cases import BYTES, IMAGES, StudySetup, config, lm, model_and_task, recall
+from workbench.studies.failure_cases import SETUPS as SETUPS_OF_FAILURES
 
 SEED = 33
 #: Twelve families that no other study has, each with a rate at which it learns well (best of 0.003, 0.01 and 0.03 in
 #: 500 updates). Most are implementations of transformers.
-LOCKED: dict[str, Setup] = {
-    "granite bytes": Setup(
+LOCKED: dict[str, StudySetup] = {
+    "granite bytes": StudySetup(
         "locked", "Granite", "design",
         config("granite", 32, 3, residual_multiplier=0.5, embedding_multiplier=4.0, logits_scaling=2.0),
         "text_bytes", BYTES, 0.01,
     ),
-    "opt bytes": Setup(
+    "opt bytes": StudySetup(
         "locked", "OPT", "design", config("opt", 32, 3, ffn_dim=96, word_embed_proj_dim=32, dropout=0.0),
         "text_bytes", BYTES, 0.004,
     ),
-    "nemotron lm": Setup(
+    "nemotron lm": StudySetup(
         "locked", "Nemotron", "design", config("nemotron", 32, 3) | {"vocab_size": 40}, "synthetic_lm", lm(40, 14, 16),
         0.005,
     ),
-    "glm4 bytes": Setup(
+    "glm4 bytes": StudySetup(
         "locked", "Sandwich norm", "design", config("glm4", 32, 3, head_dim=8), "text_bytes", BYTES, 0.01
     ),
-    "kan recall": Setup(
+    "kan recall": StudySetup(
         "locked", "KAN", "kan", {"d_model": 32, "n_layers": 3, "norm": "pre_ln"}, "associative_recall",
         recall(10, 5, 32), 0.008,
     ),
-    "rms vit": Setup(
+    "rms vit": StudySetup(
         "locked", "RMSNorm ViT", "vit", {"d_model": 32, "n_layers": 3, "norm": "rms_norm", **IMAGES}, "digits",
         {"batch_size": 32}, 0.008,
     ),
-    "lfm2 lm": Setup(
+    "lfm2 lm": StudySetup(
         "locked", "Convolution hybrid", "design",
         config("lfm2", 32, 4, layer_types=["conv", "full_attention"] * 2, block_auto_adjust_ff_dim=False)
         | {"vocab_size": 40},
         "synthetic_lm", lm(40, 12, 16), 0.006,
     ),
-    "diffllama bytes": Setup(
+    "diffllama bytes": StudySetup(
         "locked", "Differential attention", "design", config("diffllama", 32, 3), "text_bytes", BYTES, 0.006
     ),
-    "olmoe lm": Setup(
+    "olmoe lm": StudySetup(
         "locked", "OLMoE", "design",
         config("olmoe", 32, 2, num_experts=4, num_experts_per_tok=2, intermediate_size=48) | {"vocab_size": 40},
         "synthetic_lm", lm(40, 12, 16), 0.006,
     ),
-    "deepseek lm": Setup(
+    "deepseek lm": StudySetup(
         "locked", "DeepSeek", "design",
         config(
             "deepseek_v3", 32, 2, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
@@ -74,11 +74,11 @@ LOCKED: dict[str, Setup] = {
         ) | {"vocab_size": 40},
         "synthetic_lm", lm(40, 12, 16), 0.006,
     ),
-    "recurrent gemma bytes": Setup(
+    "recurrent gemma bytes": StudySetup(
         "locked", "Recurrent hybrid", "design", config("recurrent_gemma", 32, 3, lru_width=32, head_dim=8),
         "text_bytes", BYTES, 0.01,
     ),
-    "minimax lm": Setup(
+    "minimax lm": StudySetup(
         "locked", "Linear attention", "design",
         config("minimax", 32, 2, num_local_experts=4, num_experts_per_tok=2) | {"vocab_size": 40},
         "synthetic_lm", lm(40, 12, 16), 0.008,
@@ -352,7 +352,7 @@ def build(case: Case) -> tuple[nn.Module, Any, dict[str, Any]]:
     return model, task, plan
 
 
-def applies(setup: Setup, kind: str) -> bool:
+def applies(setup: StudySetup, kind: str) -> bool:
     """Return whether a fault can act in a setup."""
     if kind in ("attention", "attention output"):
         return setup.has_attention

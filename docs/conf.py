@@ -1,6 +1,7 @@
 """Configuration of Sphinx: pages in Markdown, a reference that is generated from the docstrings, no network."""
 
 import ast
+import importlib.util
 import inspect
 import re
 import sys
@@ -16,21 +17,35 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PACKAGE = ROOT / "workbench"
 sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(DOCS / "_extensions"))
+
+from generated_files import write  # noqa: E402  (in the folder _extensions)
 
 project = "Stability Workbench"
 author = "The Stability Workbench developers"
 project_copyright = author
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions += ["mathml", "repository_links", "notebook_pages", "gallery_pages"]  # in the folder _extensions
+# The option `-t quick` of Sphinx omits the pages of source code and the pictures of the gallery.
+if not tags.has("quick"):  # noqa: F821  (Sphinx defines the name)
+    extensions.append("sphinx.ext.viewcode")
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = project
 html_show_copyright = False
 html_copy_source = False
-templates_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
+templates_path = ["_templates"]
 
-# Markdown: links to headings; files outside of this folder (notebooks, data, benchmarks) are named, not linked.
-myst_enable_extensions = ["colon_fence", "deflist"]
+# Markdown: links to headings.
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
+
+# The button copies the lines of an example without its prompts and results.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 # A name between single backticks in a docstring links to the reference.
 default_role = "py:obj"
@@ -128,10 +143,47 @@ class Layers(Directive):
         return node.children
 
 
-def write(path, text):
-    """Write a file, but only if its text changed, so that Sphinx builds only what is new."""
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
+class RecordedTable(Directive):
+    """A table of recorded data: the result of a function of the module beside the page, as Markdown.
+
+    `results/kss.md` may contain a directive `recorded-table` with the argument ``controls``; it shows the table that
+    the function ``controls()`` in `results/kss.py` computes from `data/`, a pandas table without its index.
+    """
+
+    required_arguments = 1
+
+    def run(self):
+        """Return the table as a node of the page."""
+        page = Path(self.state.document.current_source)
+        table = getattr(module_beside(page), self.arguments[0])()
+        self.state.document.settings.env.note_dependency(str(page.with_suffix(".py")))
+        node = nodes.container()
+        self.state.nested_parse(StringList(markdown(table)), self.content_offset, node)
+        return node.children
+
+
+def module_beside(page):
+    """Return the module with the name of a page in the same folder."""
+    name = f"docs_{page.parent.name}_{page.stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, DOCS / page.resolve().relative_to(DOCS).with_suffix(".py"))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def markdown(table):
+    """Return the lines of a pandas table in Markdown, without its index; numbers align to the right."""
+    sides = ["---:" if kind.kind in "iuf" else "---" for kind in table.dtypes]
+    rows = [list(table.columns), sides, *table.astype(str).values.tolist()]
+    # A number and its percent sign stay on one line.
+    return ["| " + " | ".join(row).replace(" %", "\N{NO-BREAK SPACE}%") + " |" for row in rows]
+
+
+def shorten_sidebar(app, pagename, templatename, context, doctree):
+    """Omit the list of all pages from the pages of source code; computing it takes most of the time of such a page."""
+    if pagename.startswith("_modules/"):
+        context["toctree"] = lambda **options: ""
 
 
 def prepare_docstring(app, what, name, obj, options, lines):
@@ -154,6 +206,8 @@ def setup(app):
     """Connect the generators."""
     app.connect("builder-inited", write_reference)
     app.connect("builder-inited", write_files)
+    app.connect("html-page-context", shorten_sidebar, priority=100)
     app.add_directive("layers", Layers)
+    app.add_directive("recorded-table", RecordedTable)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=100)
     return {"parallel_read_safe": True}

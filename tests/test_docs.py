@@ -17,18 +17,22 @@ PACKAGE = Path(wb.__file__).parent
 pytestmark = [pytest.mark.subprocess, pytest.mark.medium]
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The built pages; a copy of the sources, so that no file of the checkout changes."""
-    top = tmp_path_factory.mktemp("docs")
-    ignored = shutil.ignore_patterns("_build", "reference", "files.md")
+def build(top, *options):
+    """Build the site from a copy of the sources, so that no file of the checkout changes; return its folder."""
+    ignored = shutil.ignore_patterns("_build", "reference", "tutorials", "files.md", "contributing.md", "data.md")
     shutil.copytree(ROOT / "docs", top / "docs", ignore=ignored)
-    for name in ("workbench", "widgets", "pyproject.toml"):
+    for name in ("workbench", "widgets", "notebooks", "data", "pyproject.toml", "CONTRIBUTING.md"):
         (top / name).symlink_to(ROOT / name)
-    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", "site"]
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", *options, "docs", "site"]
     built = subprocess.run(command, cwd=top, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     return top / "site"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built pages, without the pictures of the gallery and the source code."""
+    return build(tmp_path_factory.mktemp("docs"), "-t", "quick")
 
 
 def test_every_public_name_is_in_the_reference(site):
@@ -76,3 +80,28 @@ def test_no_link_within_the_documentation_is_dead(site):
     for page in site.rglob("*.html"):
         for link in re.findall(r'<a [^>]*href="([^"#:]+)(?:#[^"]*)?"', page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_figure_and_widget_has_an_example(site):
+    from workbench import widgets
+
+    shown = {name for name in wb.plots.__all__ if name != "save"} | set(dir(widgets))
+    pages = {path.stem: path.read_text() for path in (site / "gallery").glob("*/*.html")}
+    assert pages.keys() == shown
+    for name, page in pages.items():
+        assert re.search(rf'href="[^"]*#workbench\.(plots|widgets)\.{name}"', page), name
+        assert f'<span class="n">{name}</span>' in page, name
+
+
+def test_every_notebook_has_a_page_with_its_pictures(site):
+    import nbformat
+
+    for path in (ROOT / "notebooks").rglob("*.ipynb"):
+        if ".ipynb_checkpoints" in path.parts:
+            continue
+        page = site / "tutorials" / path.relative_to(ROOT / "notebooks").with_suffix(".html")
+        outputs = [output for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", ())]
+        n_pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+        sources = re.findall(r'<img alt="[^"]+" src="([^"]+)"', page.read_text())
+        assert len(sources) == n_pictures, page.name
+        assert all((page.parent / source).exists() for source in sources), page.name

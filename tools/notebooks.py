@@ -23,6 +23,11 @@ _CLOCK = "import os as _os; _t = _os.times(); print(_t.user + _t.system + _t.chi
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
+def notebooks_in(folder: Path) -> list[Path]:
+    """Return the notebooks of a folder, then those of the course in it."""
+    return [*sorted(folder.glob("*.ipynb")), *sorted((folder / "course").glob("*.ipynb"))]
+
+
 def run(path: Path) -> tuple[float, float]:
     """Run a notebook and save it with its outputs; return its wall time and CPU time in seconds."""
     notebook = nbformat.read(path, as_version=4)
@@ -50,7 +55,7 @@ def copies(folder: Path) -> None:
     shutil.copytree(NOTEBOOKS, folder / "notebooks", ignore=shutil.ignore_patterns("runs", ".ipynb_checkpoints"))
     (folder / "data").symlink_to(ROOT / "data")
     (folder / "runs").mkdir()
-    for path in sorted((folder / "notebooks").glob("*.ipynb")):
+    for path in notebooks_in(folder / "notebooks"):
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
             if cell.cell_type == "code":
@@ -66,7 +71,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     match sys.argv[1:]:
         case ["run", *names]:
-            chosen = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if not names or path.stem in names]
+            chosen = [path for path in notebooks_in(NOTEBOOKS) if not names or path.stem in names]
             total = 0.0
             for path in chosen:
                 seconds, cpu = run(path)

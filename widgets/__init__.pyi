@@ -5,3 +5,5 @@ from .live_training import LiveTraining as LiveTraining
 from .risk_explorer import RiskExplorer as RiskExplorer
 from .spectrum_explorer import SpectrumExplorer as SpectrumExplorer
 from .timeline import Timeline as Timeline
+from .ward import Ward as Ward
+from .workbench import Workbench as Workbench

@@ -1,3 +1,4 @@
+from . import course as course
 from . import errors as errors
 from . import flow as flow
 from . import hardware as hardware

@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from tests.data_scripts import script_with_others
 from workbench.diagnosis import CAUSES, Rules
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
+from workbench.studies import failure_cases
 
 pytestmark = pytest.mark.recorded
 
@@ -25,12 +25,6 @@ NOTHING = list(CAUSES).index("nothing")
 @pytest.fixture(scope="module")
 def script():
     with script_with_others("make_failures") as module:
-        yield module
-
-
-@pytest.fixture(scope="module")
-def cases():
-    with script_with_others("failure_cases") as module:
         yield module
 
 
@@ -50,8 +44,8 @@ def of_set(runs, name):
     return runs.isel(run=(runs["set"] == name).values)
 
 
-def test_no_family_is_in_two_sets(cases, runs):
-    planned = {name: {c.name for c in cases.cases(name)} for name in ("fit", "choose", "locked")}
+def test_no_family_is_in_two_sets(runs):
+    planned = {name: {c.name for c in failure_cases.cases(name)} for name in ("fit", "choose", "locked")}
     families = [set(of_set(runs, name)["family"].values.tolist()) for name in planned]
     assert sum(map(len, families)) == len(set.union(*families))
     for name, known in planned.items():
@@ -60,10 +54,12 @@ def test_no_family_is_in_two_sets(cases, runs):
     assert str(int((of_set(runs, "locked")["is_cause"].values[:, NOTHING]).sum())) not in Rules.shipped().about.split()
 
 
-def test_settings_are_drawn_before_the_fault_and_shared_with_the_control(cases):
-    for case in cases.cases("locked")[::40]:
-        assert cases.base_of(case.setup, case.base) == cases.base_of(case.control.setup, case.control.base)
-        made, control = cases.build(case), cases.build(case.control)
+def test_settings_are_drawn_before_the_fault_and_shared_with_the_control():
+    for case in failure_cases.cases("locked")[::40]:
+        assert failure_cases.base_of(case.setup, case.base) == failure_cases.base_of(
+            case.control.setup, case.control.base
+        )
+        made, control = failure_cases.build(case), failure_cases.build(case.control)
         assert made.plan["seed"] == control.plan["seed"]
         if not case.plants:
             assert made.plan == control.plan
@@ -99,36 +95,6 @@ def test_the_table_of_accuracy_follows_from_the_recorded_answers(runs, accuracy)
                 assert float(row[label]) == pytest.approx(value, abs=6e-4), (name, view, label)
 
 
-def test_the_page_of_results_has_the_recorded_accuracy(accuracy, runs):
-    readme = (DATA.parent / "docs" / "results" / "diagnosis.md").read_text()
-    table = readme[readme.index("| read | first cause is right |") :].split("\n\n")[0].splitlines()[2:]
-    answers = ("store", "recorder", "mechanism", "mechanism and one replay", "log", "curves", "settings alone")
-    answers = (*answers, "majority class")
-    assert len(table) == len(answers)
-    for line, answer in zip(table, answers, strict=True):
-        row = accuracy["locked", answer]
-        first, covered, size, missed, healthy = (cell.strip() for cell in line.split("|")[2:7])
-        for text, label in ((first, "first"), (covered, "covered"), (healthy, "healthy")):
-            if text:
-                found = [float(number) for number in re.findall(r"[\d.]+", text)]
-                expected = [float(row[label]), float(row[f"{label}_low"]), float(row[f"{label}_high"])]
-                assert found == pytest.approx(expected, abs=0.0051), (answer, label)
-        assert float(missed) == pytest.approx(float(row["missed"]), abs=0.0051)
-        if size:
-            assert float(size) == pytest.approx(float(row["size"]), abs=0.0051)
-    locked = of_set(runs, "locked").sel(view="mechanism")
-    first, truth, lost = locked["probability"].values.argmax(1), locked["is_cause"].values, locked["lost"].values
-    has_failed, right = ~truth[:, NOTHING], truth[np.arange(len(first)), first]
-    medians = [np.median(lost[has_failed & of]) for of in (~right, right, first == NOTHING)]
-    texts = [f"{100 * value:.0f} %" for value in medians]
-    page = " ".join(readme.split())
-    assert f"relative to the control is {texts[0]} in these runs, {texts[1]} in runs with a right answer" in page
-    assert f"{texts[2]} in failed runs that are called healthy" in page
-    held = accuracy["locked", "mechanism"]
-    assert float(held["covered"]) >= 0.9
-    assert float(held["size"]) < 2
-
-
 def test_answers_are_better_than_the_majority_class_and_than_curves(accuracy):
     for name in ("choose", "locked"):
         mechanism, curves = accuracy[name, "mechanism"], accuracy[name, "curves"]
@@ -162,14 +128,14 @@ def test_a_cause_is_missing_from_sets_of_recorded_runs_as_rarely_as_stated(runs)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
-def test_repeated_runs_are_diagnosed_as_recorded(script, cases, runs, tmp_path):
+def test_repeated_runs_are_diagnosed_as_recorded(script, runs, tmp_path):
     """A run that fails early and a healthy one are repeated from their seeds."""
     locked = of_set(runs, "locked")
     failed = int(np.flatnonzero((locked["how"] == "diverged").values)[0])
     sound = int(np.flatnonzero(locked["is_cause"].values[:, NOTHING])[0])
     for i in (failed, sound):
         row = locked.isel(run=i)
-        case = next(case for case in cases.cases("locked") if case.name == row["name"].item())
+        case = next(case for case in failure_cases.cases("locked") if case.name == row["name"].item())
         script.record(case, tmp_path)
         tree = diagnose(tmp_path / f"{case.name}.nc")
         recorded = row.sel(view="store")

@@ -5,13 +5,11 @@ import math
 from dataclasses import replace
 
 import numpy as np
-import pandas as pd
 import pytest
 
 import workbench as wb
 from tests.data_scripts import FOLDER, script_with_others
 from workbench.rates.outcomes import design_key
-from workbench.risk.edge_model import groups_of
 from workbench.schema.sweeps import CURVES, OUTCOMES, SETTINGS
 
 pytestmark = pytest.mark.recorded
@@ -94,41 +92,3 @@ def test_a_repeated_run_has_the_recorded_losses(script, runs):
     found = wb.sweeps.make_run(shorter.as_dict())
     np.testing.assert_allclose(found["held_out_loss"], row["held_out_loss"].values[:3], rtol=0.02)
     assert found["trivial_loss"] == pytest.approx(float(row["trivial_loss"]), rel=1e-6)
-
-
-def shown(row, before=""):
-    """Return the fractions of a row within both factors, in the form of the page of results."""
-    return ", ".join(f"{row[f'{before}{factor}']:.2f}".removeprefix("0") for factor in ("1.6", "2.5"))
-
-
-def test_the_published_fractions_are_those_of_the_recorded_pilots():
-    text = (FOLDER.parent / "docs" / "results" / "learning_rates.md").read_text()
-    accuracy = pd.read_csv(FOLDER / "rate_accuracy.csv")
-    pilots = accuracy[(accuracy["kind"] == "model") & (accuracy["horizon"] >= 240)]
-    assert len(pilots) == 27
-    for (_, horizon), of in pilots.groupby(["set", "horizon"]):
-        by_budget = of.set_index("budget").sort_index()
-        shares = [shown(row) for _, row in by_budget.iterrows()]
-        shares += [shown(by_budget.iloc[-1], before) for before in ("by optimizer, ", "one rate, ")]
-        line = f"| {horizon:,} | {by_budget['designs'].iloc[0]} | {' | '.join(shares)} |"
-        assert line in text.replace("**", ""), line
-
-
-def test_the_published_ratios_of_both_edges_are_those_of_the_recorded_runs(runs):
-    is_rate = np.isin(runs["stage"].values, ["coarse", "fine", "wider"])
-    shorter, measured = (runs.isel(run=(runs["stage"] == name).values) for name in ("shorter", "measures"))
-    outcomes = wb.rates.rate_outcomes(runs.isel(run=is_rate), shorter=shorter)
-    first = runs.isel(run=is_rate)
-    settings = zip(first["cell"].values, first["settings"].values, strict=True)
-    keys = {cell: design_key(json.loads(text)) for cell, text in settings}
-    of_group = zip(measured["settings"].values, groups_of(measured), strict=True)
-    groups = {design_key(json.loads(text)): group for text, group in of_group}
-    has_norm = np.array([groups[keys[cell]].endswith("with norm") for cell in outcomes["cell"].values])
-    learned = outcomes["is_learned"].values
-    edge = outcomes["explosion_edge"].values
-    ratio = np.where(np.isnan(edge), outcomes["largest_rate"].values, edge) / outcomes["useful_edge"].values
-    with_norm, without = learned & has_norm, learned & ~has_norm
-    assert (with_norm.sum(), np.isfinite(edge[with_norm]).sum(), without.sum()) == (62, 10, 8)
-    assert (~learned).sum() == 2
-    assert np.nanmedian(ratio[with_norm]) == pytest.approx(15, abs=0.5)
-    assert np.median(ratio[without]) == pytest.approx(1.1, abs=0.05)

@@ -1,13 +1,12 @@
-"""The recorded study of alarms is consistent with itself, the library's names, and the page of results."""
+"""The recorded study of alarms is consistent with itself and with the library's names."""
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import workbench as wb
-from tests.data_scripts import FOLDER, script_with_others
+from tests.data_scripts import script_with_others
 from workbench.callbacks.alarms import WATCHED, Attributor, Calibration
 
 pytestmark = pytest.mark.recorded
@@ -65,22 +64,6 @@ def test_healthy_runs_are_as_long_as_planned(runs):
             if str(run["kind"].values) == "":
                 plan = script.plan_of(script.Case(str(run["setup"].values), int(run["plan"])))
                 assert int(run["n_steps"]) == plan["n_steps"]
-
-
-def test_the_page_of_results_agrees_with_the_table(runs, locked):
-    section = " ".join((FOLDER.parent / "docs" / "results" / "early_warning.md").read_text().split())
-    goals = wb.early_warning.goals(locked)
-    for goal in goals["goal"].values:
-        for detector in goals["detector"].values:
-            one = goals.sel(goal=goal, detector=detector)
-            if np.isfinite(one["n_reached"]):
-                assert f"{int(one['n_reached'])} of {int(one['n'])}" in section, (goal, detector)
-    counts = wb.early_warning.false_alarms(locked)
-    assert f"{int(counts['n_alarms'][0])} in {int(counts['n_steps']):,}" in section
-    harmed = wb.early_warning.harmful(locked).values
-    delay = wb.early_warning.delays(locked).values[harmed]
-    median = int(np.median(delay[np.isfinite(delay)]))
-    assert re.search(rf"median (of )?{median} steps", section)
 
 
 def test_the_shipped_calibration_was_fitted_to_many_healthy_steps():

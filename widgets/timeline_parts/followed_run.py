@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 #: Seconds without a new row after which a running run is reported as silent.
-_SILENT_AFTER = 120.0
+SILENT_AFTER = 120.0
 #: Consecutive failures after which a store is reported as unreadable; a single read may fall between two writes.
 _PATIENCE = 3
 
@@ -113,7 +113,7 @@ class FollowedRun:
         words = self.state
         if words == RunState.RUNNING and self.path is not None and self._stamp is not None:
             silent = time.time() - self._stamp[0] / 1e9
-            words += f", silent for {duration(silent)}" if silent > _SILENT_AFTER else ""
+            words += f", silent for {duration(silent)}" if silent > SILENT_AFTER else ""
         if self.run_events.diverged is not None:
             ending = f"diverged at step {self.run_events.diverged.step}"
             return ending if words in (RunState.DIVERGED, "") else f"{words}, {ending}"

@@ -278,8 +278,20 @@ class Replay:
         if isinstance(options.get("betas"), list):
             self.plan["optimizer_options"] = {**options, "betas": tuple(options["betas"])}
 
-    def losses(self, change: Mapping[str, Any], on_step: Callable[[], object] = lambda: None) -> np.ndarray:
-        """Return the loss of each replayed step; NaN from the step at which it diverged."""
+    def losses(
+        self,
+        change: Mapping[str, Any],
+        on_step: Callable[[], object] = lambda: None,
+        *,
+        at_end: Callable[[nn.Module], object] = lambda _: None,
+    ) -> np.ndarray:
+        """Return the loss of each replayed step; NaN from the step at which it diverged.
+
+        Args:
+            change: The change as plain values; empty for an unchanged replay.
+            on_step: Called after each step.
+            at_end: Receives the trained model, before the hooks of the change are removed.
+        """
         model = copy.deepcopy(self.model)
         setting = str(change.get("setting", ""))
         plan = dict(self.plan)
@@ -306,6 +318,7 @@ class Replay:
             for record in records:
                 found.append(math.nan if record.diverged else record.loss)
                 on_step()
+            at_end(model)
         finally:
             for remove in removes:
                 remove()

@@ -135,7 +135,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     """
     matrix = widened(matrix)
     is_finite = torch.isfinite(torch.linalg.matrix_norm(matrix))
-    # On the host: CUDA's Jacobi method takes ten times as long for many small matrices, and its faster approximate method
+    # On the host: CUDA's Jacobi method takes ten times as long for many small matrices, and its approximate method
     # (gesvda) does not converge for singular matrices (benchmarks/gpu.md).
     s = torch.linalg.svdvals(matrix.masked_fill(~is_finite[..., None, None], 0).cpu()).to(matrix.device)
     s = without_rounding(s, max(matrix.shape[-2:]))

@@ -49,6 +49,7 @@ __all__ = [
     "load",
     "matched_width",
     "names",
+    "paired_run",
     "rate_study",
     "recorded_runs",
     "scaling",
@@ -512,6 +513,33 @@ def failed_run(name: str) -> Path:
     file = _DATA / "failures" / f"{name}.nc"
     if not file.exists():
         raise StoreError.of("name", name, ("architecture", "hyperparameter", "precision", "healthy"))
+    return file
+
+
+def paired_run(name: str) -> Path:
+    """Return the path of one of two recorded runs that differ in one fault, with monitors and alarms.
+
+    In the faulted run, the backward pass of attention is imprecise from step 220 on.
+
+    Args:
+        name: "healthy" or "faulted".
+
+    Raises:
+        StoreError: If there is no run of that name.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.paired_run("faulted"))
+        >>> wb.alarms.recorded_alarms(run)[0].signal
+        'arithmetic'
+
+    See Also:
+        `workbench.alarms.lead_time`: How early the alarms are.
+        `workbench.samples.early_warning`: The recorded study of alarms.
+    """
+    file = _DATA / "paired_runs" / f"{name}.nc"
+    if not file.exists():
+        raise StoreError.of("name", name, ("healthy", "faulted"))
     return file
 
 

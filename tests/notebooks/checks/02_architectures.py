@@ -1,7 +1,6 @@
 """The claims of notebook 02, checked in its namespace after its last cell."""
 
 # ruff: noqa: F821
-from pathlib import Path
 
 # ---- section 1: the published order of M, and the difference in divergence
 assert both["published"].is_monotonic_decreasing
@@ -51,19 +50,3 @@ assert closest == "branch alone"
 
 # ---- section 5
 assert spectra.sizes["layer"] == 4
-
-# ---- docs/results/spectra.md quotes the values of the recorded tables
-page = (Path(wb.__file__).resolve().parents[1] / "docs" / "results" / "spectra.md").read_text()
-chapters = {
-    "norms": ["near_unit_mass", "expansive_mass", "spectral_radius"],
-    "architectures": [
-        *("near_unit_mass", "contractive_mass", "spectral_radius", "nonlinearity_ratio", "reliable_fraction")
-    ],
-}
-for chapter, (recorded_table, quoted) in zip(page.split("\n## ")[1:3], chapters.items(), strict=True):
-    of_table = wb.samples.initialization(recorded_table).mean("seed").sel(source="ours")
-    for name in of_table["architecture"].values:
-        line = next(line for line in chapter.splitlines() if line.startswith(f"| {name} |"))
-        on_page = [cell.strip().split(" ")[0] for cell in line.split("|")[2:-1]]
-        values = [float(of_table[measure].sel(architecture=name)) for measure in quoted]
-        assert on_page == ["" if np.isnan(value) else f"{value:.2f}" for value in values], name

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-import workbench as wb
+from workbench import tasks, zoo
+from workbench.callbacks import faults
+from workbench.scaling.designs import design
 
 N_STEPS = 200
 SEED = 21
@@ -29,7 +31,7 @@ N_PAIRS = 3
 
 
 @dataclass(frozen=True)
-class Setup:
+class StudySetup:
     """An architecture, a task, and a learning rate at which the model learns well.
 
     Attributes:
@@ -94,60 +96,62 @@ _XAVIER = {"initialization": "xavier"}
 BYTES = {"length": 16, "batch_size": 16}
 _LM, _RECALL, _VIT = "synthetic_lm", "associative_recall", {"batch_size": 32}
 
-SETUPS: dict[str, Setup] = {
-    "pre_ln lm": Setup("fit", "Pre-LN", "transformer", _of(32, 3, "pre_ln"), _LM, lm(32, 16, 16), 0.01),
-    "pre_ln recall": Setup("fit", "Pre-LN", "transformer", _of(32, 4, "pre_ln"), _RECALL, recall(10, 5, 32), 0.006),
-    "gpt2 bytes": Setup("fit", "Pre-LN", "gpt2_style", _of(40, 3), "text_bytes", BYTES, 0.004),
-    "vit": Setup("fit", "Pre-LN", "vit", _of(32, 3, "pre_ln", **IMAGES), "digits", _VIT, 0.005),
-    "llama lm": Setup("fit", "Llama", "llama_style", _of(32, 3), _LM, lm(40, 12, 16), 0.006),
-    "post_ln lm": Setup("fit", "Post-LN", "transformer", _of(32, 4, "post_ln"), _LM, lm(32, 12, 24), 0.008),
-    "none recall": Setup("fit", "No norm", "transformer", _of(32, 4, "none"), _RECALL, recall(10, 5, 32), 0.0015),
-    "x none recall": Setup(
+SETUPS: dict[str, StudySetup] = {
+    "pre_ln lm": StudySetup("fit", "Pre-LN", "transformer", _of(32, 3, "pre_ln"), _LM, lm(32, 16, 16), 0.01),
+    "pre_ln recall": StudySetup(
+        "fit", "Pre-LN", "transformer", _of(32, 4, "pre_ln"), _RECALL, recall(10, 5, 32), 0.006
+    ),
+    "gpt2 bytes": StudySetup("fit", "Pre-LN", "gpt2_style", _of(40, 3), "text_bytes", BYTES, 0.004),
+    "vit": StudySetup("fit", "Pre-LN", "vit", _of(32, 3, "pre_ln", **IMAGES), "digits", _VIT, 0.005),
+    "llama lm": StudySetup("fit", "Llama", "llama_style", _of(32, 3), _LM, lm(40, 12, 16), 0.006),
+    "post_ln lm": StudySetup("fit", "Post-LN", "transformer", _of(32, 4, "post_ln"), _LM, lm(32, 12, 24), 0.008),
+    "none recall": StudySetup("fit", "No norm", "transformer", _of(32, 4, "none"), _RECALL, recall(10, 5, 32), 0.0015),
+    "x none recall": StudySetup(
         "fit", "No norm", "transformer", _of(32, 4, "none", **_XAVIER), _RECALL, recall(10, 5, 32), 0.003
     ),
-    "none vit": Setup("fit", "No norm", "vit", _of(32, 3, "none", **IMAGES), "digits", _VIT, 0.008),
-    "moe lm": Setup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=1), _LM, lm(32, 16, 16), 0.008),
-    "moe recall": Setup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=2), _RECALL, recall(10, 5, 32), 0.01),
-    "gemma2 bytes": Setup(
+    "none vit": StudySetup("fit", "No norm", "vit", _of(32, 3, "none", **IMAGES), "digits", _VIT, 0.008),
+    "moe lm": StudySetup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=1), _LM, lm(32, 16, 16), 0.008),
+    "moe recall": StudySetup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=2), _RECALL, recall(10, 5, 32), 0.01),
+    "gemma2 bytes": StudySetup(
         "fit", "Gemma", "design", config("gemma2", 32, 3, head_dim=8, query_pre_attn_scalar=8), "text_bytes", BYTES,
         0.01,
     ),
-    "x sub_ln vit": Setup(
+    "x sub_ln vit": StudySetup(
         "choose", "SubLN", "vit", _of(32, 4, "sub_ln", **IMAGES, **_XAVIER), "digits", _VIT, 0.006
     ),
-    "qk recall": Setup(
+    "qk recall": StudySetup(
         "choose", "QK-norm", "transformer", _of(40, 3, "rms_norm", qk_norm=True), _RECALL, recall(12, 6, 32), 0.006
     ),
-    "parallel bytes": Setup(
+    "parallel bytes": StudySetup(
         "choose", "Parallel", "transformer", _of(32, 4, "pre_ln", is_parallel=True), "text_bytes", BYTES, 0.006
     ),
-    "mixtral lm": Setup(
+    "mixtral lm": StudySetup(
         "choose", "Mixtral", "mixtral_style", _of(32, 3, n_experts=6, top_k=2), _LM, lm(40, 12, 16), 0.006
     ),
-    "rezero recall": Setup(
+    "rezero recall": StudySetup(
         "choose", "ReZero", "transformer", _of(32, 4, "none", initialization="rezero"), _RECALL, recall(10, 5, 32),
         0.008,
     ),
-    "deepnorm lm": Setup(
+    "deepnorm lm": StudySetup(
         "locked", "DeepNorm", "transformer", _of(32, 4, "deep_norm_post"), _LM, lm(40, 14, 16), 0.006
     ),
-    "deepnorm vit": Setup(
+    "deepnorm vit": StudySetup(
         "locked", "DeepNorm", "vit", _of(36, 3, "deep_norm_post", **IMAGES), "digits", {"batch_size": 28}, 0.004
     ),
-    "olmo2 bytes": Setup("locked", "OLMo 2", "design", config("olmo2", 32, 3), "text_bytes", BYTES, 0.006),
-    "mamba lm": Setup("locked", "Mamba", "mamba", _of(32, 3), _LM, lm(36, 10, 16), 0.006),
-    "fixup recall": Setup(
+    "olmo2 bytes": StudySetup("locked", "OLMo 2", "design", config("olmo2", 32, 3), "text_bytes", BYTES, 0.006),
+    "mamba lm": StudySetup("locked", "Mamba", "mamba", _of(32, 3), _LM, lm(36, 10, 16), 0.006),
+    "fixup recall": StudySetup(
         "locked", "Fixup", "transformer", _of(32, 4, "none", initialization="fixup"), _RECALL, recall(12, 5, 32), 0.002
     ),
-    "bloom bytes": Setup(
+    "bloom bytes": StudySetup(
         "locked", "ALiBi", "design", config("bloom", 32, 3, n_layer=3, n_head=4), "text_bytes", BYTES, 0.004
     ),
-    "window moe": Setup(
+    "window moe": StudySetup(
         "locked", "Window MoE", "moe",
         _of(40, 3, "rms_norm", n_experts=5, top_k=2, window=4, position="rotary", mlp="swiglu", has_bias=False),
         _LM, lm(36, 14, 16), 0.006,
     ),
-    "qwen3 moe bytes": Setup(
+    "qwen3 moe bytes": StudySetup(
         "locked", "Qwen 3 MoE", "design",
         config("qwen3_moe", 32, 2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
         "text_bytes", BYTES, 0.006,
@@ -250,7 +254,8 @@ class Rescaled:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a model, which are its longest list of modules."""
-    return list(max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len))
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(([*stack] for stack in stacks), key=len)
 
 
 def _without_norms(module: nn.Module) -> None:
@@ -297,17 +302,17 @@ def fault_of(plant: Plant) -> Any:
     """Return the fault of `wb.faults` for a fault of that kind; None for others."""
     start, dose = plant.start, int(plant.dose) if math.isfinite(plant.dose) else 0
     if plant.kind == "few rows":
-        return wb.faults.small_batch(n_rows=dose, start=start)
+        return faults.small_batch(n_rows=dose, start=start)
     if plant.kind == "attention bits":
-        return wb.faults.low_precision_attention(n_bits=dose, start=start)
+        return faults.low_precision_attention(n_bits=dose, start=start)
     if plant.kind == "reduction":
-        return wb.faults.low_precision_reduction(n_bits=8, n_ranks=dose, start=start)
+        return faults.low_precision_reduction(n_bits=8, n_ranks=dose, start=start)
     if plant.kind in ("labels", "tokens"):
-        return wb.faults.corrupted_data(what=plant.kind, start=start, stop=start + dose)
+        return faults.corrupted_data(what=plant.kind, start=start, stop=start + dose)
     if plant.kind == "half of the labels":
-        return wb.faults.corrupted_data(what="labels", share=0.5, start=start, stop=start + dose)
+        return faults.corrupted_data(what="labels", share=0.5, start=start, stop=start + dose)
     if plant.kind == "router rate":
-        return wb.faults.no_auxiliary_loss(start=start)
+        return faults.no_auxiliary_loss(start=start)
     return None
 
 
@@ -315,7 +320,8 @@ def router_rate(weights: list[nn.Parameter], *, routers: list[int], rate: float,
     """Return AdamW with another learning rate for the routers, given by their positions among the parameters."""
     own = [weight for i, weight in enumerate(weights) if i in routers]
     others = [weight for i, weight in enumerate(weights) if i not in routers]
-    return torch.optim.AdamW([{"params": others}, {"params": own, "lr": rate * factor}], lr=rate, **options)
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": own, "lr": rate * factor}]
+    return torch.optim.AdamW(groups, lr=rate, **options)
 
 
 def coarse_weights(weights: list[nn.Parameter], *, n_bits: int, start: int, **options: Any) -> Any:
@@ -336,7 +342,7 @@ def coarse_weights(weights: list[nn.Parameter], *, n_bits: int, start: int, **op
 
 
 @dataclass
-class Training:
+class BuiltRun:
     """Everything that a run needs.
 
     Attributes:
@@ -369,19 +375,19 @@ def base_of(setup: str, number: int) -> dict[str, Any]:
     }
 
 
-def model_and_task(setup: Setup, seed: int) -> tuple[nn.Module, Any]:
+def model_and_task(setup: StudySetup, seed: int) -> tuple[nn.Module, Any]:
     """Return a freshly initialized model and the task of a setup."""
-    task = getattr(wb.tasks, setup.task)(**setup.task_options, seed=seed)
+    task = getattr(tasks, setup.task)(**setup.task_options, seed=seed)
     if setup.make == "design":
-        return wb.design(setup.options).build(seed=seed), task
+        return design(setup.options).build(seed=seed), task
     sizes = {}
     if "length" in setup.task_options:
         sizes = {"vocab_size": setup.task_options.get("vocab_size", 256), "max_length": setup.task_options["length"]}
     heads = {} if setup.make == "mamba" else {"n_heads": 4}
-    return getattr(wb.zoo, setup.make)(**heads, **setup.options, **sizes, seed=seed), task
+    return getattr(zoo, setup.make)(**heads, **setup.options, **sizes, seed=seed), task
 
 
-def build(case: Case) -> Training:
+def build(case: Case) -> BuiltRun:
     """Return model, task, settings and faults of a case, all newly created."""
     setup = SETUPS[case.setup]
     plan = base_of(case.setup, case.base) | {"n_steps": N_STEPS}
@@ -392,13 +398,13 @@ def build(case: Case) -> Training:
     for plant in case.plants:
         if plant.kind == "batch size":
             task_options["batch_size"] = int(plant.dose)
-    made = Training(*model_and_task(replace(setup, task_options=task_options), seed), plan)
+    made = BuiltRun(*model_and_task(replace(setup, task_options=task_options), seed), plan)
     for plant in case.plants:
         plant_in_training(made, plant)
     return made
 
 
-def plant_in_training(made: Training, plant: Plant) -> None:
+def plant_in_training(made: BuiltRun, plant: Plant) -> None:
     """Inject a fault into the model, the settings or the faults of a run, in place."""
     plan = made.plan
     plant_in_model(made.model, plant)
@@ -478,10 +484,11 @@ STRONG_PLANTS: tuple[tuple[str, str, Callable, Callable, bool, int], ...] = (
     ("routing", "router rate", _log(300, 1000), _AT_ONCE, False, 3),
     ("routing", "router init", _log(400, 4000), _AT_ONCE, False, 3),
 )
-_NO_PAIRS = ("router rate", "coarse weights", "batch size", "no skip", "no norm", "no norm here")
+#: Kinds of faults that are not combined with others.
+NO_PAIRS = ("router rate", "coarse weights", "batch size", "no skip", "no norm", "no norm here")
 
 
-def _applies(setup: Setup, kind: str) -> bool:
+def _applies(setup: StudySetup, kind: str) -> bool:
     if kind in ("wrong sign", "balance"):
         return "n_experts" in setup.options
     if kind in ("router rate", "router init"):
@@ -493,15 +500,25 @@ def _applies(setup: Setup, kind: str) -> bool:
     return setup.has_norms or kind not in ("no norm", "no norm here")
 
 
-def _singles(name: str, plants: tuple, draw: np.random.Generator) -> list[Case]:
-    """Return runs of a setup with one fault each."""
+def singles(
+    name: str, plants: tuple, draw: np.random.Generator, *, first_base: int = 0, n_bases: int = N_BASES
+) -> list[Case]:
+    """Draw runs of a setup with one fault each.
+
+    Args:
+        name: Name of the setup.
+        plants: Kinds of faults, as in `PLANTS`.
+        draw: Random generator.
+        first_base: First number of settings to draw from.
+        n_bases: Number of settings to draw from.
+    """
     setup, found = SETUPS[name], []
-    n_blocks = setup.options.get("n_layers", setup.options.get("num_hidden_layers"))
+    n_blocks = int(setup.options["n_layers" if "n_layers" in setup.options else "num_hidden_layers"])
     for cause, kind, dose, start, is_local, n_draws in plants:
         for _ in range(n_draws if _applies(setup, kind) else 0):
             block = int(draw.integers(n_blocks)) if is_local else -1
             plant = Plant(cause, kind, dose(draw), int(start(draw)), block)
-            found.append(Case(name, int(draw.integers(N_BASES)), (plant,)))
+            found.append(Case(name, first_base + int(draw.integers(n_bases)), (plant,)))
     return found
 
 
@@ -513,9 +530,9 @@ def cases(which: str) -> list[Case]:
             continue
         draw = np.random.default_rng([SEED, 1000 + number])
         found += [Case(name, base) for base in range(N_BASES)]
-        single = _singles(name, PLANTS, draw)
+        single = singles(name, PLANTS, draw)
         found += single
-        able = [case for case in single if case.plants[0].kind not in _NO_PAIRS]
+        able = [case for case in single if case.plants[0].kind not in NO_PAIRS]
         for _ in range(N_PAIRS):
             one = able[int(draw.integers(len(able)))]
             others = [case for case in able if case.causes != one.causes]
@@ -523,13 +540,14 @@ def cases(which: str) -> list[Case]:
             second = Case(name, one.base, other.plants)
             pair = Case(name, one.base, (*one.plants, *other.plants))
             found += [case for case in (second, pair) if case not in found]
-        found += _singles(name, STRONG_PLANTS, np.random.default_rng([SEED, 2000 + number]))
-    return [case for case in dict.fromkeys(found) if not any(_is_refused(SETUPS[case.setup], p) for p in case.plants)]
+        found += singles(name, STRONG_PLANTS, np.random.default_rng([SEED, 2000 + number]))
+    return [case for case in dict.fromkeys(found) if not is_refused(case)]
 
 
-def _is_refused(setup: Setup, plant: Plant) -> bool:
+def is_refused(case: Case) -> bool:
     """Return whether a run is impossible, without an auxiliary loss to remove or a residual stream to measure."""
-    if plant.kind == "router rate":
-        return "n_experts" not in setup.options
-    starts_as_identity = setup.options.get("initialization") in ("rezero", "fixup")
-    return plant.kind == "no skip" and plant.block < 0 and starts_as_identity
+    options, kinds = SETUPS[case.setup].options, {(plant.kind, plant.block) for plant in case.plants}
+    starts_as_identity = options.get("initialization") in ("rezero", "fixup")
+    return (("router rate", -1) in kinds and "n_experts" not in options) or (
+        ("no skip", -1) in kinds and starts_as_identity
+    )

@@ -1,0 +1,124 @@
+"""The numbers of the page on early warning are recomputed from the rows of the recorded runs."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+from tests.docs.page_numbers import ROOT, check_page, page_module
+
+pytestmark = pytest.mark.recorded
+
+PAGE = "docs/results/early_warning.md"
+SOON, LATE = 50, 500
+PROBES = ("arithmetic", "gradients", "data")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    with xr.open_dataset(ROOT / "data" / "early_warning.nc") as data:
+        return data.load().to_dataframe().query("set == 'locked'")
+
+
+@pytest.fixture(scope="module")
+def faulted(runs):
+    return runs[runs["start"].notna() & ~runs["settings_show_it"]]
+
+
+@pytest.fixture(scope="module")
+def harmed(faulted):
+    return faulted[faulted["is_harmful"]]
+
+
+def share(n, of):
+    return f"{n} of {of} ({100 * n / of:.0f} %)"
+
+
+def n_soon(harmed, step):
+    return int((harmed[step] - harmed["start"]).between(0, SOON).sum())
+
+
+def test_every_number_of_the_page(runs, faulted, harmed):
+    of, healthy, failed_late = len(harmed), runs[runs["kind"] == ""], runs[runs["kind"] == "late"]
+    soon = {name: n_soon(harmed, f"{name}_step") for name in ("first", "loss", "grad_norm")}
+    delay = {name: (harmed[f"{name}_step"] - harmed["start"]).median() for name in soon}
+    slow = harmed[harmed["harm_step"] - harmed["start"] > LATE]
+    probed = slow[slow["first_signal"].isin(PROBES)]
+    assert (probed["first_step"] - probed["start"]).max() < 20
+    before = {name: int((slow[f"{name}_step"] < slow["harm_step"]).sum()) for name in ("loss", "grad_norm")}
+    shown = runs[runs["settings_show_it"]]
+    harmless = faulted[~faulted["is_harmful"]]
+    attention = harmed[harmed["kind"].str.startswith("attention")]
+    of_opt = harmed[(harmed["kind"] == "weights") & (harmed["setup"] == "opt bytes") & harmed["first_step"].isna()]
+    (reveals,) = set(of_opt["grad_norm_step"] - of_opt["start"])
+    false = healthy[healthy["n_alarms"] > 0].squeeze()
+    fails = failed_late[failed_late["is_harmful"]]
+    kinds = {name: failed_late[failed_late["name"].str.contains(name)]["is_harmful"] for name in ("qk_norm", "z_loss")}
+    warned = int((fails["first_step"] < fails["harm_step"]).sum())
+    assert fails[["loss_step", "grad_norm_step"]].isna().all(axis=None)
+    assert not harmed["first_signal"].str.contains("D2").any()
+    assert (harmed["setup"].nunique(), harmed["family"].nunique(), faulted["kind"].nunique()) == (12, 12, 11)
+    assert (false["setup"], false["first_signal"]) == ("glm4 bytes", "largest_losses")
+    rates = sorted({name.split("_")[-2] for name in failed_late["name"]}, key=float)
+    (length,) = {n for n, _ in failed_late["n_steps"].value_counts().head(1).items()}
+    claims = (
+        f"within 50 steps in {share(soon['first'], of).replace(' (', ' harmful faults (')}, with "
+        f"{int(healthy['n_alarms'].sum())} false alarm in {int(healthy['n_steps'].sum()):,} healthy steps",
+        f"the loss alone reaches {share(soon['loss'], of)}, the gradient norm alone {share(soon['grad_norm'], of)}",
+        f"{len(faulted)} runs with a fault, {of} of them harmed",
+        f"{delay['first']:g} step for all alarms, {delay['loss']:g} steps for the loss alone and "
+        f"{delay['grad_norm']:g} steps for the gradient norm alone",
+        f"corrupted data, is right in {share(int((harmed['expected_cause'] == 'corrupted_data').sum()), of)}",
+        f"Of the {len(slow)} faults that harm after more than 500 steps, probes of arithmetic, gradients or labels are "
+        f"the first to raise an alarm in {len(probed)}",
+        f"the loss alone raises an alarm in {before['loss']} of them, the gradient norm alone in {before['grad_norm']}",
+        f"in {int((shown['first_step'] - shown['start']).isin([0, 1]).sum())} of {len(shown)} runs",
+        f"{int(harmless['first_step'].notna().sum())} of {len(harmless)} faults that did no harm within 1,000 steps",
+        f"reveals both {reveals:g} steps after the onset",
+        f"in GLM-4, at step {false['first_step']:g}",
+        f"for {length:,} steps at peak learning rates of {rates[0]} and {rates[1]}",
+        f"{len(fails)} of {len(failed_late)} fail: {kinds['qk_norm'].sum()} of {len(kinds['qk_norm'])} with QK-norm, "
+        f"and {kinds['z_loss'].sum()} of {len(kinds['z_loss'])} with z-loss",
+        f"visibly worse in {warned} of the {len(fails)}",
+        f"first alarm in {int((attention['first_signal'] == 'arithmetic').sum())} of {len(attention)} harmful faults",
+    )
+    settings = (
+        "standard deviations over 50 steps", "Intervals are 95 %", "an alarm within 50 steps", ", within 20 steps",
+        "about step 5,000, the spectrum of dW at 13,000, the gradient norm at 21,000, the loss at 22,000",  # published
+    )  # fmt: skip
+    check_page(PAGE, claims, settings=settings)
+
+
+def test_goals_that_are_missed_are_counted(runs):
+    """The page says how many; the table of the page is compared with counts of its own below."""
+    table = page_module(PAGE).goals()
+    ours = table["all alarms"].str.extract(r"\((\d+) %")[0].astype(float)
+    asked = table["target"].str.extract(r"(\d+) %")[0].astype(float)
+    assert (ours < asked).sum() == 3
+    assert len(table) == 6
+
+
+def test_the_tables_have_the_counts_of_the_runs(runs, harmed):
+    module = page_module(PAGE)
+    goals = module.goals().set_index("goal")
+    of = len(harmed)
+    soon = goals.loc[f"alarm within {SOON} steps of the onset"]
+    for column, step in {"all alarms": "first_step", "loss alone": "loss_step"}.items():
+        assert soon[column].startswith(share(n_soon(harmed, step), of)[:-1])
+    named = harmed["first_cause"] == harmed["expected_cause"]
+    assert goals.loc["cause named by the first alarm", "all alarms"].startswith(f"{named.sum()} of {of} ")
+    kinds = module.kinds().set_index("kind")
+    assert kinds["harmed"].sum() == of
+    for kind, own in harmed.groupby("kind"):
+        assert kinds.loc[kind, "soon"] == n_soon(own, "first_step")
+        assert kinds.loc[kind, "cause named first"] == (own["first_cause"] == own["expected_cause"]).sum()
+        delay = (own["first_step"] - own["start"]).median()
+        assert kinds.loc[kind, "delay"] == ("" if np.isnan(delay) else f"{delay:g}")
+    misses = module.misses()
+    late = ~(harmed["first_step"] - harmed["start"]).between(0, SOON)
+    assert len(misses) == (late | ~named).sum()
+    onsets = sorted(harmed["start"][late | ~named].map("{:g}".format))
+    assert sorted(misses["onset"]) == onsets
+    failed = runs[(runs["kind"] == "late") & runs["is_harmful"]]
+    lead = (failed["harm_step"] - failed["first_step"]).map(lambda n: "none" if pd.isna(n) else f"{n:g}")
+    assert sorted(module.late()["steps before"]) == sorted(lead)

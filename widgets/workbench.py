@@ -1,0 +1,438 @@
+"""One widget over all others: tick samples, checkpoints, runs and sweeps, and see views of them side by side."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import OptionError, StoreError, WorkbenchError
+from workbench.formatting import listed
+from workbench.io.atomic import replacing
+from workbench.widgets.base import known
+from workbench.widgets.export import ExportBar
+from workbench.widgets.live import cells
+from workbench.widgets.live_training import LiveTraining
+from workbench.widgets.tables import MUTED
+from workbench.widgets.workbench_parts.calls import LibraryCall, Results
+from workbench.widgets.workbench_parts.code_lines import MadeView, code_of
+from workbench.widgets.workbench_parts.files import search, source_of
+from workbench.widgets.workbench_parts.page import page_of, picture_with
+from workbench.widgets.workbench_parts.planning import ViewPlan, compute, made_widget, plan_of
+from workbench.widgets.workbench_parts.room import Room
+from workbench.widgets.workbench_parts.sources import Source, shipped
+from workbench.widgets.workbench_parts.views import VIEWS
+from workbench.widgets.worker import MeasuringWidget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+#: Seconds between two looks at the controls of the views, and looks between two searches of the folder.
+_EVERY, _SEARCH_EVERY = 1.0, 5
+#: Maximum number of widgets that are kept after other sources were ticked.
+_MOST_KEPT = 8
+#: Folder for dropped files, below the folder of the list.
+_DROPPED = "dropped"
+_KINDS = {
+    ".py": ("Python", "The lines that make these views"),
+    ".html": ("HTML", "All views as one page that stays interactive without a kernel and without a network"),
+    ".png": ("PNG", "All views as a picture"),
+}
+
+
+class Workbench(MeasuringWidget):
+    """All widgets in one: a list of sources with tick boxes on the left, and views of what is ticked on the right.
+
+    Sources are the samples, small and published designs, recorded runs and sweeps, and the runs, logs, sweeps,
+    checkpoints and plans of a folder. Others are opened by path or name, or dropped on the list. Runs that are being
+    written are marked as live. The views are the other widgets, made from what is ticked; several are shown side by
+    side. What takes time runs in the background, with its progress and a Stop button, and is computed only once.
+
+    The lines of Python below the buttons do the same as the widget: they make the visible views, and bring their
+    controls into the present state.
+
+    Args:
+        folder: Folder that is searched for sources; None for the current one. The search is short and not deep.
+        theme: ``"page"``, or ``"projector"`` for large type.
+
+    Attributes:
+        folder: The folder.
+        views: The widgets of the visible views, by name of the view.
+        export_bar: Controls for writing files.
+
+    Raises:
+        StoreError: If there is no such folder.
+        OptionError: If there is no such theme.
+
+    Example:
+        >>> import workbench as wb
+        >>> from workbench import widgets
+        >>> bench = widgets.Workbench()
+        >>> bench.ticked = ["Pre-LN", "Mamba"]
+        >>> bench.shown = ["compare"]
+        >>> bench.wait()
+        >>> bench.summary
+        'Workbench with Pre-LN and Mamba: compare.'
+        >>> bench.code.splitlines()[-1]
+        'comparison'
+        >>> bench.close()
+
+    See Also:
+        `workbench.widgets.SpectrumExplorer`: One of the views.
+        `workbench.samples`: The samples.
+    """
+
+    kinds = _KINDS
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None, *, theme: str = "page") -> None:
+        super().__init__(theme=theme)
+        self.folder = Path(folder if folder is not None else ".").expanduser().absolute()
+        if not self.folder.is_dir():
+            raise StoreError(
+                f"There is no folder {self.folder}; check the path.",
+                name="folder",
+                value=self.folder,
+                expected="an existing folder",
+            )
+        self._results = Results()
+        self._opened: dict[str, Source] = {}
+        self._sources: dict[str, Source] = {}
+        self._made: dict[tuple[str, LibraryCall], MadeView] = {}
+        self._refused: dict[Any, str] = {}
+        self._visible: dict[str, MadeView] = {}
+        self._last: dict[str, MadeView] = {}
+        self._plans: dict[str, ViewPlan] = {}
+        self._job: set[str] = set()
+        self._is_held = self._is_paused = False
+        self._is_closed = threading.Event()
+        self._room = Room(self._take_file, self._guarded, self._doing, self.folder)
+        self.export_bar = ExportBar(self, self.kinds)
+        self.export_bar.suggest("exports/workbench")
+        self._fill([self._room.box, self.export_bar])
+        self._look()
+        self._watch(self._room.sources, lambda _: self._choose())
+        self._watch(self._room.tags, lambda _: self._choose())
+        self._watch(self._room.side_by_side, lambda _: self._room.arrange())
+        self._watch(self._room.path, lambda _: self._open_field())
+        self._on_click(self._room.rescan, lambda _: self.rescan())
+        self._on_click(self._room.go_on, lambda _: self._choose())
+        cells.succeed(self, self.folder / f"workbench {id(self)}")  # a name that no other widget uses
+        with self._attempt():
+            self._choose()
+        self._thread = threading.Thread(target=_follow, args=(weakref.ref(self), self._is_closed), daemon=True)
+        self._thread.start()
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of all sources in the list."""
+        return list(self._sources)
+
+    @property
+    def ticked(self) -> list[str]:
+        """Names of the ticked sources, in the order in which they were ticked; can be set."""
+        return [name for name in self._room.sources.value if name in self._sources]
+
+    @ticked.setter
+    def ticked(self, names: str | Iterable[str]) -> None:
+        names = [names] if isinstance(names, str) else list(names)
+        if unknown := [name for name in names if name not in self._sources]:
+            raise OptionError(
+                f"There is no '{unknown[0]}' in the list of sources; add it with add().",
+                name="ticked",
+                value=unknown[0],
+                expected=tuple(self._sources),
+            )
+        self._room.sources.value = names
+
+    @property
+    def shown(self) -> list[str]:
+        """Names of the visible views, in their order; can be set. A view that is switched on becomes the first."""
+        return self._room.shown
+
+    @shown.setter
+    def shown(self, names: str | Iterable[str]) -> None:
+        self._room.shown = [names] if isinstance(names, str) else list(names)
+        self._choose()
+
+    @property
+    def views(self) -> dict[str, Any]:
+        """The widgets of the visible views, by name of the view."""
+        return {name: made.widget for name, made in self._visible.items()}
+
+    @property
+    def code(self) -> str:
+        """Lines of Python that make the visible views; empty if none shows a widget."""
+        return code_of(self._visible.values())
+
+    @property
+    def summary(self) -> str:
+        """What is ticked, and the views, in one sentence."""
+        if not self.ticked:
+            return "Workbench, in which nothing is ticked."
+        return f"Workbench with {listed(self.ticked)}: {listed(self.shown) or 'no view'}."
+
+    def add(self, source: str | os.PathLike[str]) -> str:
+        """Add a file, folder or name to the list, and tick it.
+
+        Args:
+            source: Path of a run, log, sweep, checkpoint, design or plan; name of a source in the list; or name of a
+                checkpoint on the hub.
+
+        Returns:
+            Its name in the list.
+
+        Raises:
+            StoreError: If there is no such path, or it is none of these.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> bench = widgets.Workbench()
+            >>> bench.add(wb.samples.failed_run("precision"))
+            'precision'
+            >>> bench.ticked
+            ['precision']
+            >>> bench.close()
+        """
+        found = source_of(os.fspath(source), self.folder)
+        same = [one for one in self._sources.values() if one.path is not None and one.path == found.path]
+        if same:
+            found = same[0]
+        elif found.name not in self._sources or self._sources[found.name].value != found.value:
+            name = found.name if found.name not in self._sources else found.tip.partition(": ")[2]
+            found = replace(found, name=name)
+            self._opened[name] = found
+            self._look()
+        if found.name not in self._room.sources.value:
+            self._room.sources.value = [*self._room.sources.value, found.name]
+        return found.name
+
+    def rescan(self) -> None:
+        """Search the folder for sources again, and try again to open those that could not be read.
+
+        Example:
+            >>> import workbench as wb
+            >>> from workbench import widgets
+            >>> bench = widgets.Workbench()
+            >>> run = wb.save(wb.open_run(wb.samples.failed_run("precision")), "mine.zarr")
+            >>> bench.rescan()
+            >>> "mine" in bench.sources
+            True
+            >>> bench.close()
+        """
+        with self.turn:
+            self._results.forget_failures()
+            for source in self._sources.values():
+                if source.mark:  # a run that was being written
+                    self._results.forget(source.value)
+            self._look()
+            self._choose()
+
+    def figure(self, backend: str = "bokeh") -> Any:
+        """Return the first visible view as a separate figure.
+
+        Raises:
+            OptionError: If no view shows a widget, or this one has no figure.
+        """
+        first = next(iter(self.views.values()), None)
+        return known(first, "No view shows anything yet; tick a source.", name="ticked").figure(backend)
+
+    def picture(self) -> bytes:
+        """Return all visible views as PNG, from top to bottom."""
+        remarks = [f"{name}: {self._plans[name].remark}" for name in self.shown if self._plans[name].remark]
+        return picture_with(self.summary, remarks, self.views)
+
+    def page(self) -> str:
+        """Return all visible views and their code as one HTML page that needs no network."""
+        return page_of(self.summary, self.views, self.code)
+
+    @property
+    def refused_kinds(self) -> Mapping[str, str]:
+        """Suffixes of files that cannot be written at present -> reason."""
+        return {} if self._visible else dict.fromkeys((".py", ".html"), "No view shows anything yet; tick a source.")
+
+    def close(self) -> None:
+        """Remove the widget and all views, visible or not; training and measurements in them end."""
+        if hasattr(self, "_made"):
+            self._is_closed.set()
+            cells.forget(self)
+            self._worker.drop()
+            for made in self._made.values():
+                made.widget.close()
+            self._room.close()
+        super().close()
+
+    def _retire(self, reason: str) -> None:
+        """End what runs, because its cell was run again."""
+        self._is_closed.set()
+        self.stop()
+        for made in self._made.values():
+            if isinstance(made.widget, LiveTraining):
+                made.widget._retire(reason)
+
+    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
+        if ending == ".html":
+            return super()._write(path, ending, overwrite=overwrite)
+        content = self.picture() if ending == ".png" else f"{self.code}\n".encode()
+        with replacing(path) as partial:
+            partial.write_bytes(content)
+        return path
+
+    def _draw_picture(self) -> bytes:
+        return self.picture()  # without the lock, so that the user need not wait for it
+
+    def _open_field(self) -> None:
+        """Open what the user has entered."""
+        if self._room.path.value.strip():
+            self.add(self._room.path.value)
+            self._room.path.value = ""
+
+    def _take_file(self, name: str, content: bytes) -> None:
+        """Save a dropped file in the folder, and open it."""
+        folder = self.folder / _DROPPED
+        folder.mkdir(exist_ok=True)
+        path, number = folder / name, 2
+        while path.exists() and path.read_bytes() != content:
+            path, number = folder / f"{number} {name}", number + 1
+        path.write_bytes(content)
+        self.add(path)
+
+    def _look(self) -> None:
+        """Search the folder, and update the list."""
+        found = search(self.folder)
+        before = self._sources
+        sources = {source.name: source for source in (*self._opened.values(), *shipped())}
+        for source in found.sources:
+            if source.path in (one.path for one in self._opened.values()):
+                continue
+            name = source.name
+            while name in sources:
+                name = f"./{name}"
+            sources[name] = replace(source, name=name)
+        self._sources = sources
+        self._room.sources.fill(sources.values(), f"Folder {self.folder.name}".strip())
+        if gone := [name for name in self._room.sources.value if name in before and name not in sources]:
+            self._room.sources.value = [name for name in self._room.sources.value if name not in gone]
+        note = "" if found.is_complete else "Only a part of the folder was searched; open others by their path."
+        self._room.note.value = f'<div style="{MUTED}">{note}</div>' if note else ""
+
+    def _choose(self) -> None:
+        """Show what is ticked, and compute what is missing."""
+        self._is_paused = False
+        self._update()
+
+    def _update(self) -> None:
+        """Show what is available, and start to compute what is missing unless this was stopped."""
+        ticked = [self._sources[name] for name in self.ticked]
+        self._plans = {name: plan_of(VIEWS[name], ticked, self._results, self.theme) for name in self.shown}
+        missing = [name for name, plan in self._plans.items() if plan.waits or self._is_unmade(name, plan.call)]
+        if not missing or not self._job <= set(missing):
+            self._worker.drop()
+            self._job = set()
+            self._end("")
+        if missing and not self._job and not self._is_paused:
+            self._job = set(missing)
+            shares = {source.name: 1.0 for name in missing for source in VIEWS[name].chosen(ticked)}
+            self._begin("Computing", lambda check, tell: self._prepare(missing, ticked, tell), shares)
+        self._room.go_on.layout.display = None if missing and self._is_paused else "none"
+        self._show_views()
+
+    def _prepare(self, names: Sequence[str], ticked: Sequence[Source], tell: Callable[[str], None]) -> None:
+        """Compute what views need and make their widgets, without the lock; each is shown once it is ready."""
+        for name in names:
+            view = VIEWS[name]
+            compute(view, ticked, self._results, tell)
+            call = plan_of(view, ticked, self._results, self.theme).call
+            if self._is_unmade(name, call):
+                assert call is not None
+                try:
+                    widget = made_widget(call, self._results)
+                except WorkbenchError as error:
+                    self._refused[name, call] = str(error)
+                else:
+                    self._made[name, call] = MadeView(view, call, widget, view.state(widget))
+            with self.turn:
+                tell(f"{name}: ready")  # ends here if it was dropped meanwhile
+                self._job.discard(name)
+                self._update()
+
+    def _is_unmade(self, name: str, call: LibraryCall | None) -> bool:
+        return call is not None and (name, call) not in self._made and (name, call) not in self._refused
+
+    def _show_views(self) -> None:
+        """Show the widgets of the plans, each with a remark."""
+        visible: dict[str, MadeView] = {}
+        self._is_held = False
+        for name, (call, remark, waits) in self._plans.items():
+            present = self._visible.get(name)
+            key = None if call is None else (name, call)
+            busy = self._last.get(name)
+            made = self._made.get(key) if key else None
+            if busy is not None and busy is not made and busy.view.stays and busy.view.is_busy(busy.widget):
+                made, self._is_held = busy, True
+                remark = "This continues until it ends or is stopped; then what is ticked is shown."
+            elif key in self._refused:
+                remark = self._refused[key]
+            elif made is None and (waits or call is not None):
+                made = present if self.ticked else None  # until the next one is ready
+                remark = "Stopped; press Continue." if self._is_paused else "Being computed …"
+            self._room.frames[name].show(None if made is None else made.widget, remark)
+            if made is not None:
+                visible[name] = self._last[name] = made
+                self._made[name, made.call] = self._made.pop((name, made.call), made)  # the last one
+        self._visible = visible
+        self._room.arrange()
+        self._drop_old()
+        self.export_bar.offer(self.refused_kinds)
+        self._room.code.value = self.code
+        self._settle()
+
+    def _drop_old(self) -> None:
+        """Close the widgets that were not visible for the longest time."""
+        for key, made in list(self._made.items())[:-_MOST_KEPT]:
+            if all(made is not one for one in self._visible.values()) and not made.view.is_busy(made.widget):
+                del self._made[key]
+                self._last = {name: one for name, one in self._last.items() if one is not made}
+                made.widget.close()
+
+    def _take(self, found: Any) -> None:
+        """Show the computed results, and continue with what was ticked meanwhile."""
+        self._job = set()
+        self._update()
+
+    def _show_end(self) -> None:
+        """Offer to continue after a stop."""
+        if self._progress is None and self._job:
+            self._job, self._is_paused = set(), True
+            self._update()
+
+    def _follow(self, *, looks: bool) -> None:
+        """Update the code, and the list if requested; called regularly."""
+        if (code := self.code) != self._room.code.value:
+            self._room.code.value = code
+            self._settle()
+        if looks or self._is_held:
+            with self.turn:
+                if looks:
+                    self._look()
+                if self._is_held and not any(made.view.is_busy(made.widget) for made in self._visible.values()):
+                    self._update()
+
+
+def _follow(widget: weakref.ref[Workbench], is_closed: threading.Event) -> None:
+    """Follow the views and the folder of a widget as long as it exists."""
+    n = 0
+    while not is_closed.wait(_EVERY):
+        bench = widget()
+        if bench is None:
+            return
+        n += 1
+        try:
+            bench._follow(looks=n % _SEARCH_EVERY == 0)
+        except Exception:  # shown under the widget, like an exception of any callback
+            with bench._attempt():
+                raise
+        del bench

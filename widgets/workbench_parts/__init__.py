@@ -1,0 +1,1 @@
+"""Parts of `workbench.widgets.Workbench`: sources, views, the calls that compute what is shown, and their code."""

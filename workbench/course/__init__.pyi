@@ -1,0 +1,10 @@
+from . import players as players
+from .lessons import check as check
+from .lessons import hint as hint
+from .lessons import solution as solution
+from .patients import Patient as Patient
+from .patients import n_patients as n_patients
+from .patients import patient as patient
+from .scoreboard import board as board
+from .scoreboard import play as play
+from .scoring import Score as Score

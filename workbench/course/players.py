@@ -1,0 +1,183 @@
+"""Programs that play practice cases: `workbench.diagnose`, and the simple baselines to compare it with.
+
+A player is a function of a `workbench.course.Patient` that returns the causes and the cure.
+
+Example:
+    >>> import workbench as wb
+    >>> wb.course.players.always_nothing(wb.course.patient(0))
+    ('nothing', None)
+
+See Also:
+    `workbench.course.play`: Scores a player.
+    `workbench.course.board`: Scores of these players.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from workbench.course.patients import Patient
+from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_symptoms
+from workbench.diagnosis.diagnose import diagnose
+from workbench.schema.statuses import SymptomKind
+from workbench.studies.samples import failures
+
+__all__ = ["RECORDED", "Player", "always_nothing", "at_random", "most_frequent", "settings_alone", "with_diagnose"]
+
+#: A player returns the name of a cause, or several, and the cause whose change is the cure; None for no cure.
+Player = Callable[[Patient], tuple[str | Iterable[str], str | None]]
+#: Measurements in the order in which they are taken while the budget allows it.
+_ORDER = (
+    "loss", "log", "grad_norm", "settings", "optimizer", "activations", "router", "spectra", "attention", "batches",
+    "curvature",
+)  # fmt: skip
+#: Symptoms that combine others, also measured ones.
+_JOINT = ("a_block_stands_out", "routing_is_off", "rise_out_of_nothing")
+#: Penalty of the rules of `workbench.diagnose`.
+_PENALTY = 3.0
+#: Sets of runs that the rules of `workbench.diagnose` were fitted to and chosen on.
+_KNOWN = ("fit", "choose")
+
+
+def with_diagnose(patient: Patient) -> tuple[str, str | None]:
+    """Take every measurement that the budget allows, and return the first cause of `workbench.diagnose` and its change.
+
+    Args:
+        patient: The case.
+
+    Example:
+        >>> import workbench as wb
+        >>> patient = wb.course.patient(0)
+        >>> cause, cure = wb.course.players.with_diagnose(patient)
+        >>> patient.spent > 0
+        True
+
+    See Also:
+        `workbench.diagnose`: Ranks the causes.
+    """
+    _take(patient, _ORDER)
+    causes = diagnose(patient.record)["causes"].to_dataset()
+    return _with_cure(str(causes["cause"].values[0]))
+
+
+def settings_alone() -> Player:
+    """Return a player that reads loss, log and settings, and ranks causes by learning rate, batch size and settings.
+
+    Its rules are fitted like those of `workbench.diagnose`, to the same runs, without any measured quantity.
+
+    Example:
+        >>> import workbench as wb
+        >>> player = wb.course.players.settings_alone()
+        >>> patient = wb.course.patient(0)
+        >>> answer = player(patient)
+        >>> patient.spent
+        3
+
+    See Also:
+        `workbench.course.players.with_diagnose`: Reads all measurements.
+    """
+    table = failures()
+    table = table.isel(run=np.isin(table["set"].values, _KNOWN))
+    causes, fitted = table["ranked_cause"].values, dict[tuple[str, ...], Rules]()
+
+    def fit(names: tuple[str, ...]) -> Rules:
+        strengths = table["strength"].sel(symptom=list(names)).values
+        rows = [{n: float(v) for n, v in zip(names, row, strict=True) if np.isfinite(v)} for row in strengths]
+        true = [tuple(map(str, causes[is_cause])) for is_cause in table["is_cause"].values]
+        return Rules.fit(zip(rows, true, strict=True), penalty=_PENALTY)
+
+    def play(patient: Patient) -> tuple[str, str | None]:
+        _take(patient, ("loss", "log", "settings"))
+        record = read_record(patient.record)
+        read = read_symptoms(record, find_failure(record), kinds=[SymptomKind.LOG, SymptomKind.CONFIGURATION])
+        names = tuple(sorted(set(read) - set(_JOINT)))
+        if names not in fitted:
+            fitted[names] = fit(names)
+        return _with_cure(next(iter(fitted[names].probabilities({name: read[name].strength for name in names}))))
+
+    return play
+
+
+def most_frequent(patient: Patient) -> tuple[str, str | None]:
+    """Return the most frequent cause of the runs that the rules of `workbench.diagnose` were fitted to, and its change.
+
+    Args:
+        patient: The case; nothing is measured.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.course.players.most_frequent(wb.course.patient(0))
+        ('schedule', 'schedule')
+
+    See Also:
+        `workbench.course.players.always_nothing`: Finds nothing wrong with any run.
+    """
+    del patient
+    table = failures()
+    is_cause = table["is_cause"].values[np.isin(table["set"].values, _KNOWN)]
+    n_runs = dict(zip(map(str, table["ranked_cause"].values), is_cause.sum(axis=0), strict=True))
+    return _with_cure(max((cause for cause in n_runs if cause != "nothing"), key=lambda cause: n_runs[cause]))
+
+
+def always_nothing(patient: Patient) -> tuple[str, str | None]:
+    """Return that nothing is wrong, without a measurement.
+
+    Args:
+        patient: The case; nothing is measured.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.course.players.always_nothing(wb.course.patient(0))
+        ('nothing', None)
+
+    See Also:
+        `workbench.course.players.at_random`: Returns a random cause.
+    """
+    del patient
+    return "nothing", None
+
+
+def at_random(patient: Patient) -> tuple[str, str | None]:
+    """Return a random cause, or that nothing is wrong, without a measurement; the same for the same case.
+
+    Args:
+        patient: The case; nothing is measured.
+
+    Example:
+        >>> import workbench as wb
+        >>> cause, cure = wb.course.players.at_random(wb.course.patient(0))
+        >>> cause in [*wb.course.patient(0).cures, "nothing"]
+        True
+
+    See Also:
+        `workbench.course.players.most_frequent`: Always returns the same cause.
+    """
+    draw = np.random.default_rng([patient.level, patient.seed])
+    return _with_cure(str(draw.choice(list(CAUSES))))
+
+
+#: Name on the board -> a function that makes the player.
+RECORDED: dict[str, Callable[[], Player]] = {
+    "wb.diagnose": lambda: with_diagnose,
+    "settings alone": settings_alone,
+    "most frequent cause": lambda: most_frequent,
+    "always nothing": lambda: always_nothing,
+    "random": lambda: at_random,
+}
+
+
+def _take(patient: Patient, names: Iterable[str]) -> None:
+    costs = patient.measurements["cost"]
+    for name in names:
+        if costs[name] <= patient.remaining:
+            patient.measure(name)
+
+
+def _with_cure(cause: str) -> tuple[str, str | None]:
+    return cause, None if cause == "nothing" else cause
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
