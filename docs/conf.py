@@ -64,6 +64,7 @@ def public_modules():
     package = import_module("workbench")
     found = {"workbench": package}
     found |= {f"workbench.{name}": value for name in dir(package) if inspect.ismodule(value := getattr(package, name))}
+    found |= {"workbench.course.players": import_module("workbench.course.players")}
     return {**found, "workbench.widgets": import_module("workbench.widgets")}
 
 
@@ -180,10 +181,19 @@ def markdown(table):
     return ["| " + " | ".join(row).replace(" %", "\N{NO-BREAK SPACE}%") + " |" for row in rows]
 
 
-def shorten_sidebar(app, pagename, templatename, context, doctree):
-    """Omit the list of all pages from the pages of source code; computing it takes most of the time of such a page."""
+def prepare_page(app, pagename, templatename, context, doctree):
+    """Correct the HTML of a page before it is written.
+
+    A header of a table without text confuses a screen reader. In the pages of source code, some links to the reference
+    are wrong if names of a file are documented under several modules, and the list of all pages takes most of the time.
+    """
+    body = re.sub(r"<th class=\"head[^\"]*\"><p></p></th>", "<td></td>", context.get("body") or "")
     if pagename.startswith("_modules/"):
+        known = {f"{entry.docname}.html#{entry.node_id}" for entry in app.env.domains.python_domain.objects.values()}
+        link = re.compile(r'<a class="viewcode-back" href="(?:\.\./)*([^"]*)">\[docs\]</a>')
+        body = link.sub(lambda match: match[0] if match[1] in known else "", body)
         context["toctree"] = lambda **options: ""
+    context["body"] = body
 
 
 def prepare_docstring(app, what, name, obj, options, lines):
@@ -206,7 +216,7 @@ def setup(app):
     """Connect the generators."""
     app.connect("builder-inited", write_reference)
     app.connect("builder-inited", write_files)
-    app.connect("html-page-context", shorten_sidebar, priority=100)
+    app.connect("html-page-context", prepare_page, priority=100)
     app.add_directive("layers", Layers)
     app.add_directive("recorded-table", RecordedTable)
     app.connect("autodoc-process-docstring", prepare_docstring, priority=100)

@@ -75,7 +75,7 @@ def main() -> None:
     extra = words[len(notebooks) :]
     for notebook in notebooks:
         if not (ROOT / notebook).exists():
-            sys.exit(f"There is no notebook {notebook}; README.md lists the notebooks.")
+            sys.exit(f"There is no notebook {notebook}; choose one from the folder notebooks.")
     save_workspace(notebooks or ["notebooks/00_start.ipynb"])
     words = command(extra)
     if "--no-browser" in words:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,20 +18,24 @@ from workbench.widgets.live import cells
 from workbench.widgets.live_training import LiveTraining
 from workbench.widgets.tables import MUTED
 from workbench.widgets.workbench_parts.calls import LibraryCall, Results
+from workbench.widgets.workbench_parts.catalogue import SourceCatalogue
 from workbench.widgets.workbench_parts.code_lines import MadeView, code_of
 from workbench.widgets.workbench_parts.files import search, source_of
 from workbench.widgets.workbench_parts.page import page_of, picture_with
 from workbench.widgets.workbench_parts.planning import ViewPlan, compute, made_widget, plan_of
 from workbench.widgets.workbench_parts.room import Room
-from workbench.widgets.workbench_parts.sources import Source, shipped
 from workbench.widgets.workbench_parts.views import VIEWS
 from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-#: Seconds between two looks at the controls of the views, and looks between two searches of the folder.
-_EVERY, _SEARCH_EVERY = 1.0, 5
+    from workbench.widgets.workbench_parts.sources import Source
+
+#: Seconds between two looks at the controls of the views, and between two searches of the folder.
+_EVERY, _SEARCH_EVERY = 1.0, 5.0
+#: Maximum fraction of the time spent on searches.
+_SHARE = 0.03
 #: Maximum number of widgets that are kept after other sources were ticked.
 _MOST_KEPT = 8
 #: Folder for dropped files, below the folder of the list.
@@ -98,8 +102,7 @@ class Workbench(MeasuringWidget):
                 expected="an existing folder",
             )
         self._results = Results()
-        self._opened: dict[str, Source] = {}
-        self._sources: dict[str, Source] = {}
+        self._catalogue = SourceCatalogue()
         self._made: dict[tuple[str, LibraryCall], MadeView] = {}
         self._refused: dict[Any, str] = {}
         self._visible: dict[str, MadeView] = {}
@@ -112,7 +115,8 @@ class Workbench(MeasuringWidget):
         self.export_bar = ExportBar(self, self.kinds)
         self.export_bar.suggest("exports/workbench")
         self._fill([self._room.box, self.export_bar])
-        self._look()
+        self._catalogue.update(search(self.folder))
+        self._fill_list()
         self._watch(self._room.sources, lambda _: self._choose())
         self._watch(self._room.tags, lambda _: self._choose())
         self._watch(self._room.side_by_side, lambda _: self._room.arrange())
@@ -128,22 +132,22 @@ class Workbench(MeasuringWidget):
     @property
     def sources(self) -> list[str]:
         """Names of all sources in the list."""
-        return list(self._sources)
+        return list(self._catalogue.sources)
 
     @property
     def ticked(self) -> list[str]:
         """Names of the ticked sources, in the order in which they were ticked; can be set."""
-        return [name for name in self._room.sources.value if name in self._sources]
+        return [name for name in self._room.sources.value if name in self._catalogue.sources]
 
     @ticked.setter
     def ticked(self, names: str | Iterable[str]) -> None:
         names = [names] if isinstance(names, str) else list(names)
-        if unknown := [name for name in names if name not in self._sources]:
+        if unknown := [name for name in names if name not in self._catalogue.sources]:
             raise OptionError(
                 f"There is no '{unknown[0]}' in the list of sources; add it with add().",
                 name="ticked",
                 value=unknown[0],
-                expected=tuple(self._sources),
+                expected=tuple(self._catalogue.sources),
             )
         self._room.sources.value = names
 
@@ -197,18 +201,11 @@ class Workbench(MeasuringWidget):
             ['precision']
             >>> bench.close()
         """
-        found = source_of(os.fspath(source), self.folder)
-        same = [one for one in self._sources.values() if one.path is not None and one.path == found.path]
-        if same:
-            found = same[0]
-        elif found.name not in self._sources or self._sources[found.name].value != found.value:
-            name = found.name if found.name not in self._sources else found.tip.partition(": ")[2]
-            found = replace(found, name=name)
-            self._opened[name] = found
-            self._look()
-        if found.name not in self._room.sources.value:
-            self._room.sources.value = [*self._room.sources.value, found.name]
-        return found.name
+        name = self._catalogue.add(source_of(os.fspath(source), self.folder))
+        self._fill_list()
+        if name not in self._room.sources.value:
+            self._room.sources.value = [*self._room.sources.value, name]
+        return name
 
     def rescan(self) -> None:
         """Search the folder for sources again, and try again to open those that could not be read.
@@ -225,10 +222,11 @@ class Workbench(MeasuringWidget):
         """
         with self.turn:
             self._results.forget_failures()
-            for source in self._sources.values():
+            for source in self._catalogue.sources.values():
                 if source.mark:  # a run that was being written
                     self._results.forget(source.value)
-            self._look()
+            self._catalogue.update(search(self.folder))
+            self._fill_list()
             self._choose()
 
     def figure(self, backend: str = "bokeh") -> Any:
@@ -272,6 +270,8 @@ class Workbench(MeasuringWidget):
         for made in self._made.values():
             if isinstance(made.widget, LiveTraining):
                 made.widget._retire(reason)
+            else:
+                made.widget.close()
 
     def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
         if ending == ".html":
@@ -300,23 +300,12 @@ class Workbench(MeasuringWidget):
         path.write_bytes(content)
         self.add(path)
 
-    def _look(self) -> None:
-        """Search the folder, and update the list."""
-        found = search(self.folder)
-        before = self._sources
-        sources = {source.name: source for source in (*self._opened.values(), *shipped())}
-        for source in found.sources:
-            if source.path in (one.path for one in self._opened.values()):
-                continue
-            name = source.name
-            while name in sources:
-                name = f"./{name}"
-            sources[name] = replace(source, name=name)
-        self._sources = sources
-        self._room.sources.fill(sources.values(), f"Folder {self.folder.name}".strip())
-        if gone := [name for name in self._room.sources.value if name in before and name not in sources]:
-            self._room.sources.value = [name for name in self._room.sources.value if name not in gone]
-        note = "" if found.is_complete else "Only a part of the folder was searched; open others by their path."
+    def _fill_list(self) -> None:
+        """Show the sources, and remove the ticks of those that are gone."""
+        self._room.sources.fill(self._catalogue.sources.values(), f"Folder {self.folder.name}".strip())
+        if self.ticked != self._room.sources.value:
+            self._room.sources.value = self.ticked
+        note = "" if self._catalogue.is_complete else "Not the whole folder was searched; open others by their path."
         self._room.note.value = f'<div style="{MUTED}">{note}</div>' if note else ""
 
     def _choose(self) -> None:
@@ -326,7 +315,7 @@ class Workbench(MeasuringWidget):
 
     def _update(self) -> None:
         """Show what is available, and start to compute what is missing unless this was stopped."""
-        ticked = [self._sources[name] for name in self.ticked]
+        ticked = [self._catalogue.sources[name] for name in self.ticked]
         self._plans = {name: plan_of(VIEWS[name], ticked, self._results, self.theme) for name in self.shown}
         missing = [name for name, plan in self._plans.items() if plan.waits or self._is_unmade(name, plan.call)]
         if not missing or not self._job <= set(missing):
@@ -414,25 +403,33 @@ class Workbench(MeasuringWidget):
         if (code := self.code) != self._room.code.value:
             self._room.code.value = code
             self._settle()
-        if looks or self._is_held:
+        if (progress := self._progress) is not None:
+            self._say(progress, progress.html())  # the elapsed time
+        found = search(self.folder) if looks else None  # without the lock, so that the user need not wait for it
+        if found is not None or self._is_held:
             with self.turn:
-                if looks:
-                    self._look()
+                if found is not None:
+                    self._catalogue.update(found)
+                    self._fill_list()
                 if self._is_held and not any(made.view.is_busy(made.widget) for made in self._visible.values()):
                     self._update()
 
 
 def _follow(widget: weakref.ref[Workbench], is_closed: threading.Event) -> None:
     """Follow the views and the folder of a widget as long as it exists."""
-    n = 0
+    next_search = time.monotonic() + _SEARCH_EVERY
     while not is_closed.wait(_EVERY):
         bench = widget()
         if bench is None:
             return
-        n += 1
+        start = time.monotonic()
+        looks = start > next_search
         try:
-            bench._follow(looks=n % _SEARCH_EVERY == 0)
+            bench._follow(looks=looks)
         except Exception:  # shown under the widget, like an exception of any callback
             with bench._attempt():
                 raise
+        if looks:
+            now = time.monotonic()
+            next_search = now + max(_SEARCH_EVERY, (now - start) / _SHARE)
         del bench

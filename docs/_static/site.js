@@ -1,6 +1,6 @@
 // Boxes that scroll can be reached with the keyboard; search shows no summaries where pages cannot be read by a script.
 
-if (window.DOCUMENTATION_OPTIONS && location.protocol === "file:") {
+if (typeof DOCUMENTATION_OPTIONS !== "undefined" && location.protocol === "file:") {
   DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false; // a page opened from the disk may not fetch other files
 }
 

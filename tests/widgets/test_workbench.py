@@ -149,13 +149,26 @@ def test_runs_that_are_being_written_are_marked(folder, make):
     set_state(folder / "runs/calm.zarr", "running")
     set_state(folder / "runs/wild.zarr", "running", age=7200)
     bench = make()
-    marks = {name: source.mark for name, source in bench._sources.items() if source.mark}
+    marks = {name: source.mark for name, source in bench._catalogue.sources.items() if source.mark}
     assert marks == {"runs/calm": "live", "runs/wild": "silent for 2 h"}
     items = {item["name"]: item for group in bench._room.sources.groups for item in group["items"]}
     assert items["runs/calm"]["mark"] == "live"
     set_state(folder / "runs/calm.zarr", "finished")
     bench._follow(looks=True)
-    assert bench._sources["runs/calm"].mark == ""
+    assert bench._catalogue.sources["runs/calm"].mark == ""
+
+
+def test_an_incomplete_search_loses_nothing(folder, make, monkeypatch):
+    bench = make(ticked=["runs/wild"])
+    before = bench.sources
+    monkeypatch.setattr("workbench.widgets.workbench_parts.files._MOST_FOUND", 2)
+    bench._follow(looks=True)
+    assert sorted(bench.sources) == sorted(before)
+    assert bench.ticked == ["runs/wild"]
+    assert "Not the whole folder" in bench._room.note.value
+    shutil.rmtree("runs/wild.zarr")
+    bench._follow(looks=True)
+    assert bench.ticked == []
 
 
 def test_what_is_opened_by_path_or_name_is_ticked(folder, make):
@@ -445,7 +458,7 @@ def test_a_pilot_is_part_of_the_code(folder, make):
     ran = executed(bench)
     assert ran.found is ran.risk.pilot
     assert ran.risk.summary == risk.summary
-    np.testing.assert_array_equal(ran.found.data["learning_rate"], risk.pilot.data["learning_rate"])
+    np.testing.assert_array_equal(ran.found.data["rate"], risk.pilot.data["rate"])
 
 
 # ---- progress, pictures, files
@@ -547,6 +560,15 @@ def test_old_widgets_are_closed_and_closing_ends_everything(folder, make, monkey
     bench._thread.join(10)
     assert not bench._thread.is_alive()
     assert second.comm is None
+
+
+def test_a_cell_that_is_run_again_ends_what_runs(folder, make):
+    bench = make(ticked=["runs/calm"], shown=["timeline"])
+    timeline = bench.views["timeline"]
+    bench._retire("its cell was run again")
+    bench._thread.join(10)
+    assert not bench._thread.is_alive()
+    assert timeline.comm is None
 
 
 def test_files_that_are_no_sources_have_no_kind(folder):

@@ -88,4 +88,4 @@ class CodeBox(anywidget.AnyWidget):
     _esm = _HERE / "code_box.js"
     _css = _HERE / "code_box.css"
     value = traitlets.Unicode().tag(sync=True)
-    empty = traitlets.Unicode("# Tick something to see the lines that do the same.").tag(sync=True)
+    empty = traitlets.Unicode("# The lines that do the same appear with the first view.").tag(sync=True)

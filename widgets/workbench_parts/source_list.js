@@ -10,11 +10,15 @@ const made = (tag, name, text) => {
 };
 
 async function sendFile(model, file) {
-  if (!file.size) return model.send({ failed: `${file.name} is a folder or an empty file; enter its path.` });
-  for (let start = 0; start < file.size; start += SLICE) {
-    const end = Math.min(start + SLICE, file.size);
-    const content = await file.slice(start, end).arrayBuffer();
-    model.send({ file: file.name, start, isLast: end === file.size }, undefined, [content]);
+  try {
+    if (!file.size) throw new Error("nothing to read");
+    for (let start = 0; start < file.size; start += SLICE) {
+      const end = Math.min(start + SLICE, file.size);
+      const content = await file.slice(start, end).arrayBuffer();
+      model.send({ file: file.name, start, isLast: end === file.size }, undefined, [content]);
+    }
+  } catch { // the browser cannot read folders
+    model.send({ failed: `${file.name} is a folder, or an empty or unreadable file; enter its path instead.` });
   }
 }
 
