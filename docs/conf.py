@@ -37,6 +37,7 @@ html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
+html_search_scorer = str(DOCS / "_static" / "scorer.js")
 templates_path = ["_templates"]
 
 # Markdown: links to headings.
@@ -192,6 +193,8 @@ def prepare_page(app, pagename, templatename, context, doctree):
         known = {f"{entry.docname}.html#{entry.node_id}" for entry in app.env.domains.python_domain.objects.values()}
         link = re.compile(r'<a class="viewcode-back" href="(?:\.\./)*([^"]*)">\[docs\]</a>')
         body = link.sub(lambda match: match[0] if match[1] in known else "", body)
+        if pagename == "_modules/index":  # its lists are nested without an item between them
+            body = re.sub(r"</?ul>", "", body).replace("<li>", "<ul><li>", 1) + "</ul>"
         context["toctree"] = lambda **options: ""
     context["body"] = body
 

@@ -41,10 +41,10 @@ def SpectrumExplorer():
 def ArchitectureComparison():
     """Architectures side by side: radar charts, layers, eigenvalues, training and a table.
 
-    Recorded runs of four architectures; the step can be moved from the first to the last.
+    Recorded runs of two architectures; the step can be moved from the first to the last.
     """
     runs = wb.samples.recorded_runs("healthy")
-    names = ("Pre-LN", "No-Norm", "MoE top-2", "Mamba")
+    names = ("Pre-LN", "No-Norm")
     return widgets.ArchitectureComparison({name: runs[name] for name in names})
 
 

@@ -158,7 +158,12 @@ def test_a_question_is_answered_within_two_clicks(visits, site, question, answer
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("near-unit mass", "explanation/spectra.html"), ("watch", "reference/api/workbench.html")],
+    [
+        ("near-unit mass", "explanation/spectra.html"),
+        ("watch", "how_to/watch_my_own_loop.html"),
+        ("learning rate", "how_to/find_a_rate.html"),
+        ("add a monitor", "how_to/add_a_monitor.html"),
+    ],
 )
 def test_search_works_from_the_disk(site, screen, words, expected):
     screen.goto((site / "index.html").as_uri())
@@ -168,7 +173,7 @@ def test_search_works_from_the_disk(site, screen, words, expected):
     results = screen.locator("#search-results ul.search li a")
     results.first.wait_for()
     screen.wait_for_timeout(500)
-    assert any(expected in link for link in results.evaluate_all("links => links.map((link) => link.href)"))
+    assert any(expected in link for link in results.evaluate_all("links => links.slice(0, 5).map((link) => link.href)"))
     assert screen.complaints == []
 
 
