@@ -42,8 +42,9 @@ from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
 from workbench.models.losses import prediction_of, token_loss
-from workbench.studies.failure_cases import N_STEPS, SETUPS, Case, build, cases
+from workbench.studies.failure_cases import N_STEPS, SETUPS, Case, cases
 from workbench.studies.failure_labels import LOST, SPIKE, answer, held_out_loss, is_healthy, largest_rise
+from workbench.studies.failure_runs import build
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -49,12 +49,12 @@ from workbench.studies.failure_cases import (
     STRONG_PLANTS,
     Case,
     Plant,
-    build,
     cases,
     is_refused,
     singles,
 )
 from workbench.studies.failure_labels import answer, is_healthy, verdict
+from workbench.studies.failure_runs import build
 
 OUT = Path(__file__).parent
 #: Kind of a fault -> number of draws for each setup. Only kinds that do harm in about half of the runs of the study, so

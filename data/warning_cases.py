@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 import workbench as wb
 from workbench.models.losses import token_loss
-from workbench.studies.failure_cases import BYTES, IMAGES, StudySetup, config, lm, model_and_task, recall
+from workbench.studies.failure_cases import BYTES, IMAGES, StudySetup, config, lm, recall
 from workbench.studies.failure_cases import SETUPS as SETUPS_OF_FAILURES
+from workbench.studies.failure_runs import model_and_task
 
 SEED = 33
 #: Twelve families that no other study has, each with a rate at which it learns well (best of 0.003, 0.01 and 0.03 in

@@ -99,8 +99,14 @@ class NotebookPage:
         code = [fenced(cell.source, "python")] if cell.source.strip() else []
         if cell.metadata.get("jupyter", {}).get("source_hidden"):
             code = ["<details><summary>Show the code</summary>", *code, "</details>"]
-        outputs = [shown for output in cell.outputs if (shown := self.output(output))]
-        return [*code, *(f"::::::{{container}} cell-output\n{shown}\n::::::" for shown in outputs)]
+        outputs = [
+            f"::::::{{container}} cell-output\n{shown}\n::::::"
+            for output in cell.outputs
+            if (shown := self.output(output))
+        ]
+        if outputs and cell.metadata.get("jupyter", {}).get("outputs_hidden"):
+            outputs = ["<details><summary>Show the output</summary>", *outputs, "</details>"]
+        return [*code, *outputs]
 
     def output(self, output):
         """Return the Markdown of an output; empty if the page shows nothing of it."""

@@ -15,8 +15,9 @@ from workbench.course import case_files, cures, players
 from workbench.course.patients import BUDGETS, MEASUREMENTS
 from workbench.diagnosis import CAUSES
 from workbench.errors import OptionError
-from workbench.studies.failure_cases import SCHEDULES, SETUPS
+from workbench.studies.failure_cases import SETUPS
 from workbench.studies.failure_labels import verdict
+from workbench.studies.failure_runs import SCHEDULES
 
 LEVELS = tuple(BUDGETS)
 

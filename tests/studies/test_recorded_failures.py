@@ -14,7 +14,7 @@ from tests.data_scripts import script_with_others
 from workbench.diagnosis import CAUSES, Rules
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
-from workbench.studies import failure_cases
+from workbench.studies import failure_cases, failure_runs
 
 pytestmark = pytest.mark.recorded
 
@@ -56,10 +56,10 @@ def test_no_family_is_in_two_sets(runs):
 
 def test_settings_are_drawn_before_the_fault_and_shared_with_the_control():
     for case in failure_cases.cases("locked")[::40]:
-        assert failure_cases.base_of(case.setup, case.base) == failure_cases.base_of(
+        assert failure_runs.base_of(case.setup, case.base) == failure_runs.base_of(
             case.control.setup, case.control.base
         )
-        made, control = failure_cases.build(case), failure_cases.build(case.control)
+        made, control = failure_runs.build(case), failure_runs.build(case.control)
         assert made.plan["seed"] == control.plan["seed"]
         if not case.plants:
             assert made.plan == control.plan

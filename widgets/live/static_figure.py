@@ -50,5 +50,5 @@ def live_figure(histories: Mapping[str, RunHistory], *, step: int | None = None,
         blank = [hv.Empty() for _ in range(n_columns - len(spectra))]
         panels = [*maps, *blank, *(panel for panels in row for panel in panels)]
         return style.laid_out(
-            hv, panels, backend, n_columns=n_columns, tight=True, hspace=0.3, vspace=0.35, aspect_weight=1.0
+            hv, panels, backend, n_columns=n_columns, tight=True, hspace=0.3, vspace=0.55, aspect_weight=1.0
         )

@@ -18,8 +18,9 @@ from workbench.errors import OptionError
 from workbench.formatting import lowered
 from workbench.models.anatomy import read_anatomy
 from workbench.monitors import ModelProbe
-from workbench.studies.failure_cases import N_STEPS, SETUPS, BuiltRun, build
+from workbench.studies.failure_cases import N_STEPS, SETUPS
 from workbench.studies.failure_labels import held_out_loss, largest_rise
+from workbench.studies.failure_runs import BuiltRun, build
 from workbench.training.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
