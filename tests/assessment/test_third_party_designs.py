@@ -15,9 +15,9 @@ PLAN = {
     "hardware": {"data_parallel": 2, "gradient_dtype": "bfloat16"},
 }
 KINDS = every_kind()
-#: One of sixteen families in `make test`, and all of them before a release.
+#: One of forty-eight families in `make test`, and all of them before a release.
 KINDS_BY_TIER = [
-    pytest.param(kind, marks=pytest.mark.medium if place % 16 == 0 else pytest.mark.slow)
+    pytest.param(kind, marks=pytest.mark.medium if place % 48 == 0 else pytest.mark.slow)
     for place, kind in enumerate(KINDS)
 ]
 

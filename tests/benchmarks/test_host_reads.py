@@ -56,6 +56,7 @@ def test_training_waits_for_the_device_once_per_step(settings):
     assert waits_per_step(**settings) == [1] * N_STEPS
 
 
+@pytest.mark.slow
 def test_recording_adds_one_wait_per_step_and_a_few_at_measurements():
     """The loop waits before the update, the recorder after it, for its measurements of the batch and the update."""
     assert waits_per_step(recorder=wb.Recorder(every=None)) == [2] * N_STEPS

@@ -34,6 +34,7 @@ def test_a_different_dtype_is_detected(dtype):
     assert outcome(write) == ["silently wrong", "silently wrong"]
 
 
+@pytest.mark.slow
 def test_a_rejection_must_be_listed_with_its_reason():
     def without_parameters(folder):
         llama().config.save_pretrained(folder)

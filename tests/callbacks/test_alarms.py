@@ -110,6 +110,7 @@ def test_alarms_are_causal(alarms, attributor):
     assert until == [alarm for alarm in whole if alarm.step < 560] != []
 
 
+@pytest.mark.slow
 def test_a_larger_rate_of_false_alarms_leads_to_earlier_alarms(attributor):
     steps = []
     for rate in (100.0, 1.0, 1e-4):

@@ -41,7 +41,7 @@ def test_new_healthy_runs_raise_about_as_many_alarms_as_the_rate(spikes):
     assert false_alarms(calibration, 0.1, spikes=spikes) < 25  # 2 events
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_own_runs_refine_the_built_in_calibration():
     """Alarms calibrated on runs with spikes are not raised by spikes."""
     runs = [healthy(i, spikes=12.0) for i in range(6)]

@@ -55,6 +55,7 @@ def test_the_window_with_the_strongest_evidence_is_as_long_as_the_change():
     assert int(found[1215].rise_window[0]) in (8, 16, 32)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     offset=st.floats(-1e3, 1e3), slope=st.floats(-5, 5), scale=st.sampled_from([0.1, 1.0, 30.0]),

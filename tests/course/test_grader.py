@@ -166,6 +166,7 @@ class TestConversion:
         exec((folder / "nbgrader_config.py").read_text(), {"get_config": lambda: config})
         exec(config.ClearSolutions.code_stub["python"], {})  # no exception, unlike the default
 
+    @pytest.mark.slow
     @pytest.mark.subprocess
     def test_the_command_line(self, tmp_path):
         done = subprocess.run([sys.executable, TOOL, "nbgrader", tmp_path], capture_output=True, text=True, check=False)

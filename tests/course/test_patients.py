@@ -441,6 +441,24 @@ def test_the_players_know_their_names_and_stay_within_the_budget(name):
         assert patient.remaining >= 0
 
 
+@pytest.mark.medium
+def test_the_diagnosis_measures_until_it_is_sure():
+    n_sure = 0
+    for seed in range(8):
+        patient = wb.course.patient(seed, 2)
+        cause, _ = players.with_diagnose(patient)
+        taken = patient.measurements
+        causes = wb.diagnose(patient.record)["causes"].to_dataset()
+        assert cause == causes["cause"].values[0]
+        left = taken["cost"][~taken["is_taken"]]
+        if causes["probability"].values[0] < 0.8:
+            assert (left > patient.remaining).all()
+        else:
+            n_sure += 1
+            assert taken["cost"][taken["is_taken"]].max() <= left.min()
+    assert n_sure
+
+
 def test_the_board_is_the_mean_of_the_recorded_scores(data):
     board = wb.course.board()
     points, level = data["board_points"], data["level"].values

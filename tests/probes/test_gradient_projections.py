@@ -347,7 +347,7 @@ def correct_step(generator):
     return model, [micro_batch] * draw(1, 1, 3, 8), change
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_correct_steps_raise_no_false_alarm():
     generator = torch.Generator().manual_seed(0)
     verdicts = [agreement(*correct_step(generator)).verdict for _ in range(400)]

@@ -31,6 +31,7 @@ def test_if_one_has_no_answer_the_other_one_is_used(script):
         assert found["useful_edge"][0].tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_an_informative_feature_is_kept_and_noise_is_not(script, monkeypatch):
     rates, pilots = script.read(FOLDER / "rates.nc", has_locked=False), script.recorded(FOLDER / "rate_pilots.jsonl")
     study = script.Study.of(rates, pilots)

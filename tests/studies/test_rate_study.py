@@ -136,6 +136,7 @@ def known_rows(n=60, seed=0):
     return rows
 
 
+@pytest.mark.slow
 def test_known_changes_of_rates_are_found_and_evaluated(fit_rates):
     rows = known_rows()
     names = {"model": ("constant", "growth", "decays", "width")}

@@ -81,6 +81,7 @@ def test_the_shipped_bands_and_the_verdicts_follow_from_the_measurements(script,
             assert str(of[name].values) == state, (row.case.name, name)
 
 
+@pytest.mark.slow
 def test_the_margin_is_the_smallest_that_flags_few_designs_of_held_out_families(script, rows):
     open_rows = [row for row in rows if row.case.set_of_family != "locked" and "refused" not in row.structure]
     assert script.margin_of(open_rows) == json.loads(script.SHIPPED.read_text())["margin"]

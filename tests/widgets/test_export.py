@@ -55,6 +55,7 @@ def test_each_button_writes_its_kind_where_the_field_says(comparison, tmp_path):
         assert f"Saved {path} (" in bar.note.value
 
 
+@pytest.mark.slow
 def test_files_are_replaced_only_if_the_box_is_checked(comparison, tmp_path):
     bar = comparison.export_bar
     bar.buttons[".html"].click()
@@ -83,6 +84,7 @@ def test_a_path_entered_by_the_user_stays(comparison, tmp_path):
     assert comparison.error == "The file name is empty; enter one, such as exports/figure."
 
 
+@pytest.mark.slow
 def test_the_table_is_a_page_and_no_picture(comparison, tmp_path):
     bar = comparison.export_bar
     assert [kind for kind, button in bar.buttons.items() if button.disabled] == [".png", ".svg"]

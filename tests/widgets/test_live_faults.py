@@ -117,6 +117,7 @@ def test_a_click_switches_the_fault_from_the_next_step_on_in_one_run_alone(make)
     assert (run["fault_spans"], control["fault_spans"]) == ([(first, second)], [])
 
 
+@pytest.mark.slow
 def test_a_schedule_that_acts_in_the_process_is_seen_on_the_page(make):
     fault = wb.faults.large_rate(factor=3, start=4, stop=400)
     live = make(fault, n_steps=500)
@@ -269,6 +270,7 @@ def test_a_fault_that_cannot_act_is_said_and_the_widget_stays_usable(make):
     assert not live._buttons.start.disabled
 
 
+@pytest.mark.slow
 def test_close_lets_go_of_faults_alarms_and_page(tmp_path):
     fault = wb.faults.large_rate()
 

@@ -385,6 +385,7 @@ def test_a_given_model_is_copied_and_not_changed(make, task):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_two_architectures_train_on_the_same_data_and_are_switched_together(make, task):
     other = wb.zoo.ArchitectureConfig(**{**SMALL.as_dict(), "norm": "pre_ln"})
     live = make(versus=other, kss=wb.KSS(enabled=False, strength=1, interval=1), n_steps=300)
@@ -516,6 +517,7 @@ def test_a_diverged_run_can_be_drawn(make):
     assert f"× step {at}" in str(live.figure("matplotlib").traverse(lambda item: item.label))
 
 
+@pytest.mark.slow
 def test_a_new_widget_of_the_same_cell_or_folder_ends_the_training_of_the_old_one(make, monkeypatch, tmp_path):
     cell = {"metadata": {"cellId": "one"}, "header": {"msg_id": "first"}}
     monkeypatch.setattr(cells, "_present_request", lambda: cell)
@@ -541,6 +543,7 @@ def test_a_new_widget_of_the_same_cell_or_folder_ends_the_training_of_the_old_on
     assert old.error == "This training was ended: another widget records into the same folder."
 
 
+@pytest.mark.slow
 def test_a_cell_can_await_the_end_while_the_kernels_loop_goes_on(make):
     live = make(n_steps=6)
     turns = []

@@ -35,6 +35,7 @@ def test_models_planes_and_layers_of_an_explorer(spectra, tmp_path):
     assert content["n_layers"] == 6
 
 
+@pytest.mark.slow
 def test_every_step_of_every_view_is_there(tmp_path):
     runs = {"Pre-LN": run_of([0, 10, 20]), "wild": run_of([0, 10], n_steps=14, diverges=True, seed=20)}
     comparison = ArchitectureComparison(runs, view="layers")

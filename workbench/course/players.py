@@ -28,11 +28,8 @@ __all__ = ["RECORDED", "Player", "always_nothing", "at_random", "most_frequent",
 
 #: A player returns the name of a cause, or several, and the cause whose change is the cure; None for no cure.
 Player = Callable[[Patient], tuple[str | Iterable[str], str | None]]
-#: Measurements in the order in which they are taken while the budget allows it.
-_ORDER = (
-    "loss", "log", "grad_norm", "settings", "optimizer", "activations", "router", "spectra", "attention", "batches",
-    "curvature",
-)  # fmt: skip
+#: Probability of a cause from which on `with_diagnose` takes no further measurement.
+_SURE = 0.8
 #: Symptoms that combine others, also measured ones.
 _JOINT = ("a_block_stands_out", "routing_is_off", "rise_out_of_nothing")
 #: Penalty of the rules of `workbench.diagnose`.
@@ -42,7 +39,10 @@ _KNOWN = ("fit", "choose")
 
 
 def with_diagnose(patient: Patient) -> tuple[str, str | None]:
-    """Take every measurement that the budget allows, and return the first cause of `workbench.diagnose` and its change.
+    """Measure in the order of cost until a cause has a probability of 0.8 in `workbench.diagnose`, and return it.
+
+    All measurements of the lowest cost are taken at once. If no cause reaches that probability, every measurement that
+    the budget allows is taken, and the first cause is returned. The cure is the change for the cause.
 
     Args:
         patient: The case.
@@ -57,9 +57,15 @@ def with_diagnose(patient: Patient) -> tuple[str, str | None]:
     See Also:
         `workbench.diagnose`: Ranks the causes.
     """
-    _take(patient, _ORDER)
-    causes = diagnose(patient.record)["causes"].to_dataset()
-    return _with_cure(str(causes["cause"].values[0]))
+    costs = patient.measurements["cost"].sort_values(kind="stable")
+    _take(patient, costs.index[costs == costs.min()])
+    cause, probability = _first_cause(patient)
+    for name in costs.index[costs > costs.min()]:
+        if probability >= _SURE:
+            break
+        if _take(patient, [name]):
+            cause, probability = _first_cause(patient)
+    return _with_cure(cause)
 
 
 def settings_alone() -> Player:
@@ -76,7 +82,7 @@ def settings_alone() -> Player:
         3
 
     See Also:
-        `workbench.course.players.with_diagnose`: Reads all measurements.
+        `workbench.course.players.with_diagnose`: Reads more measurements, as needed.
     """
     table = failures()
     table = table.isel(run=np.isin(table["set"].values, _KNOWN))
@@ -168,11 +174,19 @@ RECORDED: dict[str, Callable[[], Player]] = {
 }
 
 
-def _take(patient: Patient, names: Iterable[str]) -> None:
-    costs = patient.measurements["cost"]
+def _take(patient: Patient, names: Iterable[str]) -> bool:
+    """Take the measurements that the budget allows, and return whether there were any."""
+    costs, n_before = patient.measurements["cost"], patient.spent
     for name in names:
         if costs[name] <= patient.remaining:
             patient.measure(name)
+    return patient.spent > n_before
+
+
+def _first_cause(patient: Patient) -> tuple[str, float]:
+    """Return the most probable cause by what was measured, and its probability."""
+    causes = diagnose(patient.record)["causes"].to_dataset()
+    return str(causes["cause"].values[0]), float(causes["probability"].values[0])
 
 
 def _with_cure(cause: str) -> tuple[str, str | None]:
