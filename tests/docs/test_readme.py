@@ -2,15 +2,27 @@
 
 import csv
 import re
+import shutil
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 from tests.docs.page_numbers import ROOT, check_page
 
 DATA = ROOT / "data"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+#: Task -> how its lines in the README begin.
+TASKS = {
+    "compare two checkpoints": ("texts = wb.tasks.", "spectra = {name: wb.profile(", "wb.compare(spectra)"),
+    "train two architectures with the switch": ("LiveTraining()",),
+    "watch a loop of one's own": ("with wb.watch(model, optimizer) as watched:", "watched.log(loss=loss)"),
+    "find a rate": ("plan = {", "print(wb.find_rate(model, task, **plan))"),
+    "assess a design": ('tree = wb.assess("gpt2"', 'wb.report(tree, "report.html")'),
+}
 
 pytestmark = pytest.mark.recorded
 
@@ -141,3 +153,29 @@ def test_the_readme_links_to_files_that_exist():
     links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
     assert len(links) > 15
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_takes_at_most_three_lines(task):
+    assert len(TASKS[task]) <= 3
+    positions = [README.index(line) for line in TASKS[task]]
+    assert positions == sorted(positions)
+
+
+@pytest.mark.slow
+def test_the_code_runs_in_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(ROOT / "notebooks" / "plan.toml", tmp_path / "notebooks")
+    names = {"__name__": "readme"}
+    compare, train, assess = CODE
+    exec(compile(compare, "README.md", "exec"), names)
+    training, watching = train.split("\nwith ")
+    exec(compile(training, "README.md", "exec"), names)
+    names["optimizer"] = torch.optim.AdamW(names["model"].parameters())
+    exec(compile(f"with {watching}", "README.md", "exec"), names)
+    shutil.copytree(tmp_path / "runs" / "none.zarr", tmp_path / "runs" / "failed.zarr")
+    exec(compile(assess, "README.md", "exec"), names)
+    assert (tmp_path / "report.html").exists()
+    assert "the best learning rate is" in capsys.readouterr().out
+    assert names["tree"].attrs["summary"].startswith("The loss began to rise")
