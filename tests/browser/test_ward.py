@@ -89,10 +89,13 @@ def test_everybody_can_use_it_and_nothing_is_cut_off(lab, page, artifacts, theme
     complaints = open_and_run(lab, page, name)
     ward = page.locator(".jp-OutputArea .workbench-ward")
     try:
-        for state in ("new", "measured", "finished"):
+        for state in ("new", "measured", "settings", "finished"):
             if state == "measured":
-                ask_kernel(page, "[ward.measure(name) for name in ward.patient.measurements.index[:3]]")
+                ask_kernel(page, "ward.measure('loss')")
                 ward.locator(".workbench-timeline-panel canvas").first.wait_for()
+            if state == "settings":
+                ask_kernel(page, "ward.measure('settings')")
+                ward.get_by_role("rowheader", name="learning_rate").first.wait_for()
             if state == "finished":
                 ask_kernel(page, "[ward.finish(['data']), ward.wait()]")
                 ward.locator(".workbench-answer").wait_for()

@@ -1,5 +1,6 @@
 // Fits the width of a bokeh layout to its element: all frames of a figure are scaled by one factor. Frames with the tag
 // "fixed aspect" keep their aspect ratio and fit into the window; the height of the others changes less than the width.
+// bokeh aligns the frames of a column, but a plot with shorter labels is not made wider by that, and would be cut.
 function fittedWidth(views, element) {
   const natural = new Map(); // plot -> original size, and the width that was set here
   const plotViews = (view) => (view.model.type === "Figure" ? [view] : (view.child_views ?? []).flatMap(plotViews));
@@ -22,6 +23,9 @@ function fittedWidth(views, element) {
     }
     for (const row of rows.values()) factor = Math.min(factor, (width - row.around) / row.frames);
     factor = Math.max(factor, 0.5);
+    const cut = shown.filter((view) => view.frame.bbox.right + 8 > view.el.offsetWidth && view.frame.bbox.left > (view.model.min_border_left ?? 0));
+    for (const { model, frame } of cut) model.min_border_left = frame.bbox.left;
+    if (cut.length) requestAnimationFrame(fit);
     for (const { model } of shown) {
       const size = natural.get(model), wide = Math.floor(factor * size.width);
       size.setTo = wide;

@@ -107,7 +107,7 @@ def key(spectra: xr.Dataset) -> str:
         if n_modes > DENSE
         else f"● residual ≤ {residual:.3g}\n○ residual > {residual:.3g}"
     )
-    return f"{marks}\n▒ near-unit band: {lower:.3g} to {upper:.3g}\n┄ log scale for |λ| > {KNEE:g}"
+    return f"{marks}\n▒ near-unit: {lower:.3g} to {upper:.3g}\n┄ log scale for |λ| > {KNEE:g}"
 
 
 def silent_layers(spectra: xr.Dataset) -> str:
