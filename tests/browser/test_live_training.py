@@ -139,6 +139,7 @@ def test_kss_is_switched_while_the_modes_move(lab, page, artifacts, notebook):
     assert not complaints
 
 
+@pytest.mark.slow
 def test_it_continues_while_a_cell_runs_and_reports_its_end(lab, page, artifacts, notebook):
     complaints = open_and_run(lab, page, notebook)
     status = page.locator(".workbench-live-status")

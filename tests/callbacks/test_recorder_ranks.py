@@ -59,7 +59,11 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(
     ("scenario", "kind"),
-    [pytest.param("ddp", "moe", marks=pytest.mark.slow), ("fsdp", "dense"), ("fsdp prepared", "dense")],
+    [
+        pytest.param("ddp", "moe", marks=pytest.mark.slow),
+        pytest.param("fsdp", "dense", marks=pytest.mark.slow),
+        ("fsdp prepared", "dense"),
+    ],
 )
 def test_two_ranks_observe_the_same_as_one_process(ranks, scenario, kind):
     expected = in_one_process(kind, ranked_recording.recorder())
