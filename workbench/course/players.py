@@ -176,11 +176,11 @@ RECORDED: dict[str, Callable[[], Player]] = {
 
 def _take(patient: Patient, names: Iterable[str]) -> bool:
     """Take the measurements that the budget allows, and return whether there were any."""
-    costs, n_before = patient.measurements["cost"], patient.spent
+    costs, spent = patient.measurements["cost"], patient.spent
     for name in names:
         if costs[name] <= patient.remaining:
             patient.measure(name)
-    return patient.spent > n_before
+    return patient.spent > spent
 
 
 def _first_cause(patient: Patient) -> tuple[str, float]:
