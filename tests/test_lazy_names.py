@@ -43,10 +43,55 @@ def test_an_unknown_name_is_an_attribute_error(package):
         _ = package.absent
 
 
+def test_a_name_that_is_almost_right_is_named(package):
+    with pytest.raises(AttributeError, match=r"^No lazily attribute Duble; did you mean lazily\.double\?$"):
+        _ = package.Duble
+
+
+def test_names_of_an_optional_part_load_and_are_not_listed(package):
+    load, names, listed = attach_stub("lazily", package.__file__, optional="broken")
+    assert names() == listed == ["double", "first"]
+    with pytest.raises(ImportError, match="never used"):
+        load("other")
+
+
+def test_widgets_are_names_of_the_package():
+    import workbench as wb
+    from workbench import widgets
+
+    assert all(getattr(wb, name) is getattr(widgets, name) for name in dir(widgets))
+    assert not {"widgets", *dir(widgets)} & set(dir(wb))  # without the extra "lab", they cannot be loaded
+
+
+def test_the_version_is_that_of_the_installed_package():
+    import importlib.metadata
+
+    import workbench as wb
+
+    assert wb.__version__ == importlib.metadata.version("stability-workbench")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("savefig", "plots.save"), ("to_netcdf", "export_netcdf"), ("load", "open_run"), ("fit", "train"),
+        ("SpectrumExplorr", "SpectrumExplorer"),
+    ],
+)  # fmt: skip
+def test_names_from_other_libraries_lead_to_names_that_exist(name, meant):
+    from operator import attrgetter
+
+    import workbench as wb
+
+    with pytest.raises(AttributeError, match=rf"did you mean wb\.{meant}\?"):
+        getattr(wb, name)
+    assert attrgetter(meant)(wb)
+
+
 def test_the_stub_determines_the_names():
     import workbench
 
-    load, names, listed = attach_stub("workbench", workbench.__file__)
+    load, names, listed = attach_stub("workbench", workbench.__file__, optional="widgets")
     assert set(listed) == set(workbench.__all__)
     assert names() == listed
     assert load("WorkbenchError") is workbench.errors.WorkbenchError

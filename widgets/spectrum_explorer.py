@@ -24,7 +24,7 @@ from workbench.widgets.tables import SCROLLING, mass_table, mode_table, muted
 from workbench.widgets.theme import THEMES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import xarray as xr
@@ -40,7 +40,7 @@ class SpectrumExplorer(WorkbenchWidget):
     unchanged and an error is shown under the widget.
 
     Args:
-        spectra: One spectra dataset, or several by name; dims ``layer`` and ``mode``.
+        spectra: One spectra dataset, or several by name or in a list; dims ``layer`` and ``mode``.
         theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
@@ -70,7 +70,9 @@ class SpectrumExplorer(WorkbenchWidget):
 
     kinds = KINDS
 
-    def __init__(self, spectra: xr.Dataset | Mapping[str, xr.Dataset], *, theme: str = "page") -> None:
+    def __init__(
+        self, spectra: xr.Dataset | Mapping[str, xr.Dataset] | Sequence[xr.Dataset], *, theme: str = "page"
+    ) -> None:
         super().__init__(theme=theme)
         self.spectra = named_spectra(spectra)
         self.measured = dict(self.spectra)

@@ -13,6 +13,7 @@ from . import schema as schema
 from . import sweeps as sweeps
 from . import tasks as tasks
 from . import weights as weights
+from . import widgets as widgets
 from . import zoo as zoo
 from .assessment.assess import assess as assess
 from .assessment.design_comparison import compare_designs as compare_designs
@@ -63,3 +64,14 @@ from .sweeps.sweep_store import open_sweep as open_sweep
 from .training.callback import Callback as Callback
 from .training.recording import Recording as Recording
 from .training.training_plan import TrainingPlan as TrainingPlan
+from .widgets import ArchitectureComparison as ArchitectureComparison
+from .widgets import AssessmentReport as AssessmentReport
+from .widgets import LiveTraining as LiveTraining
+from .widgets import RiskExplorer as RiskExplorer
+from .widgets import SpectrumExplorer as SpectrumExplorer
+from .widgets import Timeline as Timeline
+from .widgets import Ward as Ward
+from .widgets import Workbench as Workbench
+from .widgets import show as show
+
+__version__: str

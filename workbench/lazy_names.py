@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib
 import sys
 from collections.abc import Callable
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 
-def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def attach_stub(
+    package: str, file: str, *, optional: str = ""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Create the module functions that load the names in the stub of a package when they are first used.
 
     Only the standard library is needed, so that a machine with only torch and NumPy can import the package.
@@ -19,6 +22,8 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
         package: ``__name__`` of the package.
         file: ``__file__`` of the package; the stub is the file of the same name with the suffix ``.pyi``, and holds
             lines such as ``from .models.profile import profile as profile``.
+        optional: A subpackage that needs further packages. It and its names load like the others, but are not listed,
+            so that loading every listed name works without these packages.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__`` of the package (PEP 562).
@@ -30,11 +35,14 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
             for alias in node.names:
                 name = alias.asname or alias.name
                 places[name] = (f".{alias.name}", None) if node.module is None else (f".{node.module}", alias.name)
-    names = sorted(places)
+    names = sorted(name for name, (path, _) in places.items() if not optional or path != f".{optional}")
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         if name not in places:
-            raise AttributeError(f"No {package} attribute {name}", name=name)
+            known = {each.lower(): each for each in ([] if name.startswith("_") else places)}
+            near = difflib.get_close_matches(name.lower(), known, n=1)
+            hint = f"; did you mean {package.replace('workbench', 'wb', 1)}.{known[near[0]]}?" if near else ""
+            raise AttributeError(f"No {package} attribute {name}{hint}", name=name)
         path, inner = places[name]
         module = importlib.import_module(path, package)
         value = module if inner is None else getattr(module, inner)

@@ -24,7 +24,7 @@ TASKS = {
         'spectra = {name: wb.profile(wb.samples.load(name), texts) for name in ("pre_ln", "no_norm")}',
         "wb.compare(spectra)",
     ),
-    "train two architectures with the switch": ("workbench.widgets.LiveTraining()",),
+    "train two architectures with the switch": ("wb.LiveTraining()",),
     "watch a loop of one's own": ("with wb.watch(model, optimizer) as watched:", "watched.log(loss=loss)"),
     "find a rate": (
         'plan = {"n_steps": 2000, "warmup": 50, "schedule": "cosine"}',

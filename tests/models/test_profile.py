@@ -10,7 +10,7 @@ from torch import nn
 import workbench as wb
 from tests.about import about
 from tests.oracle import oracle
-from workbench.errors import AnatomyError, SnapshotError
+from workbench.errors import AnatomyError, OptionError, SnapshotError
 
 
 @pytest.fixture
@@ -91,6 +91,11 @@ def test_a_constant_stream_is_rejected(model):
         model.position_embedding.weight.zero_()
     with pytest.raises(SnapshotError, check=about("layer 0 (blocks.0)", expected="states that differ")):
         wb.profile(model, torch.full((8, 32), 7), progress=False)
+
+
+def test_inputs_that_are_missing_are_asked_for(model):
+    with pytest.raises(OptionError, match="a task of wb.tasks", check=about("inputs", None)):
+        wb.profile(model)
 
 
 def test_too_few_states_are_rejected(model):

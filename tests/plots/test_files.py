@@ -41,6 +41,13 @@ def test_html_is_self_contained(draw, calm, tmp_path):
     assert "<link" not in text
 
 
+def test_a_figure_has_the_method_that_matplotlib_users_try(calm, tmp_path):
+    for path in (eigenvalue_map(calm).savefig(tmp_path / "figure.png", dpi=40), tmp_path / "figure.png"):
+        assert Image.open(path).width > 100
+    with pytest.raises(StoreError, check=about("path", tmp_path / "figure.png")):
+        eigenvalue_map(calm, backend="matplotlib").savefig(tmp_path / "figure.png")
+
+
 RUN_FIGURES = {
     "step_grid": (step_grid, "runs", {"steps": [0]}),
     "traces": (traces, "runs", {"variables": ["grad_norm", "near_unit_mass"]}),

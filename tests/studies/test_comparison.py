@@ -207,14 +207,28 @@ def test_wrong_input_is_rejected(runs):
         wb.compare({"a": runs["bare"].expand_dims(run=2)})
 
 
-def test_models_are_rejected_with_the_call_that_measures_them():
+def test_models_without_inputs_are_rejected():
     model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-    how = r"measure them first: wb.compare\(\{'a': wb.profile\(model, inputs\)\}\)\."
-    for subject in (model, wb.samples.load("pre_ln")):
-        with pytest.raises(SchemaError, match=f"'a' is a model, but wb.compare\\(\\) compares spectra; {how}"):
-            wb.compare({"a": subject})
-        with pytest.raises(SchemaError, check=about("runs", "mine")):
-            wb.compare(subject)
+    for ask in (lambda: wb.compare({"a": model}), lambda: wb.compare(model, model), lambda: wb.compare([model])):
+        with pytest.raises(SchemaError, match="pass inputs=", check=about("inputs")):
+            ask()
+
+
+def test_models_are_compared_by_their_spectra():
+    model, task = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2), wb.tasks.associative_recall()
+    spectra = wb.profile(model, task, progress=False)
+    found = wb.compare(model, model, inputs=task, progress=False)
+    assert found["architecture"].values.tolist() == ["Transformer", "Transformer (2)"]
+    both = wb.compare({"a": model, "b": spectra}, inputs=task, published=False, progress=False)["near_unit_mass"]
+    np.testing.assert_array_equal(both.sel(architecture="a"), both.sel(architecture="b"))
+
+
+def test_spectra_without_names_are_named_after_their_subjects(runs):
+    spectra = runs["Pre-LN"]["spectra"].to_dataset()
+    other = spectra.assign_attrs(subject="other")
+    names = ["calm", "other", "calm (2)"]
+    assert wb.compare(spectra, other, runs["Pre-LN"])["architecture"].values.tolist() == names
+    assert wb.compare([spectra, other, spectra])["architecture"].values.tolist() == names
 
 
 def test_a_single_run_is_named_after_its_subject(runs):

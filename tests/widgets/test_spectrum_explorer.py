@@ -159,6 +159,13 @@ def test_one_dataset_and_one_layer_are_enough(spectra):
     explorer.close()
 
 
+def test_spectra_in_a_list_are_named_after_their_subjects(spectra):
+    one = next(iter(spectra.values()))
+    widget = SpectrumExplorer([one, one])
+    assert list(widget.spectra) == [one.attrs["subject"], f"{one.attrs['subject']} (2)"]
+    widget.close()
+
+
 def test_invalid_data_are_rejected_immediately(spectra):
     with pytest.raises(SchemaError, check=about("residual")):
         SpectrumExplorer({"a": spectra["calm"].drop_vars("residual")})

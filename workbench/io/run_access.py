@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 def named_runs(
-    runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset], *, needs_spectra: bool = True
+    runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset] | Iterable[xr.DataTree | xr.Dataset],
+    *,
+    needs_spectra: bool = True,
 ) -> dict[str, xr.DataTree]:
-    """Return runs by name; a single run is named after its subject.
+    """Return runs by name; runs without names are named after their subjects.
 
     Args:
-        runs: One run, or several by name.
+        runs: One run, or several by name or in a list.
         needs_spectra: Raise if a run has no spectra.
 
     Raises:
@@ -32,6 +34,8 @@ def named_runs(
     if isinstance(runs, xr.DataTree | xr.Dataset):
         single = _as_run(runs, "The run", needs_spectra=needs_spectra)
         return {str(spectra_of(single).attrs["subject"]) if "spectra" in single.children else "run": single}
+    if isinstance(runs, list | tuple):
+        runs = by_subject(runs)
     if not isinstance(runs, Mapping) or not runs:
         raise SchemaError.of("runs", runs, "a run, or a non-empty dict of names and runs")
     found = {}
@@ -44,6 +48,17 @@ def named_runs(
                 expected="a run or a dataset of wb.profile()",
             )
         found[str(name)] = _as_run(run, f"'{name}'", needs_spectra=needs_spectra)
+    return found
+
+
+def by_subject(things: Iterable[Any]) -> dict[str, Any]:
+    """Return runs, spectra or models, each under the name of its subject; equal names are numbered from the second."""
+    found: dict[str, Any] = {}
+    for thing in things:
+        data = thing["spectra"] if hasattr(thing, "subtree") and "spectra" in thing.children else thing
+        name = getattr(data, "attrs", {}).get("subject") or getattr(thing, "name", None) or type(thing).__name__
+        number = 1 + sum(each.partition(" (")[0] == name for each in found)
+        found[name if number == 1 else f"{name} ({number})"] = thing
     return found
 
 

@@ -65,7 +65,7 @@ def profile(
 def profile(subject: Subject | nn.Module, inputs: Any, *, dry_run: Literal[True], **options: Any) -> ProfileCost: ...
 def profile(  # type: ignore[misc]  # a dry run takes the same options
     subject: Subject | nn.Module,
-    inputs: Any,
+    inputs: Any = None,
     *,
     n_snapshots: int | None = 2048,
     skip_first: int = 0,
@@ -119,14 +119,15 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
         dry_run: Whether to return an estimate of memory and time without computing the profile.
 
     Returns:
-        Spectra dataset, dims ``layer`` and ``mode``. If the depth of a forward pass depends on the data, the variable
-        ``layer_snapshots`` holds the number of states per layer. With ``dry_run``, a `ProfileCost`: memory, free memory
-        and time.
+        Spectra dataset, dims ``layer`` and ``mode``. `workbench.save` and `workbench.export_netcdf` write it;
+        ``to_netcdf`` of xarray refuses complex numbers unless called with ``auto_complex=True``. If the depth of a
+        forward pass depends on the data, the variable ``layer_snapshots`` holds the number of states per layer. With
+        ``dry_run``, a `ProfileCost`: memory, free memory and time.
 
     Raises:
         AnatomyError: If the residual stream cannot be identified with certainty, the axes of sequences and tokens
             cannot be distinguished, or the blocks are a chain without residuals that was not requested by ``stack``.
-        OptionError: If ``layers`` contains a number that the model does not have.
+        OptionError: If there are no inputs, or ``layers`` contains a number that the model does not have.
         SnapshotError: If the model cannot run on the inputs, a mask does not fit the states, there are fewer than three
             states, they do not vary, a layer contains NaN or infinite values, or the profile would need more memory
             than is free.
@@ -143,6 +144,11 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
         `workbench.read_anatomy`: Finds the blocks.
         `workbench.koopman.whitened_dmd`: Computes a spectrum from your own snapshots.
     """
+    if inputs is None:
+        raise OptionError.of(
+            "inputs", inputs, "texts, token ids or a task of wb.tasks",
+            remedy="pass what the model reads, because its spectra depend on it",
+        )  # fmt: skip
     subject = open_checkpoint(subject)
     given: dict[str, Any] = {"rank": rank, "seed": seed}
     options = replace(options or DmdOptions(), **{name: value for name, value in given.items() if value is not None})

@@ -14,14 +14,14 @@ from workbench.plots.plane_view import view_of
 from workbench.plots.spectra_inputs import named_spectra, select_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     import xarray as xr
 
 
 @redrawable
 def eigenvalue_map(
-    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree],
+    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree] | Sequence[xr.Dataset | xr.DataTree],
     *,
     step: int | str | None = None,
     layers: Iterable[int] | None = None,
@@ -37,8 +37,8 @@ def eigenvalue_map(
     with more than 5,000 modes shows their density instead.
 
     Args:
-        spectra: One spectra dataset or run, or several by name; dims ``layer``, ``mode``, and ``step`` if ``step`` is
-            given.
+        spectra: One spectra dataset or run, or several by name or in a list; dims ``layer``, ``mode``, and ``step`` if
+            ``step`` is given.
         step: Step to show: ``"first"``, ``"last"``, or a number (the latest recorded step up to it). The titles state
             the step. None if the data hold no steps.
         layers: Layer numbers to show, for example ``range(4)``; None shows all.

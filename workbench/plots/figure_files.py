@@ -39,7 +39,7 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
     """Write a figure to a file atomically.
 
     Args:
-        figure: Figure from a function of `workbench.plots`, for either backend.
+        figure: Figure from a function of `workbench.plots`, for either backend; ``figure.savefig(path)`` does the same.
         path: File to write. The suffix selects the format: ``.html`` (with zoom and tooltips), ``.png``, ``.svg`` or
             ``.pdf``.
         overwrite: Whether to replace an existing file.
@@ -98,12 +98,13 @@ def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, 
 
 
 def redrawable(function: F) -> F:
-    """Store in each figure of a function how it was drawn, so that `for_backend` can redraw it."""
+    """Store in each figure of a function how it was drawn, so that `for_backend` can redraw it, and ``savefig``."""
 
     @wraps(function)
     def draw(*args: Any, backend: str = "bokeh", **options: Any) -> Any:
         figure = function(*args, backend=backend, **options)
         figure.drawn_by = partial(function, *args, **options)
+        figure.savefig = partial(save, figure)  # the name that everyone knows from matplotlib
         return figure
 
     return cast("F", draw)

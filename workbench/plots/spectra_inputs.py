@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.io.run_access import at_step, named_runs, spectra_of
+from workbench.io.run_access import at_step, by_subject, named_runs, spectra_of
 from workbench.schema.runs import CONCAT_DIMS, validate_spectra
 
 if TYPE_CHECKING:
@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 
 
 def named_spectra(
-    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree], *, step: int | str | None = None
+    spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree] | Sequence[xr.Dataset | xr.DataTree],
+    *,
+    step: int | str | None = None,
 ) -> dict[str, xr.Dataset]:
-    """Return spectra by name; a single dataset or run is named after its subject.
+    """Return spectra by name; datasets and runs without names are named after their subjects.
 
     Args:
-        spectra: Spectra datasets or runs.
+        spectra: A spectra dataset or a run, or several by name or in a list.
         step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. The step is added to the name,
             such as "Pre-LN, step 100". None if the data hold at most one step.
 
@@ -35,7 +37,9 @@ def named_spectra(
         spectra = named_runs(spectra)
     if isinstance(spectra, xr.Dataset):
         validate_spectra(spectra)
-        spectra = {spectra.attrs["subject"]: spectra}
+        spectra = [spectra]
+    if isinstance(spectra, list | tuple):
+        spectra = by_subject(spectra)
     if not isinstance(spectra, Mapping) or not spectra:
         raise SchemaError(
             f"The spectra are {_described(spectra)}, expected a dataset from wb.profile() "

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
 from workbench.errors import OptionError, SchemaError
-from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
+from workbench.io.run_access import at_step, by_subject, divergence_step, named_runs, spectra_of
 from workbench.koopman.measures import MASSES, Thresholds
+from workbench.models.profile import profile
 from workbench.models.subject import Subject
 from workbench.schema.runs import SPECTRA, Variable
 from workbench.studies import published as papers
@@ -56,21 +58,27 @@ _ALIASES = {"none": "No-Norm"}
 
 
 def compare(
-    runs: Mapping[str, xr.DataTree | xr.Dataset],
-    *,
+    runs: Any,
+    *others: Any,
+    inputs: Any = None,
     at: int | str = "first",
     published: Mapping[str, str] | bool = True,
+    progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
     """Compare architectures with each other and with the published figures (RKSP, architecture tables).
 
     Args:
         runs: Name -> run: a tree with ``spectra`` (dims ``layer``, ``mode``, possibly ``step``) and, if it was trained,
-            ``monitors`` and ``events``; or a dataset of spectra.
+            ``monitors`` and ``events``; or a dataset of spectra; or a model or subject, which is profiled on
+            ``inputs``. Without names, as in ``compare(a, b)``, each is named after its subject.
+        others: Further ones, if ``runs`` has no names.
+        inputs: Inputs on which models are profiled, as in `workbench.profile`.
         at: Step of the spectra: ``"first"``, ``"last"``, or a number, which selects the latest recorded step up to that
             number. The coordinate ``step`` holds the selected step.
         published: True finds the published row by the name of the run, ignoring case and punctuation ("pre_ln" matches
             "Pre-LN"). A mapping from names of runs to names of `workbench.published.architectures` has precedence.
             False omits the published figures.
+        progress: Whether to show the progress of the profiles of models, as in `workbench.profile`.
 
     Returns:
         Dataset with dims ``architecture`` (in the given order) and ``source`` ("ours", "published"). Every variable has
@@ -108,30 +116,31 @@ def compare(
         `workbench.published.architectures`: The published figures.
         `workbench.remeasure`: Applies other thresholds to measured spectra.
     """
-    _require_measured(runs)
-    trees = named_runs(runs)
+    given = by_subject((runs, *others)) if others or isinstance(runs, Subject | nn.Module) else runs
+    given = by_subject(given) if isinstance(given, list | tuple) else given
+    if isinstance(given, Mapping):
+        given = {name: _measured(str(name), run, inputs, progress) for name, run in given.items()}
+    trees = named_runs(given)
     spectra = {name: at_step(spectra_of(tree), at, name=name) for name, tree in trees.items()}
     return compare_checked(trees, spectra, published=published).assign_attrs(at=str(at))
 
 
-def _require_measured(runs: Any) -> None:
-    """Raise an error if a run is a model whose spectra have not been measured.
+def _measured(name: str, run: Any, inputs: Any, progress: bool | Callable[[str], None]) -> Any:
+    """Return a run, or the spectra of a model.
 
     Raises:
-        SchemaError: If there is one; the message shows the call that measures it.
+        SchemaError: If it is a model and there are no inputs.
     """
-    from torch import nn
-
-    for name, run in (runs if isinstance(runs, Mapping) else {"mine": runs}).items():
-        if isinstance(run, Subject | nn.Module):
-            what = f"'{name}'" if isinstance(runs, Mapping) else "The argument"
-            raise SchemaError(
-                f"{what} is a model, but wb.compare() compares spectra; measure them first: "
-                f"wb.compare({{'{name}': wb.profile(model, inputs)}}).",
-                name="runs",
-                value=name,
-                expected="runs or spectra by name",
-            )
+    if not isinstance(run, Subject | nn.Module):
+        return run
+    if inputs is None:
+        raise SchemaError(
+            f"'{name}' is a model, whose spectra depend on its inputs; pass inputs=, such as texts or a task of "
+            "wb.tasks, or spectra from wb.profile(model, inputs).",
+            name="inputs",
+            expected="given if models are compared",
+        )
+    return profile(run, inputs, progress=progress)
 
 
 def compare_checked(
