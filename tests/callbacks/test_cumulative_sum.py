@@ -54,12 +54,13 @@ def test_a_constant_has_the_least_scale_and_missing_numbers_change_nothing():
     assert sums(with_gaps)[0][-1] == pytest.approx(sums(values)[0][-1])
 
 
-def test_after_a_restart_the_past_is_known_and_the_sum_is_not():
-    found = CumulativeSum(np.array([0.01]))
-    for value in np.random.default_rng(4).normal(size=100):
+def test_after_a_restart_the_spread_is_known_and_the_level_is_learned_again():
+    found, noise = CumulativeSum(np.array([0.01])), np.random.default_rng(4)
+    for value in noise.normal(size=100):
         found.update(np.array([value]))
     found.update(np.array([9.0]))
     assert found.value[0] > 4
     found.restart()
     assert found.value[0] == 0
-    assert found.update(np.array([9.0]))[0] > 4
+    assert max(found.update(np.array([9.0 + value]))[0] for value in noise.normal(size=100)) < 4
+    assert found.update(np.array([18.0]))[0] > 4

@@ -170,11 +170,12 @@ def test_a_growing_batch_is_planned_only_with_its_plan():
     sizes = [32 * 2 ** (step // 100) for step in range(300)]
     assert len(observed(sizes, name="batch_size")) == 2
     sentinel = SettingsSentinel(planned={"batch_size": lambda step: 2 ** (step // 100)})
-    assert observed(sizes, name="batch_size", sentinel=sentinel) == []
+    changes = observed(sizes, name="batch_size", sentinel=sentinel)
+    assert [(change.step, change.factor) for change in changes] == [(100, 1.0), (200, 1.0)]
     sizes[150:200] = [16] * 50
     sentinel = SettingsSentinel(planned={"batch_size": lambda step: 2 ** (step // 100)})
     changes = observed(sizes, name="batch_size", sentinel=sentinel)
-    assert steps_of(changes) == [(150, 151, 64, 16), (200, 201, 32, 128)]
+    assert steps_of(changes) == [(100, 100, 32, 64), (150, 151, 64, 16), (200, 201, 32, 128)]
 
 
 # Batches

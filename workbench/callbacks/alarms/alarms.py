@@ -178,6 +178,9 @@ class Alarms:
         """
         fresh = self._probes.observe(observation)
         self._last_step = max(self._last_step, observation.step)
+        if observation.part == "settings" and observation.values["factor"] == 1:
+            self._evidence.restart()  # a planned change of the run may change its signals
+            self._standing.clear()
         if observation.part != "monitors":
             self._waiting.append(observation)
             return self._raise(fresh)

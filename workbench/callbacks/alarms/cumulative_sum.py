@@ -42,11 +42,13 @@ class CumulativeSum:
     def __init__(self, least_scale: np.ndarray) -> None:
         self._least = np.maximum(np.asarray(least_scale, dtype=np.float64), 1e-30)
         n = len(self._least)
-        self._mean, self._variance, self._n = np.zeros(n), np.zeros(n), np.zeros(n, dtype=np.int64)
+        self._mean, self._variance = np.zeros(n), np.zeros(n)
+        self._n, self._n_of_spread = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         self.restart()
 
     def restart(self) -> None:
-        """Reset the sums to 0, but keep mean and variance of the past."""
+        """Reset the sums to 0 and learn the mean again, but keep the variance of the past."""
+        self._n[:] = 0
         self.value = np.zeros(len(self._least))
         self.n_since = np.zeros(len(self._least), dtype=np.int64)
 
@@ -67,5 +69,9 @@ class CumulativeSum:
         counted = np.where(is_begun, np.clip(left, -_CLIP * scale, _CLIP * scale), left)
         fraction = np.where(is_known, 1 / np.clip(self._n, 1, _MEMORY), 0.0)
         self._mean = self._mean + fraction * counted
+        # After a restart, the variance waits until the mean is known again.
+        learns = is_known & (is_begun | (self._n_of_spread < _N_FIRST))
+        self._n_of_spread += learns
+        fraction = np.where(learns, 1 / np.clip(self._n_of_spread, 1, _MEMORY), 0.0)
         self._variance = (1 - fraction) * (self._variance + fraction * counted**2)
         return self.value

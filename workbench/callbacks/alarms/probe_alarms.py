@@ -141,7 +141,7 @@ class ProbeAlarms:
         setting, message = (str(observation.coords[name]) for name in ("setting", "message"))
         factor = float(observation.values["factor"])
         self.standing.pop("settings", None)
-        if factor == 1:  # the setting has returned to its plan
+        if factor == 1:  # the setting follows its plan
             return []
         alarm = Alarm(observation.step, setting, -1, -1, math.inf, factor, is_outcome=False, message=message)
         self.standing["settings"] = alarm, (_OF_SETTINGS.get((setting, factor > 1), _OTHER_SETTING),)

@@ -106,6 +106,24 @@ class ConstantRule:
 
 
 @dataclass
+class GrowingRule:
+    """Rule for numbers of trained parameters: a fall is reported, a rise counts as intended, as when layers thaw.
+
+    Attributes:
+        value: The latest number.
+    """
+
+    reason: ClassVar[str] = ""
+
+    value: float
+
+    def update(self, value: float, moment: Moment) -> Found | None:
+        """Process the number at a step, and return a change to report or None."""
+        before, self.value = self.value, value
+        return None if value == before else Found(before, moment.step, is_back=value > before)
+
+
+@dataclass
 class PlannedRule:
     """Rule for numbers with a plan: every departure from the plan is reported, and every return to it.
 

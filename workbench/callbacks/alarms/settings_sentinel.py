@@ -13,6 +13,7 @@ from workbench.callbacks.alarms.setting_rules import (
     BatchRule,
     ConstantRule,
     Found,
+    GrowingRule,
     LossTermRule,
     Moment,
     PlannedRule,
@@ -21,9 +22,10 @@ from workbench.callbacks.alarms.settings_change import SettingsChange
 from workbench.errors import OptionError
 from workbench.formatting import number_in_words
 
-Rule = RateRule | BatchRule | LossTermRule | ConstantRule | PlannedRule
+Rule = RateRule | BatchRule | LossTermRule | ConstantRule | GrowingRule | PlannedRule
 #: Planned value of a setting, or a fixed multiple of it, as a function of the step; a sequence has one entry per group.
-Plan = Callable[[int], float | Sequence[float]]
+#: None if the setting may have any value at that step.
+Plan = Callable[[int], float | Sequence[float] | None]
 
 #: Settings that may change in certain ways; all others are constant.
 _RULES: dict[str, type[Rule]] = {
@@ -31,9 +33,12 @@ _RULES: dict[str, type[Rule]] = {
     "batch_size": BatchRule,
     "accumulation": BatchRule,
     "auxiliary_loss": LossTermRule,
+    "n_trainable": GrowingRule,
+    "n_optimized": GrowingRule,
+    "n_groups": GrowingRule,
 }
 _BY_NAME: dict[str, type[Rule]] = {
-    rule.__name__: rule for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, PlannedRule)
+    rule.__name__: rule for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, GrowingRule, PlannedRule)
 }
 #: Learning rates that the scheduler has stored: evidence for `RateRule`, not a setting.
 _NOTED = "noted_rates"
@@ -48,10 +53,14 @@ class SettingsSentinel:
 
     Allowed changes depend on the name of the setting. ``learning_rate`` follows a schedule, which `RateRule` recognizes
     from its past. ``batch_size`` and ``accumulation`` may differ in single batches, but a new size that persists is a
-    change (`BatchRule`, after 2 updates in most runs). ``auxiliary_loss`` may not vanish (`LossTermRule`). All other
-    settings are constant, apart from numbers that are scheduled from the first step on (`ConstantRule`). None and NaN
-    mean that a value is unknown, which is not a change; for ``auxiliary_loss`` alone, NaN means that the term was not
-    added.
+    change (`BatchRule`, after 2 updates in most runs). ``auxiliary_loss`` may not vanish (`LossTermRule`), and the
+    numbers of trained parameters and groups may rise, since parameters are unfrozen on purpose (`GrowingRule`). All
+    other settings are constant, apart from numbers that are scheduled from the first step on (`ConstantRule`). None and
+    NaN mean that a value is unknown, which is not a change; for ``auxiliary_loss`` alone, NaN means that the term was
+    not added.
+
+    Changes that are planned, other than of the learning rate, are returned too, with a factor of 1, since the signals
+    of the run may change with them.
 
     After a report, later values are compared with the new one, so that the change back is reported too. A change that
     continues from step to step is reported once.
@@ -64,7 +73,7 @@ class SettingsSentinel:
     Args:
         planned: Plans of settings that are numbers: functions from the step to the planned value or to a fixed multiple
             of it, such as ``{"learning_rate": plan.rate_factor}`` or, with a scheduler of torch,
-            ``{"learning_rate": lambda step: scheduler.get_last_lr()}``.
+            ``{"learning_rate": lambda step: scheduler.get_last_lr()}``; `planned_settings` makes them of simpler plans.
 
     Raises:
         OptionError: If a plan is not a function.
@@ -127,6 +136,9 @@ class SettingsSentinel:
             if value is None or (_is_nan(value) and self._kind(name) is not LossTermRule):
                 continue
             plan = self._plan(step, name, group)
+            if plan is None and name in self._planned:  # any value is planned
+                rules.pop(group, None)
+                continue
             known = 0.0 if _is_nan(value) else value
             followed = known if plan is None else self._ratio(name, known, plan)
             if followed is not None and group not in rules:
@@ -134,7 +146,11 @@ class SettingsSentinel:
             elif followed is not None:
                 rates = noted[group] if name == "learning_rate" and group < len(noted) else []
                 moment = Moment(step, name in self._resumed, [rate for rate in rates if rate is not None])
-                if (found := rules[group].update(followed, moment)) is not None:
+                found = rules[group].update(followed, moment)
+                if found is None and self._is_planned_change(step, name, group, plan, followed):
+                    before = self._latest.get(name, {}).get(group, value)
+                    yield SettingsChange(step, name, before, value, (group,), step, "as planned", is_back=True)
+                elif found is not None:
                     yield self._change(step, name, group, value, found, plan)
             if plan is not None:
                 self._latest.setdefault(name, {})[group] = known
@@ -147,7 +163,15 @@ class SettingsSentinel:
         if name not in self._planned:
             return None
         plan = self._planned[name](step)
-        return float(plan[group] if isinstance(plan, Sequence) else plan)
+        plan = plan[group] if isinstance(plan, Sequence) else plan
+        return None if plan is None else float(plan)
+
+    def _is_planned_change(self, step: int, name: str, group: int, plan: float | None, ratio: float) -> bool:
+        """Return whether a setting changes with its plan; learning rates do so all the time."""
+        if plan is None or name == "learning_rate" or not step or self._plan(step - 1, name, group) in (plan, None):
+            return False
+        rule = self._rules[name][group]
+        return math.isclose(ratio, getattr(rule, "usual", ratio), rel_tol=1e-6)
 
     def _ratio(self, name: str, value: float, plan: float) -> float | None:
         """Return the value over its plan; None if both are 0."""
