@@ -30,7 +30,14 @@ def heard_by(loop, model, optimizer=None, **options):
 
 
 #: Metrics of one batch, or of a part of it on one rank, whose mean over parts is not that of the full batch.
-OF_PARTS = ("token_entropy", "label_entropy", "label_agreement", "largest_losses", "repeated_examples")
+OF_PARTS = (
+    "token_entropy",
+    "label_entropy",
+    "label_agreement",
+    "largest_losses",
+    "ignored_labels",
+    "repeated_examples",
+)
 
 
 def assert_same(some, others, tolerance=1e-5):

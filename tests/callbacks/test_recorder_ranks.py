@@ -37,7 +37,8 @@ def in_one_process(kind, recorder):
 
 
 OF_PARTS = (
-    "token_entropy", "label_entropy", "label_agreement", "largest_losses", "repeated_examples", "update_ratio",
+    "token_entropy", "label_entropy", "label_agreement", "largest_losses", "ignored_labels", "repeated_examples",
+    "update_ratio",
 )  # fmt: skip
 
 

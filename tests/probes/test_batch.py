@@ -71,7 +71,11 @@ def test_labels_of_language_models_are_tokens_of_their_inputs(shift):
 def test_images_have_no_tokens_but_are_recognized():
     images = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     probe = BatchProbe()
-    assert sorted(probe.take(images, torch.tensor([0, 1, 2]))) == ["label_entropy", "repeated_examples"]
+    assert sorted(probe.take(images, torch.tensor([0, 1, 2]))) == [
+        "ignored_labels",
+        "label_entropy",
+        "repeated_examples",
+    ]
     assert float(probe.take(images[:1] + 1e-6)["repeated_examples"]) == 0
     assert float(probe.take(torch.cat([images[1:], images[:1] + 1]))["repeated_examples"]) == pytest.approx(2 / 3)
 

@@ -70,6 +70,7 @@ class RunOutput:
                 first = {name: value for name, value in values.items() if stored is None or name in stored}
                 self.writer.declare(_declared(part, first, coords or {}))
                 self._names[part] = frozenset(first)
+                self._late |= values.keys() - first.keys()
             kept = {name: value for name, value in values.items() if name in self._names[part]}
             self._warn_of_late_column(step, values, kept)
             self.writer.add(part, step, kept)

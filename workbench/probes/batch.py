@@ -11,7 +11,7 @@ from torch import Tensor
 from workbench.errors import OptionError
 
 #: Label that losses ignore, by PyTorch's convention.
-_IGNORED = -100
+IGNORED = -100
 #: Seed of the factors of the hash, so that equal examples have equal hashes in every run.
 _SEED = 20240917
 
@@ -65,6 +65,7 @@ class BatchProbe:
 
             - ``token_entropy``: Entropy of the distribution of the token ids, in nat; absent if inputs are not ids.
             - ``label_entropy``: Entropy of the distribution of the labels, in nat; absent without integer labels.
+            - ``ignored_labels``: Fraction of the labels that are ignored; absent without integer labels.
             - ``label_agreement``: Fraction of the labels that equal the tokens of their inputs at the same or at the
               next position, whichever is larger: 1 in language modeling; absent if labels and ids differ in shape.
             - ``repeated_examples``: Fraction of the examples that equal an earlier one, of this batch or a recent one;
@@ -89,10 +90,31 @@ class BatchProbe:
             is_seen = mask if isinstance(mask, Tensor) and mask.shape == first.shape else None
             found["token_entropy"] = _entropy(first, None if is_seen is None else is_seen != 0)
         if isinstance(labels, Tensor) and _are_ids(labels):
-            found["label_entropy"] = _entropy(labels, labels != _IGNORED)
-            if _are_ids(first) and first.ndim == 2 and labels.shape == first.shape:
-                found["label_agreement"] = _agreement(first, labels)
+            found |= self.of_labels(first, labels)
         found["repeated_examples"] = self._repeated(first)
+        return found
+
+    def of_labels(self, inputs: Any, labels: Tensor) -> dict[str, Tensor]:
+        """Measure the labels of one batch, as `take` does.
+
+        Args:
+            inputs: Inputs of the model.
+            labels: Labels, integers of any shape.
+
+        Returns:
+            Those results of `take` that begin with ``label_``, and ``ignored_labels``.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+            >>> float(wb.probes.BatchProbe().of_labels(tokens, tokens.where(tokens > 2, -100))["ignored_labels"])
+            0.25
+        """
+        first, is_counted = _first(inputs), labels != IGNORED
+        found = {"label_entropy": _entropy(labels, is_counted), "ignored_labels": 1 - is_counted.double().mean()}
+        if first is not None and _are_ids(first) and first.ndim == 2 and labels.shape == first.shape:
+            found["label_agreement"] = _agreement(first, labels)
         return found
 
     def state_dict(self) -> list[int]:
@@ -168,7 +190,7 @@ def _agreement(ids: Tensor, labels: Tensor) -> Tensor:
     """Return the fraction of labels that equal the tokens; NaN if all labels are ignored."""
     fractions = []
     for tokens, compared in ((ids, labels), (ids[:, 1:], labels[:, :-1])):
-        counts = compared != _IGNORED
+        counts = compared != IGNORED
         fractions.append(((tokens == compared) & counts).sum().double() / counts.sum())
     return torch.fmax(*fractions)
 

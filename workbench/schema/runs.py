@@ -138,8 +138,28 @@ MONITORS: dict[str, Variable] = {
     "largest_losses": Variable(
         ("step",), "f", "largest token losses", "nat", "mean of the largest eighth of the token losses; NaN if unknown"
     ),
+    "ignored_labels": Variable(
+        ("step",), "f", "ignored labels", "1", "fraction of labels that the loss ignores; NaN if not available"
+    ),
     "repeated_examples": Variable(
         ("step",), "f", "repeated examples", "1", "fraction of examples of the batch that occurred in recent batches"
+    ),
+    "loss_weight": Variable(
+        ("step",),
+        "f",
+        "weight of the losses",
+        "1",
+        "of the losses in the outputs within those differentiated, summed, without loss scale: 1 for their mean, n for "
+        "the sum of n batches; NaN if the model returns no loss",
+    ),
+    "is_training": Variable(
+        ("step",), "f", "training mode", "1", "fraction of modules in training mode in the forward pass: 1 all, 0 none"
+    ),
+    "loss_scale": Variable(
+        ("step",), "f", "loss scale", "1", "factor of a gradient scaler on the loss; NaN without one"
+    ),
+    "is_skipped": Variable(
+        ("step",), "f", "skipped update", "1", "1 if gradients were computed but no update was made, else 0"
     ),
     "update_ratio": Variable(
         ("step",), "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update, over a fixed sample of all parameters"

@@ -284,6 +284,7 @@ class AttachedRecorder:
         """Measure between the backward pass and the update."""
         if self._open_step is not None:  # no batch has passed since the last update
             self._close_row()
+        self.batches.count_unreached()
         with self.batches.paused():
             if not self._is_ready:
                 self._prepare(optimizer)
@@ -439,6 +440,7 @@ class AttachedRecorder:
         The result is the row of step 0. Parts that are measured at every step are left out, since a run that is
         continued would have another row of that step.
         """
+        self.batches.count_unreached()
         # Reading the model needs all ranks, which may not end together.
         if self._has_updated or not self.batches.has_seen or self._optimizer is None or is_shared():
             return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,56 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from workbench.callbacks.recorder.backward_passes import (
+    current_pass,
+    differentiable_in,
+    differentiated_loss,
+    follow,
+    labels_from_gradient,
+)
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import named_arguments
 from workbench.models.losses import are_classes, largest_losses, loss_in, prediction_of, targets_of
 from workbench.models.wrapping import bare, entrances
-from workbench.probes.batch import BatchProbe
+from workbench.probes.batch import IGNORED, BatchProbe
 
 #: Argument by which a Hugging Face Trainer passes the number of labels in all batches of an update; the losses are then
 #: summed.
 _LABELS_OF_UPDATE = "num_items_in_batch"
+#: Maximum number of forward passes that may turn out to be training although no backward pass reaches them.
+_MOST_WAITING = 32
 #: Reason that PyTorch reports if a compiled function calls the model, whose hooks must not be compiled.
 _REASON = (
     "a recorder sees the batches that enter the model; compile the model itself, by torch.compile(model) or "
     "model.compile(), rather than a function that calls it"
 )
-
-
-@dataclass
-class Seen:
-    """Counts of the inputs of one module through which the model is called, since the last update.
-
-    Attributes:
-        n_forwards: Number of calls.
-        n_examples: Number of examples.
-        n_tokens: Number of tokens, as a number or as a 0-dim tensor that may not be computed yet.
-        losses: Losses in the outputs, 0-dim.
-        are_parts: Whether the losses are summands of the update's loss, instead of means over their batches.
-        contents: Sums over the calls of the results of `BatchProbe` and `largest_losses`.
-    """
-
-    n_forwards: int = 0
-    n_examples: float = 0.0
-    n_tokens: float | Tensor = 0.0
-    losses: tuple[Tensor, ...] = ()
-    are_parts: bool = False
-    contents: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, contents: Mapping[str, Tensor]) -> None:
-        """Add the contents of one call to the sums."""
-        for name, value in contents.items():
-            self.contents[name] = self.contents[name] + value if name in self.contents else value
-
-    def numbers(self) -> dict[str, float | Tensor]:
-        """Return the metrics of the update, with the names of ``schema.MONITORS``."""
-        found: dict[str, float | Tensor] = {"batch_size": self.n_examples, "n_tokens": self.n_tokens}
-        found |= {name: total / self.n_forwards for name, total in self.contents.items()}
-        if self.losses:
-            total = torch.stack([loss.float() for loss in self.losses]).sum()
-            found["loss"] = total if self.are_parts else total / len(self.losses)
-        return found
 
 
 @dataclass(frozen=True)
@@ -98,11 +74,79 @@ class PassContext:
             yield
 
 
+@dataclass
+class Seen:
+    """Counts of the inputs of one module through which the model is called, since the last update.
+
+    Attributes:
+        n_forwards: Number of calls.
+        n_examples: Number of examples.
+        n_tokens: Number of tokens, as a number or as a 0-dim tensor that may not be computed yet.
+        losses: Losses in the outputs, 0-dim.
+        are_parts: Whether the losses are summands of the update's loss, instead of means over their batches.
+        weights: Derivatives of the differentiated losses by those in the outputs, 0-dim.
+        contents: Sums over the calls of the results of `BatchProbe` and `largest_losses`.
+        differentiated: Losses that were differentiated, one for each backward pass, 0-dim.
+    """
+
+    n_forwards: int = 0
+    n_examples: float = 0.0
+    n_tokens: float | Tensor = 0.0
+    losses: tuple[Tensor, ...] = ()
+    are_parts: bool = False
+    weights: tuple[Tensor, ...] = ()
+    contents: dict[str, float | Tensor] = field(default_factory=dict)
+    differentiated: tuple[Tensor, ...] = ()
+
+    def add(self, contents: Mapping[str, float | Tensor]) -> None:
+        """Add the contents of one call to the sums."""
+        for name, value in contents.items():
+            self.contents[name] = self.contents[name] + value if name in self.contents else value
+
+    def numbers(self) -> dict[str, float | Tensor]:
+        """Return the metrics of the update, with the names of ``schema.MONITORS``.
+
+        The loss is the mean of those in the outputs, or else the sum of those that were differentiated.
+        """
+        found: dict[str, float | Tensor] = {"batch_size": self.n_examples, "n_tokens": self.n_tokens}
+        found |= {name: total / self.n_forwards for name, total in self.contents.items()}
+        if self.losses:
+            found["loss"] = _sum(self.losses) if self.are_parts else _sum(self.losses) / len(self.losses)
+            if self.weights:
+                found["loss_weight"] = _sum(self.weights) / (len(self.weights) if self.are_parts else 1)
+        elif self.differentiated:
+            found["loss"] = _sum(self.differentiated)
+        return found
+
+
+@dataclass
+class Call:
+    """A forward pass that counts once a backward pass reaches its output.
+
+    Attributes:
+        inputs: Inputs; None as soon as they are counted.
+        context: Context of the pass.
+        is_training: Fraction of the modules in training mode.
+        loss: Loss in the output; None if there is none.
+        logits: Output of which the gradient shows the labels, if they are unknown.
+        largest: Mean of the largest losses; empty if the labels are unknown.
+    """
+
+    inputs: Any
+    context: PassContext
+    is_training: float
+    loss: Tensor | None = None
+    logits: weakref.ref[Tensor] | None = None
+    largest: dict[str, Tensor] = field(default_factory=dict)
+    is_counted: bool = False
+
+
 class BatchWatch:
     """Hooks that count the training inputs of the model that the loop calls.
 
-    Forward passes are counted in training mode with gradients, except those of the recorder itself and those within a
-    backward pass, which recompute activations. The hooks never change inputs or outputs.
+    A forward pass is counted when a backward pass reaches its output, whether the model is in training mode or not.
+    Those of the recorder itself are not, nor those within a backward pass, which recompute activations. The hooks never
+    change inputs, outputs or gradients.
 
     Args:
         model: Model that the loop calls.
@@ -134,7 +178,10 @@ class BatchWatch:
         self._contents.load_state_dict(recent_examples)
         self._labels = labels
         self._pass = PassContext()
-        self._inputs: dict[nn.Module, Any] = {}  # while a forward runs
+        self._calls: dict[nn.Module, Call] = {}  # while a forward runs
+        self._waiting: deque[tuple[nn.Module, Call]] = deque(maxlen=_MOST_WAITING)  # in training mode, not reached
+        self._modules: dict[nn.Module, list[nn.Module]] = {}
+        self._differentiated: dict[int, Tensor | None] = {}
         self._first: dict[nn.Module, Any] = {}
         # The hooks record concrete inputs and outputs, so they must not be compiled.
         enter, leave = (torch.compiler.disable(hook, reason=_REASON) for hook in (self._enter, self._leave))
@@ -175,7 +222,9 @@ class BatchWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._entrances, self._seen, self._first, self._inputs, self.probe = [], {}, {}, {}, None
+        self._entrances, self._seen, self._first, self._calls, self.probe = [], {}, {}, {}, None
+        self._modules, self._differentiated = {}, {}
+        self._waiting.clear()
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
         """Fix the probe: the given one, or else examples of the first batch; None before the first batch.
@@ -194,8 +243,16 @@ class BatchWatch:
     def take(self) -> Seen:
         """Return the counts since the last call, for the outermost module that was called."""
         seen = next((self._seen[module] for module in self._entrances if module in self._seen), Seen())
-        self._seen = {}
+        seen.differentiated = tuple(loss for loss in self._differentiated.values() if loss is not None)
+        self._seen, self._differentiated = {}, {}
+        self._waiting.clear()
         return seen
+
+    def count_unreached(self) -> None:
+        """Count forward passes in training mode if backward passes reached none: gradients may come from elsewhere."""
+        for module, call in self._waiting if not self._seen else ():
+            self._count(module, call)
+        self._waiting.clear()
 
     @property
     def n_forwards(self) -> int:
@@ -203,24 +260,73 @@ class BatchWatch:
         return max((seen.n_forwards for seen in self._seen.values()), default=0)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not self._counts(module):
+        if self._counts(module):
+            self._begin()
+            modules = self._modules.setdefault(module, [*module.modules()])
+            is_training = sum(each.training for each in modules) / len(modules)
+            inputs = named_arguments(bare(module), args, kwargs)
+            self._calls[module] = Call(inputs, PassContext.of(module), is_training)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not self._counts(module) or module not in self._calls:
             return
-        self._begin()
-        self.has_seen = True
-        inputs = named_arguments(bare(module), args, kwargs)
-        seen = self._seen.setdefault(module, Seen())
+        is_outermost = module is next(entrance for entrance in self._entrances if entrance in self._calls)
+        call = self._calls.pop(module)
+        tensors = differentiable_in(output)
+        loss = loss_in(output)
+        if loss is None:
+            loss = next((each for each in tensors if not each.ndim), None)
+        call.loss = None if loss is None else loss.detach().reshape(())
+        if is_outermost:
+            call.largest = self._largest_losses(module, call.inputs, output)
+        logits = None if call.largest else next((each for each in tensors if _may_be_logits(each)), None)
+        call.logits = None if logits is None else weakref.ref(logits)
+        reference = weakref.ref(self)
+        for tensor in tensors:
+
+            def arrive(
+                gradient: Tensor | None, is_loss: bool = tensor is loss, is_logits: bool = tensor is logits
+            ) -> None:
+                if (watch := reference()) is not None and not watch.is_paused and watch._handles:
+                    watch._arrive(module, call, gradient if is_loss else None, gradient if is_logits else None)
+
+            follow(tensor, arrive)
+        if module.training:
+            self._waiting.append((module, call))
+
+    def _arrive(self, module: nn.Module, call: Call, of_loss: Tensor | None, of_logits: Tensor | None) -> None:
+        """Count a call when the first gradient arrives at its output, and read the labels from that of the logits."""
+        try:
+            if (number := current_pass()) not in self._differentiated:
+                self._differentiated[number] = differentiated_loss()
+            if not call.is_counted:
+                self._count(module, call)
+            if of_loss is not None:
+                self._seen_by(module).weights += (of_loss.detach().reshape(()),)
+            if of_logits is not None and call.logits is not None:
+                self._take_labels(module, call, of_logits)
+        except Exception:  # noqa: BLE001  (an exception would end the backward pass of the training)
+            call.inputs = call.logits = None
+
+    def _seen_by(self, module: nn.Module) -> Seen:
+        return self._seen.setdefault(module, Seen())
+
+    def _count(self, module: nn.Module, call: Call) -> None:
+        call.is_counted, self.has_seen, self._pass = True, True, call.context
+        seen, inputs = self._seen_by(module), call.inputs
         seen.n_forwards += 1
         try:
             seen.n_examples += count_examples(inputs)
         except SnapshotError:
             seen.n_examples = math.nan
         seen.n_tokens = seen.n_tokens + count_tokens(inputs)
-        seen.add(self._contents_of(inputs))
-        self._inputs[module] = inputs
-        self._pass = PassContext.of(module)
         seen.are_parts = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
+        seen.losses += () if call.loss is None else (call.loss,)
+        seen.add({"is_training": call.is_training} | (contents := self._contents_of(inputs)) | call.largest)
         if self.probe is None and module not in self._first:
             self._first[module] = few_examples(inputs, self._n_probe_tokens)
+        if call.logits is None or "label_entropy" in contents:
+            call.inputs = call.logits = None
 
     def _contents_of(self, inputs: Any) -> dict[str, Tensor]:
         labels = None if self._labels is None else self._labels()
@@ -229,14 +335,16 @@ class BatchWatch:
         except Exception:  # noqa: BLE001  (inputs may be of any kind, and a measurement never stops a training)
             return {}
 
-    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if not self._counts(module) or module not in self._seen:
-            return
-        seen, inputs = self._seen[module], self._inputs.pop(module, None)
-        if (loss := loss_in(output)) is not None:
-            seen.losses += (loss.detach(),)
-        if module is next(entrance for entrance in self._entrances if entrance in self._seen):
-            seen.add(self._largest_losses(module, inputs, output))
+    @torch.no_grad()
+    def _take_labels(self, module: nn.Module, call: Call, gradient: Tensor) -> None:
+        """Measure the labels that the gradient of the logits shows; NaN if it is not that of a cross entropy."""
+        inputs, logits = call.inputs, None if call.logits is None else call.logits()
+        call.inputs = call.logits = None
+        labels, is_known = labels_from_gradient(gradient, IGNORED)
+        found = self._contents.of_labels(inputs, labels)
+        if logits is not None and not call.largest:
+            found["largest_losses"] = largest_losses(logits.detach(), labels)
+        self._seen_by(module).add({name: value.where(is_known, math.nan) for name, value in found.items()})
 
     @torch.no_grad()
     def _largest_losses(self, module: nn.Module, inputs: Any, output: Any) -> dict[str, Tensor]:
@@ -248,12 +356,22 @@ class BatchWatch:
             return {}
 
     def _counts(self, module: nn.Module) -> bool:
-        if self.is_paused or not (module.training and torch.is_grad_enabled()):
+        if self.is_paused or not torch.is_grad_enabled() or torch.compiler.is_exporting():
             return False
-        if torch._C._current_graph_task_id() != -1:  # within backward: gradient checkpointing recomputes the forward
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func differentiates without backward
+            return False
+        if current_pass() != -1:  # within backward: gradient checkpointing recomputes the forward
             return False
         # Lightning under DDP replaces forward by a function whose arguments are not those of the model.
         return not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__")
+
+
+def _may_be_logits(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.ndim > 1 and tensor.shape[-1] > 1 and tensor.is_floating_point()
+
+
+def _sum(numbers: Sequence[Tensor]) -> Tensor:
+    return torch.stack([number.float() for number in numbers]).sum()
 
 
 def count_tokens(inputs: Any) -> float | Tensor:

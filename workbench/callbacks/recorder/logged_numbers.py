@@ -25,7 +25,12 @@ NUMBERS = (
     "label_entropy",
     "label_agreement",
     "largest_losses",
+    "ignored_labels",
     "repeated_examples",
+    "loss_weight",
+    "is_training",
+    "loss_scale",
+    "is_skipped",
     "update_ratio",
     "spike_score",
 )

@@ -30,7 +30,12 @@ MEANS = (
     "label_entropy",
     "label_agreement",
     "largest_losses",
+    "ignored_labels",
     "repeated_examples",
+    "loss_weight",
+    "is_training",
+    "loss_scale",
+    "is_skipped",
     "update_ratio",
 )
 SUMS = ("batch_size", "n_tokens", "n_changes")
