@@ -56,7 +56,8 @@ class Timeline(WorkbenchWidget):
     ``poll_every`` seconds, and new rows are added automatically.
 
     Args:
-        runs: One run, or several by name: a run, or the path of a stored run.
+        runs: One run, or several by name: a run, the path of a stored run, or a log of another tool, from
+            `workbench.read_log` or as a path.
         signals: Names from ``workbench.studies.signals.names(run)``; None for the default ones, as in
             `workbench.plots.timeline`.
         reduce: Reduction over layers and heads: ``"min"``, ``"max"``, ``"mean"``, or ``"worst"`` for the worst value.

@@ -75,7 +75,6 @@ def _diagnose(given: argparse.Namespace) -> int:
         check_target(path, overwrite=given.overwrite)
     _check_tree_path(given.tree, overwrite=given.overwrite)
     from workbench.diagnosis.diagnose import diagnose
-    from workbench.io.training_logs import read_log
 
     run = given.run_path
     if not run.exists():
@@ -85,8 +84,7 @@ def _diagnose(given: argparse.Namespace) -> int:
             value=run,
             expected="an existing run or log",
         )
-    is_log = run.suffix == ".csv" or (run.is_dir() and not (run / "zarr.json").exists())
-    tree = diagnose(read_log(run) if is_log else run)
+    tree = diagnose(run)
     _write(tree, given)
     print(tree.attrs["summary"])
     return 0
@@ -266,7 +264,10 @@ def _parser() -> argparse.ArgumentParser:
         "Exit status: 0 done, 3 invalid input, 5 internal error.",
     )
     diagnose.add_argument(
-        "run_path", type=Path, metavar="RUN", help="a store of wb.train, a CSV log, or a folder of TensorBoard events"
+        "run_path",
+        type=Path,
+        metavar="RUN",
+        help="a store of wb.train, or a log: text, CSV, JSON, TensorBoard events",
     )
     _add_outputs(diagnose)
     diagnose.set_defaults(run=_diagnose)

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.about import about
+from tests.io.tool_logs import LOGS
 from workbench.diagnosis.diagnose import diagnose
 from workbench.errors import MissingPackageError, SchemaError, StoreError
 from workbench.io.store import open_run
-from workbench.io.training_logs import read_log
+from workbench.io.training_logs import is_log, read_log
+from workbench.schema.runs import MONITORS
 
 
 def write(path, header, rows):
@@ -47,32 +49,63 @@ def test_evaluations_and_the_end_of_a_hugging_face_log_are_skipped(tmp_path):
     np.testing.assert_allclose(log["grad_norm"], [1.5, 1.4, np.nan])
 
 
+@pytest.mark.parametrize("tool", LOGS)
+def test_the_logs_of_many_tools_are_read(tmp_path, tool):
+    name, text, steps, expected = LOGS[tool]
+    path = tmp_path / "metrics" / name  # the folder that MLflow writes to
+    path.parent.mkdir()
+    path.write_text(text, newline="")
+    log = read_log(path)
+    assert log["step"].values.tolist() == steps
+    assert set(log.data_vars) & set(MONITORS) == set(expected)
+    for monitor, values in expected.items():
+        np.testing.assert_allclose(log[monitor], values, rtol=1e-6)
+    assert is_log(path) or not path.suffix or tool == "History of Keras"  # as any other columns of numbers
+
+
 @pytest.mark.parametrize(
-    ("steps", "value", "expected"),
+    ("steps", "value", "expected", "between"),
     [
-        ([0, 1, 2, 3, 7, 8, 9], 7, "at most 1 after step 3"),
-        ([0, 10, 20, 50, 60, 70], 50, "at most 10 after step 20"),
-        ([0, 1, 2, 2, 3], 2, "greater than 2"),
-        ([0, 1, 2, 0, 1], 0, "greater than 2"),
+        ([0, 1, 2, 3, 7, 8, 9], 7, "at most 1 after step 3", "3 and 7"),
+        ([0, 10, 20, 50, 60, 70], 50, "at most 10 after step 20", "20 and 50"),
     ],
 )
-def test_missing_repeated_and_decreasing_steps_are_rejected(tmp_path, steps, value, expected):
+def test_missing_steps_are_noted_or_rejected(tmp_path, steps, value, expected, between):
     path = write(tmp_path / "log.csv", ["step", "loss"], [[s, 1.0] for s in steps])
+    log = read_log(path)
+    assert log["step"].values.tolist() == steps
+    assert between in log.attrs["notes"]
     with pytest.raises(SchemaError, check=about("step", value, expected)):
-        read_log(path)
+        read_log(path, allow_gaps=False)
 
 
-def test_a_log_with_gaps_is_read_if_allowed(tmp_path):
+def test_a_log_with_gaps_is_diagnosed(tmp_path):
     path = write(tmp_path / "log.csv", ["step", "loss"], [[s, 2.0 - 0.01 * s] for s in (*range(20), *range(40, 60))])
-    log = read_log(path, allow_gaps=True)
-    assert log.sizes["step"] == 40
-    assert diagnose(log).attrs["kind"] == "diagnosis"
+    assert diagnose(path).attrs["kind"] == "diagnosis"
 
 
-def test_repeated_steps_are_rejected_even_if_gaps_are_allowed(tmp_path):
-    path = write(tmp_path / "log.csv", ["step", "loss"], [[0, 1], [0, 1]])
-    with pytest.raises(SchemaError, check=about("step", 0)):
-        read_log(path, allow_gaps=True)
+@settings(max_examples=30, deadline=None)
+@given(starts=st.lists(st.integers(0, 40), min_size=1, max_size=4), length=st.integers(12, 25), every=st.integers(1, 9))
+def test_the_later_run_counts_where_steps_overlap(tmp_path_factory, starts, length, every):
+    rows, expected, resumed, end = [], {}, [], 0
+    for run, start in enumerate(starts):
+        first = min(start, end)  # a run resumes before the end of the one before it
+        resumed += [first * every] if first < end - 1 else []
+        end = first + length
+        expected = {step: loss for step, loss in expected.items() if step < first * every}
+        for step in range(first, end):
+            expected[step * every] = run + step / 1000
+            rows.append([step * every, run + step / 1000])
+    log = read_log(write(tmp_path_factory.mktemp("log") / "log.csv", ["step", "loss"], rows))
+    assert dict(zip(log["step"].values.tolist(), log["loss"].values.tolist(), strict=True)) == expected
+    assert log.attrs.get("resumed_at", []) == resumed
+    assert ("resumed" in log.attrs["notes"]) == bool(resumed)
+
+
+def test_a_repeated_step_counts_once_and_is_noted(tmp_path):
+    log = read_log(write(tmp_path / "log.csv", ["step", "loss"], [[0, 3], [1, 2.5], [1, 2], [2, 1]]))
+    assert log["loss"].values.tolist() == [3, 2, 1]
+    assert "1 row" in log.attrs["notes"]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +114,8 @@ def test_repeated_steps_are_rejected_even_if_gaps_are_allowed(tmp_path):
         (["step", "value"], [[0, 1]], "loss", "step, value"),
         (["time", "loss"], [[0, 1]], "step", "time, loss"),
         (["step", "loss"], [[0, 1], [1, "much"]], "loss", "much"),
-        (["step", "loss"], [[0.5, 1]], "step", "0.5"),
-        (["step", "loss"], [[0, None]], "loss", None),
+        (["step", "loss"], [[0.5, 1]], "step", 0.5),
+        (["step", "loss"], [[0, None]], "loss", "step"),
     ],
 )
 def test_invalid_logs_are_rejected(tmp_path, header, rows, name, value):
@@ -149,6 +182,7 @@ def test_tensorboard_folder_without_scalars(tmp_path):
 
 
 def test_tensorboard_without_its_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    (tmp_path / "events.out.tfevents.1").touch()
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_file_loader", None)
     with pytest.raises(MissingPackageError, check=about("tensorboard", None)):
         read_log(tmp_path)

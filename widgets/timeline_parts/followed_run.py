@@ -13,7 +13,7 @@ import numpy as np
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import duration
 from workbench.io.run_access import named_runs, spectra_of
-from workbench.io.store import open_run
+from workbench.io.store import open_run_or_log
 from workbench.plots.timeline_panels import RunEvents
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
@@ -64,7 +64,7 @@ class FollowedRun:
 
     Args:
         name: Name of the run.
-        run: A run, or the path of a stored run, which may still be training and is followed.
+        run: A run, or the path of a stored run or a log, which may still be growing and is followed.
         place: Index of its style.
 
     Attributes:
@@ -80,8 +80,10 @@ class FollowedRun:
         self.path = Path(run) if isinstance(run, str | os.PathLike) else None
         self.problem = ""
         self._n_failed = 0
+        is_folder = self.path is not None and self.path.is_dir()
+        self._is_folder_of_logs = is_folder and not (Path(run) / "zarr.json").exists()
         self._stamp = self._stamp_now()
-        tree = open_run(run) if isinstance(run, str | os.PathLike) else run
+        tree = open_run_or_log(run) if isinstance(run, str | os.PathLike) else run
         self._now = self._snapshot_of(named_runs({name: tree}, needs_spectra=False)[name])
 
     @property
@@ -134,7 +136,7 @@ class FollowedRun:
         if stamp == self._stamp and not self.problem:
             return False
         try:
-            new = self._advanced(open_run(self.path))
+            new = self._advanced(open_run_or_log(self.path))
         except (StoreError, SchemaError, OSError, KeyError, ValueError) as error:
             self._n_failed += 1
             if self._stamp_now() is None:
@@ -228,8 +230,10 @@ class FollowedRun:
         if self.path is None:
             return None
         try:
-            at = os.stat(self.path / "zarr.json" if self.path.is_dir() else self.path)
-        except OSError:
+            files = [file.stat() for file in self.path.rglob("*")] if self._is_folder_of_logs else []
+            store = self.path / "zarr.json" if self.path.is_dir() else self.path
+            at = max(files, key=lambda file: file.st_mtime_ns) if self._is_folder_of_logs else os.stat(store)
+        except (OSError, ValueError):
             return None
         return at.st_mtime_ns, at.st_ino, at.st_size
 

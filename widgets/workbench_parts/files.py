@@ -57,6 +57,8 @@ def search(folder: Path) -> FoundSources:
             continue
         n_left -= len(paths)
         for path, is_folder in paths:
+            if time.monotonic() > end:  # logs are recognized by their first lines
+                break
             if path.name.startswith((".", "_")) or path.name in _SKIPPED:
                 continue
             if (kind := quick_kind(path, is_folder=is_folder)) is not None:

@@ -169,11 +169,9 @@ class TimelineView(View):
     controls = ("signals", "shown", "reduce", "view")
 
     def entry(self, source: Source, known: Known) -> Any:
-        """Return the path of a store, which the widget follows, or a run."""
-        if source.kind == Kind.LOG:
-            parts = Named((("monitors", source.value),), "parts")
-            return LibraryCall("xr.DataTree.from_dict", (parts,), variable=source.name, topic=source.name)
-        if source.path is not None and source.path.is_dir() and isinstance(source.value, LibraryCall):
+        """Return the path of a store or a log, which the widget follows, or a run."""
+        is_followed = source.kind == Kind.LOG or (source.path is not None and source.path.is_dir())
+        if is_followed and isinstance(source.value, LibraryCall):
             return source.value.args[0]
         return source.value
 

@@ -64,8 +64,8 @@ def diagnose(
     nothing about causes that were not injected in the recorded runs.
 
     Args:
-        run: Path of a store, or of a CSV or TensorBoard log; a tree from `workbench.open_run`, or a dataset from
-            `workbench.read_log`.
+        run: Path of a store, or of a log that `workbench.read_log` reads; a tree from `workbench.open_run`, or a
+            dataset from `workbench.read_log`.
         model: The model of the run, to check that the checkpoints fit it.
         task: The task of the run; it is only recorded, because `workbench.run_experiment` needs it.
         checkpoints: Folder of the checkpoints; None for the folder next to the store, ``run.zarr`` ->

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, StoreError
-from workbench.io.store import open_run
-from workbench.io.training_logs import is_log, read_log
+from workbench.io.store import open_run_or_log
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -104,7 +103,7 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
     source = ""
     if isinstance(run, str | os.PathLike):
         source = str(Path(run))
-        run = read_log(run) if is_log(run) else open_run(run)
+        run = open_run_or_log(run)
     if isinstance(run, xr.Dataset):
         run = xr.DataTree.from_dict({"/monitors": run})
         run.attrs["subject"] = run["monitors"].attrs.get("subject", "")

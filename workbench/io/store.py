@@ -14,7 +14,8 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError
 from workbench.io.atomic import check_free, replacing
-from workbench.io.training_logs import is_log
+from workbench.io.run_parts import events_part
+from workbench.io.training_logs import is_log, read_log
 from workbench.schema.runs import (
     PARTS,
     SCHEMA_VERSION,
@@ -43,8 +44,8 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
     """Create a run from a tree, a dataset or a mapping of parts.
 
     Args:
-        data: A run; a dataset of spectra or of weight spectra; or parts by name, such as
-            ``{"spectra": ..., "monitors": ...}``.
+        data: A run; a dataset of spectra or of weight spectra, or one from `workbench.read_log`; or parts by name,
+            such as ``{"spectra": ..., "monitors": ...}``.
 
     Returns:
         A tree with one child for each part; the data are shared, not copied.
@@ -54,7 +55,9 @@ def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.Data
     """
     import xarray as xr
 
-    if isinstance(data, xr.Dataset):
+    if isinstance(data, xr.Dataset) and "loss" in data and "eigenvalue" not in data:
+        data = _run_of_log(data)
+    elif isinstance(data, xr.Dataset):
         data = {"weights" if "singular_value" in data else "spectra": data}
     if isinstance(data, xr.DataTree):
         run = data.copy()
@@ -185,9 +188,9 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
         raise StoreError(
             f"There is no run at {path}; check the path.", name="path", value=path, expected="an existing run"
         )
-    if is_log(path):
+    if is_log(path) or (path.is_file() and not _may_be_run(path)):
         raise StoreError(
-            f"{path} is a log of another tool, not a run; read it with wb.read_log().",
+            f"{path} is not a run; if it is a log of another tool, read it with wb.read_log().",
             name="path",
             value=path,
             expected="a run",
@@ -221,6 +224,34 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     for node in run.subtree:
         check_version(node)
     return with_text(run, of_variable_length=False)
+
+
+def open_run_or_log(path: str | os.PathLike[str]) -> xr.DataTree:
+    """Open a run, or read the log of another tool as a run; see `open_run` and `workbench.read_log`."""
+    path = Path(path)
+    return open_run(path) if not path.exists() or _may_be_run(path) else as_run(read_log(path))
+
+
+def _may_be_run(path: Path) -> bool:
+    """Return whether a path looks like a store, or like a netCDF file, from its name or its first bytes."""
+    if path.suffix in (".nc", ".zarr") or not path.is_file():
+        return path.suffix in (".nc", ".zarr") or (path / "zarr.json").exists()
+    with path.open("rb") as file:
+        return file.read(4).startswith((b"\x89HDF", b"CDF"))
+
+
+def _run_of_log(log: xr.Dataset) -> xr.DataTree:
+    """Return a run with the monitors of a log, and an event for each resumption."""
+    import xarray as xr
+
+    run = xr.DataTree.from_dict({"/monitors": log})
+    run.attrs = {"subject": str(log.attrs.get("subject", ""))}
+    if resumed := np.atleast_1d(log.attrs.get("resumed_at", [])).tolist():
+        row = {"kind": "resumed", "source": "", "score": np.nan, "message": "", "layer": -1, "head": -1}
+        part = events_part()
+        columns = {name: np.full(len(resumed), value) for name, value in row.items()}
+        run["events"] = xr.DataTree(part.dataset(resumed, columns))
+    return run
 
 
 def _is_consolidated(store: Path) -> bool:

@@ -1,78 +1,95 @@
-"""Read training logs of other tools: CSV files, and TensorBoard folders or files."""
+"""Read training logs of other tools as monitors of a run."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import MissingPackageError, SchemaError, StoreError
+from workbench.errors import SchemaError, StoreError, WorkbenchError
+from workbench.formatting import clipped, counted, listed
+from workbench.io.log_rows import COUNTERS, EVENT_FILE, HELD_OUT, LogRows, counter_of, read_rows, words_of
 from workbench.schema.runs import MONITORS
 
 if TYPE_CHECKING:
-    import pandas as pd
     import xarray as xr
 
-#: Name of a monitor -> its names in logs, in lower case; the first one found is used.
-NAMES: dict[str, tuple[str, ...]] = {
-    "loss": ("loss", "train/loss", "train_loss", "training_loss", "loss/train", "train/loss_step", "train_loss_step"),
+    Columns = Mapping[str, tuple[Any, ...]]
+
+#: Words that do not change the meaning of a name.
+_PLAIN = set(words_of("train training trainer metric metrics global avg average mean total step batch iter reduced s"))
+#: Name of a monitor -> sets of words, one of which its name in a log has, and words that it may have.
+NAMES: dict[str, tuple[tuple[set[str], ...], set[str]]] = {
+    "loss": (
+        ({"loss"}, {"cross", "entropy"}, {"nll"}, {"xent"}, {"trl"}),
+        set(words_of("lm language model modeling ce cross entropy nll token epoch")),
+    ),
     "grad_norm": (
-        "grad_norm",
-        "train/grad_norm",
-        "gradient_norm",
-        "grad/norm",
-        "gnorm",
-        "total_grad_norm",
-        "global_norm",
+        ({"grad", "norm"}, {"gradient", "norm"}, {"gnorm"}, {"global", "norm"}, {"norm"}),
+        set(words_of("grad gradient gradients optim optimizer l 2 0 raw pre before clip clipping unclipped all")),
     ),
     "learning_rate": (
-        "learning_rate",
-        "lr",
-        "train/learning_rate",
-        "train/lr",
-        "lr/learning_rate",
-        "lr-adamw",
-        "lr-adam",
+        ({"lr"}, {"learning", "rate"}, {"learningrate"}),
+        set(words_of("lr optim optimizer group 0 pg 1 adam adamw w decoupled fused sgd lion muon scheduler schedule")),
     ),
-    "auxiliary_loss": ("auxiliary_loss", "aux_loss", "train/aux_loss", "load_balancing_loss"),
-    "accuracy": ("accuracy", "train/accuracy", "acc", "train_acc"),
-    "batch_size": ("batch_size", "train/batch_size", "global_batch_size"),
-}
-#: Contents of a CSV cell that count as empty.
-_EMPTY = ["", *(form for word in ("none", "null", "na") for form in (word, word.upper(), word.capitalize()))]
-#: Part of the names of TensorBoard's event files.
-_EVENT_FILE = "tfevents"
-_STEPS = ("step", "global_step", "train/global_step", "_step", "iteration", "iter", "update", "num_updates")
+    "auxiliary_loss": (
+        ({"aux", "loss"}, {"auxiliary", "loss"}, {"balancing", "loss"}, {"balance", "loss"}), {"load", "moe"}
+    ),
+    "accuracy": (({"accuracy"}, {"acc"}), {"token", "top", "1"}),
+    "batch_size": (({"batch", "size"},), set()),
+}  # fmt: skip
+_PERPLEXITY: tuple[tuple[set[str], ...], set[str]] = (({"ppl"}, {"perplexity"}), set())
+#: Words in the names of losses other than that of a batch of training.
+_OTHER_LOSSES = HELD_OUT | set(
+    words_of(
+        "scale scaler scaling aux auxiliary balancing balance load z router best min max std var vs delta change "
+        "weight ratio ppl perplexity kl ema penalty limit fn smoothing"
+    )
+)
+_STATE = "trainer_state.json"
+_LOG_FILES = (".csv", ".csv.gz", ".tsv", ".jsonl", ".ndjson", ".json", ".log", ".out", ".txt")
+#: Files of a folder, and bytes of a file, in which a log is sought; rows that may be numbered without a step.
+_MOST_FILES, _FIRST_BYTES, _LEAST_ROWS = 2000, 16_384, 5
 
 
-def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Dataset:
-    """Read the metrics of each step from a log, as monitors that `workbench.diagnose` accepts.
+def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = True) -> xr.Dataset:
+    r"""Read the numbers of each step from the log of another tool, as monitors that `workbench.diagnose` accepts.
+
+    Numbers are recognized by the words of their names: ``train/loss``, ``lm loss`` and ``train_loss_step`` are a loss;
+    ``val_loss`` and ``loss scale`` are not. Of several runs, ranks or losses, the one with the most rows is read, and
+    the others are kept by name. Where the steps go back the run was resumed, and its later rows replace the earlier
+    ones. The other numbers are placed in the first row at or after their step.
 
     Args:
-        path: Path of a CSV file with one row for each step and columns in any order, or of a folder or file of
-            TensorBoard events. Columns and tags are found by their usual names (``loss``, ``train/loss``, ``lr``, ...,
-            including those of Hugging Face's Trainer).
-        allow_gaps: Accept a log in which steps are missing. A log with evenly spaced steps, such as every tenth
-            step, is always accepted.
+        path: A text with names and numbers in any form (``step: 10 loss: 2.5``), lines of JSON, a CSV file (W&B's
+            exports as well), ``trainer_state.json``, or TensorBoard events; or a folder with such files, or with
+            checkpoints of Hugging Face's Trainer, whose latest one is read. Text may be packed by gzip.
+        allow_gaps: Accept a log in which steps are missing.
 
     Returns:
-        Dataset with dim ``step`` of those ``MONITORS`` variables that the log has; NaN where a row lacks a value.
+        Dataset with dim ``step`` of those ``MONITORS`` variables that the log has, and of its other numbers; NaN where
+        a row lacks a value. The attribute ``source_name`` of a variable is its name in the log. Attributes of the
+        dataset: ``notes`` states what was chosen or changed; ``missing`` what a diagnosis would use and the log lacks;
+        ``resumed_at`` the steps at which the run was resumed, if any.
 
     Raises:
         StoreError: If the path does not exist, or cannot be read.
-        SchemaError: If the log has no steps or no loss, a step is repeated or decreases, or steps are missing.
+        SchemaError: If the log has no steps or no loss, or steps are missing and ``allow_gaps`` is False.
         MissingPackageError: If the path is a TensorBoard log and the package is not installed.
 
     Example:
-        >>> import csv
         >>> import workbench as wb
-        >>> with open("log.csv", "w", newline="") as file:
-        ...     csv.writer(file).writerows([("step", "train/loss", "lr"), (0, 3.5, 0.001), (1, 3.1, 0.001)])
-        >>> wb.read_log("log.csv")["loss"].values
-        array([3.5, 3.1])
+        >>> with open("train.log", "w") as file:
+        ...     _ = file.write("step 0: loss 3.5, lr 0.001\nstep 10: loss 3.1, lr 0.001\n")
+        >>> log = wb.read_log("train.log")
+        >>> log["loss"].values, log.attrs["missing"]
+        (array([3.5, 3.1]), 'no gradient norm')
 
     See Also:
         `workbench.diagnose`: Finds the causes of a failed run.
@@ -83,176 +100,290 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = False) -> xr.Da
         raise StoreError(
             f"There is no log at {path}; check the path.", name="path", value=path, expected="an existing log"
         )
-    steps, columns = _read_events(path) if path.is_dir() or _EVENT_FILE in path.name else _read_csv(path)
-    _check_steps(path, steps, allow_gaps=allow_gaps)
-    return _dataset(path, steps, columns)
+    rows = LogRows()
+    for file, label in _files_of(path):
+        read_rows(file, rows, label)
+    runs = {label: name for label, columns in rows.runs.items() if (name := _loss_of(columns))}
+    if not runs:
+        raise _no_loss(path, rows)
+    label = max(runs, key=lambda each: len(rows.runs[each][runs[each]][0]))
+    notes = list(rows.remarks)
+    if len(runs) > 1:
+        names = listed(f"'{each or 'rank 0'}'" for each in itertools.islice(runs, 8))
+        notes.append(f"The log has {len(runs)} runs or ranks ({names}); '{label or 'rank 0'}' has the most rows.")
+    columns = dict(rows.runs[label])
+    if HELD_OUT & set(words_of(runs[label])):
+        notes.append(f"The log has no loss of training; '{runs[label]}' is read.")
+    row_steps, counted_by = _steps_of(path, rows, columns, runs[label], notes)
+    of_loss, loss = (np.asarray(each) for each in columns.pop(runs[label]))
+    at = row_steps[of_loss]
+    # A table may fill the loss of rows that are not steps with NaN.
+    is_row = np.isfinite(at) & ~(np.isnan(loss) & (np.diff(at, prepend=-1) == 0))
+    of_loss, loss, at = of_loss[is_row], loss[is_row], at[is_row].astype(np.int64)
+    kept, resumed = _later_rows(at, notes)
+    steps, found = at[kept], {"loss": (runs[label], loss[kept])}
+    _check_gaps(path, steps, notes, allow_gaps=allow_gaps)
+
+    def placed(of_values: Any, values: Any, places: np.ndarray, *, is_same_run: bool = True) -> np.ndarray:
+        """Return values in the rows of the loss."""
+        of_values, values = np.asarray(of_values), np.asarray(values)
+        own = places[of_values]
+        for first in resumed if is_same_run and of_values[-1] > of_loss[0] else ():
+            own = np.where((of_values < of_loss[first]) & (own >= at[first]), np.nan, own)
+        of_values, values, own = (each[np.isfinite(own)] for each in (of_values, values, own))
+        last = _later_rows(own, [])[0]
+        result = np.full(len(steps), np.nan)
+        result[np.searchsorted(steps, own[last]).clip(max=len(steps) - 1)] = values[last]
+        return result
+
+    for monitor in list(NAMES)[1:]:
+        if name := _named(columns, NAMES[monitor]):
+            found[monitor] = name, placed(*columns.pop(name), row_steps)
+    others = {n: placed(*column, row_steps) for n, column in columns.items() if n not in counted_by and n[:4] != "bar "}
+    for other, name in runs.items():
+        if other != label:
+            places = _steps_of(path, rows, rows.runs[other], name, [])[0]
+            others[f"{other or 'rank 0'}/{name}"] = placed(*rows.runs[other][name], places, is_same_run=False)
+    _convert(found, others, rows, notes)
+    import xarray as xr
+
+    variables = {name: ("step", v, MONITORS[name].attrs | {"source_name": own}) for name, (own, v) in found.items()}
+    for name, values in others.items():
+        key = re.sub(r"\W+", "_", name).strip("_") or "unnamed"
+        while key in variables or key in MONITORS or key == "step":
+            key += "_of_log"
+        described = {"long_name": name, "units": rows.units.get(name, "1"), "source_name": name}
+        variables[key] = ("step", values, described)
+    log = xr.Dataset(variables, coords={"step": steps})
+    log.attrs = {"subject": path.stem if path.is_file() else path.name, "source": str(path)}
+    absent = [f"no {MONITORS[name].long_name}" for name in ("grad_norm", "learning_rate") if name not in found]
+    log.attrs |= {"missing": ", ".join(absent), "notes": " ".join(notes)}
+    if len(resumed):
+        log.attrs["resumed_at"] = at[resumed].tolist()
+    return log
 
 
 def is_log(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a log for `read_log` (a CSV file or TensorBoard events) rather than a run."""
+    """Return whether a path is a log for `read_log` rather than a run, from its name and its first rows."""
     path = Path(path)
+    name = path.name.lower()
     if path.is_dir():
-        return not (path / "zarr.json").exists() and any(path.glob(f"*{_EVENT_FILE}*"))
-    return path.is_file() and (_EVENT_FILE in path.name or path.name.lower().endswith((".csv", ".csv.gz")))
-
-
-def _dataset(path: Path, steps: np.ndarray, columns: dict[str, np.ndarray]) -> xr.Dataset:
-    import xarray as xr
-
-    variables = {name: ("step", values, MONITORS[name].attrs) for name, values in columns.items()}
-    found = xr.Dataset(variables, coords={"step": steps})
-    found.attrs = {"subject": path.stem if path.is_file() else path.name, "source": str(path)}
-    return found
-
-
-def _read_csv(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    import pandas as pd
-
+        is_run = (path / "zarr.json").exists()
+        return not is_run and ((path / _STATE).is_file() or any(path.glob(f"*{EVENT_FILE}*")))
+    if not path.is_file() or EVENT_FILE in name or name.endswith((*_LOG_FILES[:2], _STATE)):
+        return path.is_file()
+    if not name.endswith(_LOG_FILES):
+        return False
+    rows = LogRows()
     try:
-        # A row may have more cells than the header; a name that the header has twice becomes two names.
-        table = pd.read_csv(
-            path, dtype=str, encoding="utf-8-sig", skip_blank_lines=False, skipinitialspace=True, index_col=False,
-            keep_default_na=False, na_values=_EMPTY, usecols=lambda _: True,
-        )  # fmt: skip
-    except (OSError, UnicodeDecodeError, pd.errors.ParserError) as error:
+        read_rows(path, rows, most=_FIRST_BYTES)
+    except (OSError, WorkbenchError):
+        return False
+    return any(_loss_of(columns) and any(map(counter_of, columns)) for columns in rows.runs.values())
+
+
+def _files_of(path: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a log, each with the name of its run.
+
+    Raises:
+        StoreError: If a folder holds no log.
+    """
+    if not path.is_dir():
+        yield path, ""
+        return
+    files = sorted(itertools.islice((file for file in path.rglob("*") if file.is_file()), _MOST_FILES))
+    states = [file for file in files if file.name == _STATE]
+    if states:
+        latest = max(states, key=lambda s: (s.parent == path, int("".join(re.findall(r"\d+$", s.parent.name)) or 0)))
+        yield latest, ""
+        return
+    events = [file for file in files if EVENT_FILE in file.name]
+    metrics = [file for file in files if "metrics" in file.parts and not file.suffix] if not events else []
+    others = [file for file in files if is_log(file)] if not events and not metrics else []
+    for file in events or metrics:
+        place = file.parent if events else Path(*file.parts[: file.parts.index("metrics")])
+        inside = place.relative_to(path).as_posix() if place.is_relative_to(path) else "."
+        yield file, "" if inside == "." else inside
+    for file in others:
+        yield file, file.relative_to(path).as_posix() if len(others) > 1 else ""
+    if not (events or metrics or others):
         raise StoreError(
-            f"{path} cannot be read as a CSV file ({error}); export the log again.",
+            f"{path} holds no log; pass a folder with TensorBoard events, trainer_state.json, or a log in text, CSV or "
+            "JSON.",
             name="path",
             value=path,
-            expected="a CSV file",
-        ) from error
-    except pd.errors.EmptyDataError:
-        table = pd.DataFrame()
-    table.index += 2  # lines of the file
-    table = table.apply(lambda column: column.str.strip()).replace("", None).dropna(how="all")
-    if table.empty:
-        raise SchemaError(
-            f"{path} has no rows below its header; export a log with one row per step.",
-            name="path",
-            value=path,
-            expected="a log with one row per step",
+            expected="a folder with a log",
         )
-    header = {str(name).strip().lower(): str(name) for name in reversed(table.columns)}
-    known = ", ".join(str(name).strip().lower() for name in table.columns)
-    step = next((header[name] for name in _STEPS if name in header), None)
-    if step is None:
-        raise _missing_column(path, "step", known)
-    chosen = {name: next((header[a] for a in names if a in header), None) for name, names in NAMES.items()}
-    if chosen["loss"] is None:
-        raise _missing_column(path, "loss", known)
-    # Hugging Face's Trainer writes rows without a loss for evaluations and at the end.
-    table = table[table[chosen["loss"]].notna()]
-    if table.empty:
+
+
+def _named(columns: Columns, words: tuple[tuple[set[str], ...], set[str]]) -> str:
+    """Return the name that fits, with the most values and the fewest words; empty if none fits."""
+    needed, allowed = words
+    last = [name.rpartition("/")[2] for name in columns]
+    own = {name: set(words_of(name)) for name in columns}
+    # Names such as "actor/lr" fit as well, if no other one ends so.
+    ends = {n: set(words_of(end)) for n, end in zip(columns, last, strict=True) if last.count(end) == 1}
+    for each in (own, {name: end for name, end in ends.items() if not HELD_OUT & own[name]}):
+        fit = [name for name, has in each.items() if any(need <= has <= need | allowed | _PLAIN for need in needed)]
+        most = max((len(columns[name][0]) for name in fit), default=0)
+        often = [name for name in fit if 2 * len(columns[name][0]) >= most]
+        if often:
+            return min(often, key=lambda name: (len({"total", "epoch"} & own[name]), len(words_of(name))))
+    return ""
+
+
+def _loss_of(columns: Columns) -> str:
+    """Return the name of the loss of training: a plain one, one of a part, or, if there is no other, held out."""
+    losses = {name: set(words_of(name)) for name in columns if "loss" in words_of(name)}
+    parts = [name for name, has in losses.items() if not has & _OTHER_LOSSES]
+    held_out = [name for name, has in losses.items() if not has & (_OTHER_LOSSES - HELD_OUT)]
+    return _named(columns, NAMES["loss"]) or max(parts or held_out, key=lambda name: len(columns[name][0]), default="")
+
+
+def _steps_of(path: Path, rows: LogRows, columns: Columns, loss: str, notes: list[str]) -> tuple[np.ndarray, list[str]]:
+    """Return the step of each row, NaN before the first one, and the names of the columns that it comes from.
+
+    Raises:
+        SchemaError: If there are no steps, or they or the losses are not numbers.
+    """
+    of_loss = np.asarray(columns[loss][0])
+    groups: dict[tuple[int, str], list[str]] = {}
+    fraction: tuple[str, np.ndarray] | None = None
+    for name in columns:
+        if kind := counter_of(name):
+            groups.setdefault((COUNTERS.index(kind), name if kind == "bar" else ""), []).append(name)
+    epoch = _filled(rows.n_rows, [columns[name] for name in columns if counter_of(name) in ("epoch", "epochs")])
+    for (place, _), names in sorted(groups.items()):
+        found = _filled(rows.n_rows, [columns[name] for name in names])
+        at = found[of_loss]
+        if np.isfinite(at).mean() < 0.5 or (len(at) > 1 and (np.diff(at) != 0).mean() < 0.5):
+            continue
+        for name in (names[0], loss):
+            if name in rows.not_numbers:
+                line, cell = rows.not_numbers[name]
+                raise SchemaError(
+                    f"Line {line} of {path} has {cell!r} for {name}, expected a number; correct the line or leave it "
+                    "empty.",
+                    name=name,
+                    value=cell,
+                    expected="a number",
+                )
+        kind, is_whole = COUNTERS[place], not (at[np.isfinite(at)] % 1).any()
+        if not is_whole and kind not in ("epoch", "epochs"):
+            fraction = fraction or (names[0], at)
+        elif is_whole:
+            if kind in ("bar", *COUNTERS[COUNTERS.index("batch") :]):
+                notes.append(f"The steps are those of '{names[0]}'.")
+            return (found if place >= COUNTERS.index("epoch") else _over_epochs(found, epoch, of_loss, notes)), names
+    if fraction:
+        first = int(np.argmax(fraction[1] % 1 != 0))
         raise SchemaError(
-            f"{path} has no row with a loss; export a log with the loss of each step.",
-            name="loss",
-            expected="present in each row of a step",
+            f"The step in row {first + 1} of {path} is not an integer; write the step of each row.",
+            name=fraction[0],
+            value=float(fraction[1][first]),
+            expected="an integer",
         )
-    steps = _numbers(path, table[step])
-    if (is_whole := steps % 1 == 0).all():
-        columns = {name: _numbers(path, table[column]) for name, column in chosen.items() if column is not None}
-        return steps.astype(np.int64), columns
-    line = table.index[np.argmin(is_whole)]
+    if len(of_loss) < _LEAST_ROWS:
+        raise _missing(path, "step", columns)
+    notes.append(f"The log has no steps; its {len(of_loss)} rows with a loss are numbered.")
+    numbered = np.full(rows.n_rows, np.nan)
+    numbered[of_loss] = np.arange(1, len(of_loss) + 1)
+    return _filled(rows.n_rows, [(np.flatnonzero(np.isfinite(numbered)), numbered[np.isfinite(numbered)])]), []
+
+
+def _filled(n_rows: int, columns: list[tuple[Any, Any]]) -> np.ndarray:
+    """Return the values of columns, the first one first, in all rows; each holds until the next one."""
+    found = np.full(n_rows, np.nan)
+    for own, values in reversed(columns):
+        found[np.asarray(own)] = np.asarray(values)
+    last = np.maximum.accumulate(np.where(np.isfinite(found), np.arange(n_rows), -1))
+    return np.where(last >= 0, found[last], np.nan)
+
+
+def _over_epochs(found: np.ndarray, epoch: np.ndarray, of_loss: np.ndarray, notes: list[str]) -> np.ndarray:
+    """Number steps that begin again in each epoch on."""
+    at, in_epoch = found[of_loss], np.floor(epoch[of_loss])
+    again = np.flatnonzero(np.diff(at) < 0) + 1
+    if not len(again) or not (in_epoch[again] > in_epoch[again - 1]).all():
+        return found
+    length = at[again - 1].max() + (np.median(np.abs(np.diff(at))) if at[again].min() == 0 else 0)
+    notes.append(f"The steps begin again in each epoch and are numbered on, {length:.0f} in each.")
+    return found + length * np.searchsorted(of_loss[again], np.arange(len(found)), side="right")
+
+
+def _later_rows(at: np.ndarray, notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows that count, with increasing steps, and the first row after each resumption."""
+    back = np.flatnonzero(np.diff(at) < 0) + 1
+    if len(back) > max(3, 0.1 * len(at)):
+        notes.append(f"The steps go back {len(back)} times, as if processes had written at once; the last rows count.")
+        order = np.argsort(at, kind="stable")
+        return order[np.append(np.diff(at[order]) > 0, True)], back[:0]
+    notes += [
+        f"The run was resumed at step {at[i]:.0f} after step {at[i - 1]:.0f}; the later rows count." for i in back
+    ]
+    if repeated := int((np.diff(at) == 0).sum()):
+        notes.append(f"{counted(repeated, 'row')} with the step of the next row left out.")
+    least = np.minimum.accumulate(at[::-1])[::-1]
+    return np.flatnonzero(np.append(at[:-1] < least[1:], True)[: len(at)]), back
+
+
+def _check_gaps(path: Path, steps: np.ndarray, notes: list[str], *, allow_gaps: bool) -> None:
+    """Note steps that are missing between evenly spaced ones, or raise."""
+    padded = np.pad(np.diff(steps), 1)
+    gaps = np.flatnonzero(padded[1:-1] > 1.5 * np.maximum(padded[:-2], padded[2:])) if len(steps) > 2 else padded[:0]
+    if not len(gaps):
+        return
+    first, usual = int(gaps[0]), int(np.median(np.diff(steps)))
+    where = f"between {steps[first]} and {steps[first + 1]}"
+    if allow_gaps:
+        notes.append(f"Steps are missing {where}{f' and in {len(gaps) - 1} other places' if len(gaps) > 1 else ''}.")
+        return
     raise SchemaError(
-        f"The step in line {line} of {path} is not an integer; write the step of each row.",
-        name=step.strip(),
-        value=table[step].loc[line],
-        expected="an integer",
+        f"{path} lacks steps {where}, expected one every {usual}; export the complete log, or pass allow_gaps=True to "
+        "continue without them.",
+        name="step",
+        value=int(steps[first + 1]),
+        expected=f"at most {usual} after step {steps[first]}",
     )
 
 
-def _missing_column(path: Path, name: str, known: str) -> SchemaError:
-    """Create the error for a log without a required column."""
+def _convert(
+    found: dict[str, tuple[str, np.ndarray]], others: Mapping[str, np.ndarray], rows: LogRows, notes: list[str]
+) -> None:
+    """Convert percent to fractions, and a loss in bits (as fairseq logs it) to nats."""
+    name, accuracy = found.get("accuracy", ("", np.zeros(1)))
+    if rows.units.get(name) == "%" or np.nanmax(accuracy, initial=0) > 1.5:
+        found["accuracy"] = name, accuracy / 100
+        notes.append(f"'{name}' is in percent and was divided by 100.")
+    name, loss = found["loss"]
+    perplexity = others.get(_named({each: (v,) for each, v in others.items()}, _PERPLEXITY))
+    if perplexity is not None:
+        with np.errstate(all="ignore"):
+            bits, nats = (np.nanmedian(np.abs(log(perplexity) - loss)) for log in (np.log2, np.log))
+        if bits < 0.02 and bits < nats / 10:
+            found["loss"] = name, loss * math.log(2)
+            notes.append(f"'{name}' is in bits, as its perplexity shows, and was converted to nats.")
+
+
+def _no_loss(path: Path, rows: LogRows) -> SchemaError:
+    columns = {name: column for run in rows.runs.values() for name, column in run.items()}
+    if columns and not rows.likely:
+        return _missing(path, "loss", columns)
+    seen = f"the line closest to it is {clipped(rows.likely, 120)!r}" if rows.likely else "it has no numbers by name"
+    return SchemaError(
+        f"{path} has no step with a loss that is recognized; {seen}. Lines such as 'step: 10 loss: 2.5', lines of JSON "
+        "with 'step' and 'loss', or a CSV file with these columns can be read.",
+        name="loss" if columns else "path",
+        value=", ".join(columns) if columns else path,
+        expected="a number named 'loss' in each row of a step",
+    )
+
+
+def _missing(path: Path, name: str, columns: Mapping[str, Any]) -> SchemaError:
+    known = ", ".join(itertools.islice(columns, 40))
     return SchemaError(
         f"{path} has no column '{name}' among {known}; name it '{name}'.",
         name=name,
         value=known,
         expected="a column of the log",
     )
-
-
-def _numbers(path: Path, column: pd.Series[str]) -> np.ndarray:
-    """Convert a column to numbers; NaN where a cell is empty or missing."""
-    try:
-        return column.to_numpy(dtype=np.float64, na_value=np.nan)
-    except ValueError:
-        import pandas as pd
-
-        line: Any = (pd.to_numeric(column, errors="coerce").isna() & column.notna()).idxmax()
-        raise SchemaError(
-            f"Line {line} of {path} has {column.loc[line]!r} for {str(column.name).strip()}, expected a number; "
-            "correct the line or leave it empty.",
-            name=str(column.name).strip(),
-            value=column.loc[line],
-            expected="a number",
-        ) from None
-
-
-def _read_events(path: Path) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError as error:
-        raise MissingPackageError(
-            "Reading a TensorBoard log needs the package tensorboard; install it (pip install tensorboard), or "
-            "export the log as CSV.",
-            name="tensorboard",
-            expected="installed",
-        ) from error
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    tags = {tag.lower(): tag for tag in events.Tags()["scalars"]}
-    if not tags:
-        raise StoreError(
-            f"{path} has no scalars of TensorBoard; pass the folder that holds the files events.out.tfevents.*.",
-            name="path",
-            value=path,
-            expected="a TensorBoard log with scalars",
-        )
-    chosen = {name: next((tags[a] for a in names if a in tags), None) for name, names in NAMES.items()}
-    if chosen["loss"] is None:
-        known = ", ".join(sorted(tags))
-        raise SchemaError(
-            f"{path} has no scalar 'loss' among {known}; log it as 'loss' or 'train/loss'.",
-            name="loss",
-            value=known,
-            expected="a scalar of the log",
-        )
-    scalars = {
-        name: [(event.step, event.value) for event in events.Scalars(tag)]
-        for name, tag in chosen.items()
-        if tag is not None
-    }
-    steps = np.array([step for step, _ in scalars["loss"]], dtype=np.int64)
-    columns = {}
-    for name, found in scalars.items():
-        by_step = dict(found)
-        columns[name] = np.array([by_step.get(int(step), math.nan) for step in steps], dtype=np.float64)
-    return steps, columns
-
-
-def _check_steps(path: Path, steps: np.ndarray, *, allow_gaps: bool) -> None:
-    """Raise if the steps do not increase, or are not evenly spaced."""
-    intervals = np.diff(steps)
-    if len(bad := np.flatnonzero(intervals <= 0)):
-        at = int(bad[0])
-        how = "is repeated" if intervals[at] == 0 else f"is followed by {steps[at + 1]}"
-        raise SchemaError(
-            f"Step {steps[at]} of {path} {how}, expected increasing steps; keep the rows of one run, each once.",
-            name="step",
-            value=int(steps[at + 1]),
-            expected=f"greater than {steps[at]}",
-        )
-    if allow_gaps or not len(intervals):
-        return
-    usual = int(np.median(intervals))
-    # The first interval may be shorter: many logs begin at step 0 or 1 and then keep every tenth step.
-    gaps = np.flatnonzero(intervals > usual)
-    if len(gaps):
-        at = int(gaps[0])
-        raise SchemaError(
-            f"{path} lacks steps between {steps[at]} and {steps[at + 1]}, expected one every {usual}; export the "
-            "complete log, or pass allow_gaps=True to continue without them.",
-            name="step",
-            value=int(steps[at + 1]),
-            expected=f"at most {usual} after step {steps[at]}",
-        )

@@ -1,0 +1,262 @@
+# ruff: noqa: E501  # lines as long as the tools write them
+"""Logs in the forms in which tools write them: name of the file, text, steps, and values by monitor."""
+
+NAN = float("nan")
+
+#: Name of a case -> file name, text, steps, values of monitors; all others are absent.
+LOGS = {
+    "Megatron-LM": (
+        "slurm-1.out",
+        "[before the start of training step] datetime: 2024-10-31 08:35:51 \n"
+        " iteration        1/    2000 | consumed samples:          256 | elapsed time per iteration (ms): 9356.2 | learning rate: 3.000000E-06 | global batch size:   256 | lm loss: 1.082931E+01 | loss scale: 1.0 | grad norm: 6.132 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+        "Number of parameters in billions: 1.3\n"
+        " [2024-10-31 08:36:02] iteration        2/    2000 | consumed samples:          512 | elapsed time per iteration (ms): 356.2 | learning rate: 6.000000E-06 | global batch size:   256 | lm loss: 1.071234E+01 | loss scale: 1.0 | grad norm: 5.010 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+        "-----------------------------------------------------------------------------------------------\n"
+        " validation loss at iteration 2 | lm loss value: 1.069000E+01 | lm loss PPL: 4.3910E+04 | \n"
+        "-----------------------------------------------------------------------------------------------\n"
+        " [2024-10-31 08:36:03] iteration        3/    2000 | consumed samples:          768 | elapsed time per iteration (ms): 350.0 | learning rate: 9.000000E-06 | global batch size:   256 | lm loss: NAN | loss scale: 1.0 | grad norm: inf | number of skipped iterations:   0 | number of nan iterations:   1 |\n",
+        [1, 2, 3],
+        {"loss": [10.82931, 10.71234, NAN], "grad_norm": [6.132, 5.01, float("inf")], "learning_rate": [3e-6, 6e-6, 9e-6], "batch_size": [256] * 3},
+    ),
+    "GPT-NeoX with DeepSpeed": (
+        "neox.txt",
+        "[2023-01-01 10:00:00,123] [INFO] [logging.py:96:log_dist] [Rank 0] step=10, skipped=0, lr=[3e-06, 3e-06], mom=[[0.9, 0.95], [0.9, 0.95]]\n"
+        "steps: 10 loss: 10.5432 iter time (s): 1.234 samples/sec: 12.345\n"
+        " samples/sec: 12.3 | iteration       10/  320000 | elapsed time per iteration (ms): 1234.5 | learning rate: 3.000E-06 | approx flops per GPU: 45.6TFLOPS | lm_loss: 1.054320E+01 | loss scale: 65536.0 | number of skipped iterations:   0 | number of nan iterations:   0 |\n"
+        "[2023-01-01 10:00:12,123] [INFO] [logging.py:96:log_dist] [Rank 0] step=20, skipped=0, lr=[6e-06, 6e-06], mom=[[0.9, 0.95], [0.9, 0.95]]\n"
+        "steps: 20 loss: 9.5432 iter time (s): 1.234 samples/sec: 12.345\n"
+        " samples/sec: 12.3 | iteration       20/  320000 | elapsed time per iteration (ms): 1234.5 | learning rate: 6.000E-06 | approx flops per GPU: 45.6TFLOPS | lm_loss: 9.543200E+00 | loss scale: 65536.0 | number of skipped iterations:   0 | number of nan iterations:   0 |\n",
+        [10, 20],
+        {"loss": [10.5432, 9.5432], "learning_rate": [3e-6, 6e-6]},
+    ),
+    "DeepSpeed-Chat": (
+        "training.log",
+        "Epoch: 0, Step: 10, Rank: 0, loss = 2.5\n"
+        "Model Parameters: 1.316 B, Latency: 0.51s, TFLOPs: 30.1, Samples/sec: 15.7, Time/seq 0.06s, Batch Size: 8, Sequence Length: 512\n"
+        "Epoch: 0, Step: 20, Rank: 0, loss = 2.25\n",
+        [10, 20],
+        {"loss": [2.5, 2.25], "batch_size": [8, NAN]},
+    ),
+    "torchtitan in color": (
+        "titan.log",
+        "[rank0]:[titan] 2025-06-16 22:30:50,322 - root - INFO - \x1b[31mstep:  1  \x1b[32mloss: 12.2500  \x1b[38;2;180;60;0mgrad_norm:  1.5000  \x1b[38;2;54;234;195mmemory: 49.66GiB(52.28%)  \x1b[34mtps: 5,856  \x1b[36mtflops: 339.16  \x1b[35mmfu: 34.29%\x1b[39m\n"
+        "[rank0]:[titan] 2025-06-16 22:31:50,322 - root - INFO - \x1b[31mstep: 10  \x1b[32mloss: 10.1250  \x1b[38;2;180;60;0mgrad_norm:  2.5000  \x1b[38;2;54;234;195mmemory: 49.66GiB(52.28%)  \x1b[34mtps: 5,856  \x1b[36mtflops: 339.16  \x1b[35mmfu: 34.29%\x1b[39m\n"
+        "[rank0]:[titan] 2025-06-16 22:31:51,322 - root - INFO - \x1b[36mvalidate step: 10  \x1b[32mloss: 10.5000  \x1b[33mmemory: 49.66GiB(52.28%)\x1b[39m\n"
+        "[rank0]:[titan] 2025-06-16 22:32:50,322 - root - INFO - \x1b[31mstep: 20  \x1b[32mloss:  9.0000  \x1b[38;2;180;60;0mgrad_norm:  3.5000  \x1b[38;2;54;234;195mmemory: 49.66GiB(52.28%)  \x1b[34mtps: 5,856  \x1b[36mtflops: 339.16  \x1b[35mmfu: 34.29%\x1b[39m\n",
+        [1, 10, 20],
+        {"loss": [12.25, 10.125, 9.0], "grad_norm": [1.5, 2.5, 3.5]},
+    ),
+    "torchtune": (
+        "log_1700000000.txt",
+        "Step 1 | loss:2.25 lr:2e-05 tokens_per_second_per_gpu:512.5 grad_norm:1.5 \n"
+        "Step 2 | loss:2.125 lr:4e-05 tokens_per_second_per_gpu:510.5 grad_norm:1.25 \n",
+        [1, 2],
+        {"loss": [2.25, 2.125], "learning_rate": [2e-5, 4e-5], "grad_norm": [1.5, 1.25]},
+    ),
+    "fairseq": (
+        "train.log",
+        "2021-01-01 10:00:00 | INFO | train_inner | epoch 001:    100 / 1000 loss=10, ppl=1024, wps=19456.3, ups=2.1, wpb=9000.1, bsz=312.5, num_updates=100, lr=1.25e-05, gnorm=2.5, clip=0, train_wall=30, wall=50\n"
+        "2021-01-01 10:01:00 | INFO | train_inner | epoch 001:    200 / 1000 loss=8, ppl=256, wps=19456.3, ups=2.1, wpb=9000.1, bsz=312.5, num_updates=200, lr=2.5e-05, gnorm=1.5, clip=0, train_wall=30, wall=80\n"
+        "2021-01-01 10:02:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 7.5 | ppl 181 | wps 1000 | num_updates 200\n",
+        [100, 200],
+        {"loss": [6.931472, 5.545177], "learning_rate": [1.25e-5, 2.5e-5], "grad_norm": [2.5, 1.5]},
+    ),
+    "metaseq": (
+        "train.log",
+        '2022-03-10 12:00:00 | INFO | train_inner | {"epoch": 1, "update": 0.01, "loss": "11", "ppl": "2048", "wps": "0", "num_updates": "25", "lr": "1e-05", "gnorm": "3.5", "loss_scale": "4", "clip": "100", "wall": "50"}\n'
+        '2022-03-10 12:01:00 | INFO | train_inner | {"epoch": 1, "update": 0.02, "loss": "9", "ppl": "512", "wps": "900", "num_updates": "50", "lr": "2e-05", "gnorm": "2.5", "loss_scale": "4", "clip": "100", "wall": "80"}\n'
+        '2022-03-10 12:01:09 | INFO | valid | {"epoch": 1, "valid_loss": "8.5", "valid_ppl": "362", "valid_num_updates": "50"}\n',
+        [25, 50],
+        {"loss": [7.624619, 6.238325], "learning_rate": [1e-5, 2e-5], "grad_norm": [3.5, 2.5]},
+    ),
+    "LLaMA-Factory": (
+        "trainer_log.jsonl",
+        '{"current_steps": 10, "total_steps": 30, "loss": 1.5, "lr": 4.5e-05, "epoch": 0.1, "percentage": 33.3, "elapsed_time": "0:00:30", "remaining_time": "0:01:00"}\n'
+        '{"current_steps": 20, "total_steps": 30, "loss": 1.25, "lr": 2.5e-05, "epoch": 0.2, "percentage": 66.7, "elapsed_time": "0:01:00", "remaining_time": "0:00:30"}\n'
+        '{"current_steps": 20, "total_steps": 30, "eval_loss": 1.375, "epoch": 0.2, "percentage": 66.7, "elapsed_time": "0:01:00", "remaining_time": "0:00:30"}\n'
+        '{"current_steps": 30, "total_steps": 30, "epoch": 0.3, "percentage": 100.0, "elapsed_time": "0:01:30", "remaining_time": "0:00:00"}\n',
+        [10, 20],
+        {"loss": [1.5, 1.25], "learning_rate": [4.5e-5, 2.5e-5]},
+    ),
+    "LitGPT": (
+        "litgpt.log",
+        "Epoch 1 | iter 1 step 1 | loss train: 10.5, val: n/a | iter time: 350.12 ms (step) remaining time: 1:23:45\n"
+        "Epoch 1 | iter 2 step 2 | loss train: 10.25, val: n/a | iter time: 349.12 ms (step) remaining time: 1:23:40\n"
+        "Validating ...\n"
+        "iter 2: val loss 10.3125, val time: 1234.56 ms\n"
+        "Epoch 1 | iter 3 step 3 | loss train: 10.125, val: 10.312 | iter time: 349.12 ms (step) remaining time: 1:23:40\n",
+        [1, 2, 3],
+        {"loss": [10.5, 10.25, 10.125]},
+    ),
+    "Keras's CSVLogger": (
+        "training.csv",
+        "epoch,accuracy,loss,val_accuracy,val_loss\n0,0.5,2.25,0.5,2.125\n1,0.625,2.0,0.625,2.0\n",
+        [0, 1],
+        {"loss": [2.25, 2.0], "accuracy": [0.5, 0.625]},
+    ),
+    "Keras's progress": (
+        "keras.txt",
+        "Epoch 1/5\n"
+        "1875/1875 [==============================] - 5s 3ms/step - loss: 0.25 - accuracy: 0.9151 - val_loss: 0.14 - val_accuracy: 0.9574\n"
+        "Epoch 2/5\n"
+        "1875/1875 [==============================] - 5s 3ms/step - loss: 0.125 - accuracy: 0.9574 - val_loss: 0.10 - val_accuracy: 0.9674\n",
+        [1, 2],
+        {"loss": [0.25, 0.125], "accuracy": [0.9151, 0.9574]},
+    ),
+    "NeMo 2": (
+        "nemo.out",
+        "Training epoch 0, iteration 8/99 | lr: 2.5e-05 | global_batch_size: 8 | global_step: 8 | reduced_train_loss: 11.25 | train_step_timing in s: 1.234 | consumed_samples: 72\n"
+        "Training epoch 0, iteration 9/99 | lr: 5e-05 | global_batch_size: 8 | global_step: 9 | reduced_train_loss: 11.125 | train_step_timing in s: 1.234 | consumed_samples: 80 | val_loss: 11.2\n",
+        [8, 9],
+        {"loss": [11.25, 11.125], "learning_rate": [2.5e-5, 5e-5], "batch_size": [8, 8]},
+    ),
+    "NeMo 1": (
+        "nemo_log.txt",
+        "Epoch 0: :   1%|          | 10/1000 [00:20<33:00, v_num=1-2, reduced_train_loss=10.50, global_step=9.000, consumed_samples=80.00, train_step_timing in s=1.230]\r"
+        "Epoch 0: :   1%|          | 20/1000 [00:40<33:00, v_num=1-2, reduced_train_loss=9.500, global_step=19.00, consumed_samples=160.0, train_step_timing in s=1.230]\n",
+        [9, 19],
+        {"loss": [10.5, 9.5]},
+    ),
+    "Composer's console": (
+        "composer.txt",
+        "[batch=1/10]:\n\t Train time/epoch: 0\n\t Train time/batch: 0\n\t Train trainer/device_train_microbatch_size: 8\n\t Train loss/train/total: 10.75\n\t Train metrics/train/LanguageCrossEntropy: 10.7\n\t Train l2_norm/grad/global: 1.5\n\t Train lr-DecoupledAdamW/group0: 0.0001\n"
+        "[batch=2/10]:\n\t Train time/epoch: 0\n\t Train time/batch: 1\n\t Train trainer/device_train_microbatch_size: 8\n\t Train loss/train/total: 10.5\n\t Train metrics/train/LanguageCrossEntropy: 10.6\n\t Train l2_norm/grad/global: 1.25\n\t Train lr-DecoupledAdamW/group0: 0.0002\n",
+        [1, 2],
+        {"loss": [10.7, 10.6], "learning_rate": [1e-4, 2e-4], "grad_norm": [1.5, 1.25]},
+    ),
+    "OLMo-core": (
+        "olmo.log",
+        "2025-01-01 10:00:00.123\thost-1:0\tolmo_core.train.callbacks.console_logger:91\tINFO\t[step=10/1000,epoch=1,eta=1:00:00]\n    train/CE loss=10.83\n    train/PPL=50,514\n    optim/total grad norm=1.25\n    optim/LR (group 0)=1.5e-05\n    throughput/total tokens=41,943,040\n"
+        "2025-01-01 10:01:00.123\thost-1:0\tolmo_core.train.callbacks.console_logger:91\tINFO\t[step=20/1000,epoch=1,eta=0:59:00]\n    train/CE loss=9.5\n    train/PPL=13,360\n    optim/total grad norm=1.5\n    optim/LR (group 0)=3e-05\n    throughput/total tokens=83,886,080\n",
+        [10, 20],
+        {"loss": [10.83, 9.5], "learning_rate": [1.5e-5, 3e-5], "grad_norm": [1.25, 1.5]},
+    ),
+    "nanochat": (
+        "base.log",
+        "Step 00000 | Validation bpb: 3.2130\n"
+        "step 00000/21400 (0.00%) | loss: 11.090355 | grad norm: 0.5123 | lrm: 1.00 | dt: 9512.34ms | tok/sec: 55,123 | mfu: 2.61 | total time: 0.00m\n"
+        "step 00001/21400 (0.00%) | loss: 10.812500 | grad norm: 0.6123 | lrm: 1.00 | dt: 512.34ms | tok/sec: 1,023,456 | mfu: 48.61 | total time: 0.00m\n",
+        [0, 1],
+        {"loss": [11.090355, 10.8125], "grad_norm": [0.5123, 0.6123]},
+    ),
+    "modded-nanogpt": (
+        "run.txt",
+        "step:0/1770 val_loss:10.8258 train_time:0ms step_avg:nanms\n"
+        "step:1/1770 train_loss:10.75 train_time:120ms step_avg:120.32ms\n"
+        "step:2/1770 train_loss:10.5 train_time:240ms step_avg:120.12ms\n"
+        "step:2/1770 val_loss:10.4375 train_time:250ms step_avg:125.00ms\n",
+        [1, 2],
+        {"loss": [10.75, 10.5]},
+    ),
+    "nanoGPT": (
+        "out.log",
+        "tokens per iteration will be: 491,520\nstep 0: train loss 10.9375, val loss 10.9500\n"
+        "iter 0: loss 10.9375, time 30123.45ms, mfu -100.00%\niter 10: loss 9.5000, time 245.11ms, mfu -100.00%\niter 20: loss 8.2500, time 245.11ms, mfu 33.40%\n",
+        [0, 10, 20],
+        {"loss": [10.9375, 9.5, 8.25]},
+    ),
+    "build-nanogpt": (
+        "log.txt",
+        "0 val 10.9511\n0 hella 0.2463\n0 train 10.955029\n1 train 10.6875\n2 train 10.4375\n",
+        [0, 1, 2],
+        {"loss": [10.955029, 10.6875, 10.4375]},
+    ),
+    "llm.c": (
+        "main.log",
+        "s:0 tel:11.0089\ns:1 trl:11.0093 lr:8.57e-07 norm:15.25\ns:2 trl:10.9375 lr:1.71e-06 norm:15.125\n",
+        [1, 2],
+        {"loss": [11.0093, 10.9375], "learning_rate": [8.57e-7, 1.71e-6], "grad_norm": [15.25, 15.125]},
+    ),
+    "makemore": (
+        "makemore.txt",
+        "      0/ 200000: 3.3221\n  10000/ 200000: 2.1900\n  20000/ 200000: 2.3700\n",
+        [0, 10000, 20000],
+        {"loss": [3.3221, 2.19, 2.37]},
+    ),
+    "MLflow": (
+        "train_loss",
+        "1700000000000 2.5 0\n1700000001000 2.25 1\n1700000002000 2.0 2\n",
+        [0, 1, 2],
+        {"loss": [2.5, 2.25, 2.0]},
+    ),
+    "Trainer's dicts with a progress bar": (
+        "sft.log",
+        "Map: 100%|##########| 1000/1000 [00:01<00:00, 900.1 examples/s]\n"
+        "  0%|          | 0/60 [00:00<?, ?it/s]\r  8%|8         | 5/60 [00:05<00:55,  1.00s/it]\n{'loss': 2.5, 'grad_norm': 1.5, 'learning_rate': 2e-05, 'epoch': 0.08}\n"
+        " 17%|#6        | 10/60 [00:10<00:50,  1.00s/it]\n{'loss': 2.25, 'grad_norm': nan, 'learning_rate': 1e-05, 'epoch': 0.17}\n"
+        "100%|##########| 20/20 [00:03<00:00, 6.1it/s]\n{'eval_loss': 2.3, 'eval_runtime': 3.2, 'eval_samples_per_second': 30.1, 'epoch': 0.17}\n"
+        " 25%|##5       | 15/60 [00:15<00:45,  1.00s/it]\n{'loss': 2.0, 'grad_norm': 1.25, 'learning_rate': 0.0, 'epoch': 0.25}\n",
+        [5, 10, 15],
+        {"loss": [2.5, 2.25, 2.0], "grad_norm": [1.5, NAN, 1.25], "learning_rate": [2e-5, 1e-5, 0.0]},
+    ),
+    "Trainer's dicts alone": (
+        "trainer.log",
+        "".join(f"{{'loss': {3 - i / 8}, 'grad_norm': 1.5, 'learning_rate': 2e-05, 'epoch': {(i + 1) / 100}}}\n" for i in range(6)),
+        [1, 2, 3, 4, 5, 6],
+        {"loss": [3 - i / 8 for i in range(6)], "grad_norm": [1.5] * 6, "learning_rate": [2e-5] * 6},
+    ),
+    "a table of Trainer in a notebook": (
+        "notebook.txt",
+        "Step\tTraining Loss\tValidation Loss\n500\t2.5000\t2.6000\n1000\t2.2500\t2.4000\n1500\t2.0000\t2.3000\n",
+        [500, 1000, 1500],
+        {"loss": [2.5, 2.25, 2.0]},
+    ),
+    "Lightning's metrics.csv": (
+        "metrics.csv",
+        "epoch,lr-AdamW,step,train_loss_epoch,train_loss_step,val_loss\n,0.001,9,,,\n0,,9,,2.5,\n,0.002,19,,,\n0,,19,,2.25,\n0,,19,,,2.3\n0,,19,2.375,,\n,0.003,29,,,\n1,,29,,2.0,\n",
+        [9, 19, 29],
+        {"loss": [2.5, 2.25, 2.0], "learning_rate": [0.001, 0.002, 0.003]},
+    ),
+    "ImageNet example of PyTorch": (
+        "imagenet.log",
+        "Epoch: [0][ 0/20]\tTime  9.512 (  9.512)\tData  1.012 (  1.012)\tLoss 7.0e+00 (7.0e+00)\tAcc@1   0.00 (  0.00)\n"
+        "Epoch: [0][10/20]\tTime  0.512 (  0.600)\tData  0.012 (  0.012)\tLoss 6.5e+00 (6.8e+00)\tAcc@1   0.00 (  0.20)\n"
+        "Epoch: [1][ 0/20]\tTime  0.512 (  0.600)\tData  0.012 (  0.012)\tLoss 6.0e+00 (6.0e+00)\tAcc@1   0.00 (  0.20)\n"
+        "Epoch: [1][10/20]\tTime  0.512 (  0.600)\tData  0.012 (  0.012)\tLoss 5.5e+00 (5.8e+00)\tAcc@1   0.00 (  0.20)\n",
+        [0, 10, 20, 30],
+        {"loss": [7, 6.5, 6, 5.5]},
+    ),
+    "MMEngine's JSON": (
+        "scalars.json",
+        '{"lr": 0.001, "data_time": 0.1, "loss": 2.5, "grad_norm": 1.5, "time": 0.2, "epoch": 1, "iter": 50, "memory": 5000, "step": 50}\n'
+        '{"lr": 0.001, "data_time": 0.1, "loss": 2.25, "grad_norm": 1.25, "time": 0.2, "epoch": 1, "iter": 100, "memory": 5000, "step": 100}\n',
+        [50, 100],
+        {"loss": [2.5, 2.25], "learning_rate": [0.001, 0.001], "grad_norm": [1.5, 1.25]},
+    ),
+    "MaxText": (
+        "maxtext.log",
+        "completed step: 0, seconds: 9.125, TFLOP/s/device: 10.1, Tokens/s/device: 500.5, total_weights: 65536, loss: 10.875\n"
+        "completed step: 1, seconds: 1.125, TFLOP/s/device: 100.1, Tokens/s/device: 5000.5, total_weights: 65536, loss: 10.625\n",
+        [0, 1],
+        {"loss": [10.875, 10.625]},
+    ),
+    "verl": (
+        "verl.log",
+        "(TaskRunner pid=123) step:1 - global_seqlen/min:1024.000 - actor/entropy:0.500 - actor/pg_loss:-0.010 - actor/grad_norm:0.250 - actor/lr:1e-06 - critic/score/mean:0.125\n"
+        "(TaskRunner pid=123) step:2 - global_seqlen/min:1024.000 - actor/entropy:0.490 - actor/pg_loss:0.020 - actor/grad_norm:0.375 - actor/lr:1e-06 - critic/score/mean:0.250\n",
+        [1, 2],
+        {"loss": [-0.01, 0.02], "grad_norm": [0.25, 0.375], "learning_rate": [1e-6, 1e-6]},
+    ),
+    "W&B's history as JSON lines": (
+        "history.jsonl",
+        '{"_step": 0, "_runtime": 1.5, "_timestamp": 1700000000.5, "train/loss": 2.5, "trainer/global_step": 9, "lr-AdamW/pg1": 0.001, "gradients/layer.0": {"_type": "histogram", "values": [1, 2]}}\n'
+        '{"_step": 1, "_runtime": 2.5, "_timestamp": 1700000001.5, "val/loss": 2.4, "trainer/global_step": 9}\n'
+        '{"_step": 2, "_runtime": 3.5, "_timestamp": 1700000002.5, "train/loss": "NaN", "trainer/global_step": 19, "lr-AdamW/pg1": 0.002}\n',
+        [9, 19],
+        {"loss": [2.5, NAN], "learning_rate": [0.001, 0.002]},
+    ),
+    "metrics by name and value": (
+        "metrics.csv",
+        "Run ID,key,value,step,timestamp\nabc,loss,2.5,0,1700000000\nabc,loss,2.25,1,1700000001\nabc,lr,0.1,0,1700000000\nabc,lr,0.2,1,1700000001\n",
+        [0, 1],
+        {"loss": [2.5, 2.25], "learning_rate": [0.1, 0.2]},
+    ),
+    "TensorBoard's download": (
+        "run-exp-tag-train_loss.csv",
+        "Wall time,Step,Value\n1700000000.5,0,2.5\n1700000001.5,10,2.25\n",
+        [0, 10],
+        {"loss": [2.5, 2.25]},
+    ),
+    "History of Keras": ("history.json", '{"loss": [2.5, 2.25, 2.0, 1.75, 1.5], "val_loss": [2.6, 2.5, 2.4, 2.3, 2.2]}', [1, 2, 3, 4, 5], {"loss": [2.5, 2.25, 2.0, 1.75, 1.5]}),
+    "decimal commas": ("log.csv", "step;loss;lr\n0;2,5;0,001\n10;2,25;0,002\n", [0, 10], {"loss": [2.5, 2.25], "learning_rate": [0.001, 0.002]}),
+}  # fmt: skip
