@@ -68,7 +68,7 @@ def test_alarms_in_the_records_in_the_events_and_in_a_replay(tmp_path):
     events = found["events"].to_dataset()
     why = events["message"].values[events["kind"].values == "attribution"]
     because = "The learning rate rose from 0.001 to 0.01 at step 20; the planned value is 0.001"
-    assert why.tolist() == [f"This looks like large rate (100%): {because}."]
+    assert why.tolist() == [f"This looks like large rate (100 %): {because}."]
 
 
 def test_without_actions_alarms_change_nothing():

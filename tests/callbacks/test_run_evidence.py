@@ -58,8 +58,8 @@ def test_more_evidence_is_needed_while_the_rate_rises():
     steady, rising = RunEvidence(), RunEvidence()
     for step in range(400):
         loss = 2 + noise[step] + (step >= 399)
-        (one,) = steady.update(monitors(step, loss=loss, learning_rate=1e-3))
-        (other,) = rising.update(monitors(step, loss=loss, learning_rate=1e-6 * (step + 1)))
+        one, *_ = steady.update(monitors(step, loss=loss, learning_rate=1e-3))
+        other, *_ = rising.update(monitors(step, loss=loss, learning_rate=1e-6 * (step + 1)))
     assert one.is_evaluated
     assert other.is_evaluated
     assert other.evidence == pytest.approx(one.evidence / 1.5)
@@ -109,7 +109,7 @@ def test_losses_near_zero_need_not_be_steady():
     random, evidence = np.random.default_rng(0), RunEvidence()
     for step in range(1200):
         loss = 4 * math.exp(-step / 50) + 1e-4 * random.random() + 2e-2 * (step >= 1100)
-        (found,) = evidence.update(monitors(step, loss=loss))
+        found, *_ = evidence.update(monitors(step, loss=loss))
         assert not found.evidence > 4
 
 
@@ -149,5 +149,5 @@ def test_missing_measurements_are_not_broken():
 def test_a_loss_that_is_logged_now_and_then_is_not_broken():
     evidence = RunEvidence()
     for step in range(300):
-        (found,) = evidence.update(monitors(step, loss=2.0 if step % 10 == 0 else math.nan))
+        found, *_ = evidence.update(monitors(step, loss=2.0 if step % 10 == 0 else math.nan))
         assert not found.is_broken

@@ -119,7 +119,7 @@ def test_the_lead_time_agrees_with_that_of_the_alarms(pair):
     run = pair["faulted"]
     theirs = alarms.lead_time(alarms.recorded_alarms(run), divergence=299, since=80)
     assert lead_time(events_of(run)).n_steps == theirs.steps == 70
-    assert {watched.name for watched in alarms.WATCHED if watched.is_outcome} == set(ESTABLISHED)
+    assert {watched.variable for watched in alarms.WATCHED if watched.is_outcome} == set(ESTABLISHED)
 
 
 def test_an_alarm_is_assigned_to_its_signal():

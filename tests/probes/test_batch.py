@@ -74,6 +74,7 @@ def test_images_have_no_tokens_but_are_recognized():
     assert sorted(probe.take(images, torch.tensor([0, 1, 2]))) == [
         "ignored_labels",
         "label_entropy",
+        "repeated_batch",
         "repeated_examples",
     ]
     assert float(probe.take(images[:1] + 1e-6)["repeated_examples"]) == 0

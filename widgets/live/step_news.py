@@ -95,8 +95,7 @@ def _known(record: StepRecord, alarms: Alarms) -> dict[str, Any]:
         events.append(TimelineEvent(alarm.step, "alarm", alarm.signal, alarm.score, alarm.message, *place))
     found = alarms.attribute() if record.alarms else None
     if found is not None:
-        score = found.probability[found.cause]
-        events.append(TimelineEvent(record.step, "attribution", found.cause, score, found.message))
+        events.append(TimelineEvent(record.step, "attribution", found.cause, found.score, found.message))
     row = alarms.latest_evidence
     is_new = row is not None and row.step == record.step
     return {

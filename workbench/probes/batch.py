@@ -14,6 +14,8 @@ from workbench.errors import OptionError
 IGNORED = -100
 #: Seed of the factors of the hash, so that equal examples have equal hashes in every run.
 _SEED = 20240917
+#: Number of latest batches with which a batch is compared as a whole.
+_N_BATCHES = 8
 
 
 class BatchProbe:
@@ -35,7 +37,7 @@ class BatchProbe:
         >>> probe = wb.probes.BatchProbe()
         >>> batch = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
         >>> {name: round(float(value), 3) for name, value in probe.take(batch).items()}
-        {'token_entropy': 2.079, 'repeated_examples': 0.0}
+        {'token_entropy': 2.079, 'repeated_examples': 0.0, 'repeated_batch': 0.0}
         >>> float(probe.take(batch)["repeated_examples"])
         1.0
 
@@ -49,6 +51,7 @@ class BatchProbe:
             raise OptionError.of("n_recent", n_recent, "at least 0")
         self._n_recent = n_recent
         self._hashes: Tensor | None = None
+        self._batches: Tensor | None = None
         self._factors: dict[int, Tensor] = {}
 
     @torch.no_grad()
@@ -70,6 +73,7 @@ class BatchProbe:
               next position, whichever is larger: 1 in language modeling; absent if labels and ids differ in shape.
             - ``repeated_examples``: Fraction of the examples that equal an earlier one, of this batch or a recent one;
               absent if the inputs contain no tensor.
+            - ``repeated_batch``: 1 if the batch equals one of the last eight, in the same order of examples, else 0.
 
         Example:
             >>> import torch
@@ -91,7 +95,8 @@ class BatchProbe:
             found["token_entropy"] = _entropy(first, None if is_seen is None else is_seen != 0)
         if isinstance(labels, Tensor) and _are_ids(labels):
             found |= self.of_labels(first, labels)
-        found["repeated_examples"] = self._repeated(first)
+        hashes = self._hashed(first)
+        found["repeated_examples"], found["repeated_batch"] = self._repeated(hashes), self._is_repeated(hashes)
         return found
 
     def of_labels(self, inputs: Any, labels: Tensor) -> dict[str, Tensor]:
@@ -145,8 +150,13 @@ class BatchProbe:
         """
         self._hashes = torch.tensor(list(hashes), dtype=torch.int64) if hashes else None
 
-    def _repeated(self, examples: Tensor) -> Tensor:
-        hashes = self._hashed(examples)
+    def _is_repeated(self, hashes: Tensor) -> Tensor:
+        whole = (hashes * (2 * torch.arange(len(hashes), device=hashes.device) + 1)).sum().reshape(1)
+        known = whole[:0] if self._batches is None else self._batches.to(whole.device)
+        self._batches = torch.cat([known, whole])[-_N_BATCHES:]
+        return (known == whole).any().double()
+
+    def _repeated(self, hashes: Tensor) -> Tensor:
         n = len(hashes)
         known = hashes if self._hashes is None else torch.cat([self._hashes.to(hashes.device), hashes])
         # The sort is stable, so that among equal hashes the earlier one comes first.

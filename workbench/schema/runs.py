@@ -161,6 +161,9 @@ MONITORS: dict[str, Variable] = {
     "is_skipped": Variable(
         ("step",), "f", "skipped update", "1", "1 if gradients were computed but no update was made, else 0"
     ),
+    "repeated_batch": Variable(
+        ("step",), "f", "repeated batch", "1", "1 if every batch of the update equals one of the eight before it"
+    ),
     "update_ratio": Variable(
         ("step",), "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update, over a fixed sample of all parameters"
     ),

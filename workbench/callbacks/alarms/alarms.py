@@ -12,6 +12,7 @@ from workbench.callbacks.alarms.calibration import Calibration, check_rate
 from workbench.callbacks.alarms.evidence_rows import EvidenceRows
 from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
+from workbench.callbacks.alarms.watched import FALL, RISE
 from workbench.callbacks.observation import Observation
 
 #: A signal raises another alarm only after its evidence has fallen below this fraction of the threshold.
@@ -31,6 +32,8 @@ class _Change:
 
     onset: int
     features: dict[str, float]
+    #: What a fall of the loss may mean, if nothing else changed; no known fault makes a loss fall.
+    only_fall: str = ""
 
 
 class Alarms:
@@ -206,7 +209,8 @@ class Alarms:
             return
         step = fresh[0].step
         if self._change is None or step > self._last_alarm + _SAME_CAUSE:
-            self._change = _Change(min(onsets), self.features())
+            only_fall = fresh[0].message.rstrip(".") if all(alarm.signal == FALL.name for alarm in fresh) else ""
+            self._change = _Change(min(onsets), self.features(), only_fall)
         self._last_alarm = step
 
     def _raise(self, fresh: list[Alarm]) -> list[Alarm]:
@@ -248,7 +252,7 @@ class Alarms:
     def _alarm(self, reading: Reading, ratio: float) -> Alarm | None:
         name = reading.watched.name
         if reading.is_broken or (ratio >= 1 and reading.is_evaluated):
-            if name in self._standing:
+            if name in self._standing or (name == RISE.name and "loss" in self._standing):
                 return None
             self._standing.add(name)
             return Alarm(
@@ -266,7 +270,11 @@ class Alarms:
         return None
 
     def _threshold(self, signal: str) -> float:
-        return self.calibration.threshold(signal, self.false_alarms, n_signals=len(self._evidence.latest))
+        latest = self._evidence.latest
+        if (own := latest[signal].watched.threshold) > 0:
+            return own
+        n_signals = sum(math.isnan(reading.watched.threshold) for reading in latest.values())
+        return self.calibration.threshold(signal, self.false_alarms, n_signals=n_signals)
 
     def scores(self) -> dict[str, float]:
         """Return the latest evidence of each signal over its threshold, at its worst layer and head.
@@ -284,7 +292,7 @@ class Alarms:
         return {name: found.evidence / self._threshold(name) for name, found in self._evidence.latest.items()}
 
     def attribute(self) -> Attribution:
-        """Return the fault that the alarms point to, with probabilities and evidence.
+        """Return the fault that the alarms point to, with probabilities and evidence, or that it is unknown.
 
         A fault found by a probe decides; faults that the probe cannot distinguish share the probability. Otherwise the
         attribution follows from the signals at the first alarm, since later alarms may be consequences, and excludes
@@ -295,14 +303,14 @@ class Alarms:
             >>> alarms = wb.Alarms()
             >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
             >>> attribution = alarms.attribute()
-            >>> attribution.cause in attribution.probability
-            True
+            >>> attribution.cause, attribution.score
+            ('low_precision_attention', 1.0)
         """
         # Large logits come last, since another fault may have caused them.
         for alarm, causes in sorted(self._probes.standing.values(), key=lambda found: found[0].signal == "logits"):
             return Attribution(causes[0], dict.fromkeys(causes, 1 / len(causes)), (alarm.message.rstrip("."),))
-        if self._change is None:
-            return self.attributor.attribute(self.features())
+        if self._change is None or self._change.only_fall:
+            return Attribution.of_unknown("no signal stands out" if self._change is None else self._change.only_fall)
         sound = [name for name, check in self.checks.items() if check.is_sound and check.step > self._change.onset]
         excluded = [fault for name in sound for fault in _EXCLUDES[name]]
         return self.attributor.attribute(self._change.features, excluded=excluded)
@@ -325,7 +333,7 @@ class Alarms:
             >>> import workbench as wb
             >>> alarms = wb.Alarms()
             >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
-            >>> wb.alarms.Attributor.shipped().attribute(alarms.features()).cause in alarms.attributor.causes
+            >>> "loss" in alarms.features()
             True
         """
         found = {}
@@ -375,4 +383,10 @@ def _message(reading: Reading) -> str:
     where = f" in layer {reading.layer}" if reading.layer >= 0 else ""
     where += f", head {reading.head}" if reading.head >= 0 else ""
     way = "risen" if reading.is_rise else "fallen"
+    if watched.threshold > 0:
+        side = "above" if reading.is_rise else "below"
+        return (
+            f"The loss has {way} to {reading.value:.4g} and stays there, {reading.evidence:.0f} of its own deviations "
+            f"{side} its trend: {watched.points_to}."
+        )
     return f"{watched.name} has {way} to {reading.value:.4g}{where}: {watched.points_to}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.errors import OptionError, StoreError
+from workbench.formatting import percent
 from workbench.io.atomic import write_json
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
@@ -19,6 +21,10 @@ _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
 _CLIP = 3.0
 #: Largest number of signals named as evidence.
 _N_EVIDENCE = 3
+#: The cause if none of the known ones explains the alarms.
+UNKNOWN = "unknown"
+#: Smallest probability of a cause that is named, and smallest score of a signal that is evidence for one.
+_LEAST_PROBABILITY, _LEAST_SCORE = 0.5, 0.5
 
 
 @dataclass(frozen=True)
@@ -26,17 +32,19 @@ class Attribution:
     """The fault that the signals point to, with probabilities and evidence.
 
     Attributes:
-        cause: The most probable fault.
+        cause: The most probable fault; ``"unknown"`` if none of the known ones has a probability of one half, or no
+            signal is evidence for it.
         probability: Probability of each fault, in decreasing order, with sum 1. It is conditional on one of the known
-            faults having occurred; it is not the probability that there is a fault.
+            faults having occurred; it is not the probability that there is a fault. Empty if there is no alarm.
         evidence: Strongest evidence for the cause, in words.
 
     Example:
         >>> import workbench as wb
         >>> attributor = wb.alarms.Attributor.shipped()
-        >>> attribution = attributor.attribute({})
-        >>> attribution.cause in attributor.causes, round(sum(attribution.probability.values()), 3)
-        (True, 1.0)
+        >>> attributor.attribute({}).message
+        'The cause is unknown: no signal stands out.'
+        >>> round(sum(attributor.attribute({"label_entropy": 3.0}).probability.values()), 3)
+        1.0
 
     See Also:
         `workbench.alarms.Attributor`: Computes attributions.
@@ -47,11 +55,26 @@ class Attribution:
     probability: Mapping[str, float]
     evidence: tuple[str, ...]
 
+    @classmethod
+    def of_unknown(cls, *evidence: str) -> Attribution:
+        """Return an attribution to none of the known faults."""
+        return cls(UNKNOWN, {}, evidence)
+
+    @property
+    def score(self) -> float:
+        """Probability of the cause; NaN if it is unknown."""
+        return self.probability.get(self.cause, math.nan)
+
+    @property
+    def summary(self) -> str:
+        """The cause and its probability in a few words."""
+        return UNKNOWN if self.cause == UNKNOWN else f"{self.cause.replace('_', ' ')} ({percent(self.score)})"
+
     @property
     def message(self) -> str:
         """The attribution as one sentence."""
-        because = "; ".join(self.evidence)
-        return f"This looks like {self.cause.replace('_', ' ')} ({self.probability[self.cause]:.0%}): {because}."
+        what = "The cause is unknown" if self.cause == UNKNOWN else f"This looks like {self.summary}"
+        return f"{what}: {'; '.join(self.evidence)}."
 
     def as_event(self) -> dict[str, Any]:
         """Return the fields of the attribution's event in a run, without step and kind.
@@ -60,9 +83,9 @@ class Attribution:
             >>> import workbench as wb
             >>> attribution = wb.alarms.Attribution("large_rate", {"large_rate": 1.0}, ("grad_norm has risen",))
             >>> attribution.as_event()["message"]
-            'This looks like large rate (100%): grad_norm has risen.'
+            'This looks like large rate (100 %): grad_norm has risen.'
         """
-        return {"source": self.cause, "score": self.probability[self.cause], "message": self.message}
+        return {"source": self.cause, "score": self.score, "message": self.message}
 
 
 @dataclass(frozen=True)
@@ -132,7 +155,7 @@ class Attributor:
         return cls(tuple(map(str, model.classes_)), features, weight, bias)
 
     def attribute(self, scores: Mapping[str, float], *, excluded: Collection[str] = ()) -> Attribution:
-        """Return the most probable fault, with the probability of each.
+        """Return the most probable fault, with the probability of each; ``"unknown"`` if none is likely.
 
         Args:
             scores: Score of each signal: its evidence over the threshold, negative if it changed in the opposite
@@ -149,18 +172,17 @@ class Attributor:
         row = _row(self.features, scores)
         logits = self.weight @ row + self.bias
         is_possible = np.array([cause not in excluded for cause in self.causes])
-        if is_possible.any():
-            logits = np.where(is_possible, logits, -np.inf)
+        logits = np.where(is_possible | ~is_possible.any(), logits, -np.inf)
         probability = np.exp(logits - logits.max())
         probability /= probability.sum()
         best = int(probability.argmax())
         # Contribution of each feature to the logit of the cause, relative to the mean over all causes.
         lift = (self.weight[best] - self.weight.mean(axis=0)) * row
-        telling = [i for i in np.argsort(-lift)[:_N_EVIDENCE] if lift[i] > 0]
-        order = np.argsort(-probability)
+        telling = [i for i in np.argsort(-lift)[:_N_EVIDENCE] if lift[i] > 0 and abs(row[i]) >= _LEAST_SCORE]
+        is_named = telling and is_possible[best] and probability[best] >= _LEAST_PROBABILITY
         return Attribution(
-            self.causes[best],
-            {self.causes[i]: float(probability[i]) for i in order},
+            self.causes[best] if is_named else UNKNOWN,
+            {self.causes[i]: float(probability[i]) for i in np.argsort(-probability)},
             tuple(_words(self.features[i], float(row[i])) for i in telling) or ("no signal stands out",),
         )
 

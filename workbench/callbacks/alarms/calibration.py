@@ -220,7 +220,7 @@ def stretches(run: xr.DataTree) -> dict[str, list[float]]:
     largest: dict[str, dict[int, float]] = {}
     for observation in observations(run):
         for reading in evidence.update(observation):
-            if reading.is_evaluated and math.isfinite(reading.evidence):
+            if reading.is_evaluated and math.isfinite(reading.evidence) and math.isnan(reading.watched.threshold):
                 of_signal = largest.setdefault(reading.watched.name, {})
                 at = reading.step // _STRETCH
                 of_signal[at] = max(of_signal.get(at, -math.inf), reading.evidence)

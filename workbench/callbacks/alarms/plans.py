@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from numbers import Real
 from typing import Any
 
 from workbench.callbacks.alarms.settings_sentinel import Plan
@@ -35,14 +34,18 @@ def planned_settings(plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]
         at_start = plan(0)
         if not isinstance(at_start, Mapping):
             raise OptionError.of("plan(0)", at_start, "a mapping from names of settings to values")
-        return {name: lambda step, name=name: plan(step).get(name) for name in at_start}
+        return {name: _entry(plan, name) for name in at_start}
     if not isinstance(plan, Mapping | None):
         raise OptionError.of("plan", plan, "a mapping from names of settings to plans, or a function of the step")
     return {name: _function(f"plan['{name}']", given) for name, given in (plan or {}).items()}
 
 
+def _entry(plan: Callable[[int], Mapping[str, Any]], name: str) -> Plan:
+    return lambda step: plan(step).get(name)
+
+
 def _function(name: str, given: Any) -> Plan:
-    if given is None or (isinstance(given, Real) and not isinstance(given, bool)):
+    if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
         return lambda step: given
     if callable(given):
         return given

@@ -163,7 +163,8 @@ class ProbeAlarms:
         if not self._batches.update(observation.values):
             return None
         n = self._batches.n_in_a_row
-        message = f"All examples of the last {n} batches occurred before: the data loader repeats itself. Restart it."
+        which = "The whole batch" if n == 1 else f"All examples of the last {n} batches"
+        message = f"{which} occurred shortly before: the data loader repeats itself. Restart it."
         return _alarm(observation, score=math.inf, value=1.0, message=message), ("repeated_data",)
 
     def _large_logit(self, observation: Observation) -> Finding | None:

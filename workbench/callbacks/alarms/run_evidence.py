@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.callbacks.alarms.cumulative_sum import CumulativeSum
+from workbench.callbacks.alarms.loss_shift import LossShift
 from workbench.callbacks.alarms.own_past import WINDOWS, OwnPast
-from workbench.callbacks.alarms.watched import Watched, WatchedValues, watched_values
+from workbench.callbacks.alarms.watched import FALL, RISE, Watched, WatchedValues, watched_values
 
 if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
@@ -25,6 +26,9 @@ _FIRST_EVALUATED = 200
 #: step 200 on, they are evaluated with their evidence divided by _LESS_EVIDENCE.
 _N_RATES, _RISE, _RISE_OF_NOISE, _LOW = 100, 1.05, 2.0, 0.02
 _LESS_EVIDENCE = 1.5
+#: A loss falls with its learning rate: falls are not evaluated while the rate rises, nor after it fell by this fraction
+#: of its largest value within the last _N_RATES steps.
+_LARGE_DECAY = 0.3
 #: Number of first losses, and fraction of their median that is the smallest scale of later ones.
 _N_FIRST, _FRACTION_OF_FIRST = 20, 0.02
 #: Number of consecutive finite values after which NaN in a metric of the update means that it is broken; a loop that
@@ -40,7 +44,8 @@ class Reading:
         watched: The signal.
         step: Step of the measurement.
         evidence: -log10 of the p value of a change for the worse, times the number of layers, heads and windows; for
-            signals that accumulate, the `CumulativeSum` if that is larger; NaN if unknown yet.
+            signals that accumulate, the `CumulativeSum` if that is larger; of a `LossShift` the number of deviations;
+            NaN if unknown yet.
         opposite: Evidence of a change in the opposite direction.
         is_evaluated: Whether the step is evaluated, so that the signal may raise an alarm; not while the learning rate
             rises, for example.
@@ -80,10 +85,12 @@ class RunEvidence:
         self._first_step = first_step
         self._groups: dict[str, list[_Group]] = {}
         self._rates: deque[float] = deque(maxlen=_N_RATES)
+        self._shift = LossShift()
         self._highest = self._rate = math.nan
 
     def restart(self) -> None:
         """Forget the latest values but not their spread, after an intended change."""
+        self._shift.restart()
         for groups in self._groups.values():
             for group in groups:
                 group.restart()
@@ -107,6 +114,8 @@ class RunEvidence:
         for group in groups:
             group.update(observation.step, found, math.log(self._rate) if self._rate > 0 else 0.0)
             readings += [self._with_rate(reading) for reading in group.readings(observation.step)]
+        if observation.part == "monitors" and "loss" in observation.values:
+            readings += [self._with_rate(reading) for reading in self._shifts(observation)]
         self.latest |= {reading.watched.name: reading for reading in readings}
         return readings
 
@@ -117,6 +126,19 @@ class RunEvidence:
             self._highest = np.fmax(self._highest, rate)
             self._rates.append(rate)
 
+    def _shifts(self, observation: Observation) -> list[Reading]:
+        """Return the readings of the shifts of the loss."""
+        found, step = self._shift.update(float(observation.values["loss"])), observation.step
+        return [
+            Reading(
+                watched, step, evidence, math.nan, is_evaluated=False, is_broken=False, value=found.level,
+                is_rise=watched is RISE, layer=-1, head=-1, onset=max(step - window, 0),
+            )
+            for watched, evidence, window in (
+                (RISE, found.rise, found.rise_window), (FALL, found.fall, found.fall_window)
+            )
+        ]  # fmt: skip
+
     def _with_rate(self, reading: Reading) -> Reading:
         """Return a reading adjusted to the current learning rate."""
         if reading.step - self._first_step < _FIRST_EVALUATED:
@@ -125,6 +147,10 @@ class RunEvidence:
             if self._rate <= _LOW * self._highest:
                 return reading
             rise = self._rate / min(self._rates) if min(self._rates) > 0 else math.inf
+            if reading.watched is FALL and (
+                rise > _RISE or max(self._rates) - self._rate > _LARGE_DECAY * self._highest
+            ):
+                return reading
             if rise > _RISE:
                 is_evaluated = reading.watched.is_noise and rise <= _RISE_OF_NOISE
                 return replace(reading, is_evaluated=is_evaluated, evidence=reading.evidence / _LESS_EVIDENCE)

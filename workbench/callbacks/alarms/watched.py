@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,6 +37,8 @@ class Watched:
         accumulates: Whether its jumps also accumulate in a `CumulativeSum`.
         may_be_missing: Whether NaN only means that it was not measured, and not that a value is not finite.
         least_scale: Smallest standard deviation of the comparison, on the scale of `badness`.
+        threshold: Threshold of a `LossShift`, which has a rate of false alarms of its own; NaN for all other signals,
+            whose thresholds follow from the calibration.
         points_to: What a change of the signal indicates, in words.
 
     Example:
@@ -61,6 +64,7 @@ class Watched:
     accumulates: bool = False
     may_be_missing: bool = False
     least_scale: float = 0.01
+    threshold: float = math.nan
     points_to: str = ""
 
     @property
@@ -109,7 +113,35 @@ _NORMS = {
     "dWk": "the keys change more in each window than before",
     "W": "the product of queries and keys grows, and with it the attention logits",
 }
+#: Shifts of the loss that a person sees in its curve, whatever the calibration says. The thresholds are in deviations
+#: of the mean of a window; data/README.md has their rate of false alarms.
+RISE = Watched(
+    "monitors",
+    "loss",
+    "rise",
+    scale="linear",
+    is_outcome=True,
+    is_noise=True,
+    threshold=5.5,
+    points_to="something has changed for the worse, such as labels, tokens, masks or the rate",
+)
+FALL = Watched(
+    "monitors",
+    "loss",
+    "fall",
+    is_bad_low=True,
+    scale="linear",
+    is_outcome=True,
+    is_noise=True,
+    threshold=12.0,
+    points_to=(
+        "look whether labels leak into the inputs, a mask is lost or batches repeat; a task that is learned abruptly "
+        "falls like this as well"
+    ),
+)
 _MONITORED: tuple[Watched, ...] = (
+    RISE,
+    FALL,
     Watched(
         "monitors", "loss", scale="linear", is_outcome=True, is_noise=True, least_scale=0.02,
         points_to="the loss itself rises",
@@ -202,7 +234,7 @@ def watched_values(observation: Observation) -> Iterator[WatchedValues]:
     values, coords = observation.values, observation.coords
     has_no_window = observation.part == "attention" and _lacks_window(values)
     for watched in WATCHED:
-        if watched.part != observation.part or watched.variable not in values:
+        if watched.part != observation.part or watched.variable not in values or watched.threshold > 0:
             continue
         if has_no_window and watched.variable in _OVER_A_WINDOW:
             continue

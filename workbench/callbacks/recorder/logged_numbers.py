@@ -31,6 +31,7 @@ NUMBERS = (
     "is_training",
     "loss_scale",
     "is_skipped",
+    "repeated_batch",
     "update_ratio",
     "spike_score",
 )

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.formatting import number_in_words, percent
+from workbench.formatting import number_in_words
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarm, Attribution
@@ -134,7 +134,7 @@ class RunStatus:
         cause, first = self.cause, self.first_alarm
         if cause is None or first is None:
             return "Cause: unknown."
-        name = f"Likely cause: {cause.cause.replace('_', ' ')} ({percent(cause.probability[cause.cause])})"
+        name = f"Likely cause: {cause.summary}"
         other = [each for each in cause.evidence if each.rstrip(".") != first.message.rstrip(".")]
         return f"{name}: {'; '.join(other)}." if other else f"{name}."
 
