@@ -333,7 +333,7 @@ class Alarms:
             >>> import workbench as wb
             >>> alarms = wb.Alarms()
             >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
-            >>> "loss" in alarms.features()
+            >>> "grad_norm" in alarms.features()
             True
         """
         found = {}
