@@ -110,7 +110,7 @@ def measure_weights(
     file = place / _WEIGHTS
     check_fits(place, model=model)
     try:
-        with safe_open(file, framework="pt") as weights:
+        with safe_open(file, framework="pt", backend="pread") as weights:
             squares: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
             for name in weights.keys():  # noqa: SIM118  (safetensors has no iterator)
                 if (match := _NUMBERED.match(name)) is None:
@@ -151,7 +151,7 @@ def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None
     if expected is None:
         return
     try:
-        with safe_open(file, framework="pt") as weights:
+        with safe_open(file, framework="pt", backend="pread") as weights:
             found = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise _unreadable(place, error) from error

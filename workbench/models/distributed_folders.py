@@ -176,7 +176,7 @@ def _offsets(file: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import safe_open
 
     check_safetensors(file)
-    with safe_open(file, framework="pt") as opened:
+    with safe_open(file, framework="pt", backend="pread") as opened:
         text = (opened.metadata() or {}).get(_PLACES)
     try:
         return {name: tuple(map(int, place["saved_offsets"])) for name, place in json.loads(text or "{}").items()}

@@ -219,12 +219,14 @@ class _Loader:
             options["device_map"] = {"": "meta"}
         self.reports.clear()
         try:
-            if self.weights is None or not plain:
+            # Without values transformers need not open the files, which it would map into memory.
+            has_state = plain or ("device_map" in options and hasattr(cls, "base_model_prefix"))
+            if self.weights is None or not has_state:
                 model, info = cls.from_pretrained(self.source, **options)
             else:
                 if not hasattr(cls, "base_model_prefix"):  # an auto class, which finds custom code only by the path
                     cls = type(self._load(cls, plain=False, without_memory=True)[0])
-                names = unwrapped_names(self.weights.names)
+                names = unwrapped_names(self.weights.names) if plain else {name: name for name in self.weights.names}
                 state = _meta(self.weights.state) if "device_map" in options else self.weights.read()
                 state = {names[name]: tensor for name, tensor in state.items()}
                 model, info = cls.from_pretrained(None, state_dict=state, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import pickle
 import re
@@ -156,7 +157,7 @@ def check_safetensors(path: Path) -> None:
 
     _require_readable(path)
     try:
-        with safe_open(path, framework="pt"):
+        with safe_open(path, framework="pt", backend="pread"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
@@ -170,23 +171,39 @@ def check_safetensors(path: Path) -> None:
 def safetensors_state(path: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a ``.safetensors`` file by name without reading their values.
 
+    Each tensor is mapped by itself when it is read, because a file that is larger than the memory may not be mapped.
+
     Raises:
         CheckpointError: If the file is damaged.
     """
-    from safetensors import safe_open
+    from safetensors.torch import _TYPES
 
     check_safetensors(path)
-    # The file stays open and mapped as long as one of its tensors exists.
-    file = safe_open(path, framework="pt", backend="mmap")
+    with path.open("rb") as file:
+        begin = 8 + (n_header := int.from_bytes(file.read(8), "little"))
+        header = json.loads(file.read(n_header))
 
-    def lazy(name: str) -> LazyTensor:
-        piece = file.get_slice(name)
-        dtype = file.get_tensor(name).dtype
-        shape = tuple(piece.get_shape())
-        n_elements = torch.Size(shape).numel()
-        return LazyTensor(shape, dtype, lambda: file.get_tensor(name), n_elements * dtype.itemsize, True)
+    def lazy(about: dict[str, Any]) -> LazyTensor:
+        (start, end), dtype, shape = about["data_offsets"], _TYPES[about["dtype"]], tuple(about["shape"])
+        return LazyTensor(
+            shape, dtype, lambda: _mapped(path, begin + start, end - start, dtype).view(shape), end - start, True
+        )
 
-    return {name: lazy(name) for name in file.keys()}  # noqa: SIM118 it is no dict
+    return {name: lazy(about) for name, about in header.items() if name != "__metadata__"}
+
+
+def _mapped(path: Path, start: int, n_bytes: int, dtype: torch.dtype) -> Tensor:
+    """Return a part of a file as a flat tensor; writing to it does not change the file."""
+    if not n_bytes:
+        return torch.empty(0, dtype=dtype)
+    if start % dtype.itemsize:  # old files have headers of any length
+        with path.open("rb") as file:
+            file.seek(start)
+            return torch.frombuffer(bytearray(file.read(n_bytes)), dtype=dtype)
+    before = start % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), before + n_bytes, access=mmap.ACCESS_COPY, offset=start - before)
+    return torch.frombuffer(pages, dtype=dtype, offset=before)
 
 
 def numbered_shards(folder: Path) -> tuple[Path, ...]:
