@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.models.config_options import Option, config_options, configs_of
+from workbench.models.kept_state import KeptState, is_library
 from workbench.models.wrapping import as_written
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ HookRequest = tuple[nn.Module, Callable[..., Any], bool]
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run forward passes in eval mode without gradients; restore the model and all random states afterwards.
 
-    Parameters and buffers that a forward pass writes to are copied just before the first write (some models rescale
-    their weights in place on the first call in eval mode). Ordinary attributes and replaced buffers are restored.
+    Tensors that a forward pass writes to are copied just before the first write (some models rescale their weights in
+    place on the first call in eval mode). Attributes, replaced buffers and other state are restored, see `KeptState`.
 
     Args:
         model: Module that will run; its existing hooks remain active.
@@ -41,11 +42,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(as_written())
         stack.enter_context(_restored_random_state())
-        stack.enter_context(_restored_attributes(model))
+        tensors = stack.enter_context(_restored_attributes(model))
         stack.enter_context(config_options(family_options(model)))
         stack.enter_context(_without_fast_path())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_WriteGuard(model))
+        stack.enter_context(_WriteGuard([*model.parameters(), *model.buffers(), *tensors]))
         for module in model.modules():
             module.training = False
         yield
@@ -62,6 +63,35 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def without_own_hooks(model: nn.Module) -> Iterator[None]:
+    """Leave out the hooks that are defined outside of installed packages, which are meant for the passes of a training.
+
+    Hooks of libraries may be a part of the model, as those that gather its shards or compute its weights.
+    """
+    before = []
+    for module in model.modules():
+        for table in (module.__dict__.get(name) for name in _HOOKS):
+            if own := [key for key, hook in (table or {}).items() if not is_library(_origin(hook))]:
+                before.append((table, dict(table)))
+                for key in own:
+                    del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in before:
+            added = {key: hook for key, hook in table.items() if key not in hooks}
+            table.clear()
+            table.update(hooks | added)
+
+
+def _origin(hook: Any) -> str:
+    """Return the module that defines a hook: a function, a method, or an object that is called."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
 
 
 @contextmanager
@@ -108,24 +138,31 @@ _TABLES = frozenset(nn.Module().__dict__) - {"training"}
 _RESTORED = tuple(name for name in sorted(_TABLES) if "hooks" in name or name in ("_buffers", "_modules"))
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 @contextmanager
-def _restored_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore training flags, ordinary attributes, hooks, children and the identity of buffers."""
+def _restored_attributes(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Restore attributes, hooks, children, the identity of buffers, and what the model's code refers to.
+
+    Yields:
+        Tensors that are neither parameters nor buffers, whose values are not restored.
+    """
     before = [
         (module, _plain_attributes(module), {name: dict(module.__dict__[name]) for name in _tables(module)})
         for module in model.modules()
     ]
-    contents = _Contents()
-    for _, attributes, _ in before:
-        contents.remember(attributes)
+    kept = KeptState()
+    for module, attributes, _ in before:
+        kept.keep_names(module.__dict__, attributes)
+        kept.follow([type(module)])
     try:
-        yield
+        yield kept.tensors
     finally:
-        contents.restore()
+        kept.restore()
         for module, attributes, tables in before:
             for name in _plain_attributes(module).keys() - attributes.keys():
                 module.__dict__.pop(name)
-            module.__dict__.update(attributes)
             for name, table in tables.items():
                 now = module.__dict__[name]
                 if now.keys() != table.keys() or any(now[key] is not table[key] for key in table):
@@ -139,34 +176,6 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 def _tables(module: nn.Module) -> list[str]:
     return [name for name in _RESTORED if isinstance(module.__dict__.get(name), dict)]
-
-
-class _Contents:
-    """Copies of the lists, dictionaries and sets among attributes, at any depth: a forward pass may write to them."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[Any, Any]] = {}
-
-    def remember(self, attributes: Mapping[str, Any]) -> None:
-        """Copy the containers among the values."""
-        waiting = list(attributes.values())
-        while waiting:
-            value = waiting.pop()
-            if type(value) not in (list, dict, set, deque) or id(value) in self._copies:
-                continue
-            self._copies[id(value)] = (value, value.copy())
-            waiting += value.values() if isinstance(value, dict) else value
-
-    def restore(self) -> None:
-        """Restore the contents of the containers that have changed."""
-        for value, copy in self._copies.values():
-            if isinstance(value, dict):
-                is_same = value.keys() == copy.keys() and all(value[key] is copy[key] for key in copy)
-            else:
-                is_same = len(value) == len(copy) and all(a is b for a, b in zip(value, copy, strict=True))
-            if not is_same:
-                value.clear()
-                (value.extend if isinstance(value, list | deque) else value.update)(copy)
 
 
 def family_options(model: nn.Module) -> list[Option]:
@@ -191,16 +200,16 @@ def _without_fast_path() -> Iterator[None]:
 
 
 class _WriteGuard(TorchDispatchMode):
-    """Mode that copies a parameter or buffer just before an operation writes to it, and restores the copies on exit."""
+    """Mode that copies a tensor just before an operation writes to it, and restores the copies on exit."""
 
     #: flex_attention is a higher-order operator, which torch otherwise does not run in a dispatch mode.
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._owners: dict[int, list[Tensor]] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for tensor in [*model.parameters(), *model.buffers()]:
+        for tensor in tensors:
             if (pointer := storage_pointer(tensor)) is not None:
                 self._owners.setdefault(pointer, []).append(tensor)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from workbench.models.attention_weights import QueryKey, Unreadable, query_key_w
 from workbench.models.batches import take_examples
 from workbench.models.calling import on_device_of
 from workbench.models.device_numbers import read_arrays
+from workbench.models.probing import without_own_hooks
 from workbench.models.readable_weights import readable, reshard
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.wrapping import as_written
@@ -181,8 +182,9 @@ class Collectors:
             self.switch_off("update")
         elif self.is_on("update"):
             try:
-                if not self._probes.knows_loss:
-                    self.switch_off("update")
+                with self._passes():
+                    if not self._probes.knows_loss:
+                        self.switch_off("update")
             except Exception:  # noqa: BLE001  (a third-party model may fail in any way; the probe's event reports it)
                 self.switch_off("update")
 
@@ -198,6 +200,12 @@ class Collectors:
             self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
             self.switch_off("probe")
             return {}
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Return the context of passes through the model: uncompiled, and without the hooks of the user."""
+        with as_written(), without_own_hooks(self._outermost):
+            yield
 
     def is_on(self, part: str) -> bool:
         """Return whether a part is recorded."""
@@ -230,7 +238,7 @@ class Collectors:
         if self._probe_pass is None or not due or not self.is_on("probe"):
             return {}
         try:
-            with as_written(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
+            with self._passes(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
                 return self._probe_pass.take(due)
         finally:
             reshard(self._outermost)
@@ -287,14 +295,14 @@ class Collectors:
         """Return the errors of the run's arithmetic."""
         del step, probed
         assert self._probes is not None
-        with as_written():
+        with self._passes():
             return self._probes.precision()
 
     def update_effect(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Return the effect of the update on the loss of fixed examples."""
         del step, probed
         assert self._probes is not None
-        with as_written():
+        with self._passes():
             return self._probes.update()
 
     def forget_update(self) -> None:
@@ -339,7 +347,7 @@ class Collectors:
         def loss(model: nn.Module) -> Tensor:
             return loss_of(model, self.probe)
 
-        with as_written():
+        with self._passes():
             unscaled = sharpness(self.model, loss)
             try:
                 scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
@@ -355,7 +363,7 @@ class Collectors:
     def spectra(self, step: int) -> xr.Dataset | None:
         """Return spectra of the residual stream on the probe; None, with an event, if the stream is not finite."""
         try:
-            with as_written():
+            with self._passes():
                 if self._taker is None:
                     self._taker = SpectraTaker(self.model, self.probe, self.options.profile_options)
                 return self._taker.take(step)
@@ -375,7 +383,8 @@ class Collectors:
             return ModelReading(None, troubles={"anatomy": reason})
         readings = []
         for subject in subjects:
-            readings.append(read_model(subject, self.probe))
+            with self._passes():
+                readings.append(read_model(subject, self.probe))
             reshard(self._outermost)
             if readings[-1].anatomy is not None:
                 self.model = subject
