@@ -110,7 +110,7 @@ def test_a_compiled_step_of_the_optimizer(task, tmp_path):  # noqa: F811
 
 
 def compiled_loss(model, optimizer, n_steps, task, **options):  # noqa: F811
-    loss = torch.compile(lambda batch: loss_of(model, batch), backend="eager", **options)
+    loss = torch.compile(lambda batch: loss_of(model, batch), **options)
     for i in range(n_steps):
         optimizer.zero_grad()
         loss(task.batch(i)).backward()
@@ -118,23 +118,56 @@ def compiled_loss(model, optimizer, n_steps, task, **options):  # noqa: F811
     return model
 
 
-def test_a_compiled_function_that_calls_the_model_has_a_graph_break(task, tmp_path):  # noqa: F811
-    """The break is where the batch is recorded; with ``fullgraph=True`` an error explains it."""
+def messages_of(path):
+    return [event["message"] for event in events_of(path) if event["kind"] == "not recorded"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_that_calls_the_model_stays_one_graph(task, tmp_path, backend):  # noqa: F811
+    """Its batches are not seen, which an event says; weights, gradients and updates are recorded."""
     control = dense()
-    compiled_loss(control, adam(control), 4, task)
+    compiled_loss(control, adam(control), 4, task, backend=backend, fullgraph=True)
     torch._dynamo.reset()
     model = dense()
     optimizer = adam(model)
     with wb.watch(model, optimizer, store=tmp_path / "a.zarr", every=EVERY, shows=False):
-        compiled_loss(model, optimizer, 4, task)
+        compiled_loss(model, optimizer, 4, task, backend=backend, fullgraph=True)
     assert same_weights(control, model)
-    assert wb.open_run(tmp_path / "a.zarr")["monitors"]["batch_size"].values.tolist() == [8.0] * 4
-    torch._dynamo.reset()
-    with (
-        wb.watch(model, optimizer, store=tmp_path / "b.zarr", shows=False),
-        pytest.raises(torch._dynamo.exc.Unsupported, match=r"compile the model itself, by torch.compile\(model\)"),
-    ):
-        compiled_loss(model, optimizer, 1, task, fullgraph=True)
+    run = wb.open_run(tmp_path / "a.zarr")
+    assert run["monitors"].sizes["step"] == 4
+    assert run["optimizer"].sizes["step"] == 2
+    assert messages_of(tmp_path / "a.zarr")[0].endswith("compile the model instead.")
+
+
+def tied_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True, use_cache=False)
+    return LlamaForCausalLM(config).train()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_tied_model_stays_one_graph(tmp_path, backend):
+    """Its inner model has all parameters too, and a hook on it is within the graph of the outer one."""
+    losses = []
+    for is_watched in (False, True):
+        torch._dynamo.reset()
+        model = tied_llama()
+        optimizer, called = adam(model), torch.compile(model, backend=backend, fullgraph=True)
+        tokens, found = torch.arange(32).reshape(2, 16), []
+        store = tmp_path / "a.zarr"
+        with wb.watch(called, optimizer, store=store, every=2, shows=False) if is_watched else nullcontext():
+            for i in range(3):
+                loss = called(input_ids=(tokens + i) % 32, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        losses.append(found)
+    assert losses[0] == losses[1]
+    assert wb.open_run(tmp_path / "a.zarr")["monitors"]["batch_size"].values.tolist() == [2.0] * 3
 
 
 def test_a_function_that_was_compiled_before_is_explained_in_an_event(task, tmp_path):  # noqa: F811
@@ -147,5 +180,6 @@ def test_a_function_that_was_compiled_before_is_explained_in_an_event(task, tmp_
             optimizer.zero_grad()
             loss(task.batch(i)).backward()
             optimizer.step()
-    messages = [event["message"] for event in events_of(tmp_path / "a.zarr") if event["kind"] == "not recorded"]
-    assert messages[0].endswith("If a compiled function calls the model, compile the model instead.")
+    assert messages_of(tmp_path / "a.zarr")[0].endswith(
+        "If a compiled function calls the model, compile the model instead."
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -149,12 +150,14 @@ class GradientProjections:
         self.disarm()
         self._forget()
         self._handles = []
+        # Where a compiled function runs the backward pass, the hook would be compiled too.
+        see = torch.compiler.disable(self._see) if "torch._dynamo" in sys.modules else self._see
         for number in range(len(self.parameters)):
             parameter = self._leaf(number)
             if parameter is not None and parameter.requires_grad:
                 node = get_gradient_edge(parameter).node
                 self._nodes.append(node)  # the parameter does not keep the node and its hooks alive
-                self._handles.append(node.register_prehook(partial(self._see, number)))
+                self._handles.append(node.register_prehook(partial(see, number)))
 
     def disarm(self) -> None:
         """Remove the hooks.

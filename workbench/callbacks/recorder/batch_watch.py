@@ -22,6 +22,7 @@ from workbench.callbacks.recorder.backward_passes import (
     follow,
     labels_from_gradient,
 )
+from workbench.callbacks.recorder.model_hook import ModelHook
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import named_arguments
@@ -34,11 +35,6 @@ from workbench.probes.batch import IGNORED, BatchProbe
 _LABELS_OF_UPDATE = "num_items_in_batch"
 #: Maximum number of forward passes that may turn out to be training although no backward pass reaches them.
 _MOST_WAITING = 32
-#: Reason that PyTorch reports if a compiled function calls the model, whose hooks must not be compiled.
-_REASON = (
-    "a recorder sees the batches that enter the model; compile the model itself, by torch.compile(model) or "
-    "model.compile(), rather than a function that calls it"
-)
 
 
 @dataclass(frozen=True)
@@ -183,8 +179,7 @@ class BatchWatch:
         self._modules: dict[nn.Module, list[nn.Module]] = {}
         self._differentiated: dict[int, Tensor | None] = {}
         self._first: dict[nn.Module, Any] = {}
-        # The hooks record concrete inputs and outputs, so they must not be compiled.
-        enter, leave = (torch.compiler.disable(hook, reason=_REASON) for hook in (self._enter, self._leave))
+        enter, leave = ModelHook(self._enter), ModelHook(self._leave)
         self._handles = [
             handle
             for module in self._entrances
@@ -356,9 +351,7 @@ class BatchWatch:
             return {}
 
     def _counts(self, module: nn.Module) -> bool:
-        if self.is_paused or not torch.is_grad_enabled() or torch.compiler.is_exporting():
-            return False
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # torch.func differentiates without backward
+        if self.is_paused or not torch.is_grad_enabled() or module not in self._entrances:
             return False
         if current_pass() != -1:  # within backward: gradient checkpointing recomputes the forward
             return False
