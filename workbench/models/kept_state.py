@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from workbench.errors import SnapshotError
 
 #: Iterators that `copy.copy` copies with their position.
-_COPIED = (count, *(type(iter(kind)) for kind in ([], (), range(0))))  # type: ignore[arg-type]
+_COPIED = (count, type(iter([])), type(iter(())), type(iter(range(0))))
 #: Number of objects that are looked at, entries of a container that are followed, and bytes of an array that is copied.
 _MOST, _LONGEST, _MOST_BYTES = 20_000, 10_000, 1 << 20
 _MISSING = object()
@@ -39,7 +39,7 @@ class KeptState:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
-        self._restore: list[Callable[[], None]] = []
+        self._restore: list[Callable[[], Any]] = []
         self._seen: dict[int, Any] = {}
         self._waiting: list[Any] = []
 
@@ -77,8 +77,10 @@ class KeptState:
     def _keep(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self.tensors.append(value)
-        elif isinstance(value, torch.Generator | np.random.RandomState):
+        elif isinstance(value, torch.Generator):
             self._restore.append(partial(value.set_state, value.get_state()))
+        elif isinstance(value, np.random.RandomState):
+            self._restore.append(partial(value.set_state, value.get_state(legacy=False)))
         elif isinstance(value, random.Random):
             self._restore.append(partial(value.setstate, value.getstate()))
         elif isinstance(value, np.random.Generator):

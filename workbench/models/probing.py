@@ -73,8 +73,9 @@ def without_own_hooks(model: nn.Module) -> Iterator[None]:
     """
     before = []
     for module in model.modules():
-        for table in (module.__dict__.get(name) for name in _HOOKS):
-            if own := [key for key, hook in (table or {}).items() if not is_library(_origin(hook))]:
+        tables: list[dict[int, Any]] = [module.__dict__.get(name) or {} for name in _HOOKS]
+        for table in tables:
+            if own := [key for key, hook in table.items() if not is_library(_origin(hook))]:
                 before.append((table, dict(table)))
                 for key in own:
                     del table[key]

@@ -184,7 +184,8 @@ def safetensors_state(path: Path) -> dict[str, LazyTensor]:
         header = json.loads(file.read(n_header))
 
     def lazy(about: dict[str, Any]) -> LazyTensor:
-        (start, end), dtype, shape = about["data_offsets"], _TYPES[about["dtype"]], tuple(about["shape"])
+        dtype: Any = _TYPES[about["dtype"]]
+        (start, end), shape = about["data_offsets"], tuple(about["shape"])
         return LazyTensor(
             shape, dtype, lambda: _mapped(path, begin + start, end - start, dtype).view(shape), end - start, True
         )
