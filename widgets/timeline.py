@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import capitalized, counted, listed
 from workbench.io.run_access import named_runs
-from workbench.plots.timeline_events import TimelineEvent, signal_of
+from workbench.plots.timeline_events import TimelineEvent, alarms_of, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, sentence_alone, timeline
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
@@ -47,10 +48,10 @@ class Timeline(WorkbenchWidget):
     ``run["evidence"] = xr.DataTree(wb.alarms.evidence_of(run))``.
 
     Drag over the panels to zoom in, use the mouse wheel after a click, and double-click to see all steps. A click on an
-    alarm or on any step shows a map of the signal's layers and heads for each run, and the eigenvalues recorded closest
-    to that step. The layer of the alarm, or a layer clicked in a map or a plane or chosen from the list, is highlighted
-    in all of them. ``save("x.html")`` writes all of this as one page that needs no kernel and no network; only the
-    reduction cannot be changed there.
+    alarm, on the red mark of a probe or on any step shows a map of the signal's layers and heads for each run, and the
+    eigenvalues recorded closest to that step. The layer of the alarm, or a layer clicked in a map or a plane or chosen
+    from the list, is highlighted in all of them. ``save("x.html")`` writes all of this as one page that needs no kernel
+    and no network; only the reduction cannot be changed there.
 
     A run given as a path is followed while it trains, in this process or another: its store is read every
     ``poll_every`` seconds, and new rows are added automatically.
@@ -214,8 +215,8 @@ class Timeline(WorkbenchWidget):
         Args:
             step: The step, of which each run shows the nearest recorded one; None shows nothing.
             signal: Signal of the heat maps; if it has no layers, another one is shown. None for the first displayed
-                signal with layers. For an alarm, its signal.
-            run: For an alarm at this step, its run.
+                signal with layers. For an alarm or a probe, its signal.
+            run: For an alarm at this step, or a probe that found a fault there, its run.
 
         Raises:
             SchemaError: If there is no such signal or run.
@@ -238,10 +239,15 @@ class Timeline(WorkbenchWidget):
             raise self._no_run(run)
         event = None
         if run is not None:
-            own = [event for event in self.runs[run].run_events.events if event.kind == "alarm" and event.step == step]
+            of = self.runs[run].run_events
+            own = [event for event in (*alarms_of(of.events), *of.findings) if event.step == step]
             event = next((event for event in own if event.source == signal), own[0] if own else None)
         if event is not None and signal is not None:
             signal = signal_of(event, self.names) or signal
+            if signal in SIGNALS.values():  # a probe: show what it measures by layer and head
+                entries = self.runs[run or ""].entries.items()
+                measured = (name for name, each in entries if each.places and SIGNALS.get(each.part) == event.source)
+                signal = next(measured, signal)
         elif signal is not None and signal not in self.names:
             raise SchemaError(
                 f"No run has a signal '{signal}'; choose from {', '.join(self.names)}.",

@@ -75,7 +75,8 @@ def test_a_sound_model_at_a_useful_rate_proceeds(calm):
     assert "changes" not in calm
     pilot = calm["pilot"].to_dataset()
     assert float(pilot["useful_edge_low"]) < float(pilot["useful_edge"]) < float(pilot["useful_edge_high"])
-    assert float(pilot["rate_over_edge"]) == pytest.approx(3e-3 / float(pilot["useful_edge_high"]))
+    assert float(pilot["upper_rate_limit"]) == float(pilot["useful_edge_high"])
+    assert float(pilot["rate_over_edge"]) == pytest.approx(3e-3 / float(pilot["upper_rate_limit"]))
     assert most_important(Numbers(calm))[0].label == "largest useful rate"
     assert "stable" not in calm.attrs["summary"]
 
@@ -117,6 +118,9 @@ def test_rates_of_a_wider_target_are_smaller_by_the_ratio_and_less_certain(own_p
     assert float(wide["useful_edge"]) == pytest.approx(float(own_pilot["useful_edge"]) / 16)
     spread = [float(each["useful_edge_high"] / each["useful_edge"]) for each in (own_pilot, wide)]
     assert spread[1] == pytest.approx(spread[0] * 1.5**2)  # 1.5 for each factor of 4 in the width
+    assert float(wide["upper_rate_limit"]) == pytest.approx(3 * float(wide["useful_edge_high"]))
+    assert float(wide["rate_over_edge"] * wide["upper_rate_limit"]) == pytest.approx(3e-3)
+    assert (own_pilot.attrs["rate_factor"], wide.attrs["rate_factor"]) == (1, 1 / 16)
 
 
 def test_a_training_beyond_the_measured_length_is_only_checked_for_rates_that_are_too_large(own_pilot):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import workbench as wb
 from tests.browser.conftest import CHROMIUM, CHROMIUM_FLAGS
 from tests.browser.driver import colored, pixels, wait
 from tests.browser.text_boxes import assert_text_fits, complaints_of, drawn_texts, record_text
@@ -78,6 +79,19 @@ def inked(locator, color):
 def choose_alarm(page):
     page.get_by_role("button", name="effective_rank D2 layer 1, head 2").first.click()
     rest(page)
+
+
+def test_a_click_on_the_mark_of_a_probe_shows_what_it_found(chromium, tmp_path):
+    page, complaints = opened(chromium, saved(tmp_path, {"failed": wb.samples.failed_run("precision")}))
+    assert "Recorded without alarms" in page.locator(".workbench-timeline-alarms").inner_text()
+    lane = page.get_by_role("img", name="Events:")
+    red = np.argwhere(np.abs(pixels(lane) - [224, 0, 75]).sum(-1) < 40)
+    assert len(red) > 10
+    y, x = red.mean(0)
+    lane.click(position={"x": x, "y": y})
+    rest(page)
+    assert "the attention kernel is wrong" in page.get_by_role("region", name="details and alarms").inner_text()
+    assert not complaints
 
 
 def test_a_saved_page_works_offline(chromium, runs, tmp_path):

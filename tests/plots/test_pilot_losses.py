@@ -52,6 +52,21 @@ def test_estimates_outside_of_the_rates_tried_are_in_view(drawn):
     assert right > 1.0
 
 
+def test_the_plan_its_limit_and_the_losses_have_the_axis_of_the_estimates(drawn):
+    data = pilot(planned_rate=1e-4, upper_rate_limit=2.0)
+    pilot_losses(data)
+    tried = [args[0] for args, _ in drawn["line"]]
+    pilot_losses(data.assign_attrs(rate_factor=1 / 16))  # the estimates are those of a model 16 times as wide
+    bars = [(args[0], args[2], options.get("dash", "solid")) for args, options in drawn["bars"]]
+    assert bars.count((1e-4, 1e-4, "solid")) == bars.count((2.0, 2.0, "dashed")) == 2
+    ((_, first), (_, second)) = drawn["panel"]
+    assert all(view["view"][0][0] < 1e-4 < 2.0 < view["view"][0][1] for view in (first, second))
+    assert first["names"][0] == "learning rate"
+    assert second["names"][0] == "learning rate at the planned width"
+    scaled = [args[0] for args, _ in drawn["line"]][len(tried) :]
+    assert all(np.allclose(one / 16, other) for one, other in zip(tried, scaled, strict=True))
+
+
 def test_unknown_estimates_are_not_drawn(drawn):
     ends = ("useful_edge", "useful_edge_low", "useful_edge_high")
     unknown = dict.fromkeys(("trivial_loss", "slow_edge", "best_rate", *ends), np.nan)

@@ -141,6 +141,8 @@ def test_rates_for_another_width():
     assert found.for_width(16.0).useful_edge.high == pytest.approx(1.5**2 * found.useful_edge.high / 16)
     assert found.for_width(4.0, parametrization="mup").best_rate.value == found.best_rate.value
     assert found.for_width(1.0).best_rate == found.best_rate
+    factors = [of.data.attrs["rate_factor"] for of in (found, wide, found.for_width(4.0, parametrization="mup"))]
+    assert factors == [1, 1 / 4, 1]
     assert found.for_width(np.int64(4)).useful_edge == wide.useful_edge
     for wrong in (0, -1.0, math.nan, "4", True):
         with pytest.raises(OptionError, check=about("ratio")):
@@ -219,7 +221,7 @@ def test_data_contain_every_loss_and_the_estimates():
     at = data["loss"].sel(n_updates=last.n_updates, rate=last.rate).values
     np.testing.assert_array_equal(at, last.loss)
     assert float(data["useful_edge_low"]) == found.useful_edge.low
-    assert data.attrs == {"n_steps": 600, "reason": ""}
+    assert data.attrs == {"n_steps": 600, "reason": "", "rate_factor": 1.0}
 
 
 @pytest.mark.parametrize(

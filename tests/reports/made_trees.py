@@ -50,7 +50,8 @@ def pilot(planned=0.003, edge=0.0021):
     """Return a pilot of a plan whose learning rate is too large."""
     edges = {"slow_edge": edge / 30, "best_rate": edge / 3, "useful_edge": edge}
     values = {f"{name}{end}": by * value for name, value in edges.items() for end, by in ENDS.items()}
-    values |= {"planned_rate": planned, "rate_over_edge": planned / values["useful_edge_high"]}
+    values |= {"planned_rate": planned, "upper_rate_limit": values["useful_edge_high"]}
+    values["rate_over_edge"] = planned / values["upper_rate_limit"]
     values["rate_over_slow_edge"] = planned / values["slow_edge_low"]
     data = {name: number((), value, name.replace("_", " ")) for name, value in values.items()}
     rates = np.geomspace(1e-4, 0.1, 7)
@@ -93,7 +94,7 @@ _FIELDS = (
     "confidence", "reason",
 )  # fmt: skip
 _CRITERIA = [
-    ("rate_over_edge", "unsuitable_rate", "planned rate over the largest useful one", np.nan, 0.5, 0, -1,
+    ("rate_over_edge", "unsuitable_rate", "planned rate over its upper limit", np.nan, 0.5, 0, -1,
      "/pilot", "rate_over_edge", {}, 0.8, "the planned rate is too large to learn well"),
     ("gradient_gain_worst", "gradient_flow_collapse", "largest gradient gain of a block", 0.6, 1.8, 37, 2,
      "/flow", "gradient_gain", {"layer": 2}, 0.93, "the gradient grows from block to block"),

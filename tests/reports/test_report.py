@@ -13,11 +13,14 @@ from markdown_it import MarkdownIt
 import workbench as wb
 from tests.about import about
 from tests.reports import made_trees
+from workbench.assessment.failure_modes.pilot_criteria import RATE
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import percent
 from workbench.reports import html as html_file
+from workbench.reports.assessment_document import rate_sentences
 from workbench.reports.document import Lead, Paragraph, Picture, ReportTable, sentence_of
 from workbench.reports.make_report import document_of, report
+from workbench.reports.quantity import Numbers
 from workbench.schema.statuses import Verdict
 
 pytestmark = pytest.mark.render
@@ -295,7 +298,7 @@ def test_no_sentence_cites_unknown_rates(is_stand_in):
     document = document_of(made_trees.without_rates(is_stand_in=is_stand_in))
     labels = [fact.label for fact in document.facts]
     assert labels
-    assert not {"largest useful rate", "planned rate over the largest useful one"} & set(labels)
+    assert not {"largest useful rate", "planned rate over its upper limit"} & set(labels)
     text = " ".join(s.text for s in document.sections[0].sentences)
     assert "It is unknown whether 0.003 is a useful learning rate: no rate tried was too large." in text
     assert ("Of the trials of the first updates of a proxy model of width 64 with 4 blocks" in text) == is_stand_in
@@ -378,13 +381,25 @@ def test_the_summary_states_each_probability_once(kind, tmp_path, without_pictur
 def test_the_summary_states_useful_rates_and_no_healthy_criterion():
     (fact,) = document_of(wb.samples.assessments()["gpt2"].copy()).facts
     assert fact.label == "largest useful rate"
-    assert "estimated on a proxy model of width 64 with 4 blocks; planned: 0.0006" in fact.remark
+    assert "estimated on a proxy model of width 64 with 4 blocks; planned: 0.0006; limit: 0.00383" in fact.remark
+
+
+def test_the_ratio_of_the_planned_rate_is_that_to_the_limit_that_the_report_states():
+    numbers = Numbers(wb.samples.assessments()["gpt2"].copy())
+    (sentence,) = (each for each in rate_sentences(numbers) if "Published designs" in each.text)
+    planned, limit, ratio = (numbers.value("pilot", name) for name in ("planned_rate", "upper_rate_limit", RATE))
+    assert planned.value / limit.value == pytest.approx(ratio.value)
+    assert f"({limit.text}); the planned rate is {ratio.text} times this limit" in sentence.text
+    tree = wb.samples.assessments()["gpt2"].copy(deep=True)
+    tree["pilot"] = xr.DataTree(tree["pilot"].to_dataset().drop_vars("upper_rate_limit"))  # as saved earlier
+    (sentence,) = (each for each in rate_sentences(Numbers(tree)) if "Published designs" in each.text)
+    assert f"the planned rate is {ratio.text} times this limit" in sentence.text
 
 
 def test_the_summary_states_the_proposed_rate():
     document = document_of(made_trees.assessment())
     assert document.actions[0].text == "Lower the peak rate (learning rate: 0.0021)."
-    assert "planned rate over the largest useful one" not in " ".join(fact.label for fact in document.facts)
+    assert "planned rate over its upper limit" not in " ".join(fact.label for fact in document.facts)
 
 
 def test_names_of_the_library_keep_their_case():

@@ -11,6 +11,7 @@ import pytest
 import xarray as xr
 from bokeh.plotting import figure as bokeh_figure
 
+import workbench as wb
 from tests.about import about
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run, watched_run
 from tests.waiting import wait_for
@@ -192,6 +193,29 @@ def test_a_click_on_an_alarm_shows_layers_heads_and_modes_of_each_run(make, pair
     np.testing.assert_allclose(points[:, 0] + 1j * points[:, 1], eigenvalue, rtol=1e-5)
     assert timeline.selection.event.source == "effective_rank D2"
     assert page.ask(select=None)["selection"] is None
+
+
+def test_a_click_on_the_mark_of_a_probe_shows_what_it_found(make):
+    timeline = make({"failed": wb.samples.failed_run("precision")})
+    page = Page(timeline.canvas)
+    (found,) = page.content["runs"][0]["findings"]
+    page.ask(select={"step": found["step"], "signal": found["source"], "run": "failed"})
+    chosen = page.content["selection"]
+    assert (chosen["event"]["kind"], chosen["event"]["source"]) == ("probe", "arithmetic")
+    assert "the attention kernel is wrong" in chosen["event"]["message"]
+    entry = timeline.runs["failed"].entries[chosen["signal"]]
+    assert (entry.part, chosen["details"][0]["heat"] is None) == ("precision", False)
+
+
+def test_no_alarm_is_told_from_no_alarms_attached(make):
+    alone, calm = monitored_run(50, seed=1), watched_run(400, seed=1)
+    for runs, words in (
+        ({"alone": alone}, "Recorded without alarms"),
+        ({"calm": calm}, "Alarms attached, none raised"),
+        ({"alone": alone, "calm": calm}, "Alarms attached, none raised: calm; recorded without alarms: alone"),
+    ):
+        content = Page(make(runs, signals=["loss"]).canvas).content
+        assert (content["alarms"], content["no_alarms"]) == ([], words)
 
 
 def test_a_signal_without_layers_shows_those_of_the_last_alarm(make, pair):

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.formatting import counted, percent_range
+from workbench.formatting import capitalized, counted, percent_range
 from workbench.plots.style import BROKEN
 from workbench.plots.timeline_events import signal_of
 from workbench.plots.timeline_evidence import ALARM, FARTHEST
 from workbench.plots.timeline_figure import own_band
 from workbench.plots.timeline_panels import PanelAxis
+from workbench.plots.timeline_words import no_alarms_in_words
 from workbench.studies import signals as sig
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.latest_state import script as live_script
@@ -157,6 +158,7 @@ class TimelineCanvas(LatestState):
                 *(self._panel(name, part, buffers) for name in part.signals),
             ],
             "alarms": self._listed(shown),
+            "no_alarms": capitalized(no_alarms_in_words([run.run_events for run in shown])),
             "band": self._band_in_words(),
         }
         return content, buffers

@@ -207,8 +207,8 @@ function detailsOf(box, selection, runs, act) {
     parts.push(made("div", "workbench-timeline-note", `nearest step in this file to step ${stepText(selection.asked)}`));
   }
   if (selection.event) {
-    const { run, source, place, score, message } = selection.event;
-    const words = [`alarm of ${source}`, run, place, score === null ? "" : `${numberText(score)} × threshold`].filter(Boolean).join(" · ");
+    const { run, kind, source, place, score, message } = selection.event;
+    const words = [`${kind} of ${source}`, run, place, score === null ? "" : `${numberText(score)} × threshold`].filter(Boolean).join(" · ");
     parts.push(made("div", "", words), made("div", "workbench-timeline-note", message));
   }
   let theme = null;

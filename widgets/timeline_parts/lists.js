@@ -95,9 +95,9 @@ function showKeys(box, state) {
 }
 
 function showAlarms(box, state, ask) {
-  once(box, [state.alarms, state.selection?.event], () => {
+  once(box, [state.alarms, state.no_alarms, state.selection?.event], () => {
     if (!state.alarms.length) {
-      box.replaceChildren(made("div", "workbench-timeline-note", "No alarms recorded; click any step to see its layers and spectra"));
+      box.replaceChildren(made("div", "workbench-timeline-note", `${state.no_alarms}; click any step to see its layers and spectra`));
       return;
     }
     const named = Object.fromEntries(state.runs.map((run) => [run.name, run]));

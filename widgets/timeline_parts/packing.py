@@ -147,7 +147,7 @@ def selected(selection: PanelSelection | None, shown: Sequence[FollowedRun], buf
         "step": selection.step,
         "signal": selection.signal,
         "run": selection.run,
-        "event": None if event is None else marked(selection.run, event, "alarm"),
+        "event": None if event is None else marked(selection.run, event, event.kind),
         "layer": None if event is None else event.layer,
         "head": None if event is None else event.head,
         "dims": list(selection.dims),

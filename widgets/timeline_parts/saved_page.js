@@ -43,7 +43,9 @@ function keptModel({ content, buffers }) {
     const signal = content.mappable.includes(wanted.signal) ? wanted.signal : content.mappable[0], asked = Math.round(wanted.step);
     const near = content.moments.filter((moment) => !moment.event && moment.signal === signal);
     const best = near.reduce((a, b) => (Math.abs(b.step - asked) < Math.abs(a.step - asked) ? b : a), near[0]);
-    return best ? { ...best, asked } : null;
+    const { findings = [] } = content.runs.find((run) => run.name === wanted.run) ?? {};
+    const found = findings.find((one) => one.source === wanted.signal && one.step <= asked && asked <= one.last);
+    return best ? { ...best, asked, ...(found && { run: found.run, event: found }) } : null;
   };
 
   const answer = (token) => {

@@ -226,7 +226,7 @@ function render({ model, el, signal }) {
     const mark = markAt(event), words = { alarm: "alarm of", action: "action", cross: "divergence:", probe: "probe of" };
     const said = mark && [`step ${stepText(mark.at ?? mark.step)}: ${words[mark.kind]} ${mark.source}`, mark.run, mark.place, mark.score === null ? "" : `score ${numberText(mark.score)}`, mark.at > mark.step ? `since step ${stepText(mark.step)}:` : "", mark.message].filter(Boolean).join("\n");
     event.target.title = said ?? "";
-    stack.style.cursor = mark?.kind === "alarm" ? "pointer" : "";
+    stack.style.cursor = ["alarm", "probe"].includes(mark?.kind) ? "pointer" : "";
   });
   stack.addEventListener("pointerleave", hideCursor);
   stack.addEventListener("pointerdown", (event) => {
@@ -236,7 +236,7 @@ function render({ model, el, signal }) {
     stack.focus({ preventScroll: true });
     event.preventDefault();
   });
-  const choose = (mark) => ask({ select: { step: mark.step, signal: mark.source, run: mark.run } });
+  const choose = (mark) => ask({ select: { step: mark.at ?? mark.step, signal: mark.source, run: mark.run } });
   stack.addEventListener("pointerup", (event) => {
     if (!drag) return;
     const { isMoved, pans, mark, step, panel } = drag;
@@ -246,7 +246,7 @@ function render({ model, el, signal }) {
       const end = Math.min(Math.max(stepAt(event.clientX), view[0]), view[1]);
       look(Math.min(step, end), Math.max(step, end));
     } else if (!isMoved && event.detail < 2) {
-      if (mark?.kind === "alarm") choose(mark);
+      if (["alarm", "probe"].includes(mark?.kind)) choose(mark);
       else if (mark || panel) ask({ select: { step: mark?.at ?? mark?.step ?? step, signal: panel && !panel.name.startsWith(EVIDENCE) ? panel.name : null } });
     }
   });

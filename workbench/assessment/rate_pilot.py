@@ -72,10 +72,10 @@ def rate_pilot(
         The data of `workbench.find_rate` with the estimates at the planned width, and these 0-dim variables:
 
         - ``planned_rate``;
-        - ``rate_over_edge``: planned rate over the upper end of the interval of the useful edge (of three times that
-          end if it was transferred between widths), NaN if the edge is unknown;
-        - ``rate_over_slow_edge``: planned rate over the lower end of the interval of the slow edge, NaN if the edge is
-          unknown or a shorter training was evaluated;
+        - ``upper_rate_limit``: upper end of the interval of the useful edge (three times that end if it was transferred
+          between widths), NaN if the edge is unknown; ``rate_over_edge``: planned rate over this limit;
+        - ``lower_rate_limit``: lower end of the interval of the slow edge, NaN if the edge is unknown or a shorter
+          training was evaluated; ``rate_over_slow_edge``: planned rate over this limit;
         - ``loss_at_best``: smallest held-out loss of the longest round, in nat, NaN if no round finished. Its attribute
           ``n_updates`` is the number of updates of that round.
 
@@ -129,13 +129,15 @@ def _described(found: FoundRates | None, plan: TrainingPlan, reason: str) -> xr.
     rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
     data["planned_rate"] = ((), rate, {"long_name": "planned learning rate", "units": "1"})
     beyond = BEYOND if found is not None and found.width_ratio != 1 else 1.0
-    for name, long_name, end, factor in (
-        ("rate_over_edge", "planned rate over the largest useful rate", "useful_edge_high", beyond),
-        ("rate_over_slow_edge", "planned rate over the smallest useful rate", "slow_edge_low", 1.0),
+    for name, limit, end, factor in (
+        ("rate_over_edge", "upper", "useful_edge_high", beyond),
+        ("rate_over_slow_edge", "lower", "slow_edge_low", 1.0),
     ):
-        is_valid = is_known and (name == "rate_over_edge" or n_steps == plan.n_steps)
-        value = rate / (factor * float(data[end])) if is_valid else math.nan
-        data[name] = ((), value, {"long_name": long_name, "units": "1", **({"unseen": reason} if reason else {})})
+        is_valid = is_known and (limit == "upper" or n_steps == plan.n_steps)
+        value = factor * float(data[end]) if is_valid else math.nan
+        data[f"{limit}_rate_limit"] = ((), value, {"long_name": f"{limit} limit of the planned rate", "units": "1"})
+        about = {"long_name": f"planned rate over its {limit} limit", "units": "1"}
+        data[name] = ((), rate / value, about | ({"unseen": reason} if reason else {}))
     n_updates, loss = _last_round(data)
     about = {"long_name": "loss at the best rate of the longest round", "units": "nat", "n_updates": n_updates}
     data["loss_at_best"] = ((), loss, about)

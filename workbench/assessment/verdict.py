@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
-from workbench.assessment.failure_modes.pilot_criteria import BROKEN_TRIALS, PILOT, RATE, SLOW_RATE
+from workbench.assessment.failure_modes.pilot_criteria import BROKEN_TRIALS, LIMIT, PILOT, RATE, SLOW_RATE
 from workbench.assessment.failure_modes.structure_criteria import BETWEEN_BLOCKS, STRUCTURE
 from workbench.formatting import clause, fine_percent, listed, rounded, short
 from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
@@ -145,6 +145,8 @@ def _with_value(row: xr.Dataset, sizes: Sizes | None, pilot: xr.Dataset | None) 
             rounded(float(pilot[name])) for name in ("planned_rate", end[1], f"{end[1]}_low", f"{end[1]}_high")
         )
         useful = f"{end[0]} useful rate: about {edge}, {least} to {most}"
+        if where and end[0] == "largest" and LIMIT in pilot:
+            useful += f"; flagged above three times that end, {rounded(float(pilot[LIMIT]))}"
         return f"{row['reason'].values} (planned: {planned}; {useful}{where})"
     place = f" in block {int(row['layer'])}" if int(row["layer"]) >= 0 else ""
     return f"{row['reason'].values} ({row['title'].values}: {text_of(value)}{place}{limit}{where})"

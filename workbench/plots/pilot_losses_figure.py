@@ -30,10 +30,12 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw the held-out losses of a pilot: one line for each number of updates, one dot for each run.
 
     The green band is the estimated range of useful rates of the full training. The dotted line is the best rate, the
-    solid vertical line the useful edge, and the bar at its foot the interval of that edge.
+    solid vertical line the useful edge, and the bar at its foot the interval of that edge. In an assessment, the gray
+    vertical lines are the planned rate and its limit. Estimates for another width are drawn with the losses at the
+    rates that correspond to theirs at that width.
 
     Args:
-        data: Field ``data`` of the result of `workbench.find_rate`.
+        data: Field ``data`` of the result of `workbench.find_rate`, or node ``pilot`` of an assessment.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -61,9 +63,11 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
         raise SchemaError(
             "The pilot has no finite loss; repeat it with a smaller start=.", name="loss", expected="finite for one run"
         )
-    rate, lengths = data["rate"].values, data["n_updates"].values.tolist()
+    factor = float(data.attrs.get("rate_factor", 1))
+    rate, lengths = factor * data["rate"].values, data["n_updates"].values.tolist()
     slow, best, edge, low, high = (float(data[name]) for name in _ESTIMATES)
-    known = [one for one in (slow, best, high) if np.isfinite(one)]
+    planned, limit = (float(data.get(name, np.nan)) for name in ("planned_rate", "upper_rate_limit"))
+    known = [one for one in (slow, best, high, planned, limit) if np.isfinite(one)]
     rates = min([float(rate.min()), *known]) / 1.3, max([float(rate.max()), *known]) * 1.3
     losses = _losses_shown(loss, float(data["trivial_loss"]))
     notes: list[str] = []
@@ -77,9 +81,13 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
             draw.bars(best, losses[0], best, losses[1], color=_USEFUL, width=2, dash="dotted")
             notes.append(f"green: useful rates for {counted(data.attrs['n_steps'], 'update')}")
             notes += ["bar: interval of the useful edge", "dotted: best rate"]
+        for at, dash, name in ((planned, "solid", "planned rate"), (limit, "dashed", "limit of the planned rate")):
+            if np.isfinite(at):
+                draw.bars(at, losses[0], at, losses[1], color=style.NEUTRAL, width=2, dash=dash)
+                notes.append(f"gray, {dash}: {name}")
         if np.isfinite(trivial := float(data["trivial_loss"])):
             draw.bars(rates[0], trivial, rates[1], trivial, color=style.NEUTRAL, width=1, dash="dashed")
-            notes.append("dashed: trivial loss (target frequencies only)")
+            notes.append("dashed, horizontal: trivial loss (target frequencies only)")
         for at, (n_updates, color) in enumerate(zip(lengths, style.depth_colors(len(lengths)), strict=True)):
             name, is_tried = counted(n_updates, "update"), ~np.isnan(loss[at])
             is_any = is_tried.any(axis=1)
@@ -91,7 +99,7 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
             note=[*dict.fromkeys(notes)],
             view=(rates, losses),
             size=_SIZE,
-            names=("learning rate", "held-out loss (nat)"),
+            names=("learning rate" if factor == 1 else "learning rate at the planned width", "held-out loss (nat)"),
             ticks=(decades(*rates), None),
             is_log=(True, False),
             legend=True,

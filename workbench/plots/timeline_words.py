@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from workbench.formatting import listed
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -51,4 +53,13 @@ def marks_in_words(all_events: Sequence[RunEvents]) -> list[str]:
         "· probe passed": any(check.is_sound for run_events in all_events for check in run_events.checks),
         "■ probe failed": any(run_events.findings for run_events in all_events),
     }
-    return [word for word, occurs in words.items() if occurs] or ["no alarms, faults or actions recorded"]
+    return [word for word, occurs in words.items() if occurs] or [no_alarms_in_words(all_events)]
+
+
+def no_alarms_in_words(all_events: Sequence[RunEvents]) -> str:
+    """Return what it means that no run has an alarm: that none was raised, or that no alarms were attached."""
+    watched = [run_events.run for run_events in all_events if run_events.evidence is not None]
+    others = [run_events.run for run_events in all_events if run_events.evidence is None]
+    if watched and others:
+        return f"alarms attached, none raised: {listed(watched)}; recorded without alarms: {listed(others)}"
+    return "alarms attached, none raised" if watched else "recorded without alarms"

@@ -59,6 +59,7 @@ class FoundRates:
         optimizer: Name of the optimizer; empty if unknown.
         is_interrupted: Whether the pilot was interrupted before its end.
         width_ratio: Width of the model to which the rates apply over the width of the pilot's model.
+        rate_factor: Factor between a rate of the pilot's model and the same rate of the model to which they apply.
 
     Example:
         >>> import workbench as wb
@@ -85,6 +86,7 @@ class FoundRates:
     optimizer: str
     is_interrupted: bool
     width_ratio: float = 1.0
+    rate_factor: float = 1.0
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(str(self))
@@ -172,7 +174,7 @@ class FoundRates:
         factor = 1 / float(ratio) if parametrization == "standard" else 1.0
         error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
         found = with_estimates(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})
-        return replace(found, width_ratio=self.width_ratio * float(ratio))
+        return replace(found, width_ratio=self.width_ratio * float(ratio), rate_factor=self.rate_factor * factor)
 
     @property
     def estimates(self) -> dict[str, Estimate]:
@@ -202,7 +204,7 @@ class FoundRates:
                 **estimates,
             },
             {"n_updates": lengths, "rate": ("rate", rate, {"long_name": "learning rate", "units": "1"})},
-            {"n_steps": self.n_steps, "reason": self.reason},
+            {"n_steps": self.n_steps, "reason": self.reason, "rate_factor": self.rate_factor},
         )
 
 

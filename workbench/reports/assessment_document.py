@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from workbench.assessment.failure_modes.pilot_criteria import RATE, SLOW_RATE
+from workbench.assessment.failure_modes.pilot_criteria import LIMIT, RATE, SLOW_RATE
 from workbench.assessment.verdict import DECIDES
 from workbench.formatting import capitalized, clause, listed, lowered, title_of
 from workbench.reports import effect_space
@@ -146,7 +146,8 @@ def actions(numbers: Numbers) -> tuple[Sentence, ...]:
 #: Accuracy of rates estimated on proxy models, from the recorded designs (docs/results/assessment.md).
 _PROXY_ACCURACY = (
     "Published designs were trained at 0.1 to 12 times such an estimate from a narrow proxy model (median: 3 times). "
-    "Therefore a rate is flagged only above three times the upper end; the planned rate is {ratio} times that value."
+    "Therefore a rate is flagged only above its limit, three times the upper end ({upper_rate_limit}); the planned "
+    "rate is {rate_over_edge} times this limit."
 )
 
 
@@ -157,7 +158,9 @@ def most_important(numbers: Numbers) -> tuple[Fact, ...]:
         edge, low, high = (_of_pilot(numbers, f"useful_edge{end}") for end in ("", "_low", "_high"))
         planned = _of_pilot(numbers, "planned_rate")
         of = f"; estimated on {proxy_of(numbers)}" if is_proxy(numbers) else ""
-        facts.append(Fact(edge, "largest useful rate", f"{low.text} to {high.text}{of}; planned: {planned.text}"))
+        limit = f"; limit: {_of_pilot(numbers, LIMIT).text}" if of and LIMIT in numbers.node("pilot") else ""
+        text = f"{low.text} to {high.text}{of}; planned: {planned.text}{limit}"
+        facts.append(Fact(edge, "largest useful rate", text))
     for quantity in worst_criteria(numbers):
         if len(facts) == 3:
             break
@@ -211,9 +214,16 @@ def rate_sentences(numbers: Numbers) -> list[Sentence]:
             "{planned_rate}.",
             **{name: _of_pilot(numbers, name) for name in names},
         ),
-        *([sentence_of(_PROXY_ACCURACY, ratio=_of_pilot(numbers, "rate_over_edge"))] if is_proxy(numbers) else []),
+        *([_proxy_accuracy(numbers)] if is_proxy(numbers) else []),
         *_trials(numbers),
     ]
+
+
+def _proxy_accuracy(numbers: Numbers) -> Sentence:
+    """Return a sentence on the accuracy of the estimate; trees of earlier versions do not hold the limit."""
+    names = [name for name in (RATE, LIMIT) if name in numbers.node("pilot")]
+    text = _PROXY_ACCURACY if LIMIT in names else _PROXY_ACCURACY.replace(" ({upper_rate_limit})", "")
+    return sentence_of(text, **{name: _of_pilot(numbers, name) for name in names})
 
 
 def _trials(numbers: Numbers) -> list[Sentence]:

@@ -156,7 +156,7 @@ def test_unknown_rates_leave_the_verdict_open_and_no_number_anywhere():
     ("rate", "words"),
     [
         (2.0, "(planned: 0.05; largest useful rate: about 0.02, 0.01 to 0.03)"),
-        (None, "(planned rate over the largest useful rate: 2; healthy: 1 or less)"),
+        (None, "(planned rate over its upper limit: 2; healthy: 1 or less)"),
     ],
 )
 def test_a_rate_that_is_too_large_is_reported_with_the_useful_ones(rate, words):

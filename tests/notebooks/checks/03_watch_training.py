@@ -20,7 +20,7 @@ assert abs(modes_at_start - 1).max() < 0.1  # all eigenvalues are close to 1
 assert mass["No-Norm"][0] > 0.9
 assert mass["Pre-LN"][0] < 0.3
 assert mass["Pre-LN"].max() > 0.7  # continues with an M as large as that of the other run
-assert largest["Pre-LN"] > 5 * runs["Pre-LN"]["spectra"]["spectral_radius"].isel(step=0).max()
+assert largest["Pre-LN"] > 5 * radii["Pre-LN"].isel(step=0)
 assert largest["Pre-LN"] > largest["No-Norm"] / 10
 assert bare["gradient norm"] is not None
 assert bare["gradient norm"] <= min(step for step in bare.values() if step)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: The criteria that decide about the planned learning rate.
 RATE, SLOW_RATE, BROKEN_TRIALS = "rate_over_edge", "rate_over_slow_edge", "trials_broken"
+#: Variable of the pilot: the limit of the planned rate.
+LIMIT = "upper_rate_limit"
 #: Beyond this factor a rate is failing, not just at risk, because it is then certainly above the useful edge.
 _FAILING = 3.0
 #: A larger fraction means that every trial diverged.
@@ -37,18 +39,18 @@ def _broken_trials(tree: xr.DataTree) -> CriterionReading | str:
 
 PILOT = (
     Criterion(
-        RATE, "unsuitable_rate", "planned rate over the largest useful rate", "1", "/pilot", RATE, _of_pilot(RATE),
+        RATE, "unsuitable_rate", "planned rate over its upper limit", "1", "/pilot", RATE, _of_pilot(RATE),
         "the planned rate is too large to learn well",
         HealthyBand(
             high=1.0, failing_high=_FAILING,
-            why="1 is the upper end of the 80 % interval of the useful edge; for a proxy model, three times that end",
+            why="the limit is the upper end of the 80 % interval of the useful edge; for a proxy model, three times it",
         ),
         scale="log",
     ),
     Criterion(
-        SLOW_RATE, "unsuitable_rate", "planned rate over the smallest useful rate", "1", "/pilot", SLOW_RATE,
+        SLOW_RATE, "unsuitable_rate", "planned rate over its lower limit", "1", "/pilot", SLOW_RATE,
         _of_pilot(SLOW_RATE), "the planned rate is too small to learn well within the planned updates",
-        HealthyBand(low=1.0, why="1 is the lower end of the 80 % interval of the slow edge"), scale="log",
+        HealthyBand(low=1.0, why="the limit is the lower end of the 80 % interval of the slow edge"), scale="log",
         rules_out=False,
     ),
     # Diverged trials are evidence against a plan. Trials of the first updates without divergence do not exclude
