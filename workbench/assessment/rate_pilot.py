@@ -136,8 +136,8 @@ def _described(found: FoundRates | None, plan: TrainingPlan, reason: str) -> xr.
         is_valid = is_known and (limit == "upper" or n_steps == plan.n_steps)
         value = factor * float(data[end]) if is_valid else math.nan
         data[f"{limit}_rate_limit"] = ((), value, {"long_name": f"{limit} limit of the planned rate", "units": "1"})
-        about = {"long_name": f"planned rate over its {limit} limit", "units": "1"}
-        data[name] = ((), rate / value, about | ({"unseen": reason} if reason else {}))
+        words: dict[str, Any] = {"long_name": f"planned rate over its {limit} limit", "units": "1"}
+        data[name] = ((), rate / value, words | ({"unseen": reason} if reason else {}))
     n_updates, loss = _last_round(data)
     about = {"long_name": "loss at the best rate of the longest round", "units": "nat", "n_updates": n_updates}
     data["loss_at_best"] = ((), loss, about)
