@@ -70,7 +70,7 @@ def test_plans_and_options_are_read_from_files(assessed, tmp_path):
             ["assess", "gpt2", "--out", "a.pdf"],
             "'a.pdf' has the suffix '.pdf', expected one of .html, .md, .ipynb.",
         ),
-        (["assess", "gpt2", "--out", "there.html"], "there.html exists already; pass overwrite=True"),
+        (["assess", "gpt2", "--out", "there.html"], "there.html exists already; pass --overwrite"),
         (["assess", "gpt2", "--tree", "a.csv"], "'a.csv' has the suffix '.csv', expected one of .nc, .zarr."),
         (["assess", "gpt2", "--plan", "nowhere.toml"], "nowhere.toml"),
         (["assess", "gtp2"], "gtp2"),

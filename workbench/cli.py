@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return given.run(given)
     except WorkbenchError as error:
-        print(f"workbench: {error}", file=sys.stderr)
+        words = str(error).replace("pass overwrite=True", "pass --overwrite")
+        print(f"workbench: {words}", file=sys.stderr)
         return ExitStatus.BAD_INPUT
     except KeyboardInterrupt:
         print("workbench: stopped.", file=sys.stderr)

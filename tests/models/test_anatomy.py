@@ -637,7 +637,7 @@ def test_stages_of_transformers(name, config, stages):
     with pytest.raises(AnatomyError) as caught:
         read_anatomy(model, images)
     for stack, width in stages:
-        assert f"{stack} (" in str(caught.value).split("pass as stack=")[1]
+        assert f"{stack} (" in str(caught.value).split("stack=)")[1]
         assert read_anatomy(model, images, stack=stack).width == width
 
 

@@ -62,7 +62,7 @@ def test_files_are_replaced_only_if_the_box_is_checked(comparison, tmp_path):
     path = tmp_path / "exports" / "table_step0.html"
     path.write_text("mine")
     bar.buttons[".html"].click()
-    assert "exists already" in comparison.error
+    assert "exists already; tick Overwrite to replace it" in comparison.error
     assert bar.note.value == ""
     assert path.read_text() == "mine"
     bar.overwrite.value = True

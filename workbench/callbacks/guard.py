@@ -61,13 +61,13 @@ class Guard(Callback):
             alarms = recorder.alarms
         if alarms is not None and recorder is None:
             raise OptionError(
-                "alarms observe what a recorder measures, but there is none; pass recorder=wb.Recorder() too.",
+                "alarms observe what a recorder measures, but there is none; add wb.Recorder().",
                 name="recorder",
                 expected="a recorder if there are alarms",
             )
         if actions is not None and alarms is None:
             raise OptionError(
-                "actions respond to alarms, but there are none; pass alarms=wb.Alarms() too.",
+                "actions respond to alarms, but there are none; add wb.Alarms().",
                 name="alarms",
                 expected="alarms if there are actions",
             )

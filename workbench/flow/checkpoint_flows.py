@@ -88,7 +88,7 @@ def along_run(
     found = list_checkpoints(folder)
     if not found:
         raise CheckpointError(
-            f"There are no checkpoints in {folder}; train with checkpoint_every=, or check the path.",
+            f"There are no checkpoints in {folder}; use wb.train(..., checkpoint_every=), or check the path.",
             name="store",
             value=str(store),
             expected="the store of a run with checkpoints",

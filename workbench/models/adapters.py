@@ -45,8 +45,8 @@ def base_model(folder: Path) -> Path:
         if place.exists() and place.resolve() != folder.resolve():
             return place
     raise CheckpointError(
-        f"{folder} is an adapter of {str(name)[:80]}, which is not a local folder; open that model and pass it as "
-        "module=.",
+        f"{folder} is an adapter of {str(name)[:80]}, which is not a local folder; open that model and pass it to "
+        "wb.open_checkpoint(..., module=).",
         name="base_model_name_or_path",
         value=name,
         expected="a local folder or file",

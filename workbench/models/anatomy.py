@@ -176,8 +176,8 @@ def read_anatomy(
         if any(hasattr(parameter, "_is_flat_param") for parameter in model.parameters()):
             raise AnatomyError(
                 f"{type(model).__name__} keeps the parameters of many modules in one flat parameter, so that they "
-                "cannot be assigned to their modules; wrap the model with use_orig_params=True, or pass the model "
-                "before it was wrapped.",
+                "cannot be assigned to their modules; wrap the model with FSDP(..., use_orig_params=True), or pass "
+                "the model before it was wrapped.",
                 name="model",
                 value=type(model),
                 expected="a model whose parameters are not flattened",
@@ -244,7 +244,7 @@ def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:
     if not found:
         raise AnatomyError(
             f"{site.name} ran for the given inputs, but not when one token was changed, so that the axes of batch and "
-            "token cannot be distinguished; pass batch_first=.",
+            "token cannot be distinguished; pass wb.profile(..., batch_first=).",
             name="batch_first",
             expected="passed, as it cannot be detected",
         )

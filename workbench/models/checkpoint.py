@@ -144,7 +144,8 @@ def open_checkpoint(
     if path.is_dir() and is_adapter(path):
         if streaming is True:
             raise CheckpointError(
-                f"{path} is an adapter, which is merged in memory; open it with streaming=False.",
+                f"{path} is an adapter, which is merged in memory; open it with "
+                "wb.open_checkpoint(..., streaming=False).",
                 name="streaming",
                 value=True,
                 expected=(False, "auto"),
@@ -513,7 +514,8 @@ def _open_state(
         module = diffusers_model(path, config).eval()
     if module is None:
         raise CheckpointError(
-            f"{path.name} holds weights without an architecture; pass module=, or the folder with its config.json.",
+            f"{path.name} holds weights without an architecture; pass wb.open_checkpoint(..., module=), or "
+            "the folder with its config.json.",
             name="module",
             expected="the nn.Module to which the weights belong",
         )

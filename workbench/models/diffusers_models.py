@@ -23,7 +23,7 @@ def diffusers_model(folder: Path, config: dict[str, Any]) -> nn.Module:
     except ImportError as error:
         raise CheckpointError(
             f"{folder} holds a {name} of diffusers, which is not installed; "
-            "install diffusers, or pass the model as module=.",
+            "install diffusers, or pass the model to wb.open_checkpoint(..., module=).",
             name="diffusers",
             expected="installed",
         ) from error
@@ -31,7 +31,7 @@ def diffusers_model(folder: Path, config: dict[str, Any]) -> nn.Module:
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise CheckpointError(
             f"{folder} holds a {name}, which the installed version of diffusers does not have; update diffusers, or "
-            "pass module=.",
+            "pass wb.open_checkpoint(..., module=).",
             name="_class_name",
             value=name,
             expected="a model class of diffusers",

@@ -208,7 +208,7 @@ def _folded(model: nn.Module, main: Tensor, leading: tuple[int, ...]) -> Anatomy
     return AnatomyError(
         f"The states of {type(model).__name__} have leading shape {tuple(leading)} where its inputs have "
         f"{tuple(main.shape[:2])}: several residual streams are folded into the batch, or tokens are regrouped, which "
-        "cannot be read; choose another model, or blocks with one state per token as stack=.",
+        "cannot be read; choose another model, or blocks with one state per token by wb.profile(..., stack=).",
         name="model",
         value=tuple(leading),
         expected=f"states of leading shape {tuple(main.shape[:2])}",
@@ -262,7 +262,7 @@ def _difference(before: Tensor, after: Tensor) -> Tensor:
     if before.shape != after.shape:
         raise AnatomyError(
             f"The states change their shape from {tuple(before.shape)} to {tuple(after.shape)} with one token, so the "
-            "axes of batch and token cannot be distinguished; pass batch_first=.",
+            "axes of batch and token cannot be distinguished; pass wb.profile(..., batch_first=).",
             name="batch_first",
             expected=(True, False),
         )

@@ -246,7 +246,7 @@ class _Loader:
                 raise
             raise CheckpointError(
                 f"{self.source} contains weights of 8 bits or fewer, with which no model can run; "
-                "pass dtype=torch.bfloat16 or torch.float32 to convert them.",
+                "pass wb.open_checkpoint(..., dtype=torch.bfloat16) or torch.float32 to convert them.",
                 name="dtype",
                 value=str(self.options["dtype"]),
                 expected="a number format of more than 8 bits, such as torch.bfloat16",
@@ -408,7 +408,8 @@ def errors_in_one_sentence(
     except Exception as error:  # an invalid config.json can cause any error in third-party code
         if "trust_remote_code" in str(error):
             raise CheckpointError(
-                f"{source} needs its own Python code; read that code, then pass trust_remote_code=True.",
+                f"{source} needs its own Python code; read that code, then pass "
+                "wb.open_checkpoint(..., trust_remote_code=True).",
                 name="trust_remote_code",
                 value=False,
                 expected="True for a checkpoint with Python code",

@@ -167,7 +167,7 @@ def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreB
     if not found[0].shape:
         raise AnatomyError(
             f"The blocks of '{stack}' do not keep the shape of the residual stream: found {found[0]}; "
-            "pass as stack= the path of one stage of constant width.",
+            "pass to wb.profile(..., stack=) the path of one stage of constant width.",
             name="stack",
             value=stack,
             expected="the path of one stage of constant width",
@@ -199,7 +199,7 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
             f"{type(model).__name__} has no stack of residual blocks: no two modules of one kind pass on a state of "
             "constant shape unchanged"
             + (f" (the config states {counts[0]})" if counts else "")
-            + "; if a single module is the block, pass its container as stack=.",
+            + "; if a single module is the block, pass its container to wb.profile(..., stack=).",
             name="model",
             value=type(model),
             expected="a model with a stack of residual blocks",
@@ -233,7 +233,7 @@ def _choose_by_count(
     readable = _listed(plausible, are_blocks)
     raise AnatomyError(
         f"The config of {type(model).__name__} states {counts[0]}, but the stacks found are {found}; "
-        + (f"pass as stack= one of {readable}." if readable else "none of them can be read."),
+        + (f"pass to wb.profile(..., stack=) one of {readable}." if readable else "none of them can be read."),
         name="stack",
         expected=f"one of {readable}" if readable else "a stack that can be read, which this model does not have",
     )
@@ -276,7 +276,8 @@ def _require_complete(chosen: Candidate, plausible: Sequence[Candidate], are_blo
     others = _listed([c for c in plausible if c is not chosen], are_blocks)
     expected = f"one of {others}" if others else "a container of complete blocks"
     raise AnatomyError(
-        f"The longest stack, {chosen}, is not one residual stream: {reason}; pass as stack= {expected}.",
+        f"The longest stack, {chosen}, is not one residual stream: {reason}; pass to wb.profile(..., stack=) "
+        f"{expected}.",
         name="stack",
         expected=expected,
     )
@@ -289,7 +290,8 @@ def _require_coverage(model: nn.Module, chosen: Candidate, plausible: Sequence[C
     if 0 < fraction < MIN_COVERAGE:
         raise AnatomyError(
             f"The longest stack, {chosen}, holds only {fraction:.0%} of the parameters of all repeated modules, so the "
-            "residual stream probably runs outside of it; pass as stack= the container of the real blocks.",
+            "residual stream probably runs outside of it; pass to wb.profile(..., stack=) the container of the real "
+            "blocks.",
             name="stack",
             value=fraction,
             expected=f"a container of blocks that hold at least {MIN_COVERAGE:.0%} of the repeated parameters",
@@ -369,7 +371,8 @@ def require_one_stream(chosen: Candidate, inputs: Any, record: Callable[[], Sequ
     if len(streams := chosen.streams) > 1:
         raise AnatomyError(
             f"The stack {chosen.name} carries {len(streams)} parallel residual streams, of shapes "
-            f"{' and '.join(map(str, streams))}, expected one; choose another model or, as stack=, another stack.",
+            f"{' and '.join(map(str, streams))}, expected one; choose another model, or another stack by "
+            "wb.profile(..., stack=).",
             name=chosen.name,
             value=streams,
             expected="a stack of one residual stream",

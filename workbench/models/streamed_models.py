@@ -182,7 +182,7 @@ class _Converter:
         if lost := needed - {*self._plain, *self._group_of}:
             raise CheckpointError(
                 f"{type(model).__name__} cannot be streamed, because it is unknown how {min(lost)} is computed from "
-                "the checkpoint; open it with streaming=False.",
+                "the checkpoint; open it with wb.open_checkpoint(..., streaming=False).",
                 name="streaming",
                 value=min(lost),
                 expected="False for this model",

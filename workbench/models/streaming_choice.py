@@ -56,7 +56,8 @@ class StreamingChoice:
         why_not = why_not or ("" if is_strict else "with strict=False, missing weights are initialized in memory")
         if self.streaming is True and why_not:
             raise CheckpointError(
-                f"This checkpoint cannot be streamed: {why_not}; open it with streaming=False.",
+                f"This checkpoint cannot be streamed: {why_not}; open it with "
+                "wb.open_checkpoint(..., streaming=False).",
                 name="streaming",
                 value=True,
                 expected="False or 'auto' for this checkpoint",

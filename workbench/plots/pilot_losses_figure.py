@@ -61,7 +61,9 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
     loss = data["loss"].values
     if not np.isfinite(loss).any():
         raise SchemaError(
-            "The pilot has no finite loss; repeat it with a smaller start=.", name="loss", expected="finite for one run"
+            "The pilot has no finite loss; repeat it with a smaller wb.find_rate(..., start=).",
+            name="loss",
+            expected="finite for one run",
         )
     factor = float(data.attrs.get("rate_factor", 1))
     rate, lengths = factor * data["rate"].values, data["n_updates"].values.tolist()

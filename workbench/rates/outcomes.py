@@ -323,7 +323,7 @@ def _require_curves(sweep: xr.Dataset) -> None:
     missing = [name for name in ("held_out_loss", "training_loss", "trivial_loss") if name not in sweep.variables]
     if missing or np.isnan(sweep["trivial_loss"].values).all():
         raise SchemaError(
-            "The sweep has no losses along its runs; record it with n_evaluations=.",
+            "The sweep has no losses along its runs; record it with wb.sweeps.RunSettings(..., n_evaluations=).",
             name=missing[0] if missing else "trivial_loss",
             expected="recorded, with n_evaluations=",
         )

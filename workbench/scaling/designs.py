@@ -239,7 +239,7 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
     if callable(source):
         if width is None or depth is None:
             raise OptionError(
-                "A function has no target size; pass width= and depth= with it.",
+                "A function has no target size; pass wb.design(..., width=, depth=).",
                 name="width" if width is None else "depth",
                 expected="the target size, with a function",
             )

@@ -157,7 +157,7 @@ class LadderTrainer:
                 )
         if self.parametrization is not None and not isinstance(self.training.get("optimizer", "AdamW"), str):
             raise OptionError(
-                "A parametrization creates the optimizer itself; pass optimizer= as a name.",
+                "A parametrization creates the optimizer itself; pass the name of the optimizer.",
                 name="optimizer",
                 value=self.training["optimizer"],
                 expected="a name, with a parametrization",

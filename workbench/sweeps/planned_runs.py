@@ -37,7 +37,7 @@ def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
             )
     if "n_steps" not in training:
         raise OptionError(
-            "A planned run needs n_steps, the number of updates; pass n_steps=.",
+            "A planned run needs n_steps, the number of updates; add it to its training plan.",
             name="n_steps",
             expected="the number of updates",
         )

@@ -133,7 +133,8 @@ class Recorder:
         self.every = checked_cadence(every)
         if self.every["curvature"] is not None and loss_of is None:
             raise OptionError(
-                "curvature needs the loss as a function; pass loss_of=, a function from model and probe to a loss.",
+                "curvature needs the loss as a function; pass wb.Recorder(..., loss_of=), a function from model and "
+                "probe to a loss.",
                 name="loss_of",
                 expected="a function from model and probe to a loss",
             )
