@@ -339,8 +339,8 @@ def _check_gaps(path: Path, steps: np.ndarray, notes: list[str], *, allow_gaps: 
         notes.append(f"Steps are missing {where}{f' and in {len(gaps) - 1} other places' if len(gaps) > 1 else ''}.")
         return
     raise SchemaError(
-        f"{path} lacks steps {where}, expected one every {usual}; export the complete log, or pass allow_gaps=True to "
-        "continue without them.",
+        f"{path} lacks steps {where}, expected one every {usual}; export the complete log, or read it by "
+        "wb.read_log(..., allow_gaps=True) to continue without them.",
         name="step",
         value=int(steps[first + 1]),
         expected=f"at most {usual} after step {steps[first]}",
