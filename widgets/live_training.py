@@ -27,7 +27,7 @@ from workbench.widgets.live.buttons import Buttons
 from workbench.widgets.live.fault_panel import FaultPanel
 from workbench.widgets.live.kss_panel import KSSPanel
 from workbench.widgets.live.live_canvas import LiveCanvas
-from workbench.widgets.live.live_runs import ENDED, PAUSED, TRAINING, Listener, LiveRuns
+from workbench.widgets.live.live_runs import ENDED, PAUSED, STARTING, TRAINING, Listener, LiveRuns
 from workbench.widgets.live.paired_runs import PairedRuns
 from workbench.widgets.live.setup import Setup
 from workbench.widgets.live.starts import Start, recorded_histories
@@ -208,6 +208,8 @@ class LiveTraining(WorkbenchWidget):
         histories, state = self.canvas.histories, self.state
         if not histories:
             return "ready: press Start"
+        if state == STARTING and self._runs is not None:
+            return f"{state}: {self._runs.stage} · {time.monotonic() - self._runs.began:.0f} s"
         n_done = max(history.n_done for history in histories.values())
         line = f"{state} · step {n_done} of {self.canvas.n_steps}"
         if state == TRAINING and self._runs is not None:
@@ -501,6 +503,8 @@ class LiveTraining(WorkbenchWidget):
         """Let the page know that the process is running."""
         self.canvas.say_alive()
         self._move_controls()
+        if self.state == STARTING:
+            self.canvas.refresh()
 
     def _take_exit(self) -> None:
         """Show that all runs are closed, and run the waiting action, such as a restart."""

@@ -207,6 +207,7 @@ class RiskExplorer(MeasuringWidget):
                 return run_pilot(choice, settings, budget, lambda words: tell(f"training copies: {words}"))
 
             self._begin("Pilot", job, {"training copies": 1})
+            self._start.disabled = True
 
     def figure(self, backend: str = "bokeh", *, kind: str = "curve") -> Any:
         """Return the curve or the pilot as a separate figure, for example for ``workbench.plots.save()``.
@@ -391,6 +392,8 @@ class RiskExplorer(MeasuringWidget):
             remedy = "" if self._progress else "Press Measure to update it."
             more = [f"This is the result of the previous model. {remedy}"]
         self._words.value = headline.headline(answer.state, answer.sentence, more)
+        # A click would be lost while something is measured.
+        self._start.disabled = self._measured is None or self._progress is not None
         self.export_bar.offer(self.refused_kinds)
         self._settle()
 

@@ -373,6 +373,9 @@ class Workbench(MeasuringWidget):
                 visible[name] = self._last[name] = made
                 self._made[name, made.call] = self._made.pop((name, made.call), made)  # the last one
         self._visible = visible
+        for made in visible.values():  # of several views, only the common menu is shown
+            if (bar := getattr(made.widget, "export_bar", None)) is not None:
+                bar.layout.display = "none" if len(visible) > 1 else None
         self._room.arrange()
         self._drop_old()
         self.export_bar.offer(self.refused_kinds)

@@ -71,7 +71,7 @@ def test_an_assessment_is_read_looked_into_and_seen_in_both_themes(lab, page, ar
     wait(lambda: report.locator(".verdict").count() == 1, "the report")
     assert "No-Norm, 3 blocks is at risk as planned" in answer.inner_text()
     assert not report.locator(".verdict .word").is_visible()  # it is shown above every view
-    assert report.locator("h2 .key").all_inner_texts() == ["V1", "V2", "V3", "V4"]
+    assert report.locator("h2 .key").all_inner_texts() == ["1", "2", "3", "4"]
     widget.evaluate("element => element.scrollIntoView()")
     page.screenshot(path=artifacts / "assessment_report.png")
 

@@ -573,7 +573,7 @@ class ConvStages(nn.Module):
 def test_stages_of_images_with_features_second():
     torch.manual_seed(0)
     model, images = ConvStages(), torch.randn(3, 6, 8, 8)
-    with pytest.raises(AnatomyError, match=r"width of its state changes.*stack= one of stages\.0 \(3.*stages\.1 \(3"):
+    with pytest.raises(AnatomyError, match=r"width of its state changes.*stack=\) one of stages\.0 \(3.*stages\.1 \(3"):
         read_anatomy(model, images)
     x = images
     with torch.no_grad():

@@ -41,6 +41,16 @@ def test_several_designs_share_the_axes(drawn):
     assert [options["label"] for _, options in drawn["line"]] == ["one", "two"]
 
 
+def test_useful_rates_of_several_designs_do_not_overlap(drawn):
+    rate_curve({"one": outcome(), "two": outcome()})
+    assert "boxes" not in drawn
+    (_, options), *_ = drawn["panel"]
+    (bottom, _), least = options["view"][1], float(np.nanmin(outcome()["loss"].where(np.isfinite(outcome()["loss"]))))
+    heights = [args[1] for args, each in drawn["bars"] if each.get("width") == 5]
+    assert len(set(heights)) == 2
+    assert all(bottom < height < least for height in heights)
+
+
 def test_an_open_band_reaches_the_end_of_the_view(drawn):
     rate_curve(outcome(slow_edge=np.nan, explosion_edge=np.nan))
     (first, *_), _ = drawn["boxes"][0]

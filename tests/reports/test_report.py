@@ -87,7 +87,7 @@ def test_every_sentence_links_to_a_row_with_the_same_number(written):
 
 
 def test_statements_are_sentences_that_cite_numbers(written):
-    """V1, V2 and V4 consist of headings, leads and such sentences."""
+    """Sections 1, 2 and 4 consist of headings, leads and such sentences."""
     for section in written.document.sections:
         if section.key == "v3":
             continue

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ROW = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 10px"}
 LABEL = {"description_width": "initial"}
 NATURAL = {"width": "max-content", "max_width": "98%"}
+#: Layout of a field for a number, so that a row has room for several.
+NARROW = {"width": "112px", "max_width": "98%"}
 
 
 class ArchitectureControls:
@@ -47,10 +49,10 @@ class ArchitectureControls:
             options=zoo.FAMILIES, value=config.family, description=title, style=LABEL, layout=NATURAL
         )
         norms = ("rms_norm",) if config.family == "mamba" else zoo.NORMS
-        look = {"style": LABEL, "layout": NATURAL}
+        look, small = {"style": LABEL, "layout": NATURAL}, {"style": LABEL, "layout": NARROW}
         self.norm = ipywidgets.Dropdown(options=norms, value=config.norm, description="norm", **look)
-        self.d_model = ipywidgets.BoundedIntText(config.d_model, min=1, max=1 << 14, description="width", **look)
-        self.n_layers = ipywidgets.BoundedIntText(config.n_layers, min=1, max=256, description="layers", **look)
+        self.d_model = ipywidgets.BoundedIntText(config.d_model, min=1, max=1 << 14, description="width", **small)
+        self.n_layers = ipywidgets.BoundedIntText(config.n_layers, min=1, max=256, description="layers", **small)
         self.controls = [] if self.model is not None else [self.family, self.norm, self.d_model, self.n_layers]
         label = ipywidgets.Label(f"{title}: {type(self.model).__name__}")
         self.box = ipywidgets.HBox(self.controls or [label], layout=ROW)

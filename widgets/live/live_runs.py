@@ -52,12 +52,15 @@ class LiveRuns:
     Attributes:
         histories: The given histories, which are filled during training.
         state: ``"starting"``, ``"training"``, ``"pausing"``, ``"paused"``, ``"stopping"`` or ``"ended"``.
+        stage: What the process does while it is starting.
+        began: Time of the start, as `time.monotonic`.
         sentences: Messages to the user about runs that diverged or failed.
         is_refused: Whether the runs could not start.
     """
 
     def __init__(self, job: bytes, histories: dict[str, RunHistory], switches: Switches, listener: Listener) -> None:
         self.histories, self.state = histories, STARTING
+        self.stage, self.began = "starting Python", time.monotonic()
         self.sentences: list[str] = []
         self.is_refused = False
         self._switches, self._listener = switches, listener
@@ -113,6 +116,10 @@ class LiveRuns:
 
     def _hear(self, what: str, *values: Any) -> None:
         self._listener.run_in_page(getattr(self, f"_hear_{what}"), *values)
+
+    def _hear_stage(self, stage: str) -> None:
+        self.stage = stage
+        self._listener.take_state()
 
     def _hear_begun(self) -> None:
         if self.state == STARTING:

@@ -11,7 +11,7 @@ from workbench import tasks, zoo
 from workbench.errors import OptionError
 from workbench.option_checks import require_positive, require_whole
 from workbench.tasks.user_data import OneShotTask
-from workbench.widgets.live.architecture_controls import LABEL, NATURAL, ROW, ArchitectureControls, names_of
+from workbench.widgets.live.architecture_controls import LABEL, NARROW, NATURAL, ROW, ArchitectureControls, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -176,18 +176,18 @@ class Setup:
         }
 
     def _make_controls(self, task: str) -> None:
-        look = {"style": LABEL, "layout": NATURAL}
+        look = {"style": LABEL, "layout": NARROW}
         self.task = ipywidgets.Dropdown(
             options=list(_TASKS), value=task, description="task", style=LABEL, layout=NATURAL
         )
         self.learning_rate = ipywidgets.FloatLogSlider(
             1e-2, min=-5, max=1, step=0.05, description="learning rate", readout_format=".2g", style=LABEL,
-            layout={"width": "22em"},
+            layout={"width": "19em"},
         )  # fmt: skip
         self.seed = ipywidgets.BoundedIntText(0, min=0, max=2**31, description="seed", **look)
-        self.n_steps = ipywidgets.BoundedIntText(1, min=1, max=10**6, description="steps", style=LABEL, layout=NATURAL)
+        self.n_steps = ipywidgets.BoundedIntText(1, min=1, max=10**6, description="steps", **look)
         self.spectra_every = ipywidgets.BoundedIntText(
-            1, min=1, max=10**6, description="spectra every", style=LABEL, layout=NATURAL,
+            1, min=1, max=10**6, description="spectra every", style=LABEL, layout=NARROW | {"width": "150px"},
             tooltip="Steps between measurements of the eigenvalues; each takes as long as two steps of a small model",
         )  # fmt: skip
         self.compare = ipywidgets.Dropdown(
@@ -203,8 +203,7 @@ class Setup:
         self.controls = [*self.first.controls, *task_part, *numbers, self.compare, *self.second.controls]
         self.box = ipywidgets.VBox(
             [
-                ipywidgets.HBox([self.first.box, *task_part, *label], layout=ROW),
-                ipywidgets.HBox([*numbers, self.compare], layout=ROW),
+                ipywidgets.HBox([*self.first.box.children, *task_part, *label, *numbers, self.compare], layout=ROW),
                 self.second.box,
             ]
         )

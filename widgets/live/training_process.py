@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from workbench.widgets.live.switches import State, Switches
     from workbench.widgets.live.trainer import LiveTrainer
 
-#: Seconds between two heartbeats.
-_BEAT = 5.0
+#: Seconds between two heartbeats, which also let the page show for how long the process has been starting.
+_BEAT = 1.0
 #: Seconds that a process without a kernel has for closing its stores.
 _PATIENCE = 60.0
 #: Maximum number of queued messages to the kernel; training waits when the queue is full.
@@ -67,6 +67,7 @@ class Worker:
 
     def _train(self, path: list[str], n_threads: int, payload: bytes) -> None:
         sys.path[:] = path  # for modules next to the notebook
+        self._tell("stage", "importing torch")
         import torch
 
         from workbench.callbacks.train import train
@@ -74,6 +75,7 @@ class Worker:
         from workbench.widgets.live.trainer import LiveTrainer
 
         torch.set_num_threads(n_threads)
+        self._tell("stage", "building the models and the data")
         job = pickle.loads(payload)
         of_runs, resume = job["the settings"], job["resume"]
         # A checkpoint contains states of the switches; a run continues with those of the page instead.

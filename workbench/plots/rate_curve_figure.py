@@ -23,6 +23,8 @@ _SIZE = (640, 340)
 _NEEDED = ("loss", "mean_loss", "best_rate", "slow_edge", "useful_edge", "is_learned")
 #: The axis ends above the trivial loss, by this fraction of the range from the best loss to it.
 _HEADROOM = 0.25
+#: Distance of the bars of useful rates of several designs, as a fraction of the height.
+_BAR = 0.022
 
 
 @redrawable
@@ -34,8 +36,9 @@ def rate_curve(
 ) -> Any:
     """Draw the held-out loss against the learning rate: one line for each design, one dot for each run.
 
-    The band is the range of useful rates; it extends to the end of the axis where an edge is unknown. The large mark is
-    the best rate, the dashed line the trivial loss, the dotted vertical line the explosion edge. Losses that are not
+    The band is the range of useful rates; it extends to the end of the axis where an edge is unknown. Of several
+    designs, the ranges are bars at the foot, one above the other, because bands would overlap. The large mark is the
+    best rate, the dashed line the trivial loss, the dotted vertical line the explosion edge. Losses that are not
     finite or above the axis are triangles at the top.
 
     Args:
@@ -76,8 +79,9 @@ def rate_curve(
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "learning rate", "held-out loss")
         notes: list[str] = []
-        for (name, data), place in zip(named.items(), order, strict=True):
-            notes += _draw(draw, name, data, style.model_style(place), (left, right), (bottom, top))
+        for row, ((name, data), place) in enumerate(zip(named.items(), order, strict=True)):
+            height = None if len(named) == 1 else bottom + (0.5 + row) * _BAR * (top - bottom)
+            notes += _draw(draw, name, data, style.model_style(place), (left, right), (bottom, top), height)
         panel = draw.panel(
             title="Held-out loss vs. learning rate",
             note=[*dict.fromkeys(notes)],
@@ -108,7 +112,7 @@ def _rates_shown(outcomes: Any) -> tuple[float, float]:
 
 
 def _losses_shown(outcomes: Any) -> tuple[float, float]:
-    lows, highs = [], []
+    outcomes, lows, highs = list(outcomes), [], []
     for data in outcomes:
         losses = data["loss"].values
         losses = losses[np.isfinite(losses)]
@@ -116,7 +120,8 @@ def _losses_shown(outcomes: Any) -> tuple[float, float]:
         lows.append(float(losses.min()))
         highs.append(max(trivial, float(losses.min()) + 0.1))
     low, high = min(lows), max(highs)
-    return low - 0.06 * (high - low), high + _HEADROOM * (high - low)
+    foot = 0.06 if len(outcomes) == 1 else 0.03 + 1.3 * _BAR * len(outcomes)
+    return low - foot * (high - low), high + _HEADROOM * (high - low)
 
 
 def _draw(
@@ -126,15 +131,19 @@ def _draw(
     styling: Mapping[str, str],
     rates: tuple[float, float],
     losses: tuple[float, float],
+    height: float | None,
 ) -> Sequence[str]:
-    """Draw one design, and return the explanations of its marks."""
+    """Draw one design, its useful rates as a bar at a height if there are several, and return what its marks mean."""
     color, notes = styling["color"], []
     rate, loss = data["rate"].values, data["loss"].values
     slow, edge = (float(data[one]) for one in ("slow_edge", "useful_edge"))
     if bool(data["is_learned"]):
         first, last = slow if np.isfinite(slow) else rates[0], edge if np.isfinite(edge) else rates[1]
-        draw.boxes(first, losses[0], last, losses[1], colors=color, alpha=0.14)
-        notes.append("band: useful rates")
+        if height is None:
+            draw.boxes(first, losses[0], last, losses[1], colors=color, alpha=0.14)
+        else:
+            draw.bars(first, height, last, height, color=color, width=5)
+        notes.append("band: useful rates" if height is None else "bars at the foot: useful rates")
     if "trivial_loss" in data:
         trivial = float(data["trivial_loss"])
         draw.bars(rates[0], trivial, rates[1], trivial, color=style.NEUTRAL, width=1, dash="dashed")

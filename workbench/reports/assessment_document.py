@@ -78,7 +78,7 @@ def assessment_document(tree: xr.DataTree) -> Document:
 
 
 def observed(numbers: Numbers) -> ReportSection:
-    """Return V1: numbers outside their bands, useful rates, and what could not be measured."""
+    """Return section 1: numbers outside their bands, useful rates, and what could not be measured."""
     size = sentence_of(
         "{subject} has {weights} parameters in {depth} blocks of width {width}. The measurements before training and "
         "the trials of the first updates used seed {seed}.",
@@ -103,7 +103,7 @@ def observed(numbers: Numbers) -> ReportSection:
 
 
 def cause(numbers: Numbers) -> ReportSection:
-    """Return V2: the failure modes that the numbers indicate, each with its evidence, and those ruled out."""
+    """Return section 2: the failure modes that the numbers indicate, each with its evidence, and those ruled out."""
     blocks: list[Block] = [Lead("Failure modes that the measurements indicate, each with its evidence.")]
     modes = numbers.names("failure_modes", "failure_mode")
     states = numbers.texts("failure_modes", "state")
@@ -121,7 +121,7 @@ def cause(numbers: Numbers) -> ReportSection:
 
 
 def decisions(numbers: Numbers) -> ReportSection:
-    """Return V4: the recommended actions by kind, in the order of the tree."""
+    """Return section 4: the recommended actions by kind, in the order of the tree."""
     blocks: list[Block] = [Lead("Recommended actions, in order. Each states the number that supports it.")]
     kinds = numbers.texts("decisions", "kind")
     for kind in dict.fromkeys([*_KINDS, *kinds]):
@@ -135,7 +135,7 @@ def decisions(numbers: Numbers) -> ReportSection:
 
 
 def actions(numbers: Numbers) -> tuple[Sentence, ...]:
-    """Return the first actions of V4 for the summary."""
+    """Return the first actions of section 4 for the summary."""
     order: list[str] = [DecisionKind.MEASURE, DecisionKind.CHANGE]
     order += [kind for kind in DecisionKind if kind not in order]
     kinds = numbers.texts("decisions", "kind")

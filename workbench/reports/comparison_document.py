@@ -103,7 +103,7 @@ def _observed(numbers: Numbers, designs: dict[str, Numbers], names: list[str]) -
 
 
 def _causes(designs: dict[str, Numbers]) -> ReportSection:
-    """Return V2: criteria whose states differ, and criteria that are not healthy for any design."""
+    """Return section 2: criteria whose states differ, and criteria that are not healthy for any design."""
     different: list[Any] = []
     shared: list[Any] = []
     common = [

@@ -113,7 +113,7 @@ def _verdict(numbers: Numbers, possible: list[int]) -> str:
 
 
 def observed(numbers: Numbers) -> ReportSection:
-    """Return V1: when the run failed, and the observed symptoms, each once."""
+    """Return section 1: when the run failed, and the observed symptoms, each once."""
     blocks: list[Block] = [Lead("Observations in the record of the run, before any cause is considered.")]
     if _has_step(numbers):
         blocks.append(Paragraph((_how_it_failed(numbers),)))
@@ -121,7 +121,7 @@ def observed(numbers: Numbers) -> ReportSection:
     if symptoms:
         blocks += [Heading("Symptoms"), Items(tuple(Item("", (_symptom(numbers, row),)) for row in symptoms))]
     if n_symptoms > len(symptoms):
-        blocks.append(Lead("The table of evidence in V3 lists the other symptoms, which have smaller weights."))
+        blocks.append(Lead("The table of evidence in section 3 lists the other symptoms, which have smaller weights."))
     return ReportSection("v1", "Observed phenomenon", tuple(blocks))
 
 
@@ -136,7 +136,7 @@ def _strongest(numbers: Numbers) -> tuple[list[int], int]:
 
 
 def cause(numbers: Numbers) -> ReportSection:
-    """Return V2: the causes by decreasing probability, with the evidence for and against each."""
+    """Return section 2: the causes by decreasing probability, with the evidence for and against each."""
     ids, possible = numbers.names("causes", "cause"), _possible(numbers)
     owners = numbers.texts("evidence", "cause")
     lead = "Causes that explain the symptoms, with their probabilities."
@@ -175,7 +175,7 @@ def cause(numbers: Numbers) -> ReportSection:
 
 
 def decisions(numbers: Numbers) -> ReportSection:
-    """Return V4: the experiments in the order of the tree, with the outcomes of those that were run."""
+    """Return section 4: the experiments in the order of the tree, with the outcomes of those that were run."""
     lead = "Recommended actions, in order. Each states the numbers that support it."
     if _is_healthy(numbers):
         lead = "No action is needed, unless the run should have learned more. In that case, in order:"

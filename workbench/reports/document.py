@@ -196,7 +196,7 @@ class Document:
         summary: Summary in one sentence.
         facts: The most important numbers.
         actions: The first recommended actions.
-        sections: V1 to V4.
+        sections: What was observed, why, all measurements, and what to do; numbered from 1.
         about: Origin of the report, as labels and texts.
     """
 

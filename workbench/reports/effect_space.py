@@ -1,4 +1,4 @@
-"""Section V3 of every report: all cited numbers, and all other measurements."""
+"""Section 3 of every report: all cited numbers, and all other measurements."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SEPARATE_PARTS = ("criteria", "failure_modes", "decisions")
 
 
 def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> ReportSection:
-    """Return V3 of an assessment."""
+    """Return section 3 of an assessment."""
     cited = unique(cited)
     criteria = numbers.names("criteria", "criterion")
     evaluated = [numbers.criterion(name) for name in criteria]

@@ -67,12 +67,12 @@ def head(document: Document) -> str:
 def foot(document: Document) -> str:
     """Return the origin of the report."""
     about = "; ".join(f"{plain(label)}: {plain(text)}" for label, text in document.about)
-    return f"---\n\n{about}\n\nCreated by the Stability Workbench. Each number links to its row in V3."
+    return f"---\n\n{about}\n\nCreated by the Stability Workbench. Each number links to its row in section 3."
 
 
 def section_lines(section: ReportSection, show: Callable[[Picture], str]) -> list[str]:
     """Return the lines of a section."""
-    lines = [f'<span id="{section.key}"></span>\n\n## {section.key.upper()} {plain(section.title)}']
+    lines = [f'<span id="{section.key}"></span>\n\n## {section.key[1:]} {plain(section.title)}']
     for block in section.blocks:
         match block:
             case Lead():
