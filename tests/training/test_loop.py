@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import workbench as wb
 from tests.about import about
 from tests.small_training import same_weights
+from workbench.assessment.plan_trials import try_plan
 from workbench.errors import AnatomyError, CheckpointError, OptionError, SnapshotError, StoreError
 from workbench.koopman.spectra import RankWarning
 
@@ -199,6 +200,24 @@ def test_a_diverged_run_ends_cleanly_and_keeps_its_data(task, tmp_path, failure,
     (event,) = [run["events"].isel(event=i) for i in range(run["events"].sizes["event"])]
     assert (int(event["step"]), str(event["kind"].values), str(event["source"].values)) == (3, "divergence", cause)
     assert message in str(event["message"].values)
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_whoever_trains_is_told_that_the_run_diverged_and_what_to_call(task, tmp_path, has_store):
+    store = str(tmp_path / "run.zarr") if has_store else None
+    model = Failing(lambda x: x + 400 * (torch.arange(32) == 0))
+    with pytest.warns(UserWarning, match="The run diverged at step 3. Loss 400 is above 50") as issued:
+        list(wb.train(model, task, n_steps=10, store=store))
+    (warning,) = issued
+    assert warning.filename == __file__
+    assert (f"wb.diagnose({store!r})" if has_store else "Train with store=") in str(warning.message)
+
+
+def test_functions_that_train_do_not_warn(task, recwarn):
+    model = Failing(lambda x: x * math.nan, at_step=1)
+    found = try_plan(model, task, wb.TrainingPlan(n_steps=4, learning_rate=1e-3))
+    assert found["has_diverged"].values.all()
+    assert not [each for each in recwarn if "diverged" in str(each.message)]
 
 
 def test_a_run_that_is_closed_at_its_divergence_is_recorded_as_diverged(task, tmp_path):

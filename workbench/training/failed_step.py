@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import WorkbenchError
@@ -52,3 +54,24 @@ def evidence(record: StepRecord, plan: TrainingPlan, place: str) -> dict[str, An
         score = record.loss if not math.isfinite(record.loss) else record.grad_norm
         what = "Loss or gradients are not finite."
     return {"source": record.cause, "score": score, "message": f"{what} {place}".rstrip()}
+
+
+def warn_of_divergence(record: StepRecord, plan: TrainingPlan, place: str, store: object) -> None:
+    """Warn whoever iterates over a run that it ends here because it diverged, and name the next call.
+
+    Functions of the workbench that train, such as sweeps, report divergences in their results instead.
+
+    Args:
+        record: Record of the step.
+        plan: Plan with the limits.
+        place: Sentence of `place_of_failure`; may be empty.
+        store: Path of the store of the run; None if there is none.
+    """
+    frame = sys._getframe(1).f_back  # of the generator, and of the code that asks it for the next step
+    if frame is not None and str(frame.f_globals.get("__name__")).startswith("workbench."):
+        return
+    what = evidence(record, plan, place)["message"]
+    call = (
+        f"wb.diagnose({str(store)!r})" if store is not None else "Train with store= and call wb.diagnose(store), which"
+    )
+    warnings.warn(f"The run diverged at step {record.step}. {what} {call} names the likely causes.", stacklevel=3)

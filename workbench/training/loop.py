@@ -31,7 +31,7 @@ from workbench.training.callback import Callback, PassFunction, PassResult, Trai
 from workbench.training.callback_group import CallbackGroup
 from workbench.training.checkpoints import TrainingState, read_checkpoint, write_checkpoint
 from workbench.training.configuration import describe_run, first_difference
-from workbench.training.failed_step import evidence, place_of_failure
+from workbench.training.failed_step import evidence, place_of_failure, warn_of_divergence
 from workbench.training.recording import (
     Recording,
     SpectraTaker,
@@ -226,6 +226,7 @@ class Training:
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
                     state = "diverged"
                     self._output.flush(state=state)  # before the yield, because the receiver may read the store
+                    warn_of_divergence(record, self.plan, self._failed_at, self.recording.store)
                     yield record
                     return
                 self.step += 1
