@@ -136,7 +136,7 @@ def saved_page(
         title=html.escape(title),
         style=here.with_name("saved_page.css").read_text(encoding="utf-8"),
         library=files("bokeh").joinpath("server/static/js/bokeh.min.js").read_text(encoding="utf-8"),
-        content=json.dumps(content, allow_nan=False).replace("</", "<\\/"),
+        content=json.dumps(content, allow_nan=False).replace("<", "\\u003c"),
         script=fit_script() + here.with_name("saved_page.js").read_text(encoding="utf-8"),
     )
 

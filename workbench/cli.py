@@ -7,7 +7,6 @@ return 3 for invalid input, with one sentence that describes the error, and 5 fo
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import traceback
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from workbench.errors import CheckpointError, OptionError, StoreError, WorkbenchError
 from workbench.io.atomic import check_free
+from workbench.io.files import FileKind
 from workbench.schema.statuses import ExitStatus, Verdict
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _TREE_SUFFIXES = (".nc", ".zarr")
 _ROOT = Path(__file__).resolve().parent.parent
+_TEXT = FileKind("a text file in UTF-8", "pass one sequence per line", name="--text")
+_DESIGN = FileKind("a design", "write options of wb.zoo, or pass a config.json", OptionError, "MODEL", 1 << 24)
 _STATUSES: dict[int, str] = {verdict.exit_status: verdict for verdict in Verdict}
 _STATUSES |= {ExitStatus.BAD_INPUT: "invalid input", ExitStatus.BROKEN: "internal error"}
 
@@ -97,15 +99,7 @@ def _profile(given: argparse.Namespace) -> int:
 
     subject = wb.open_checkpoint(given.model)
     if given.text is not None:
-        try:
-            inputs = [line for line in given.text.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise StoreError(
-                f"{given.text} cannot be read as text ({error}); pass a text file in UTF-8.",
-                name="--text",
-                value=given.text,
-                expected="a text file in UTF-8",
-            ) from error
+        inputs = [line for line in _TEXT.text(given.text).splitlines() if line.strip()]
     else:
         from workbench.tasks import reference_passages
 
@@ -149,29 +143,11 @@ def _subject(model: str, *, own_weights: bool) -> Any:
     if own_weights:
         return wb.open_checkpoint(model)
     if path.is_file() and path.suffix == ".toml":
-        import tomllib
-
-        try:
-            return wb.design(tomllib.loads(path.read_text(encoding="utf-8")), name=path.stem)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise OptionError(
-                f"{path} is not valid TOML ({error}); write one option of wb.zoo per line.",
-                name="MODEL",
-                value=path,
-                expected="a file in TOML",
-            ) from error
+        return wb.design(_DESIGN.toml(path), name=path.stem)
     if path.is_file() and path.suffix == ".json" and path.name != "config.json":
-        try:
-            options = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise OptionError(
-                f"{path} is not valid JSON ({error}); write options of wb.zoo or a config.json.",
-                name="MODEL",
-                value=path,
-                expected="a file in JSON",
-            ) from error
+        options = _DESIGN.json(path)
         # A configuration of transformers with another file name has the type of the model.
-        is_of_transformers = isinstance(options, dict) and "model_type" in options
+        is_of_transformers = "model_type" in options
         return wb.design(path if is_of_transformers else options, name=path.stem)
     if path.is_file() and path.suffix not in (".json", ".toml"):
         raise CheckpointError(

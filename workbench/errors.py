@@ -75,7 +75,8 @@ class WorkbenchError(Exception):
     def __init__(
         self, message: str = "", *, name: str = "", value: object = None, expected: str | tuple[Any, ...] = ""
     ) -> None:
-        super().__init__(message)
+        # A name from a file may hold line breaks or invisible characters, and a message is one sentence.
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in message))
         self.name = str(name)
         self.value = as_data(value)
         self.expected = expected if isinstance(expected, str) else as_data(tuple(expected))

@@ -16,6 +16,13 @@ def require_choice(allowed: Sequence[str], **options: str) -> None:
             raise OptionError.of(name, value, tuple(allowed))
 
 
+def require_bool(**options: bool) -> None:
+    """Raise `OptionError` if an option is not True or False; a text such as "False" would count as true."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise OptionError.of(name, value, "True or False")
+
+
 def require_whole(lowest: int, **options: int) -> None:
     """Raise if options are not integers of at least ``lowest``.
 

@@ -1,3 +1,4 @@
+import os
 import pickle
 import shutil
 
@@ -9,6 +10,7 @@ import workbench as wb
 from tests.about import about
 from workbench.errors import StoreError
 from workbench.io.run_writer import RunWriter
+from workbench.schema.runs import ALL_CHUNKS
 
 
 def rows(value):
@@ -30,9 +32,40 @@ def values(run):
     return [run[part][name].values.tolist() for part in ("monitors", "attention") for name in ("loss", "count")]
 
 
-def test_chunks_that_were_never_written_are_read_as_the_fill_value(path):
-    assert not list((path / "monitors" / "count").glob("c/*"))
+def test_chunks_that_an_older_version_never_wrote_are_read_as_the_fill_value(path):
+    (path / "monitors" / "count" / "c" / "0").unlink()
+    (path / "zarr.json").write_text((path / "zarr.json").read_text().replace(f'"{ALL_CHUNKS}": 1', '"older": 1'))
     assert values(wb.open_run(path)) == [[0.0] * 4, [0] * 4, [np.pi] * 4, [3] * 4]
+
+
+@pytest.mark.parametrize("name", ["loss", "count"])
+def test_a_lost_chunk_is_not_read_as_the_fill_value(path, name):
+    run = wb.open_run(path)
+    writer = RunWriter.reopen(path, before_step=10)
+    writer.append("monitors", rows(0.0).assign_coords(step=range(4, 8)))
+    writer.commit()
+    (path / "monitors" / name / "c" / "0").unlink()
+    for found in (run, wb.open_run(path)):
+        with pytest.raises(StoreError, match=f"monitors/{name}/c/0", check=about("path", path)):
+            found["monitors"][name].load()
+        assert found["attention"]["loss"].values.tolist() == [np.pi] * 4
+
+
+@pytest.mark.parametrize("damage", ["garbage", "pipe", "folder"])
+def test_a_damaged_chunk_is_named(path, damage):
+    chunk, run = path / "attention" / "loss" / "c" / "0", wb.open_run(path)
+    chunk.unlink()
+    {"garbage": lambda: chunk.write_bytes(b"no"), "pipe": lambda: os.mkfifo(chunk), "folder": chunk.mkdir}[damage]()
+    for found in (run, wb.open_run(path)):
+        with pytest.raises(StoreError, check=about("path", path if damage == "garbage" else chunk)):
+            found.load()
+
+
+@pytest.mark.parametrize("metadata", ["null", "[]", "[1", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500])
+def test_metadata_that_are_none_are_rejected(path, metadata):
+    (path / "zarr.json").write_text(metadata)
+    with pytest.raises(StoreError, check=about("path", path / "zarr.json")):
+        wb.open_run(path)
 
 
 def test_a_run_that_was_removed_does_not_read_as_zeros(path):

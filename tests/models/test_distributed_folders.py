@@ -1,14 +1,18 @@
 """Folders of PyTorch's distributed checkpoint, written by torch, and of Megatron, which have the same format."""
 
+import importlib
 import json
 import pickle
 import shutil
 import sys
 import types
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
@@ -16,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import workbench as wb
 from tests.about import about
 from tests.models.weight_models import TOKENS, assert_opens, rejection, small
+from workbench.models import distributed_folders
 from workbench.models.distributed_folders import are_tiles
 from workbench.models.lazy_state import lazy_state
 
@@ -153,6 +158,50 @@ def test_no_other_name_is_looked_up(name, tmp_path):
     dcp.save({"model": small()}, checkpoint_id=tmp_path)
     (tmp_path / ".metadata").write_bytes(f"c{module}\n{name}\n.".encode())
     assert about(".metadata", f"{module}.{name} is not allowed")(rejection(tmp_path, small(9)))
+
+
+def looked_up():
+    """Return every name that a metadata file may hold, as text and as the object of that name."""
+    tables = [*distributed_folders._ALLOWED_CLASSES.items(), *distributed_folders._IMMUTABLE.items()]
+    names = [(module, name) for module, names in tables for name in names]
+    names += [("torch", "float32"), ("torch", "strided"), ("pathlib", "PurePosixPath"), ("pathlib", "PosixPath")]
+    return {pair: getattr(importlib.import_module(pair[0]), pair[1]) for pair in names}
+
+
+def state_of(found):
+    """Return the attributes of an object, of its class, and of the members of an enumeration."""
+    owners = [found, type(found), *getattr(found, "__members__", {}).values()]
+    return [(id(owner), {k: id(v) for k, v in vars(owner).items()}) for owner in owners if hasattr(owner, "__dict__")]
+
+
+NAMES = st.sampled_from(["name", "fqn", "offset", "__eq__", "__init__", "__setstate__", "dtype", "_value_", "__class__"])
+GLOBALS = st.sampled_from(sorted(looked_up())).map(lambda pair: f"c{pair[0]}\n{pair[1]}\n".encode())
+PLAIN = st.integers(0, 3).map(lambda n: f"I{n}\n".encode()) | NAMES.map(lambda n: f"V{n}\n".encode()) | st.just(b"N")
+OPCODES = st.recursive(
+    GLOBALS | PLAIN,
+    lambda one: st.one_of(
+        st.lists(one, max_size=3).map(lambda parts: b"(" + b"".join(parts) + b"t"),
+        st.lists(st.tuples(PLAIN, one), max_size=2).map(lambda pairs: b"(" + b"".join(sum(pairs, ())) + b"d"),
+        st.tuples(one, one, st.sampled_from([b"R", b"\x81", b"b"])).map(b"".join),
+        st.tuples(one, PLAIN, one).map(lambda three: three[0] + b"N}" + three[1] + three[2] + b"s\x86b"),
+        st.tuples(one, one).map(lambda two: two[0] + two[1] + b"a"),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(opcodes=OPCODES)
+@example(opcodes=b"cpathlib\nPurePosixPath\nN}Vname\nV../a\ns\x86b")
+@example(opcodes=b"ctorch.distributed._shard.sharded_tensor.metadata\nMEM_FORMAT_ENCODING\n(I0\ntR}V_value_\nI9\nsb")
+@example(opcodes=b"ctorch.serialization\n_get_layout\nN}V__defaults__\n(I9\nts\x86b")
+@example(opcodes=b"ctorch.distributed.checkpoint.metadata\nMetadata\n}V__init__\nN\nsb")
+def test_no_pickle_changes_what_it_may_name(opcodes):
+    known = looked_up()
+    before = {pair: state_of(found) for pair, found in known.items()}
+    with suppress(Exception):
+        distributed_folders._Unpickler(b"\x80\x02" + opcodes + b".").load()
+    assert {pair: state_of(found) for pair, found in looked_up().items()} == before
 
 
 def test_code_in_the_data_is_not_run(tmp_path, monkeypatch):

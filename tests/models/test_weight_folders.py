@@ -36,7 +36,7 @@ def test_deepspeed_folders_open(tmp_path):
         (tmp_path / "latest").write_text(text)
         assert about(str(tmp_path / "latest"), text)(rejection(tmp_path, small(9)))
     (tmp_path / "latest").write_bytes(b"\xff\xfe")
-    assert about(str(tmp_path / "latest"), "")(rejection(tmp_path, small(9)))
+    assert about("latest", tmp_path / "latest")(rejection(tmp_path, small(9)))
 
 
 def test_weights_partitioned_among_ranks_of_model_parallelism_are_rejected(tmp_path):

@@ -103,7 +103,11 @@ def test_an_existing_file_is_kept_unless_overwriting_is_requested(calm, tmp_path
     figure = layer_profile(calm, measures=["rank"], backend="matplotlib")
     with pytest.raises(StoreError, match="overwrite=True"):
         save(figure, path)
+    with pytest.raises(StoreError, match="not written by the workbench"):
+        save(figure, path, overwrite=True)
     assert path.read_text() == "precious"
+    path.unlink()
+    save(figure, path)
     assert "<svg" in save(figure, path, overwrite=True).read_text()
     assert [item.name for item in tmp_path.iterdir()] == ["figure.svg"]
 

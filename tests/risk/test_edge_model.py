@@ -351,7 +351,11 @@ def test_an_existing_file_is_kept_unless_overwriting_is_requested(model, tmp_pat
     path.write_text("other text")
     with pytest.raises(StoreError):
         model.save(path)
+    with pytest.raises(StoreError):
+        model.save(path, overwrite=True)
     assert path.read_text() == "other text"
+    path.unlink()
+    model.save(path)
     assert wb.risk.load(model.save(path, overwrite=True)).features == model.features
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workbench.errors import StoreError
 from workbench.formatting import duration
 from workbench.hardware.plan_sections import SECTIONS
+from workbench.io.files import FileKind
 from workbench.io.training_logs import is_log
 from workbench.models.state_files import STATE_SUFFIXES
 from workbench.models.weight_folders import has_weights, is_adapter
@@ -25,8 +24,8 @@ _DEEPEST, _MOST_ENTRIES, _SECONDS, _MOST_FOUND = 4, 5000, 0.5, 200
 #: Folders that are never searched.
 _SKIPPED = frozenset({"node_modules", "__pycache__", "site-packages", "build", "dist"})
 _CHECKPOINT_FILES = (*STATE_SUFFIXES, ".gguf")
-#: Largest file that is read to find out whether it is a plan, in bytes.
-_LARGEST_PLAN = 100_000
+_PLAN = FileKind("a plan", "choose another file", most_bytes=100_000)
+_METADATA = FileKind("the metadata of a store", "choose another store")
 
 
 class FoundSources(NamedTuple):
@@ -184,16 +183,14 @@ def _as_text(path: Path) -> str:
 def _attributes(store: Path) -> dict[str, Any]:
     """Return the attributes of a Zarr store; empty if they cannot be read."""
     try:
-        return dict(json.loads((store / "zarr.json").read_bytes()).get("attributes", {}))
-    except (ValueError, AttributeError):  # replaced at this moment, or damaged
+        return dict(_METADATA.json(store / "zarr.json").get("attributes", {}))
+    except (StoreError, TypeError, ValueError):  # replaced at this moment, or damaged
         return {}
 
 
 def _is_plan(path: Path) -> bool:
-    if path.stat().st_size > _LARGEST_PLAN:
-        return False
     try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError):
+        sections = _PLAN.toml(path)
+    except StoreError:
         return False
     return "training" in sections and set(sections) <= {"training", "task", *SECTIONS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import defaultdict
@@ -16,6 +15,7 @@ import numpy as np
 from workbench.errors import CheckpointError
 from workbench.models.checkpoint import ZOO_KEY
 from workbench.models.run_checkpoints import list_checkpoints
+from workbench.models.state_files import CONFIG
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -215,10 +215,9 @@ def _shapes_of_config(place: Path) -> dict[str, tuple[int, ...]] | None:
 
 def _config(place: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads((place / "config.json").read_text())
-    except (OSError, ValueError):
+        return CONFIG.json(place / "config.json")
+    except CheckpointError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _step_of(folder: Path) -> int:

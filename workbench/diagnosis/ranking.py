@@ -10,7 +10,6 @@ reached in 90 % of the recorded runs of that cause, under rules fitted without t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +21,14 @@ import numpy as np
 from workbench.diagnosis.causes import CAUSES
 from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import write_json
+from workbench.io.files import FileKind
 from workbench.schema.statuses import SymptomKind
 
 if TYPE_CHECKING:
     from workbench.diagnosis.symptoms import Symptom
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
+_FILE = FileKind("a file of rules", "pass a file written by Rules.save()")
 #: Fraction of runs of each cause whose set contains the cause.
 COVERAGE = 0.9
 #: View of a record -> its kinds of symptoms, and whether it holds measurements of the model besides the curves. Sets
@@ -219,21 +220,14 @@ class Rules:
         Raises:
             StoreError: If the file is missing or holds no rules.
         """
-        try:
-            content = json.loads(Path(path).read_text())
+        content = _FILE.json(path)
+        with _FILE.reading(path):
             symptoms = content["symptoms"] if "symptoms" in content else content["signs"]  # of older versions
             weight = np.array([one["weight"] for one in symptoms.values()], dtype=float).T
             usual = np.array([one["usual"] for one in symptoms.values()], dtype=float)
             bias, causes = np.array(content["bias"], dtype=float), tuple(content["causes"])
             least = {view: np.array(values, dtype=float) for view, values in content.get("least", {}).items()}
             answers = np.array(content.get("answers") or np.zeros((0, 0)), dtype=float)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"{path} holds no rules ({error}); pass a file from Rules.save().",
-                name=str(path),
-                value=str(error),
-                expected="a file from Rules.save()",
-            ) from error
         n = len(causes)
         is_complete = weight.shape == (n, len(symptoms)) and bias.shape == (n,) and answers.shape in ((0, 0), (n, n))
         if not is_complete or any(values.shape != (n,) for values in least.values()):

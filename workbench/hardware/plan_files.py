@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +24,7 @@ from workbench.hardware.plan_sections import (
     task_options,
     unknown_key,
 )
+from workbench.io.files import FileKind, as_path
 from workbench.models.model_sizes import model_sizes, nearest_size
 from workbench.training.training_plan import TrainingPlan
 
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 _MIN_BATCH = 32
 _DEFAULT_LENGTH = 64
+_FILE = FileKind("a plan", "pass the path of a TOML file, or correct it there", OptionError, "plan", 1 << 24)
 #: Maximum numbers of examples and of tokens in a batch for measurements.
 MEASURED_ROWS = 32
 MEASURED_TOKENS = 4096
@@ -313,23 +313,8 @@ def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPla
         return _from_mapping(source or {})
     if not isinstance(source, str | os.PathLike):
         raise OptionError.of("plan", source, "the path of a TOML file, a mapping or a plan")
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise OptionError(
-            f"There is no plan at {path}; pass the path of a TOML file.",
-            name="plan",
-            value=path,
-            expected="an existing TOML file",
-        )
-    try:
-        sections = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise OptionError(
-            f"{path.name} is not valid TOML: {error}; correct it there.",
-            name="plan",
-            value=path,
-            expected="valid TOML",
-        ) from error
+    path = as_path(source, "plan").expanduser()
+    sections = _FILE.toml(path)
     try:
         return _from_mapping(sections)
     except OptionError as error:

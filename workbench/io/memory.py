@@ -36,6 +36,12 @@ def free_memory(device: torch.device | str = "cpu") -> int:
     return max(free, 0)
 
 
+def require_memory(n_bytes: int) -> None:
+    """Raise MemoryError if an array that a file describes cannot be in memory; its allocation may seem to succeed."""
+    if n_bytes > _LARGE and n_bytes > free_memory():
+        raise MemoryError(f"it would take {n_bytes} bytes of memory, more than there are")
+
+
 def give_back(n_bytes: int = _LARGE) -> None:
     """Return freed memory to the system if the freed blocks are large.
 

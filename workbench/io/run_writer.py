@@ -21,7 +21,7 @@ import numpy as np
 
 from workbench.errors import StoreError
 from workbench.io.atomic import check_free, replacing
-from workbench.schema.runs import SCHEMA_VERSION
+from workbench.schema.runs import ALL_CHUNKS, SCHEMA_VERSION
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -51,7 +51,7 @@ class RunWriter:
         self.path = Path(path)
         self._parts: dict[str, _Extent] = {}
         self._arrays: dict[str, list[zarr.Array]] = {}
-        self._attrs = {"schema_version": SCHEMA_VERSION, **attrs}
+        self._attrs = {"schema_version": SCHEMA_VERSION, **attrs, ALL_CHUNKS: 1}
         check_free(self.path, overwrite=overwrite)
         with replacing(self.path) as partial:
             zarr.create_group(partial)
@@ -70,12 +70,13 @@ class RunWriter:
             StoreError: If there is no such store, or it is damaged.
         """
         from workbench.io.store import open_run
+        from workbench.io.watched_store import WatchedStore
 
         committed = open_run(path)
         writer = cls.__new__(cls)
         writer.path, writer._attrs, writer._arrays = (
             Path(path),
-            {str(name): value for name, value in committed.attrs.items()},
+            dict(WatchedStore(path).metadata["attributes"]),
             {},
         )
         writer._folder = writer.path.stat().st_ino
@@ -118,7 +119,8 @@ class RunWriter:
                 encoding = {name: {"chunks": _chunks(variable)} for name, variable in rows.variables.items()}
                 # The dimension of rows is the first one of each array, so that arrays grow by complete rows.
                 rows = rows.transpose(dim, ...)
-                rows.to_zarr(self.path, group=part, mode="a", consolidated=False, zarr_format=3, encoding=encoding)
+                options: dict[str, Any] = {"consolidated": False, "zarr_format": 3, "write_empty_chunks": True}
+                rows.to_zarr(self.path, group=part, mode="a", encoding=encoding, **options)
                 self._parts[part] = _Extent(dim, rows.sizes[dim])
                 return
             start = self._parts[part].n_rows
@@ -182,7 +184,8 @@ class RunWriter:
 
         if part not in self._arrays:
             dim = self._parts[part].dim
-            arrays = zarr.open_group(self.path / part, mode="r+", use_consolidated=False).array_values()
+            with zarr.config.set({"array.write_empty_chunks": True}):
+                arrays = list(zarr.open_group(self.path / part, mode="r+", use_consolidated=False).array_values())
             self._arrays[part] = [array for array in arrays if _dims(array)[:1] == (dim,)]
         return self._arrays[part]
 

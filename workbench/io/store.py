@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import numbers
 import os
 from collections.abc import Callable, Mapping
@@ -14,9 +13,12 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError
 from workbench.io.atomic import check_free, replacing
+from workbench.io.files import FileKind, as_path
+from workbench.io.memory import require_memory
 from workbench.io.run_parts import events_part
 from workbench.io.training_logs import is_log, read_log
 from workbench.schema.runs import (
+    ALL_CHUNKS,
     PARTS,
     SCHEMA_VERSION,
     check_version,
@@ -30,6 +32,7 @@ from workbench.schema.weights import validate_weights
 if TYPE_CHECKING:
     import xarray as xr
 
+_RUN = FileKind("an undamaged run", "check the path, or write it again with wb.save()", most_bytes=1 << 40)
 #: Parts of a run that follow the schema; others are stored unchanged.
 _VALIDATORS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
     "spectra": validate_spectra,
@@ -110,11 +113,13 @@ def save(
         `workbench.export_netcdf`: Writes a netCDF file.
     """
     run = as_run(run)
-    path = Path(path)
     check_free(path, overwrite=overwrite)
+    path = Path(path)
     with replacing(path) as partial:
         # Zarr 3 specifies strings of variable length, but not those of fixed length.
-        with_text(run, of_variable_length=True).to_zarr(partial, zarr_format=3, consolidated=False, mode="w-")
+        stored = with_text(run, of_variable_length=True)
+        stored.attrs = run.attrs | {ALL_CHUNKS: 1}
+        stored.to_zarr(partial, zarr_format=3, consolidated=False, mode="w-", write_empty_chunks=True)
     return path
 
 
@@ -146,10 +151,11 @@ def export_netcdf(
         `workbench.open_run`: Opens either form.
     """
     run = as_run(run)
-    path = Path(path)
     check_free(path, overwrite=overwrite)
+    path = Path(path)
     with replacing(path) as partial:
-        run.to_netcdf(partial, engine="netcdf4", auto_complex=True)
+        # Written to memory first, because on a full disk HDF5 raises other errors and keeps the file open.
+        partial.write_bytes(run.to_netcdf(engine="netcdf4", auto_complex=True))
     return path
 
 
@@ -183,52 +189,43 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     """
     import xarray as xr
 
-    path = Path(path)
-    if not path.exists():
-        raise StoreError(
-            f"There is no run at {path}; check the path.", name="path", value=path, expected="an existing run"
-        )
-    if is_log(path) or (path.is_file() and not _may_be_run(path)):
-        raise StoreError(
-            f"{path} is not a run; if it is a log of another tool, read it with wb.read_log().",
-            name="path",
-            value=path,
-            expected="a run",
-        )
-    try:
+    path = as_path(path)
+    with _RUN.reading(path):
+        if path.exists() and (is_log(path) or (path.is_file() and not _may_be_run(path))):
+            raise StoreError(
+                f"{path} is not a run; if it is a log of another tool, read it with wb.read_log().",
+                name="path",
+                value=path,
+                expected="a run",
+            )
         if path.is_dir():
-            # While a store is being written, only its consolidated metadata are consistent.
-            from workbench.io.watched_store import WatchedStore
+            from workbench.io.watched_store import WatchedStore, guarded
 
             store: Any = WatchedStore(path)  # xarray accepts Zarr's stores, which its annotation does not list
-            run = xr.open_datatree(store, engine="zarr", consolidated=_is_consolidated(path))
+            # While a store is being written, only its consolidated metadata are consistent.
+            is_consolidated = bool(store.metadata.get("consolidated_metadata"))
+            run = guarded(xr.open_datatree(store, engine="zarr", consolidated=is_consolidated), _RUN, path)
         else:
             # Closed immediately, because HDF5 crashes if one thread closes a file while another opens one.
-            with xr.open_datatree(path, engine="netcdf4", auto_complex=True) as file:
+            with xr.open_datatree(_RUN.check(path), engine="netcdf4", auto_complex=True) as file:
+                require_memory(sum(node.nbytes for node in file.subtree))
                 run = file.load()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StoreError(
-            f"{path} is not a run or is damaged ({first}); write it again with wb.save().",
-            name="path",
-            value=path,
-            expected="an undamaged run",
-        ) from error
-    if "schema_version" not in run.attrs:
-        raise StoreError(
-            f"{path} was not written by the workbench; open it with xarray.",
-            name="path",
-            value=path,
-            expected="a run written by the workbench",
-        )
-    for node in run.subtree:
-        check_version(node)
-    return with_text(run, of_variable_length=False)
+        run.attrs.pop(ALL_CHUNKS, None)
+        if "schema_version" not in run.attrs:
+            raise StoreError(
+                f"{path} was not written by the workbench; open it with xarray.",
+                name="path",
+                value=path,
+                expected="a run written by the workbench",
+            )
+        for node in run.subtree:
+            check_version(node)
+        return with_text(run, of_variable_length=False)
 
 
 def open_run_or_log(path: str | os.PathLike[str]) -> xr.DataTree:
     """Open a run, or read the log of another tool as a run; see `open_run` and `workbench.read_log`."""
-    path = Path(path)
+    path = as_path(path)
     return open_run(path) if not path.exists() or _may_be_run(path) else as_run(read_log(path))
 
 
@@ -236,7 +233,7 @@ def _may_be_run(path: Path) -> bool:
     """Return whether a path looks like a store, or like a netCDF file, from its name or its first bytes."""
     if path.suffix in (".nc", ".zarr") or not path.is_file():
         return path.suffix in (".nc", ".zarr") or (path / "zarr.json").exists()
-    with path.open("rb") as file:
+    with _RUN.check(path).open("rb") as file:
         return file.read(4).startswith((b"\x89HDF", b"CDF"))
 
 
@@ -252,10 +249,6 @@ def _run_of_log(log: xr.Dataset) -> xr.DataTree:
         columns = {name: np.full(len(resumed), value) for name, value in row.items()}
         run["events"] = xr.DataTree(part.dataset(resumed, columns))
     return run
-
-
-def _is_consolidated(store: Path) -> bool:
-    return bool(json.loads((store / "zarr.json").read_text()).get("consolidated_metadata"))
 
 
 def _check_attrs(node: xr.DataTree) -> None:

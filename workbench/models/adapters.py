@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import nn
 
 from workbench.errors import CheckpointError
 from workbench.models.lazy_tensor import LazyTensor
-from workbench.models.state_files import read_state
+from workbench.models.state_files import CONFIG, read_state
 from workbench.models.state_fit import some
 from workbench.models.weight_folders import ADAPTER_CONFIG
 
@@ -172,22 +171,7 @@ def _sum(file: Path, weight: LazyTensor, name: str, a: Tensor, b: Tensor, scale:
 
 def _config(folder: Path) -> dict[str, Any]:
     file = folder / ADAPTER_CONFIG
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is not valid JSON; download the adapter again.",
-            name=file.name,
-            value=str(error),
-            expected="valid JSON",
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{file} holds a JSON {type(config).__name__}, expected an object; download it again.",
-            name=file.name,
-            value=config,
-            expected="a JSON object",
-        )
+    config = CONFIG.json(file)
     return config
 
 

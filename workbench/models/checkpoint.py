@@ -22,7 +22,7 @@ from workbench.models.adapters import base_model, kind_of_matrix, merged
 from workbench.models.diffusers_models import diffusers_model
 from workbench.models.folder_weights import folder_weights
 from workbench.models.lazy_state import LazyTensor, lazy_state
-from workbench.models.state_files import STATE_SUFFIXES, check_safetensors
+from workbench.models.state_files import CONFIG, STATE_SUFFIXES, check_safetensors
 from workbench.models.state_fit import load_state, matched_state, tied_names, unwrapped_names
 from workbench.models.streaming import StreamedWeights
 from workbench.models.streaming_choice import StreamingChoice
@@ -34,6 +34,7 @@ from workbench.models.weight_folders import (
     is_without_architecture,
     own_checkpoint,
 )
+from workbench.option_checks import require_bool
 from workbench.zoo.module_of import module_of
 
 #: Key in the config of a zoo checkpoint that names its tokenizer, if known: "bytes".
@@ -100,6 +101,7 @@ def open_checkpoint(
         `workbench.profile`: Measures the opened model.
         `workbench.save_checkpoint`: Saves a model of the zoo.
     """
+    require_bool(trust_remote_code=trust_remote_code, strict=strict)
     torch_dtype = _as_dtype(dtype)
     if name is not None and not isinstance(name, str):
         raise CheckpointError(
@@ -221,9 +223,11 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
             value=model,
             expected="a model of wb.zoo",
         )
-    if (folder / "model.safetensors").exists() and not overwrite:
+    require_bool(overwrite=overwrite)
+    if (folder / "model.safetensors").exists() and not (overwrite and ZOO_KEY in CONFIG.json(folder / "config.json")):
         raise CheckpointError(
-            f"{folder} holds a checkpoint already; pass overwrite=True to replace it.",
+            f"{folder} holds a checkpoint already; pass "
+            + ("another folder, as it is not of the zoo." if overwrite else "overwrite=True to replace it."),
             name="folder",
             value=folder,
             expected="a folder without a checkpoint",
@@ -369,23 +373,7 @@ def _open_folder(
     source: str | None = None,
 ) -> Subject:
     config_file = folder / "config.json"
-    try:
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(
-            f"{config_file} is not valid JSON ({error}); download the checkpoint again.",
-            name=config_file.name,
-            value=str(error),
-            expected="valid JSON",
-        ) from error
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{config_file} holds a JSON {type(config).__name__}, expected an object with the options of a model; "
-            "download the checkpoint again.",
-            name=config_file.name,
-            value=config,
-            expected="a JSON object",
-        )
+    config = CONFIG.json(config_file)
     if not isinstance(model_type := config.get("model_type", ""), str):
         raise CheckpointError(
             f"{config_file} has model_type = {_shortened(repr(model_type))}, expected a name; "
@@ -420,7 +408,9 @@ def _open_folder(
         if is_streamed and weights is not None:
             streamed = _stream_pretrained(model.eval(), weights.state, folder, how)
     model = model.eval() if streamed else how.placed(model.eval())
-    return Subject(model, name or folder.name, source or str(folder), folder, unloaded, tokenizer, streamed)
+    return Subject(
+        model, name or folder.name, source or str(folder), folder, unloaded, tokenizer, streamed, trust_remote_code
+    )
 
 
 def _stream_pretrained(
@@ -594,7 +584,8 @@ def _open_hub(
     tokenizer_files = ["*token*", "*.model", "config.json"]
     with errors_in_one_sentence(hub_name, remedy="try again, or pass a local folder"):
         folder = Path(snapshot_download(hub_name, allow_patterns=tokenizer_files, local_files_only=is_cached))
-    return Subject(how.placed(model.eval()), name or hub_name.split("/")[-1], f"hub {hub_name}", folder, unloaded)
+    model, short = how.placed(model.eval()), name or hub_name.split("/")[-1]
+    return Subject(model, short, f"hub {hub_name}", folder, unloaded, trusts_code=trust_remote_code)
 
 
 def _can_reach(endpoint: str) -> bool:

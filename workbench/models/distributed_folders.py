@@ -17,7 +17,7 @@ import torch
 
 from workbench.errors import CheckpointError
 from workbench.models.lazy_tensor import LazyTensor
-from workbench.models.state_files import WEIGHT_KEYS, check_safetensors, safetensors_state
+from workbench.models.state_files import CONFIG, WEIGHT_KEYS, WEIGHTS, check_safetensors, safetensors_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,11 +43,11 @@ _ALLOWED_CLASSES = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch.distributed._shard.sharded_tensor.metadata": ("TensorProperties", "MEM_FORMAT_ENCODING"),
-    "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
-    "collections": ("OrderedDict",),
-    "builtins": ("set", "frozenset"),
 }
+#: Those whose values are not used, and types with attributes that cannot be set.
+_UNUSED = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "_get_layout")
+_IMMUTABLE = {"torch": ("Size",), "collections": ("OrderedDict",), "builtins": ("set", "frozenset")}
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path", "PurePath")
 
 
@@ -185,25 +185,51 @@ def _offsets(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that creates only values and the classes of a ``.metadata`` file, and raises for any other."""
+    """Unpickler that creates only values and the classes of a ``.metadata`` file, and raises for any other.
+
+    A pickle can set attributes of whatever it finds. So it finds only types that are immutable, and subclasses of the
+    others that exist for this pickle alone.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._found: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED_CLASSES.get(module, ()):
-            return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), (torch.dtype, torch.layout)):
             return found
+        if name in _IMMUTABLE.get(module, ()):
+            return super().find_class(module, name)
         if module.partition(".")[0] == "pathlib" and name in _PATHS:
-            return PurePosixPath
+            return self._subclass(PurePosixPath)
         if (module, name) == ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"):
-            return super().find_class("torch.distributed.checkpoint.metadata", "Metadata")  # it adds one dict
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+            module, name = "torch.distributed.checkpoint.metadata", "Metadata"  # it adds one dict
+        if name not in _ALLOWED_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+        if name in _UNUSED:
+            return self._subclass(_Unused)
+        found = self._subclass(super().find_class(module, name))
+        if name == "TensorProperties":  # its own method reads the unused values too
+            found.__setstate__ = lambda properties, state: vars(properties).update(dtype=state[0])
+        return found
+
+    def _subclass(self, parent: type) -> Any:
+        return self._found.setdefault(f"{parent.__module__}.{parent.__name__}", type(parent.__name__, (parent,), {}))
+
+
+class _Unused:
+    """Value that is not used, such as a memory format."""
+
+    def __new__(cls, *_: Any) -> Any:
+        """Create the object without its values."""
+        return super().__new__(cls)
 
 
 def _read_metadata(file: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
-        metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
+        metadata = _Unpickler(WEIGHTS.check(file).read_bytes()).load()
     except pickle.UnpicklingError as error:
         if "not allowed" in str(error):
             raise CheckpointError(
@@ -229,10 +255,9 @@ def _read_metadata(file: Path) -> Any:
 
 def _is_megatron(folder: Path) -> bool:
     try:
-        about = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return CONFIG.json(folder / "metadata.json").get("sharded_backend") == "torch_dist"
+    except CheckpointError:
         return False
-    return isinstance(about, dict) and about.get("sharded_backend") == "torch_dist"
 
 
 def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_megatron: bool) -> dict[str, str]:
@@ -278,7 +303,7 @@ class _Chunk:
     length: int
 
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
-        with self.file.open("rb") as file:
+        with WEIGHTS.check(self.file).open("rb") as file:
             file.seek(self.start)
             data = file.read(self.length)
         if not data.startswith(b"PK"):  # each chunk is a separate archive

@@ -108,7 +108,7 @@ class GgufFile:
             if self._is_read_at_once:
                 from transformers import AutoModelForCausalLM, GgufConfig
 
-                options["quantization_config"] = GgufConfig(dequantize=True)
+                options |= {"quantization_config": GgufConfig(dequantize=True), "trust_remote_code": False}
                 options |= {} if dtype == "auto" else {"dtype": dtype}
                 folder = self.path.parent
                 loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=self.path.name, **options)
@@ -280,4 +280,4 @@ def gguf_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     with errors_in_one_sentence(path.name, remedy=_REMEDY), quiet_transformers():
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)

@@ -71,10 +71,13 @@ def open_pretrained(
     import transformers
 
     with errors_in_one_sentence(source), quiet_transformers() as reports:
-        options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         config = transformers.AutoConfig.from_pretrained(
             source, local_files_only=is_local, trust_remote_code=trust_remote_code
         )
+        # A config.json may name kernels, which transformers would download and run.
+        config._attn_implementation = "eager" if config._attn_implementation == "eager" else None
+        config._experts_implementation = None
         loader = _Loader(source, config, {**options, "dtype": dtype, "local_files_only": is_local}, reports, folder)
         cls = loader.choose(_model_classes(config, trust_remote_code=trust_remote_code))
         model, misfit = loader.load_well(cls, strict=strict, without_memory=without_memory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import pickle
@@ -14,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.errors import CheckpointError
+from workbench.io.files import FileKind, as_path
 from workbench.models.inert_objects import Placeholder, placeholders
 from workbench.models.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: What files of a checkpoint are: of weights, with the options of a model, and with the names of other files.
+WEIGHTS = FileKind("a file of weights", "check the path, or download it again", CheckpointError, "", 1 << 62)
+CONFIG = FileKind("a configuration of a model", "download the checkpoint again", CheckpointError, name="")
+_INDEX = FileKind("an index of a sharded checkpoint", "download it again", CheckpointError, name="")
 #: File suffixes that `read_state` reads.
 STATE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 #: Keys under which training scripts, Lightning, DeepSpeed and PyTorch's distributed checkpoints store the weights.
@@ -50,18 +54,16 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
     Raises:
         CheckpointError: If the file is missing or damaged, contains code, or contains no state dict.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(
-            f"There is no file {path}; check the path.", name="path", value=path, expected="an existing file"
-        )
+    path = as_path(path)
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
 
         check_safetensors(path)
         return load_file(path)
     state = _read_weights(path, mmap=mmap)
-    while isinstance(state, dict):
+    for _ in WEIGHT_KEYS:  # a pickle may contain itself
+        if not isinstance(state, dict):
+            break
         inner = [key for key in WEIGHT_KEYS if isinstance(state.get(key), dict) and state[key]]
         if len(inner) > 1:
             raise CheckpointError(
@@ -100,19 +102,6 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
             expected="dense tensors",
         )
     return state
-
-
-def _require_readable(path: Path) -> None:
-    """Raise CheckpointError if this user may not read a file."""
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read ({error.strerror}); check its permissions.",
-            name=path.name,
-            value=error.strerror,
-            expected="a file that this user may read",
-        ) from error
 
 
 def is_plain_pickle(path: Path) -> bool:
@@ -155,7 +144,7 @@ def check_safetensors(path: Path) -> None:
     """Raise CheckpointError if the header of a ``.safetensors`` file does not agree with its length."""
     from safetensors import SafetensorError, safe_open
 
-    _require_readable(path)
+    WEIGHTS.check(path)
     try:
         with safe_open(path, framework="pt", backend="pread"):
             pass
@@ -243,13 +232,10 @@ def index_files(path: Path) -> tuple[tuple[Path, ...], bool]:
     Raises:
         CheckpointError: If the index is damaged, or a file is missing.
     """
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise _no_index(path) from error
-    shards = index.get("weight_map") if isinstance(index, dict) else None
+    index = _INDEX.json(path)
+    shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-        raise _no_index(path)
+        raise _INDEX.rejected(path, "it lists no files of tensors")
     names = sorted(set(shards.values()))
     for name in names:
         # transformers would follow a path out of the folder
@@ -260,15 +246,6 @@ def index_files(path: Path) -> tuple[tuple[Path, ...], bool]:
                 expected="a file in the folder of the index",
             )
     return tuple(path.parent / name for name in names), isinstance(index.get("metadata"), dict)
-
-
-def _no_index(path: Path) -> CheckpointError:
-    """Create the exception for a damaged index."""
-    return CheckpointError(
-        f"{path.name} is not an index of a sharded checkpoint; download it again.",
-        name=path.name,
-        expected="an index of a sharded checkpoint",
-    )
 
 
 def _read_weights(path: Path, *, mmap: bool) -> object:
@@ -298,8 +275,7 @@ def _read_pickle(path: Path, **options: bool) -> object:
         UnpicklingError: If the file calls functions or is no pickle.
         CheckpointError: If the file is damaged or holds a program of TorchScript.
     """
-    _require_readable(path)
-    with path.open("rb") as file:
+    with WEIGHTS.check(path).open("rb") as file:
         # torch takes a zip archive without its end for an old pickle and then suspects code in it.
         if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
             raise _damaged(path)

@@ -78,6 +78,7 @@ class Subject:
         streamed: Weights that stay on disk and fill each block while it runs; None if they are in memory.
         unloaded: Clause that describes tensors that were not loaded and the values in their place; empty if all were
             loaded.
+        trusts_code: Whether the tokenizer may run Python code of the folder.
 
     Example:
         >>> import workbench as wb
@@ -98,6 +99,7 @@ class Subject:
     unloaded: str = ""
     own_tokenizer: Any = None
     streamed: StreamedWeights | None = None
+    trusts_code: bool = False
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -115,7 +117,13 @@ class Subject:
         if self.folder is not None and (self.folder / "tokenizer_config.json").exists():
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            from workbench.models.pretrained import errors_in_one_sentence
+
+            # The default, None, asks on standard input whether to run code of the folder.
+            with errors_in_one_sentence(str(self.folder)):
+                return AutoTokenizer.from_pretrained(
+                    self.folder, local_files_only=True, trust_remote_code=self.trusts_code
+                )
         raise CheckpointError(
             f"{self.name} has no tokenizer; pass token ids instead of text, or a task of wb.tasks, or, if its tokens "
             "are bytes, open it as wb.Subject(model, name='mine', source='here', own_tokenizer=wb.ByteTokenizer()).",

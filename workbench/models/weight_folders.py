@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from workbench.errors import CheckpointError
 from workbench.models.distributed_folders import METADATA, distributed_state, part_files, require_complete_tensors
 from workbench.models.lazy_tensor import LazyTensor
 from workbench.models.state_files import (
+    CONFIG,
     STATE_SUFFIXES,
     WEIGHT_FILES,
     index_files,
@@ -107,10 +107,9 @@ def diffusers_config(folder: Path) -> dict[str, Any]:
 def _config(folder: Path) -> dict[str, Any]:
     """Return the options in a config.json; empty if it cannot be read."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return CONFIG.json(folder / "config.json")
+    except CheckpointError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def weight_places(folder: Path) -> tuple[Path, ...]:
@@ -185,10 +184,7 @@ def _inner_folders(folder: Path) -> tuple[Path, ...]:
 
 def _named_in(file: Path, pattern: str) -> Path:
     """Return the folder that a text file names as the latest checkpoint."""
-    try:
-        name = file.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        name = ""
+    name = CONFIG.text(file).strip()
     place = file.parent / (pattern.format(name) if name.isdecimal() else name)
     if not name or Path(name).name != name or not place.is_dir():
         raise CheckpointError(

@@ -186,7 +186,7 @@ def _html(figure: Any) -> bytes:
 
     # bokeh's file_html() would add links to all other loaded extensions.
     library = files("bokeh").joinpath("server/static/js/bokeh.min.js").read_text(encoding="utf-8")
-    item = json.dumps(json_item(bokeh_plot(figure).state)).replace("</", "<\\/")
+    item = json.dumps(json_item(bokeh_plot(figure).state)).replace("<", "\\u003c")
     return _PAGE.format(library=library, item=item, fit=fit_script()).encode()
 
 

@@ -133,7 +133,7 @@ def _picture(
     **options: Any,
 ) -> Picture:
     """Return a figure of one part by `workbench.plots`; ``prepare`` names a function of this module for its data."""
-    data = f'tree["{path}"].to_dataset()'
+    data = f"tree[{path!r}].to_dataset()"  # a path may be a name from a file, and must not become code
     data = f"pictures.{prepare}({data})" if prepare else data
     code = f"wb.plots.{figure}({', '.join([data, *(f'{key}={value!r}' for key, value in options.items())])})"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,8 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.formatting import listed
-from workbench.io.atomic import check_free, replacing
+from workbench.io.atomic import write_json
+from workbench.io.files import FileKind
 from workbench.risk.edge_regression import EdgeFit, Edges, Floats, best_penalty, fit_edges
 from workbench.risk.features import LIMITS, RATE, as_cases, column, counts_as_diverged, feature_table
 from workbench.risk.scores import resamples
@@ -20,6 +20,7 @@ from workbench.risk.scores import resamples
 if TYPE_CHECKING:
     import xarray as xr
 
+_FILE = FileKind("a risk model", "pass a file from EdgeModel.save()")
 #: Edge -> outcome of the rates beyond it, and whether these are the larger rates.
 EDGES = {"slow_edge": ("too_small", False), "useful_edge": ("too_large", True), "explosion_edge": ("explosion", True)}
 #: Name of a prediction -> its title.
@@ -172,8 +173,6 @@ class EdgeModel:
             >>> wb.risk.shipped().save("risk.json").name
             'risk.json'
         """
-        path = Path(path)
-        check_free(path, overwrite=overwrite)
         content = {
             "kind": _KIND,
             "version": _VERSION,
@@ -185,9 +184,7 @@ class EdgeModel:
             "deviations": {edge: _rounded(value) for edge, value in self.deviations.items()},
             "fits": {edge: [_row(one) for one in fits] for edge, fits in self.fits.items()},
         }
-        with replacing(path) as partial:
-            partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        return path
+        return write_json(content, path, overwrite=overwrite)
 
     def _inputs(self, cases: xr.Dataset, *, is_known: np.ndarray) -> Floats:
         """Return features of cases, clipped to the range of the fitted designs, and a one-hot column for each group.
@@ -383,14 +380,10 @@ def load(path: str | Path) -> EdgeModel:
     See Also:
         `workbench.risk.EdgeModel`: Describes the model.
     """
-    path = Path(path)
-    expected = "a file from EdgeModel.save()"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+    content = _FILE.json(path)
+    with _FILE.reading(path):
         if content["kind"] != _KIND:
-            raise StoreError(
-                f"{path} is not a risk model; pass {expected}.", name="path", value=path, expected=expected
-            )
+            raise ValueError(f"its kind is {content['kind']!r}")
         if content["version"] > _VERSION:
             raise StoreError(
                 f"{path} was written by a newer version of the workbench; update the workbench, or fit the model "
@@ -408,13 +401,6 @@ def load(path: str | Path) -> EdgeModel:
             {edge: float(content["deviations"][edge]) for edge in EDGES},
             content["about"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(
-            f"{path} is not a readable risk model ({error!r}); pass {expected}.",
-            name="path",
-            value=path,
-            expected=expected,
-        ) from error
 
 
 def _table(cases: xr.Dataset, features: Sequence[str], *, needed: np.ndarray) -> Floats:

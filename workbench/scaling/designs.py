@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError, OptionError
+from workbench.io.files import FileKind, as_path
 from workbench.models.checkpoint import TOKENIZER_KEY, ZOO_KEY
 from workbench.models.subject import Subject
 from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
@@ -21,6 +21,8 @@ from workbench.scaling.known_designs import KNOWN, known_config
 from workbench.scaling.resizing import is_count
 from workbench.scaling.transformers_source import TransformersSource, cause_of
 from workbench.zoo import ArchitectureConfig
+
+_FILE = FileKind("a configuration", "pass an existing config.json, or download it again", CheckpointError, "source")
 
 
 @dataclass(frozen=True)
@@ -253,18 +255,11 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
 
 def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[DesignSource, str]:
     """Return the source of a design, and its name, from a known name, a configuration file or a checkpoint folder."""
-    path, text = Path(source).expanduser(), os.fspath(source)
-    if path.is_dir():
-        path = path / "config.json"
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path.parent} has no config.json, so it is not a checkpoint folder; pass another.",
-                name="source",
-                value=path.parent,
-                expected="a folder with a config.json",
-            )
-    if path.is_file():
-        return _from_file(path)
+    path, text = as_path(source, "source"), os.fspath(source)
+    with _FILE.reading(path):
+        path = path.expanduser()
+        if path.exists():
+            return _from_file(path / "config.json" if path.is_dir() else path)
     config = known_config(text)
     if config is not None:
         return TransformersSource(config), text.rsplit("/", 1)[-1]
@@ -303,18 +298,7 @@ def _from_file(path: Path) -> tuple[DesignSource, str]:
 
 def _options_in(path: Path) -> dict[str, Any]:
     """Read the options of a configuration file."""
-    try:
-        options = json.loads(path.read_text())
-        if not isinstance(options, dict):
-            raise ValueError("it is not a JSON object")
-    except (ValueError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a valid configuration ({error}); download it again.",
-            name="source",
-            value=path,
-            expected="a JSON object",
-        ) from error
-    return options
+    return _FILE.json(path)
 
 
 def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:

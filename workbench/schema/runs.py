@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 SCHEMA_VERSION = 1
+#: Attribute of a store in which every chunk is on disk, so that a missing one is lost, and not full of the fill value.
+ALL_CHUNKS = "has_all_chunks"
 
 #: Dimensions along which spectra datasets may be concatenated.
 CONCAT_DIMS = ("step", "run", "architecture")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ from workbench.callbacks.alarms.watched import WATCHED
 from workbench.errors import OptionError, StoreError
 from workbench.formatting import percent
 from workbench.io.atomic import write_json
+from workbench.io.files import FileKind
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
+_FILE = FileKind("an attributor", "pass a file written by Attributor.save()")
 #: Largest absolute score; larger ones are clipped.
 _CLIP = 3.0
 #: Largest number of signals named as evidence.
@@ -215,17 +216,10 @@ class Attributor:
             >>> wb.alarms.Attributor.open(path).causes[0]
             'corrupted_data'
         """
-        try:
-            content = json.loads(Path(path).read_text())
+        content = _FILE.json(path)
+        with _FILE.reading(path):
             weight, bias = np.array(content["weight"], float), np.array(content["bias"], float)
             causes, features = tuple(content["causes"]), tuple(content["features"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"{path} is not an attributor ({error}); pass a file written by Attributor.save().",
-                name="path",
-                value=path,
-                expected="a file written by Attributor.save()",
-            ) from error
         if weight.shape != (len(causes), len(features)) or bias.shape != (len(causes),):
             raise StoreError(
                 f"{path} is damaged: the shapes of its weights and biases do not match its causes and features; write "

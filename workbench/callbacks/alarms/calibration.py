@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from workbench.callbacks.alarms.recorded_observations import observations
 from workbench.callbacks.alarms.run_evidence import RunEvidence
-from workbench.errors import OptionError, StoreError
+from workbench.errors import OptionError
 from workbench.io.atomic import write_json
+from workbench.io.files import FileKind
 
 if TYPE_CHECKING:
     import xarray as xr
 
 _SHIPPED = Path(__file__).parent / "shipped" / "calibration.json"
+_FILE = FileKind("a calibration of alarms", "pass a file written by Calibration.save()")
 #: Number of healthy steps that a rate of false alarms refers to.
 PER_STEPS = 100_000
 #: Steps of a stretch, of which only the largest evidence counts.
@@ -129,17 +130,10 @@ class Calibration:
             >>> wb.alarms.Calibration.open(shipped.save("calibration.json")).n_steps == shipped.n_steps
             True
         """
-        try:
-            content: dict[str, Any] = json.loads(Path(path).read_text())
+        content = _FILE.json(path)
+        with _FILE.reading(path):
             tails = {name: Tail(**tail) for name, tail in content["tails"].items()}
             return cls(tails, int(content["n_steps"]), str(content["about"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreError(
-                f"{path} is not a calibration of alarms ({error}); pass a file written by Calibration.save().",
-                name="path",
-                value=path,
-                expected="a file written by Calibration.save()",
-            ) from error
 
     @classmethod
     def shipped(cls) -> Calibration:
