@@ -174,7 +174,9 @@ def state_of(found):
     return [(id(owner), {k: id(v) for k, v in vars(owner).items()}) for owner in owners if hasattr(owner, "__dict__")]
 
 
-NAMES = st.sampled_from(["name", "fqn", "offset", "__eq__", "__init__", "__setstate__", "dtype", "_value_", "__class__"])
+NAMES = st.sampled_from(
+    ["name", "fqn", "offset", "__eq__", "__init__", "__setstate__", "dtype", "_value_", "__class__"]
+)
 GLOBALS = st.sampled_from(sorted(looked_up())).map(lambda pair: f"c{pair[0]}\n{pair[1]}\n".encode())
 PLAIN = st.integers(0, 3).map(lambda n: f"I{n}\n".encode()) | NAMES.map(lambda n: f"V{n}\n".encode()) | st.just(b"N")
 OPCODES = st.recursive(

@@ -17,7 +17,9 @@ from workbench.errors import OptionError, StoreError, WorkbenchError
 #: Most levels of nested lists and objects; deeper content ends the code that walks through it.
 _MOST_LEVELS = 100
 #: Errors of code that takes apart damaged content.
-_OF_CONTENT = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, EOFError, MemoryError)
+_OF_CONTENT = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, EOFError, MemoryError
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError, WorkbenchError
 from workbench.formatting import clipped, counted, listed
+from workbench.io.files import FileKind, as_path
 from workbench.io.log_rows import COUNTERS, EVENT_FILE, HELD_OUT, LogRows, counter_of, read_rows, words_of
 from workbench.schema.runs import MONITORS
 
@@ -52,6 +53,7 @@ _OTHER_LOSSES = HELD_OUT | set(
         "weight ratio ppl perplexity kl ema penalty limit fn smoothing"
     )
 )
+_LOG = FileKind("an existing log", "check the path", most_bytes=1 << 34)
 _STATE = "trainer_state.json"
 _LOG_FILES = (".csv", ".csv.gz", ".tsv", ".jsonl", ".ndjson", ".json", ".log", ".out", ".txt")
 #: Files of a folder, and bytes of a file, in which a log is sought; rows that may be numbered without a step.
@@ -95,11 +97,8 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = True) -> xr.Dat
         `workbench.diagnose`: Finds the causes of a failed run.
         `workbench.open_run`: Opens a run of the workbench.
     """
-    path = Path(path)
-    if not path.exists():
-        raise StoreError(
-            f"There is no log at {path}; check the path.", name="path", value=path, expected="an existing log"
-        )
+    path = as_path(path)
+    path = path if path.is_dir() else _LOG.check(path)
     rows = LogRows()
     for file, label in _files_of(path):
         read_rows(file, rows, label)

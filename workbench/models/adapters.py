@@ -170,9 +170,7 @@ def _sum(file: Path, weight: LazyTensor, name: str, a: Tensor, b: Tensor, scale:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    file = folder / ADAPTER_CONFIG
-    config = CONFIG.json(file)
-    return config
+    return CONFIG.json(folder / ADAPTER_CONFIG)
 
 
 def _check_is_lora(folder: Path, options: Mapping[str, Any]) -> None:
