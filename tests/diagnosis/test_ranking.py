@@ -171,7 +171,7 @@ def test_one_cause_is_not_enough():
 )
 def test_a_file_without_rules_is_rejected(tmp_path, text):
     (tmp_path / "rules.json").write_text(text)
-    with pytest.raises(StoreError, check=about(str(tmp_path / "rules.json"))):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "rules.json")):
         Rules.open(tmp_path / "rules.json")
 
 

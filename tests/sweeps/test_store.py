@@ -114,12 +114,12 @@ def test_a_store_of_other_runs_is_rejected_and_not_changed(runs, tmp_path):
 def test_other_stores_are_rejected(runs, tmp_path):
     xr.Dataset({"a": ("x", [1.0])}).to_zarr(tmp_path / "a.zarr", zarr_format=3, consolidated=False)
     for use in (wb.open_sweep, lambda path: wb.sweeps.SweepStore(path, runs)):
-        with pytest.raises(StoreError, check=about("path", tmp_path / "a.zarr", "a sweep")):
+        with pytest.raises(StoreError, check=about("path", tmp_path / "a.zarr", "an undamaged sweep")):
             use(tmp_path / "a.zarr")
-    with pytest.raises(StoreError, check=about("path", tmp_path / "b.zarr", "an existing sweep")):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "b.zarr" / "zarr.json", "an undamaged sweep")):
         wb.open_sweep(tmp_path / "b.zarr")
     (tmp_path / "c.zarr").write_text("text")
-    with pytest.raises(StoreError, check=about("path", tmp_path / "c.zarr")):
+    with pytest.raises(StoreError, check=about("path", tmp_path / "c.zarr" / "zarr.json")):
         wb.open_sweep(tmp_path / "c.zarr")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.diagnosis.causes import CAUSES
-from workbench.errors import OptionError, StoreError
+from workbench.errors import OptionError
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
 from workbench.schema.statuses import SymptomKind
@@ -231,12 +231,7 @@ class Rules:
         n = len(causes)
         is_complete = weight.shape == (n, len(symptoms)) and bias.shape == (n,) and answers.shape in ((0, 0), (n, n))
         if not is_complete or any(values.shape != (n,) for values in least.values()):
-            raise StoreError(
-                f"{path} is damaged, because its weights do not fit its causes and symptoms; write it again.",
-                name=str(path),
-                value=weight.shape,
-                expected=f"weights of shape {(n, len(symptoms))} and as many biases and thresholds as causes",
-            )
+            raise _FILE.rejected(path, "its weights do not fit its causes and symptoms")
         return cls(causes, tuple(symptoms), weight, usual, bias, least, answers, str(content.get("about", "")))
 
     @classmethod

@@ -22,8 +22,8 @@ from workbench.errors import StoreError
 from workbench.io.files import FileKind, as_path
 from workbench.option_checks import require_bool
 
-#: What identifies files of the workbench: a mark in pictures and pages, and an attribute of all its data.
-_MARK, _ATTRIBUTE = b"Stability Workbench", b"schema_version"
+#: What identifies files of the workbench: a mark in pictures and pages, and attributes of its data.
+_MARK, _ATTRIBUTES = b"Stability Workbench", (b"schema_version", b"sweep_version")
 #: Names of the pictures of a report.
 _PICTURE = re.compile(r"\d\d+-[a-z0-9-]*\.(png|svg)")
 _JSON = FileKind("a file that write_json wrote", "choose another path")
@@ -155,12 +155,13 @@ def _is_own(path: Path) -> bool:
         if not path.is_file() or not path.stat().st_size:
             return path.is_file()
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return any(content.find(mark) >= 0 for mark in (_MARK, _ATTRIBUTE))
+            return any(content.find(mark) >= 0 for mark in (_MARK, *_ATTRIBUTES))
     inner = [each for each in path.iterdir() if each.name != "zarr.json"]
-    if (path / "zarr.json").is_file():
-        is_ours = _ATTRIBUTE in (path / "zarr.json").read_bytes()
-        return is_ours and all((each / "zarr.json").is_file() or not any(each.iterdir()) for each in inner)
-    return all(_PICTURE.fullmatch(each.name) for each in inner)
+    if not (path / "zarr.json").is_file():
+        return all(_PICTURE.fullmatch(each.name) for each in inner)
+    metadata = (path / "zarr.json").read_bytes()
+    are_parts = all((each / "zarr.json").is_file() or not any(each.iterdir()) for each in inner)
+    return are_parts and any(name in metadata for name in _ATTRIBUTES)
 
 
 def _not_writable(path: Path, error: OSError) -> StoreError:

@@ -17,6 +17,7 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError
 from workbench.io.atomic import check_free, replacing
+from workbench.io.files import FileKind, as_path
 from workbench.io.provenance import versions
 from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of, require
 from workbench.sweeps.run_settings import RunSettings
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _ROWS_PER_CHUNK = 256
 _MARK = "is_done"
 _KIND = "sweep"
+_STORE = FileKind("an undamaged sweep", "choose another path, or create one with wb.sweeps.run(runs, path)")
 
 
 class SweepStore:
@@ -151,8 +153,9 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
     """
     import xarray as xr
 
-    attrs = _attrs_of(Path(path))
-    with xr.open_zarr(path, consolidated=False, chunks=None) as data:  # At this size dask would be slower.
+    attrs = _attrs_of(as_path(path))
+    # At this size dask would be slower.
+    with _STORE.reading(path), xr.open_zarr(path, consolidated=False, chunks=None) as data:
         is_done = data[_MARK].values
         data = data.drop_vars(_MARK).isel(run=is_done).load()
     data = data.set_coords(list(SETTINGS))
@@ -238,29 +241,10 @@ def _attrs_of(path: Path) -> dict[str, Any]:
     Raises:
         StoreError: If there is no sweep, it is damaged, or its version is newer.
     """
-    import zarr
-    from zarr.errors import GroupNotFoundError
-
-    try:
-        attrs: dict[str, Any] = dict(zarr.open_group(path, mode="r", use_consolidated=False).attrs)
-    except (GroupNotFoundError, FileNotFoundError, NotADirectoryError) as error:
-        raise StoreError(
-            f"There is no sweep at {path}; create one with wb.sweeps.run(runs, path).",
-            name="path",
-            value=path,
-            expected="an existing sweep",
-        ) from error
-    except ValueError as error:
-        raise StoreError(
-            f"The store at {path} is damaged ({error}); delete it and run the sweep again.",
-            name="path",
-            value=path,
-            expected="an undamaged store",
-        ) from error
-    if attrs.get("kind") != _KIND:
-        raise StoreError(
-            f"The store at {path} is not a sweep; choose another path.", name="path", value=path, expected="a sweep"
-        )
+    with _STORE.reading(path):
+        attrs: dict[str, Any] = dict(_STORE.json(path / "zarr.json")["attributes"])
+        if attrs["kind"] != _KIND:
+            raise ValueError(f"its kind is {attrs['kind']!r}")
     if attrs["sweep_version"] > SWEEP_VERSION:
         raise StoreError(
             f"The sweep at {path} has version {attrs['sweep_version']}, but this workbench reads versions up to "

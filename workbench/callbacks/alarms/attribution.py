@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from workbench.callbacks.alarms.watched import WATCHED
-from workbench.errors import OptionError, StoreError
+from workbench.errors import OptionError
 from workbench.formatting import percent
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
@@ -221,13 +221,7 @@ class Attributor:
             weight, bias = np.array(content["weight"], float), np.array(content["bias"], float)
             causes, features = tuple(content["causes"]), tuple(content["features"])
         if weight.shape != (len(causes), len(features)) or bias.shape != (len(causes),):
-            raise StoreError(
-                f"{path} is damaged: the shapes of its weights and biases do not match its causes and features; write "
-                "it again.",
-                name="weight",
-                value=weight.shape,
-                expected=f"of shape {(len(causes), len(features))}",
-            )
+            raise _FILE.rejected(path, "its weights do not fit its causes and features")
         return cls(causes, features, weight, bias)
 
     @classmethod
