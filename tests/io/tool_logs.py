@@ -259,4 +259,96 @@ LOGS = {
     ),
     "History of Keras": ("history.json", '{"loss": [2.5, 2.25, 2.0, 1.75, 1.5], "val_loss": [2.6, 2.5, 2.4, 2.3, 2.2]}', [1, 2, 3, 4, 5], {"loss": [2.5, 2.25, 2.0, 1.75, 1.5]}),
     "decimal commas": ("log.csv", "step;loss;lr\n0;2,5;0,001\n10;2,25;0,002\n", [0, 10], {"loss": [2.5, 2.25], "learning_rate": [0.001, 0.002]}),
+    "timm, whose bar begins again": (
+        "train.err",
+        "Train: 0 [   0/100 (  0%)]  Loss: 6.95 (6.95)  Time: 0.512s,  250.00/s  LR: 1.000e-06  Data: 0.010 (0.010)\n"
+        "Train: 0 [  99/100 (100%)]  Loss: 6.50 (6.75)  Time: 0.512s,  250.00/s  LR: 1.000e-06  Data: 0.010 (0.010)\n"
+        "Train: 1 [   0/100 (  0%)]  Loss: 6.25 (6.25)  Time: 0.512s,  250.00/s  LR: 2.000e-06  Data: 0.010 (0.010)\n"
+        "Train: 1 [  99/100 (100%)]  Loss: 6.00 (6.20)  Time: 0.512s,  250.00/s  LR: 2.000e-06  Data: 0.010 (0.010)\n",
+        [0, 99, 100, 199],
+        {"loss": [6.95, 6.5, 6.25, 6.0], "learning_rate": [1e-6, 1e-6, 2e-6, 2e-6]},
+    ),
+    "DeiT": (
+        "deit.log",
+        "Epoch: [0]  [  0/40]  eta: 0:20:00  lr: 0.000001  loss: 6.9375 (6.9375)  time: 0.5123  data: 0.1000  max mem: 5000\n"
+        "Epoch: [0]  [ 20/40]  eta: 0:10:00  lr: 0.000001  loss: 6.5000 (6.7000)  time: 0.5123  data: 0.1000  max mem: 5000\n"
+        "Epoch: [1]  [  0/40]  eta: 0:20:00  lr: 0.000002  loss: 6.2500 (6.2500)  time: 0.5123  data: 0.1000  max mem: 5000\n",
+        [0, 20, 40],
+        {"loss": [6.9375, 6.5, 6.25], "learning_rate": [1e-6, 1e-6, 2e-6]},
+    ),
+    "MMEngine": (
+        "mm.log",
+        "2023/01/01 10:00:00 - mmengine - INFO - Epoch(train)  [1][ 50/100]  lr: 1.0000e-03  eta: 1:00:00  time: 0.5  memory: 5000  loss: 2.5000\n"
+        "2023/01/01 10:01:00 - mmengine - INFO - Epoch(train)  [1][100/100]  lr: 1.0000e-03  eta: 1:00:00  time: 0.5  memory: 5000  loss: 2.2500\n"
+        "2023/01/01 10:02:00 - mmengine - INFO - Epoch(train)  [2][ 50/100]  lr: 1.0000e-03  eta: 1:00:00  time: 0.5  memory: 5000  loss: 2.0000\n",
+        [50, 100, 150],
+        {"loss": [2.5, 2.25, 2.0], "learning_rate": [1e-3] * 3},
+    ),
+    "OpenNMT": (
+        "nmt.log",
+        "[2020-01-01 10:00:00,000 INFO] Step 50/10000; acc:  10.50; ppl: 1000.50; xent: 6.91; lr: 0.00001; 5000/6000 tok/s;     30 sec\n"
+        "[2020-01-01 10:00:30,000 INFO] Step 100/10000; acc:  12.50; ppl: 665.14; xent: 6.50; lr: 0.00002; 5000/6000 tok/s;     60 sec\n",
+        [50, 100],
+        {"loss": [6.91, 6.5], "accuracy": [0.105, 0.125], "learning_rate": [1e-5, 2e-5]},
+    ),
+    "Marian": (
+        "marian.log",
+        "[2020-01-01 10:00:00] Ep. 1 : Up. 1000 : Sen. 64,000 : Cost 7.12500000 : Time 30.10s : 12345.67 words/s : L.r. 1.0000e-04\n"
+        "[2020-01-01 10:00:30] Ep. 1 : Up. 2000 : Sen. 128,000 : Cost 6.12500000 : Time 30.10s : 12345.67 words/s : L.r. 2.0000e-04\n",
+        [1000, 2000],
+        {"loss": [7.125, 6.125]},
+    ),
+    "Nanotron": (
+        "nanotron.out",
+        "[INFO|DP=0|PP=0|TP=0|ip-10-0-0-1]: iteration: 10 / 1000 | consumed_tokens: 5.24M | elapsed_time_per_iteration_ms: 1.23K | tokens_per_sec: 4.2K | global_batch_size: 512 | lm_loss: 10.5 | lr: 3e-05 | grad_norm: 12.5 | hd_total_memory_tb: 312G\n"
+        "[INFO|DP=0|PP=0|TP=0|ip-10-0-0-1]: iteration: 20 / 1000 | consumed_tokens: 10.5M | elapsed_time_per_iteration_ms: 1.23K | tokens_per_sec: 4.2K | global_batch_size: 1.02K | lm_loss: 9.5 | lr: 6e-05 | grad_norm: 10.5 | hd_total_memory_tb: 312G\n",
+        [10, 20],
+        {"loss": [10.5, 9.5], "learning_rate": [3e-5, 6e-5], "grad_norm": [12.5, 10.5], "batch_size": [512, 1020]},
+    ),
+    "InternEvo": (
+        "intern.log",
+        "2023-07-07 12:26:58,293 INFO train.py:317 in record_metrics -- tflops=63.3,step=0,loss=11.75,tgs (tokens/gpu/second)=4095.41,lr=4.0e-07,loss_scale=65536.0,grad_norm={'0_default': 63.5},micro_num=4,num_consumed_tokens=131072\n"
+        "2023-07-07 12:27:08,293 INFO train.py:317 in record_metrics -- tflops=63.3,step=1,loss=11.5,tgs (tokens/gpu/second)=4095.41,lr=6.0e-07,loss_scale=65536.0,grad_norm={'0_default': 60.25},micro_num=4,num_consumed_tokens=262144\n",
+        [0, 1],
+        {"loss": [11.75, 11.5], "learning_rate": [4e-7, 6e-7], "grad_norm": [63.5, 60.25]},
+    ),
+    "ModelScope's logging.jsonl": (
+        "logging.jsonl",
+        '{"loss": 2.5, "grad_norm": 1.5, "learning_rate": 1e-05, "token_acc": 0.5, "epoch": 0.1, "global_step/max_steps": "10/100", "percentage": "10.00%", "elapsed_time": "1m 2s"}\n'
+        '{"loss": 2.25, "grad_norm": 1.25, "learning_rate": 2e-05, "token_acc": 0.55, "epoch": 0.2, "global_step/max_steps": "20/100", "percentage": "20.00%", "elapsed_time": "2m 2s"}\n',
+        [10, 20],
+        {"loss": [2.5, 2.25], "grad_norm": [1.5, 1.25], "learning_rate": [1e-5, 2e-5], "accuracy": [0.5, 0.55]},
+    ),
+    "Cerebras": (
+        "run.log",
+        "2023-01-01 10:00:00 INFO:   | Train Device=CSX, Step=50, Loss=9.50000, Rate=101.73 samples/sec, GlobalRate=101.73 samples/sec\n"
+        "2023-01-01 10:01:00 INFO:   | Train Device=CSX, Step=100, Loss=8.25000, Rate=101.73 samples/sec, GlobalRate=101.73 samples/sec\n",
+        [50, 100],
+        {"loss": [9.5, 8.25]},
+    ),
+    "a tutorial": (
+        "out.txt",
+        "Epoch [1/2], Step [100/200], Loss: 2.2500\nEpoch [1/2], Step [200/200], Loss: 2.1250\nEpoch [2/2], Step [100/200], Loss: 2.0000\n",
+        [100, 200, 300],
+        {"loss": [2.25, 2.125, 2.0]},
+    ),
+    "TensorFlow": (
+        "tf.log",
+        "I0101 10:00:00.123456 140 estimator.py:20] INFO:tensorflow:loss = 2.5, step = 100 (0.512 sec)\nI0101 10:00:01.123456 140 estimator.py:20] INFO:tensorflow:loss = 2.25, step = 200 (0.512 sec)\n",
+        [100, 200],
+        {"loss": [2.5, 2.25]},
+    ),
+    "SpeechBrain": (
+        "train_log.txt",
+        "epoch: 1, lr: 1.00e-03 - train loss: 2.50 - valid loss: 2.12, valid WER: 34.12\nepoch: 2, lr: 5.00e-04 - train loss: 2.25 - valid loss: 2.00, valid WER: 30.12\n",
+        [1, 2],
+        {"loss": [2.5, 2.25], "learning_rate": [1e-3, 5e-4]},
+    ),
+    "lines by srun": (
+        "slurm.out",
+        "0: step 1 | loss 2.5\n1: step 1 | loss 2.75\n1: step 2 | loss 2.7\n0: step 2 | loss 2.25\n0: step 3 | loss 2.0\n",
+        [1, 2, 3],
+        {"loss": [2.5, 2.25, 2.0]},
+    ),
+    "the step first": ("a.log", "[100] loss: 2.5, lr 0.1\n[200] loss: 2.25, lr 0.2\n", [100, 200], {"loss": [2.5, 2.25], "learning_rate": [0.1, 0.2]}),
 }  # fmt: skip

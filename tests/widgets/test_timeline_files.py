@@ -207,3 +207,29 @@ def test_the_theme_is_one_of_the_workbench(timeline, runs):
     large = Timeline(runs, theme="projector")
     assert "workbench-projector" in large._dom_classes
     large.close()
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_log_of_another_tool_is_followed(tmp_path, is_folder):
+    (tmp_path / "logs").mkdir()
+    path = tmp_path / "logs" / "train.log"
+    path.write_text("".join(f"step: {step} loss: {3 - step / 8} lr: 0.5\n" for step in range(6)))
+    widget = Timeline({"mine": path.parent if is_folder else path}, poll_every=3600)
+    assert widget.signals == ["loss"]
+    assert not widget.poll()
+    with path.open("a") as file:
+        file.writelines(f"step: {step} loss: 2.0 lr: 0.25\n" for step in range(4, 9))
+    assert widget.poll()
+    line = widget.runs["mine"].line("loss", None)
+    assert line.step.tolist() == list(range(9))
+    assert line.value.tolist() == [3, 2.875, 2.75, 2.625, 2, 2, 2, 2, 2]
+    assert [(event.kind, event.step) for event in widget.runs["mine"].run_events.events] == [("resumed", 4)]
+    (tmp_path / "gone.log").write_text(path.read_text())
+    path.unlink()
+    path.parent.rmdir()
+    widget.poll()
+    assert widget.states == {"mine": "removed"}
+    widget.close()
+    by_data = Timeline(wb.read_log(tmp_path / "gone.log"), signals=["loss", "learning_rate"])
+    assert by_data.signals == ["loss", "learning_rate"]
+    by_data.close()

@@ -9,7 +9,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ EVENT_FILE = "tfevents"
 HELD_OUT = set(words_of("val valid validation validate validating eval evaluation evaluating evaluate test dev tel"))
 #: What numbers rows, the most reliable first; "bar" is a progress, such as "10/2000".
 COUNTERS = (
-    "step", "iteration", "iter", "update", "updates", "steps", "iterations", "iters", "it", "s", "_step", "bar",
+    "step", "iteration", "iter", "update", "updates", "steps", "iterations", "iters", "it", "s", "up", "_step", "bar",
     "batch", "samples", "consumed samples", "tokens", "consumed tokens", "total tokens", "tokens seen", "epoch",
     "epochs",
 )  # fmt: skip
-_OF_COUNTERS = HELD_OUT | set(words_of("train training trainer global completed optimizer optim opt current num of"))
+_OF_COUNTERS = HELD_OUT | set(
+    words_of("train training trainer global completed optimizer optim opt current num of n idx")
+)
 #: Columns of text: the name of a metric and its value, the data that a row belongs to, and the run or rank.
 _NAMES = ("metric", "key", "tag", "name", "metricname", "metric_name")
 _VALUES = ("value", "metricvalue", "metric_value")
@@ -43,29 +45,34 @@ _EMPTY = frozenset(("", "none", "null", "na", "n/a", "-"))
 #: Limits, so that no file occupies the memory or the user for long.
 _MOST_NAMES, _LONGEST_LINE, _LARGEST_JSON, _MOST_TEXT = 10_000, 32_000_000, 200_000_000, 20_000_000_000
 #: Largest ratio of a text to its packed file; longest part of a line that is searched; most progress bars of a log.
-_MOST_UNPACKED, _MOST_SEARCHED, _MOST_BARS = 200, 20_000, 8
+_MOST_UNPACKED, _MOST_SEARCHED, _LONGEST_NAME, _MOST_BARS = 200, 20_000, 100, 8
 
 _NUMBER = (
     r"[-+]?(?:(?:\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|[-+]?(?:nan|inf(?:inity)?)\b"
 )
 _WORD = r"[A-Za-z_][\w./@%+*#-]*+(?:\([^()]{0,20}\))?"
-#: A name and its number: "lm loss: 2.5E+00", "loss 2.5,", "'loss': '2.5'", "lr=[1e-4,", but no time, date or version.
-_PAIR = re.compile(
-    rf"(?<![\w/.@%-])({_WORD}(?: (?:{_WORD}|\([^()]{{1,20}}\))){{0,5}}?)(?:['\"]?\s*(?:[:=]+|->)\s*|(\s+))"
-    rf"['\"\[(]*(?:tensor\()?({_NUMBER})(?![:-]\d|\.\d)(%|[A-Za-zµ]+)?",
+#: A sign and a number: ": 2.5E+00", " 2.5,", "': '2.5'", "=[1e-4,", but no time, date or version; a name before it.
+_VALUE = re.compile(
+    rf"(['\"]?\s*(?:[:=]+|->)\s*(?:\{{['\"]\w+['\"]:\s*)?|\s+)['\"\[(]*(?:tensor\()?({_NUMBER})"
+    r"(?![:-]\d|\.\d)(%|[A-Za-zµ]+)?",
     re.IGNORECASE,
 )
+_NAME = re.compile(rf"(?<![\w/.@%-]){_WORD}(?: (?:{_WORD}|\([^()]{{1,20}}\))){{0,5}}\Z")
 #: Last words of names that may stand before their number without a sign, as in "loss 2.5".
-_SPOKEN = set(words_of("loss lr rate norm gnorm nll ppl perplexity acc accuracy"))
-_CELL = re.compile(rf"({_NUMBER})\s?(%|[A-Za-zµ/]+)?", re.IGNORECASE)
+_SPOKEN = set(words_of("loss lr rate norm gnorm nll ppl perplexity acc accuracy cost xent"))
+_CELL = re.compile(rf"({_NUMBER})(?:/\d+)?\s?(%|[A-Za-zµ/]+)?", re.IGNORECASE)
 _THOUSANDS = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _BAR = re.compile(r"(?<![\d/.])(\d+)\s*/\s*(\d+)(?![\d/.])")
-_RANK = re.compile(r"\b(?:default|local_rank|rank)[ _:=]*(\d+)\b\]?:?", re.IGNORECASE)
+#: The rank of a line: "[rank1]:", "[RANK:1]", and "1: " before a line with a step, as srun writes it.
+_RANK = re.compile(
+    r"(?:\b(?:default|local_rank|rank)[ _:=]*|^\s*(?=\d+: .*\b(?:step|iter)))(\d+)\b\]?:?", re.IGNORECASE
+)
+_FIRST = re.compile(r"\s*\[?(\d+)(?:\s*/\s*\d+)?\]?[:|,]?\s")
 _CONTEXT = re.compile(rf"\b(?:{'|'.join(sorted(HELD_OUT))})\b", re.IGNORECASE)
 #: What is no part of a message: colors, date and time, and the line of code.
 _PREFIX = re.compile(
     r"\x1b\[[0-9;?]*[A-Za-z]|\d{4}[-/]\d\d[-/]\d\d[T _-]\d\d:?\d\d:?\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?|"
-    r"\b[\w/]+(?:\.\w+)+:\d+\b(?![\d.])"
+    r"\b[\w/]+(?:\.\w+)+:\d+\b(?![\d.])|\b(?:INFO|DEBUG|WARNING)\b"
 )
 #: How a document of JSON begins that is not a row of a log.
 _JSON = re.compile(r"\s*[\[{]\s*(?:[\"\[{]|$)")
@@ -104,16 +111,14 @@ class LogRows:
     def add(self, row: Mapping[str, Any], label: str = "", *, line: int = 0) -> None:
         """Append a row of numbers, and of texts that say which metric, data, run or rank they belong to."""
         flat = dict(_flat(row))
-        lower = {re.sub(r"\W", "_", name.lower()): name for name in flat}
-        for key in _RUNS:
-            if key in lower and (text := str(flat.pop(lower[key])).removesuffix(".0")) not in ("", "0"):
+        of_runs, key, value, split = _texts_in(tuple(flat))
+        for name in of_runs:
+            if (text := str(flat.pop(name)).removesuffix(".0")) not in ("", "0"):
                 label = "/".join(filter(None, [label, f"rank {text}" if text.isdigit() else text]))
-        key, value = (next((lower[name] for name in names if name in lower), "") for names in (_NAMES, _VALUES))
         if key and value and isinstance(flat[key], str):
             flat[flat.pop(key)] = flat.pop(value)
-        split = next((str(flat[lower[key]]) for key in _SPLITS if key in lower), "")
-        if HELD_OUT.intersection(words_of(split)):
-            flat = {name if counter_of(name) else f"{split}/{name}": value for name, value in flat.items()}
+        if split and HELD_OUT.intersection(words_of(str(flat[split]))):
+            flat = {name if counter_of(name) else f"{flat[split]}/{name}": each for name, each in flat.items()}
         run = self.runs.setdefault(label, {})
         for name, content in flat.items():
             if (number := self._number(name, content)) is None:
@@ -129,8 +134,8 @@ class LogRows:
 
     def _number(self, name: str, content: Any) -> float | None:
         if not isinstance(content, str):
-            is_number = isinstance(content, int | float) and not isinstance(content, bool) and abs(content) < 1e300
-            return float(content) if is_number or content != content or content in (_INF, -_INF) else None
+            is_number = isinstance(content, float) or (type(content) is int and abs(content) < 10**300)
+            return float(content) if is_number else None
         try:
             return float(content)
         except ValueError:
@@ -141,15 +146,20 @@ class LogRows:
         return float(found[1].replace(",", "")) * _THOUSANDS.get(found[2], 1.0)
 
 
-_INF = float("inf")
-
-
 @cache
 def counter_of(name: str) -> str:
     """Return which of ``COUNTERS`` a name is; empty if it is none."""
-    words = words_of(name)
+    words = words_of(name.partition("/max")[0])
     found = " ".join(word for word in words if word not in _OF_COUNTERS) if words[:1] != ("bar",) else "bar"
     return name if name == "_step" else found if found in COUNTERS else ""  # W&B's _step counts calls
+
+
+@lru_cache(1000)
+def _texts_in(names: tuple[str, ...]) -> tuple[list[str], str, str, str]:
+    """Return which columns say the run or rank, the name of a metric, its value, and the data that a row belongs to."""
+    plain = {re.sub(r"\W", "_", name.lower()): name for name in names}
+    key, value, split = (next((plain[n] for n in each if n in plain), "") for each in (_NAMES, _VALUES, _SPLITS))
+    return [plain[name] for name in _RUNS if name in plain], key, value, split
 
 
 def read_rows(file: Path, rows: LogRows, label: str = "", *, most: int = _MOST_TEXT) -> None:
@@ -174,7 +184,7 @@ def read_rows(file: Path, rows: LogRows, label: str = "", *, most: int = _MOST_T
                 text.seek(0)
             lines = _bounded(text, file, most)
             cells = max((head.split(by) for by in ",\t;|"), key=len)
-            is_table = len(cells) > 1 and not any(_CELL.fullmatch(cell.strip()) for cell in cells)
+            is_table = len(cells) > 1 and head[0] != "{" and not any(_CELL.fullmatch(cell.strip()) for cell in cells)
             if is_table and (any(n in file.name.lower() for n in (".csv", ".tsv")) or any(map(counter_of, cells))):
                 table = csv.reader(lines, delimiter=head[len(cells[0])], skipinitialspace=True)
                 return _read_table(table, rows, label, file)
@@ -189,6 +199,10 @@ def _opened(file: Path) -> io.TextIOWrapper:
         raise _unreadable(file, "no regular file")
     raw = file.open("rb")
     packed = raw.peek(2)[:2] == b"\x1f\x8b"
+    if packed:  # a packed file ends with the size of its contents
+        n_packed = raw.seek(-4, io.SEEK_END)
+        _check_size(file, int.from_bytes(raw.read(4), "little"), n_packed)
+        raw.seek(0)
     data: Any = gzip.GzipFile(fileobj=raw) if packed else raw
     text = io.TextIOWrapper(io.BufferedReader(data) if packed else data, "utf-8-sig", errors="replace")
     head = data.peek(4096)[:4096]
@@ -201,12 +215,16 @@ def _opened(file: Path) -> io.TextIOWrapper:
 
 
 def _bounded(text: io.TextIOWrapper, file: Path, most: int) -> Iterator[str]:
-    n_read, largest = 0, min(_MOST_TEXT, _MOST_UNPACKED * max(file.stat().st_size, 100_000))
+    n_read, raw = 0, getattr(text.buffer.raw, "fileobj", text.buffer)
     while n_read < most and (line := text.readline(_LONGEST_LINE)):
         n_read += len(line)
-        if len(line) >= _LONGEST_LINE or n_read > largest:
-            raise _unreadable(file, "a longer line, or more text, than a log has")
+        _check_size(file, n_read + _MOST_TEXT * (len(line) >= _LONGEST_LINE), raw.tell())
         yield line
+
+
+def _check_size(file: Path, n_unpacked: int, n_packed: int) -> None:
+    if n_unpacked > min(_MOST_TEXT, 2_000_000 + _MOST_UNPACKED * n_packed):
+        raise _unreadable(file, "a longer line, or more text, than a log has")
 
 
 def _unreadable(file: Path | str, why: str) -> StoreError:
@@ -273,8 +291,7 @@ def _read_json(whole: Any, rows: LogRows, label: str) -> None:
 
 
 def _read_text(lines: Iterable[str], rows: LogRows, label: str, name: str) -> None:
-    """Read lines of JSON, and numbers by name in other lines; a line without a counter continues the last row."""
-    open_rows: dict[str, dict[str, Any]] = {}
+    """Read lines of JSON, and numbers by name in other lines; each line is a row, and a step holds until the next."""
     bars: dict[str, int] = {}
     n_broken, most = 0, 0
     for line in lines:
@@ -283,26 +300,19 @@ def _read_text(lines: Iterable[str], rows: LogRows, label: str, name: str) -> No
             continue
         n_broken += line[:2] == '{"'
         line = _PREFIX.sub(" ", line)
-        found = _RANK.search(line[:200])
-        of_rank = "/".join(filter(None, [label, f"rank {found[1]}" if found and int(found[1]) else ""]))
-        line = line if found is None else f"{line[: found.start()]} {line[found.end() :]}"
+        if found := _RANK.search(line[:200]):
+            line = f"{line[: found.start()]} {line[found.end() :]}"
         for done, total in _BAR.findall(line):
             if int(total) > 4 and (total in bars or len(bars) < _MOST_BARS):
                 bars[total] = int(done)
-        if not (values := _numbers_in(line, rows.units, name)):
-            continue
-        if len(values) + 2 * ("loss" in line.lower()) > most:
-            most, rows.likely = len(values) + 2 * ("loss" in line.lower()), line.strip()
-        row = open_rows.get(of_rank, {})
-        if any(counter_of(key) not in ("", "epoch", "epochs") or key in row for key in values):
-            if row:
-                rows.add(row, of_rank)
-            row = {}
-        open_rows[of_rank] = row | values | {f"bar {total}": done for total, done in bars.items()}
-    for of_rank, row in open_rows.items():
-        rows.add(row, of_rank)
+        if values := _numbers_in(line, rows.units, name):
+            if (n_seen := len(values) + 2 * ("loss" in line.lower())) > most:
+                most, rows.likely = n_seen, line.strip()
+            of_rank = f"rank {found[1]}" if found and int(found[1]) else ""
+            values |= {f"bar {total}": done for total, done in bars.items()}
+            rows.add(values, "/".join(filter(None, [label, of_rank])))
     if n_broken:
-        rows.remarks.append(f"{n_broken} incomplete lines of JSON were left out.")
+        rows.remarks.append(f"Incomplete lines of JSON were left out: {n_broken}.")
 
 
 def _numbers_in(line: str, units: dict[str, str], name: str) -> dict[str, Any]:
@@ -313,23 +323,25 @@ def _numbers_in(line: str, units: dict[str, str], name: str) -> dict[str, Any]:
             key = row.pop("key", name)
             key += " loss" if key == "train" or key in HELD_OUT else ""  # as in "250 val 3.2"
             return row if "value" not in row else {key: row.pop("value"), **row}
-    pairs, at = [], 0
-    while pair := _PAIR.search(line, at, _MOST_SEARCHED):
-        is_pair = pair[2] is None or counter_of(pair[1]) or _SPOKEN.intersection(words_of(pair[1])[-1:])
-        pairs += [pair] if is_pair else []
-        at = pair.end() if is_pair else pair.end(1)
-    names = [pair.span(1) for pair in pairs if not counter_of(pair[1])]
-    held_out = (at for at in _CONTEXT.finditer(line) if not any(a <= at.start() < b for a, b in names))
-    context = next(held_out, None)
+    pairs: list[tuple[re.Match[str], re.Match[str]]] = []
+    for value in _VALUE.finditer(line, 0, _MOST_SEARCHED):
+        end = max(pairs[-1][1].end() if pairs else 0, value.start() - _LONGEST_NAME)
+        before = _NAME.search(line, end, value.start())
+        if before and (value[1].strip() or counter_of(before[0]) or _SPOKEN.intersection(words_of(before[0])[-1:])):
+            pairs.append((before, value))
+    of_names = [found.span() for found, _ in pairs if not counter_of(found[0])]
+    held_out = (at for at in _CONTEXT.finditer(line) if not any(a <= at.start() < b for a, b in of_names))
+    context = next(held_out, None) if pairs else None
     values: dict[str, Any] = {}
-    for pair in pairs:
-        key, unit = pair[1], pair[4] or ""
-        if context is not None and context.start() < pair.end() and not counter_of(key):
+    for found, value in pairs:
+        key, unit = found[0], value[3] or ""
+        if context is not None and context.start() < found.end() and not counter_of(key):
             key = f"{context[0].lower()}/{key}"
         if unit and unit not in _THOUSANDS:
             units.setdefault(key, unit)
-        values.setdefault(key, float(pair[3].replace(",", "")) * _THOUSANDS.get(unit, 1.0))
-    return values
+        values.setdefault(key, float(value[2].replace(",", "")) * _THOUSANDS.get(unit, 1.0))
+    is_loss = any("loss" in key.lower() for key in values) and not any(map(counter_of, values))
+    return values | ({"step": float(first[1])} if is_loss and (first := _FIRST.match(line)) else {})
 
 
 def _read_events(file: Path, rows: LogRows, label: str) -> None:

@@ -28,7 +28,7 @@ _PLAIN = set(words_of("train training trainer metric metrics global avg average 
 #: Name of a monitor -> sets of words, one of which its name in a log has, and words that it may have.
 NAMES: dict[str, tuple[tuple[set[str], ...], set[str]]] = {
     "loss": (
-        ({"loss"}, {"cross", "entropy"}, {"nll"}, {"xent"}, {"trl"}),
+        ({"loss"}, {"cross", "entropy"}, {"nll"}, {"xent"}, {"cost"}, {"trl"}),
         set(words_of("lm language model modeling ce cross entropy nll token epoch")),
     ),
     "grad_norm": (
@@ -55,12 +55,13 @@ _OTHER_LOSSES = HELD_OUT | set(
 )
 _LOG = FileKind("an existing log", "check the path", most_bytes=1 << 34)
 _STATE = "trainer_state.json"
-_LOG_FILES = (".csv", ".csv.gz", ".tsv", ".jsonl", ".ndjson", ".json", ".log", ".out", ".txt")
+_LOG_FILES = (".csv", ".csv.gz", ".tsv", ".jsonl", ".ndjson", ".json", ".log", ".out", ".err", ".txt")
 #: Files of a folder, and bytes of a file, in which a log is sought; rows that may be numbered without a step.
 _MOST_FILES, _FIRST_BYTES, _LEAST_ROWS = 2000, 16_384, 5
+_MOST_NOTES = 8  # of one kind
 
 
-def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = True) -> xr.Dataset:
+def read_log(path: str | os.PathLike[str]) -> xr.Dataset:
     r"""Read the numbers of each step from the log of another tool, as monitors that `workbench.diagnose` accepts.
 
     Numbers are recognized by the words of their names: ``train/loss``, ``lm loss`` and ``train_loss_step`` are a loss;
@@ -72,7 +73,6 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = True) -> xr.Dat
         path: A text with names and numbers in any form (``step: 10 loss: 2.5``), lines of JSON, a CSV file (W&B's
             exports as well), ``trainer_state.json``, or TensorBoard events; or a folder with such files, or with
             checkpoints of Hugging Face's Trainer, whose latest one is read. Text may be packed by gzip.
-        allow_gaps: Accept a log in which steps are missing.
 
     Returns:
         Dataset with dim ``step`` of those ``MONITORS`` variables that the log has, and of its other numbers; NaN where
@@ -82,7 +82,7 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = True) -> xr.Dat
 
     Raises:
         StoreError: If the path does not exist, or cannot be read.
-        SchemaError: If the log has no steps or no loss, or steps are missing and ``allow_gaps`` is False.
+        SchemaError: If the log has no steps or no loss.
         MissingPackageError: If the path is a TensorBoard log and the package is not installed.
 
     Example:
@@ -105,10 +105,10 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = True) -> xr.Dat
     runs = {label: name for label, columns in rows.runs.items() if (name := _loss_of(columns))}
     if not runs:
         raise _no_loss(path, rows)
-    label = max(runs, key=lambda each: len(rows.runs[each][runs[each]][0]))
+    label = max(runs, key=lambda each: (len(rows.runs[each][runs[each]][0]), not each))
     notes = list(rows.remarks)
     if len(runs) > 1:
-        names = listed(f"'{each or 'rank 0'}'" for each in itertools.islice(runs, 8))
+        names = listed(f"'{each or 'rank 0'}'" for each in itertools.islice(runs, _MOST_NOTES))
         notes.append(f"The log has {len(runs)} runs or ranks ({names}); '{label or 'rank 0'}' has the most rows.")
     columns = dict(rows.runs[label])
     if HELD_OUT & set(words_of(runs[label])):
@@ -121,7 +121,9 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = True) -> xr.Dat
     of_loss, loss, at = of_loss[is_row], loss[is_row], at[is_row].astype(np.int64)
     kept, resumed = _later_rows(at, notes)
     steps, found = at[kept], {"loss": (runs[label], loss[kept])}
-    _check_gaps(path, steps, notes, allow_gaps=allow_gaps)
+    padded = np.pad(np.diff(steps), 1)
+    gaps = np.flatnonzero(padded[1:-1] > 1.5 * np.maximum(padded[:-2], padded[2:])) if len(steps) > 2 else []
+    notes += [f"No steps between {steps[i]} and {steps[i + 1]}." for i in gaps[:_MOST_NOTES]]
 
     def placed(of_values: Any, values: Any, places: np.ndarray, *, is_same_run: bool = True) -> np.ndarray:
         """Return values in the rows of the loss."""
@@ -138,7 +140,9 @@ def read_log(path: str | os.PathLike[str], *, allow_gaps: bool = True) -> xr.Dat
     for monitor in list(NAMES)[1:]:
         if name := _named(columns, NAMES[monitor]):
             found[monitor] = name, placed(*columns.pop(name), row_steps)
-    others = {n: placed(*column, row_steps) for n, column in columns.items() if n not in counted_by and n[:4] != "bar "}
+    # Megatron draws its numbers over samples as well, such as "lm loss vs samples".
+    left = {name for name in columns if name in counted_by or name[:4] == "bar " or "vs" in words_of(name)}
+    others = {name: placed(*column, row_steps) for name, column in columns.items() if name not in left}
     for other, name in runs.items():
         if other != label:
             places = _steps_of(path, rows, rows.runs[other], name, [])[0]
@@ -178,7 +182,8 @@ def is_log(path: str | os.PathLike[str]) -> bool:
         read_rows(path, rows, most=_FIRST_BYTES)
     except (OSError, WorkbenchError):
         return False
-    return any(_loss_of(columns) and any(map(counter_of, columns)) for columns in rows.runs.values())
+    found = ((_loss_of(columns), columns) for columns in rows.runs.values() if any(map(counter_of, columns)))
+    return any(len(columns[loss][0]) > 1 for loss, columns in found if loss)
 
 
 def _files_of(path: Path) -> Iterator[tuple[Path, str]]:
@@ -207,12 +212,9 @@ def _files_of(path: Path) -> Iterator[tuple[Path, str]]:
         yield file, file.relative_to(path).as_posix() if len(others) > 1 else ""
     if not (events or metrics or others):
         raise StoreError(
-            f"{path} holds no log; pass a folder with TensorBoard events, trainer_state.json, or a log in text, CSV or "
-            "JSON.",
-            name="path",
-            value=path,
-            expected="a folder with a log",
-        )
+            f"{path} holds no log; pass a folder with TensorBoard events, trainer_state.json, or text, CSV or JSON.",
+            name="path", value=path, expected="a folder with a log",
+        )  # fmt: skip
 
 
 def _named(columns: Columns, words: tuple[tuple[set[str], ...], set[str]]) -> str:
@@ -247,47 +249,36 @@ def _steps_of(path: Path, rows: LogRows, columns: Columns, loss: str, notes: lis
     """
     of_loss = np.asarray(columns[loss][0])
     groups: dict[tuple[int, str], list[str]] = {}
-    fraction: tuple[str, np.ndarray] | None = None
+    fraction: tuple[str, float] | None = None
     for name in columns:
         if kind := counter_of(name):
             groups.setdefault((COUNTERS.index(kind), name if kind == "bar" else ""), []).append(name)
     epoch = _filled(rows.n_rows, [columns[name] for name in columns if counter_of(name) in ("epoch", "epochs")])
-    for (place, _), names in sorted(groups.items()):
+    # A counter that changes in most rows is preferred; ranks or micro-batches may repeat the steps of a log.
+    for least, ((place, _), names) in itertools.product((0.5, 0.02), sorted(groups.items())):
         found = _filled(rows.n_rows, [columns[name] for name in names])
         at = found[of_loss]
-        if np.isfinite(at).mean() < 0.5 or (len(at) > 1 and (np.diff(at) != 0).mean() < 0.5):
+        if np.isfinite(at).mean() < 0.5 or (len(at) > 1 and (np.diff(at) != 0).mean() < least):
             continue
         for name in (names[0], loss):
             if name in rows.not_numbers:
                 line, cell = rows.not_numbers[name]
-                raise SchemaError(
-                    f"Line {line} of {path} has {cell!r} for {name}, expected a number; correct the line or leave it "
-                    "empty.",
-                    name=name,
-                    value=cell,
-                    expected="a number",
-                )
+                remedy = f"correct line {line} of {path}, or leave it empty there"
+                raise SchemaError.of(name, cell, "a number", remedy=remedy)
         kind, is_whole = COUNTERS[place], not (at[np.isfinite(at)] % 1).any()
         if not is_whole and kind not in ("epoch", "epochs"):
-            fraction = fraction or (names[0], at)
+            fraction = fraction or (names[0], float(at[np.argmax(at % 1 != 0)]))
         elif is_whole:
             if kind in ("bar", *COUNTERS[COUNTERS.index("batch") :]):
                 notes.append(f"The steps are those of '{names[0]}'.")
-            return (found if place >= COUNTERS.index("epoch") else _over_epochs(found, epoch, of_loss, notes)), names
+            total = float(words_of(names[0])[1]) if kind == "bar" else math.inf
+            return _over_epochs(found, epoch, of_loss, total, notes) if "epoch" not in kind else found, names
     if fraction:
-        first = int(np.argmax(fraction[1] % 1 != 0))
-        raise SchemaError(
-            f"The step in row {first + 1} of {path} is not an integer; write the step of each row.",
-            name=fraction[0],
-            value=float(fraction[1][first]),
-            expected="an integer",
-        )
+        raise SchemaError.of(*fraction, "an integer", remedy=f"write the step of each row of {path}")
     if len(of_loss) < _LEAST_ROWS:
         raise _missing(path, "step", columns)
     notes.append(f"The log has no steps; its {len(of_loss)} rows with a loss are numbered.")
-    numbered = np.full(rows.n_rows, np.nan)
-    numbered[of_loss] = np.arange(1, len(of_loss) + 1)
-    return _filled(rows.n_rows, [(np.flatnonzero(np.isfinite(numbered)), numbered[np.isfinite(numbered)])]), []
+    return _filled(rows.n_rows, [(of_loss, np.arange(1.0, len(of_loss) + 1))]), []
 
 
 def _filled(n_rows: int, columns: list[tuple[Any, Any]]) -> np.ndarray:
@@ -299,13 +290,17 @@ def _filled(n_rows: int, columns: list[tuple[Any, Any]]) -> np.ndarray:
     return np.where(last >= 0, found[last], np.nan)
 
 
-def _over_epochs(found: np.ndarray, epoch: np.ndarray, of_loss: np.ndarray, notes: list[str]) -> np.ndarray:
-    """Number steps that begin again in each epoch on."""
+def _over_epochs(
+    found: np.ndarray, epoch: np.ndarray, of_loss: np.ndarray, total: float, notes: list[str]
+) -> np.ndarray:
+    """Number steps on that begin again in each epoch, or after a bar was full."""
     at, in_epoch = found[of_loss], np.floor(epoch[of_loss])
     again = np.flatnonzero(np.diff(at) < 0) + 1
-    if not len(again) or not (in_epoch[again] > in_epoch[again - 1]).all():
+    is_next = (in_epoch[again] > in_epoch[again - 1]) | (at[again - 1] > 0.8 * total)
+    if not len(again) or not is_next.all():
         return found
-    length = at[again - 1].max() + (np.median(np.abs(np.diff(at))) if at[again].min() == 0 else 0)
+    last = at[again - 1].max() + (np.median(np.abs(np.diff(at))) if at[again].min() == 0 else 0)
+    length = last if math.isinf(total) else total
     notes.append(f"The steps begin again in each epoch and are numbered on, {length:.0f} in each.")
     return found + length * np.searchsorted(of_loss[again], np.arange(len(found)), side="right")
 
@@ -313,37 +308,15 @@ def _over_epochs(found: np.ndarray, epoch: np.ndarray, of_loss: np.ndarray, note
 def _later_rows(at: np.ndarray, notes: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that count, with increasing steps, and the first row after each resumption."""
     back = np.flatnonzero(np.diff(at) < 0) + 1
-    if len(back) > max(3, 0.1 * len(at)):
+    if len(back) > max(3, 0.05 * len(at)):
         notes.append(f"The steps go back {len(back)} times, as if processes had written at once; the last rows count.")
         order = np.argsort(at, kind="stable")
         return order[np.append(np.diff(at[order]) > 0, True)], back[:0]
-    notes += [
-        f"The run was resumed at step {at[i]:.0f} after step {at[i - 1]:.0f}; the later rows count." for i in back
-    ]
+    notes += [f"The run was resumed at step {at[i]:.0f} after step {at[i - 1]:.0f}." for i in back]
     if repeated := int((np.diff(at) == 0).sum()):
         notes.append(f"{counted(repeated, 'row')} with the step of the next row left out.")
     least = np.minimum.accumulate(at[::-1])[::-1]
     return np.flatnonzero(np.append(at[:-1] < least[1:], True)[: len(at)]), back
-
-
-def _check_gaps(path: Path, steps: np.ndarray, notes: list[str], *, allow_gaps: bool) -> None:
-    """Note steps that are missing between evenly spaced ones, or raise."""
-    padded = np.pad(np.diff(steps), 1)
-    gaps = np.flatnonzero(padded[1:-1] > 1.5 * np.maximum(padded[:-2], padded[2:])) if len(steps) > 2 else padded[:0]
-    if not len(gaps):
-        return
-    first, usual = int(gaps[0]), int(np.median(np.diff(steps)))
-    where = f"between {steps[first]} and {steps[first + 1]}"
-    if allow_gaps:
-        notes.append(f"Steps are missing {where}{f' and in {len(gaps) - 1} other places' if len(gaps) > 1 else ''}.")
-        return
-    raise SchemaError(
-        f"{path} lacks steps {where}, expected one every {usual}; export the complete log, or read it by "
-        "wb.read_log(..., allow_gaps=True) to continue without them.",
-        name="step",
-        value=int(steps[first + 1]),
-        expected=f"at most {usual} after step {steps[first]}",
-    )
 
 
 def _convert(
@@ -369,6 +342,7 @@ def _no_loss(path: Path, rows: LogRows) -> SchemaError:
     if columns and not rows.likely:
         return _missing(path, "loss", columns)
     seen = f"the line closest to it is {clipped(rows.likely, 120)!r}" if rows.likely else "it has no numbers by name"
+    seen = "; ".join([seen, *(remark.rstrip(".") for remark in rows.remarks)])
     return SchemaError(
         f"{path} has no step with a loss that is recognized; {seen}. Lines such as 'step: 10 loss: 2.5', lines of JSON "
         "with 'step' and 'loss', or a CSV file with these columns can be read.",
@@ -380,9 +354,4 @@ def _no_loss(path: Path, rows: LogRows) -> SchemaError:
 
 def _missing(path: Path, name: str, columns: Mapping[str, Any]) -> SchemaError:
     known = ", ".join(itertools.islice(columns, 40))
-    return SchemaError(
-        f"{path} has no column '{name}' among {known}; name it '{name}'.",
-        name=name,
-        value=known,
-        expected="a column of the log",
-    )
+    return SchemaError.of(name, known, f"a column of {path}", remedy=f"name the column '{name}'")
