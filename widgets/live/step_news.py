@@ -90,7 +90,7 @@ def _known(record: StepRecord, alarms: Alarms) -> dict[str, Any]:
     events = []
     for alarm in record.alarms:
         place = (at if at >= 0 else None for at in (alarm.layer, alarm.head))
-        if alarm.signal not in (*_SIGNALS, *alarms.checks, "data"):
+        if alarm.signal not in (*_SIGNALS, *alarms.checks, "data", "limits", "logits"):
             events.append(TimelineEvent(alarm.step, "setting", alarm.signal))
         events.append(TimelineEvent(alarm.step, "alarm", alarm.signal, alarm.score, alarm.message, *place))
     found = alarms.attribute() if record.alarms else None

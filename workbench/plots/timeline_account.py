@@ -19,6 +19,8 @@ _CHECKED = {
     "gradients": "gradients on their way to the optimizer",
     "data": "batches",
 }
+#: Source of an alarm at an absolute limit -> what is limited.
+_LIMITED = {"logits": "largest attention logit", "limits": "metrics of the updates"}
 
 
 def account_of(events: Sequence[TimelineEvent], *, last_step: int, is_watched: bool) -> str:
@@ -59,8 +61,8 @@ def _subject(alarm: TimelineEvent, settings: set[str]) -> str:
     if alarm.source in _CHECKED:
         what, how = _CHECKED[alarm.source], "probe"
         what += " of attention" if alarm.source == "arithmetic" and alarm.head is not None else ""
-    elif alarm.source == "logits":
-        what, how = "largest attention logit", "limit"
+    elif alarm.source in _LIMITED:
+        what, how = _LIMITED[alarm.source], "limit"
     else:
         what, how = alarm.source, "setting" if alarm.source in settings else "evidence"
     return f"{', '.join(filter(None, [what, alarm.place]))} ({how})"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from workbench.callbacks.alarms.alarm import Alarm
-from workbench.callbacks.alarms.attribution import Attribution, Attributor
+from workbench.callbacks.alarms.attribution import UNKNOWN, Attribution, Attributor
 from workbench.callbacks.alarms.calibration import Calibration, check_rate
 from workbench.callbacks.alarms.evidence_rows import EvidenceRows
 from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
@@ -40,14 +40,17 @@ class Alarms:
     """Raises alarms from the observations of a `workbench.Recorder`, without an earlier run for comparison.
 
     Alarms are causal: replaying a recorded run raises the same ones. An alarm is raised immediately if a probe finds a
-    fault, a setting changes without a plan, or an attention logit grows beyond 10,000. Every other signal, of each
-    layer and head, is compared with its own past, and the evidence of a change accumulates over windows of 1 to 128
-    measurements (`OwnPast`); that of the gradient norm also as a cumulative sum. Steps are evaluated from step 200 on,
-    except within 100 steps after the learning rate rose by more than 5 % (for losses and contents of batches: after it
-    doubled), and not once the learning rate has fallen to 2 % of its largest value.
+    fault, a setting changes without a plan, an attention logit grows beyond 10,000, or the metrics of updates are
+    beyond limits that need no past, such as labels that are all the same. Every other signal, of each layer and head,
+    is compared with its own past, and the evidence of a change accumulates over windows of 1 to 128 measurements
+    (`OwnPast`); that of the gradient norm also as a cumulative sum. Steps are evaluated from step 200 on, except within
+    100 steps after the learning rate rose by more than 5 % (for losses and contents of batches: after it doubled), and
+    not once the learning rate has fallen to 2 % of its largest value.
 
     The thresholds follow from the rate of false alarms, which all signals share, and from how often healthy runs
-    reached the evidence (`Calibration`).
+    reached the evidence (`Calibration`). Beneath them is a floor with a rate of its own, of less than one false alarm
+    in 20,000 healthy steps: a loss that stays many of its own deviations above its trend ("loss rise"), or that falls
+    far below it by more than a quarter ("loss fall"; not while the learning rate rises or after it fell steeply).
 
     Args:
         false_alarms: False alarms per 100,000 healthy steps, of all signals together; a larger value leads to earlier
@@ -308,7 +311,10 @@ class Alarms:
         """
         # Large logits come last, since another fault may have caused them.
         for alarm, causes in sorted(self._probes.standing.values(), key=lambda found: found[0].signal == "logits"):
-            return Attribution(causes[0], dict.fromkeys(causes, 1 / len(causes)), (alarm.message.rstrip("."),))
+            message = alarm.message.rstrip(".")
+            if causes[0] == UNKNOWN:
+                return Attribution.of_unknown(message)
+            return Attribution(causes[0], dict.fromkeys(causes, 1 / len(causes)), (message,))
         if self._change is None or self._change.only_fall:
             return Attribution.of_unknown("no signal stands out" if self._change is None else self._change.only_fall)
         sound = [name for name, check in self.checks.items() if check.is_sound and check.step > self._change.onset]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from workbench.callbacks.alarms.absolute_limits import AbsoluteLimits
 from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.label_agreement import LabelAgreement
 from workbench.callbacks.alarms.logit_limit import LIMIT, LogitLimit
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 Finding = tuple[Alarm, tuple[str, ...]]
 #: Part -> name of the signal.
 SIGNALS = {"precision": "arithmetic", "reduction": "gradients", "monitors": "data", "attention": "logits"}
+#: Signal of the limits of metrics.
+LIMITS_SIGNAL = "limits"
 #: Verdict on gradients -> faults that cause it; several if they cannot be distinguished.
 _FAULTS = {
     GradientVerdict.LOW_PRECISION: ("low_precision_reduction",),
@@ -92,6 +95,7 @@ class ProbeAlarms:
         self._batches = RepeatedBatches()
         self._labels = LabelAgreement()
         self._logits = LogitLimit()
+        self._limits = AbsoluteLimits()
         self.is_in_doubt = False
         self._has_routers = False
 
@@ -102,7 +106,7 @@ class ProbeAlarms:
             observation: A `workbench.alarms.Observation`.
 
         Returns:
-            The alarm that it raises, if any.
+            The alarms that it raises, usually none.
         """
         if observation.part == "settings":
             return self._setting(observation)
@@ -110,8 +114,10 @@ class ProbeAlarms:
         signal = SIGNALS.get(observation.part)
         if signal is None:
             return []
+        of_limits = []
         if observation.part == "monitors":
             self._forget_other_setting(observation.step)
+            of_limits = self._settle(LIMITS_SIGNAL, self._beyond_limits(observation))
         finders = {
             "precision": self._arithmetic,
             "reduction": self._gradients,
@@ -121,6 +127,10 @@ class ProbeAlarms:
         found = finders[observation.part](observation)
         if _is_measured(observation) and not (observation.part == "precision" and self.is_in_doubt):
             self.checks[signal] = Check(observation.step, signal, "" if found is None else found[0].message)
+        return of_limits + self._settle(signal, found)
+
+    def _settle(self, signal: str, found: Finding | None) -> list[Alarm]:
+        """Return the alarm of a finding unless it stands already; a fault is over after some measurements without."""
         if found is None:
             self._n_clean[signal] = self._n_clean.get(signal, 0) + 1
             if self._n_clean[signal] >= _OVER_AFTER:
@@ -166,6 +176,15 @@ class ProbeAlarms:
         which = "The whole batch" if n == 1 else f"All examples of the last {n} batches"
         message = f"{which} occurred shortly before: the data loader repeats itself. Restart it."
         return _alarm(observation, score=math.inf, value=1.0, message=message), ("repeated_data",)
+
+    def _beyond_limits(self, observation: Observation) -> Finding | None:
+        found = self._limits.update(observation.values)
+        if found is None:
+            return None
+        limit, value = found
+        message = limit.sentence.format(value=value)
+        alarm = _alarm(observation, score=math.inf, value=value, message=message)
+        return replace(alarm, signal=LIMITS_SIGNAL), (limit.fault,)
 
     def _large_logit(self, observation: Observation) -> Finding | None:
         found = self._logits.update(observation.values, observation.coords)
