@@ -50,6 +50,10 @@ def assert_same(some, others, tolerance=1e-5):
             assert value == pytest.approx(other.values[name], rel=tolerance, abs=tolerance * scale, nan_ok=True), name
 
 
+def column(recorder, name):
+    return np.array([float(o.values[name]) for o in of_part(recorder, "monitors")])
+
+
 @pytest.fixture
 def plain(task):  # noqa: F811
     def loop(model, optimizer, recorder, i):
@@ -188,13 +192,59 @@ class TestPrecision:
 
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         model, twin = dense(), dense()
-        found = heard_by(loop, model, adam(model, fused=is_fused), probe=task.batch(0)[0])
-        expected = heard_by(unscaled, twin, adam(twin, fused=is_fused), probe=task.batch(0)[0])
-        (row,) = [o for o in found.heard if o.part == "monitors" and o.step == 1]
-        assert float(row.values["batch_size"]) == 16  # examples since the previous update
-        for name in ("batch_size", "n_tokens"):
-            row.values[name] = row.values[name] / 2
-        assert_same(found, expected, 1e-3)
+        options = {"probe": task.batch(0)[0], "every": {"optimizer": 1}}
+        found = heard_by(loop, model, adam(model, fused=is_fused), **options)
+        expected = heard_by(unscaled, twin, adam(twin, fused=is_fused), **options)
+        assert column(found, "is_skipped").tolist() == [0, 1, 0, 0]
+        assert column(found, "loss_scale").tolist() == [1024, 1024, 512, 512]
+        assert column(found, "batch_size").tolist() == [8] * 4
+        assert np.isnan(column(expected, "loss_scale")).all()
+        kept = [o for o in found.heard if o.part != "monitors" or not o.values["is_skipped"]]
+        assert [o.part for o in kept] == [o.part for o in expected.heard]
+        for one, other in zip(kept, expected.heard, strict=True):
+            for name in one.values.keys() - {"loss_scale", "repeated_examples", "spike_score"}:
+                assert one.values[name] == pytest.approx(other.values[name], rel=1e-3, abs=1e-6, nan_ok=True), name
+
+    @pytest.mark.parametrize("to_none", [False, True])
+    @pytest.mark.parametrize("clears", ["first", "last"])
+    def test_skipped_updates_have_rows(self, task, to_none, clears):  # noqa: F811
+        """All updates are skipped from some step on; the scaler is found although it is not passed."""
+        model, scaler = dense(), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+        optimizer, recorder = adam(model), recorder_with(every=None)
+        with recorder.attach(model, optimizer):
+            for i in range(6):
+                loss = loss_of(model, task.batch(i))
+                if clears == "first":
+                    optimizer.zero_grad(set_to_none=to_none)
+                scaler.scale(loss * (float("inf") if i > 2 else 1)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                if clears == "last":
+                    optimizer.zero_grad(set_to_none=to_none)
+        assert column(recorder, "is_skipped").tolist() == [0, 0, 0, 1, 1, 1]
+        assert column(recorder, "loss_scale").tolist() == [256, 256, 256, 256, 128, 64]
+        assert np.isfinite(column(recorder, "loss")[:3]).all()
+
+    def test_updates_that_a_loop_skips_itself_have_rows(self, task):  # noqa: F811
+        """Discarded gradients are told from those of SAM's first pass, and from passes of another model."""
+        model = dense()
+        optimizer, recorder = adam(model), recorder_with(every=None)
+        with recorder.attach(model, optimizer):
+            for i in range(5):
+                loss_of(model, task.batch(i)).backward()
+                if i == 2:
+                    optimizer.zero_grad()
+                    continue
+                if i == 3:
+                    with torch.no_grad():
+                        for p in model.parameters():
+                            p.add_(p.grad)
+                    optimizer.zero_grad()
+                    loss_of(model, task.batch(i)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert column(recorder, "is_skipped").tolist() == [0, 0, 1, 0, 0]
+        assert column(recorder, "batch_size").tolist() == [8] * 5
 
     def test_float32_masters_of_a_bfloat16_model(self, task):  # noqa: F811
         """Changes of the float32 copies are recorded, although bfloat16 would hide most of them."""

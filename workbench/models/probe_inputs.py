@@ -36,6 +36,9 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
         return inputs
     n_given = _n_examples(inputs, axis)
 
+    # The embedding of padding is 0, so that no state could be told from another one by its direction.
+    padding = {m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None}
+
     def remake(value: Any, name: str) -> Any:
         if not isinstance(value, Tensor) or value.ndim <= axis or value.shape[axis] != n_given:
             return value
@@ -55,7 +58,7 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
             return torch.arange(n_tokens, device=value.device).expand(_N_EXAMPLES, -1).to(value)
         if "type" in name:
             return value.new_zeros(_N_EXAMPLES, n_tokens)
-        return _draw(value, n_tokens, generator)
+        return _draw(value, n_tokens, generator, padding)
 
     if isinstance(inputs, Mapping):
         return {name: remake(value, name) for name, value in inputs.items()}
@@ -64,11 +67,13 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
     return remake(inputs, "")
 
 
-def _draw(tokens: Tensor, n_tokens: int, generator: torch.Generator) -> Tensor:
+def _draw(tokens: Tensor, n_tokens: int, generator: torch.Generator, padding: set[int]) -> Tensor:
     """Draw sequences of token ids from those given, or from those below; first tokens differ where possible."""
     known = tokens.unique().cpu()
     if len(known) < _N_EXAMPLES:
         known = torch.arange(int(known.max()) + 1)[-4 * _N_EXAMPLES :]
+    is_padding = torch.isin(known, torch.tensor(sorted(padding), dtype=known.dtype))
+    known = known if is_padding.all() else known[~is_padding]
     firsts = known[torch.randperm(len(known), generator=generator)]
     firsts = firsts[torch.arange(_N_EXAMPLES) % len(firsts)]
     rest = known[torch.randint(len(known), (_N_EXAMPLES, n_tokens - 1), generator=generator)]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workbench.callbacks.attachment import Attachment, first_states
 from workbench.callbacks.gathering import gather
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.updates import total_gradient_norm
 from workbench.errors import MissingPackageError, OptionError
 from workbench.models.wrapping import innermost
@@ -104,7 +105,9 @@ def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             losses, self.losses = self.losses, []
             self.numbers = {"loss": float(sum(losses) / len(losses))} if losses else {}
-            self.numbers["grad_norm"] = float(total_gradient_norm(innermost(optimizer)))  # clipping comes after this
+            self.numbers["grad_norm"] = float(
+                total_gradient_norm(JointOptimizer([innermost(optimizer)]))
+            )  # clipping comes after this
             self.attachment.before_update(trainer.global_step, self.numbers)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: Any) -> None:

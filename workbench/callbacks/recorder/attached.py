@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.observation import Observation, changed_setting
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, other_optimizers
 from workbench.callbacks.recorder.logged_numbers import NUMBERS, as_floats, as_number
 from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import (
@@ -32,7 +32,7 @@ from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_n
 from workbench.errors import WorkbenchError
 from workbench.io.run_output import issue_warning
 from workbench.models.process_group import is_shared
-from workbench.models.wrapping import acting_on_gradients, bare, innermost
+from workbench.models.wrapping import bare
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
@@ -40,6 +40,7 @@ from workbench.schema.events import Event
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
     from workbench.callbacks.alarms.settings_change import SettingsChange
+    from workbench.callbacks.alarms.settings_sentinel import Plan
     from workbench.io.run_output import RunOutput
     from workbench.training.callback import TrainingRun
 
@@ -53,8 +54,8 @@ _WORDS = {
 }
 
 
-#: Name under which the ranks exchange how many settings have changed.
-_N_CHANGES = "n_changes"
+#: Names under which the ranks exchange how many settings have changed, and how many updates were not made.
+_N_CHANGES, _N_UNMADE = "n_changes", "n_unmade"
 #: Parts that determine the cause of an alarm.
 _CHECKS = ("precision", "reduction")
 
@@ -66,6 +67,7 @@ class RecorderOwner(Protocol):
     n_probe_tokens: int
     recent_examples: list[int]
     settings_state: dict[str, Any]
+    planned: Mapping[str, Plan]
 
     def _keep_probe(self, probe: Any) -> str | None:
         """Store the examples of the probe, and return them as JSON; None if that is impossible."""
@@ -93,6 +95,7 @@ class AttachedRecorder:
     Attributes:
         step: Number of updates done; a loop with another count may set it between two updates.
         numbers: Metrics of the last update, as stored.
+        is_attached: Whether the recorder still records.
         is_hosted: Whether the store has another owner, who writes the metrics of each update, handles alarms and closes
             the store.
     """
@@ -101,7 +104,7 @@ class AttachedRecorder:
         self,
         recorder: RecorderOwner,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: JointOptimizer,
         output: RunOutput,
         *,
         parameters: OptimizedParameters,
@@ -113,9 +116,8 @@ class AttachedRecorder:
         run: TrainingRun | None = None,
         is_hosted: bool = False,
     ) -> None:
-        self._run = run
+        self._run, self.is_attached = run, False
         self.recorder, self.output, self.is_hosted = recorder, output, is_hosted
-        inner = innermost(optimizer)
         self.step = step
         self.numbers: dict[str, float] = {}
         self._every = recorder.options.every
@@ -131,9 +133,9 @@ class AttachedRecorder:
         self._closure_loss: Any = None
         self._changes: list[Change] = []
         self._is_ready = False
-        self._sample = SampledUpdate(inner)
+        self._sample = SampledUpdate(optimizer)
         self._settings: SettingsWatch | None = None
-        self._optimizer: torch.optim.Optimizer | None = inner
+        self._optimizer: JointOptimizer | None = optimizer
         self._has_updated = step > 0
         self._check_requested, self._checked_step = False, -1
         if parameters.are_coarse:
@@ -144,21 +146,20 @@ class AttachedRecorder:
             )
         self.batches = BatchWatch(
             model,
+            optimizer,
+            notes_unmade=not is_hosted,  # the owner of the store knows which updates were made
             n_probe_tokens=recorder.n_probe_tokens,
             probe=probe,
             begin=_weakly(self._begin_batch),
+            loses_sight=_weakly(self._search_optimizer),
             labels=None if run is None else lambda: run.targets,
             recent_examples=recorder.recent_examples,
         )
         try:
             if probe is not None:
-                self._prepare(inner)
-            # The hooks must not be compiled together with a compiled step of the optimizer.
-            before, after = torch.compiler.disable(self._before_step), torch.compiler.disable(self._after_step)
-            self._handles = [
-                inner.register_step_pre_hook(before),
-                inner.register_step_post_hook(after),
-            ]
+                self._prepare(optimizer)
+            optimizer.hook(self._before_update, self._after_step)
+            self.is_attached = True
         except BaseException:
             self.batches.detach()
             raise
@@ -168,11 +169,6 @@ class AttachedRecorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self.detach(is_broken=kind is not None)
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether the recorder still records."""
-        return bool(self._handles)
 
     @property
     def pending(self) -> dict[str, float | Tensor]:
@@ -196,13 +192,15 @@ class AttachedRecorder:
         Args:
             is_broken: Whether training ended with an error.
         """
-        if not self._handles:
+        if not self.is_attached or self._optimizer is None:
             return
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self.is_attached = False
+        self._optimizer.unhook()
         try:
+            self._optimizer.end_update()
             self._close_row()
+            self.batches.note_unmade()
+            self._write_unmade()
             if not is_broken:
                 self._measure_without_update()
         finally:
@@ -238,6 +236,7 @@ class AttachedRecorder:
         self.log(**numbers)
         self._has_given_norm = "grad_norm" in numbers  # then it need not be computed
         if self._open_step is None:
+            self._noted["is_skipped"] = 1.0
             self._open_row()
         self._close_row()
         return self.numbers
@@ -260,34 +259,30 @@ class AttachedRecorder:
 
     def _begin_batch(self) -> None:
         """Start a batch: metrics logged from now on belong to the next update."""
+        if self._optimizer is not None:
+            self._optimizer.end_update()
         if self._open_step is not None:
             self._close_row()
+        if not is_shared():  # with several ranks, all of them write the row at the next update
+            self._write_unmade()
         if self._check_requested:
             self._check_requested, self._checked_step = False, self.step
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]] | None:
-        has_measured = False
-
-        def measure(loss: Any) -> None:
-            nonlocal has_measured
-            if not has_measured:  # LBFGS calls its closure several times
-                has_measured, self._closure_loss = True, loss
-                self._before_update(optimizer)
-
-        return acting_on_gradients(optimizer, args, kwargs, measure)
-
-    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_update(self, loss: Any) -> None:
         """Measure between the backward pass and the update."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        self._closure_loss = loss
         if self._open_step is not None:  # no batch has passed since the last update
             self._close_row()
-        self.batches.count_unreached()
+        self.batches.begin_update()
         with self.batches.paused():
             if not self._is_ready:
                 self._prepare(optimizer)
+            self._noted["learning_rate"] = self._rate()
             self._guarded("monitors", lambda collectors: self._note_update(optimizer))
             self._guarded("sample", lambda collectors: self._sample.begin())
             self._guarded("settings", lambda collectors: self._read_settings(collectors, optimizer))
@@ -307,10 +302,11 @@ class AttachedRecorder:
         action = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
         self._guarded("reduction", lambda collectors: action(collectors.reduction))
 
-    def _read_settings(self, collectors: Collectors, optimizer: torch.optim.Optimizer) -> None:
+    def _read_settings(self, collectors: Collectors, optimizer: JointOptimizer) -> None:
         if self._settings is None:
-            run = self._run
-            planned = None if run is None or not run.planned_rates else lambda step: run.planned_rates
+            run, planned = self._run, dict(self.recorder.planned)
+            if run is not None and run.planned_rates:
+                planned.setdefault("learning_rate", lambda step: run.planned_rates)
             self._settings = SettingsWatch(collectors.model, optimizer, planned)
             if self.recorder.settings_state:
                 self._settings.sentinel.load_state_dict(self.recorder.settings_state)
@@ -318,30 +314,51 @@ class AttachedRecorder:
         is_own = self._run is not None and self._run.owns_loop
         self._settings.read(self.batches.autocast, 0 if is_own else self.batches.n_forwards)
 
-    def _note_update(self, optimizer: torch.optim.Optimizer) -> None:
+    def _note_update(self, optimizer: JointOptimizer) -> None:
         # Sharded gradients need every rank, and the logged numbers may differ between ranks.
         if is_shared() or ("grad_norm" not in self._pending and not self._has_given_norm):
             self._noted["grad_norm"] = total_gradient_norm(optimizer)
-        self._noted["learning_rate"] = max(float(group["lr"]) for group in optimizer.param_groups)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        collectors = self._collectors
-        if collectors is None:  # the closure was never called
+    def _after_step(self) -> None:
+        collectors, optimizer = self._collectors, self._optimizer
+        if collectors is None or optimizer is None:  # the closure was never called
             return
         ratio = self._guarded("sample", lambda collectors: self._sample.end())
         if ratio is not None:
             self._noted["update_ratio"] = ratio
-        if was_skipped(optimizer):
+        due = [part for part in collectors.after_update if self._is_due(part)]
+        is_skipped = was_skipped(optimizer)
+        self._noted["is_skipped"] = float(is_skipped)
+        if is_skipped:
+            self._noted = {name: self._noted[name] for name in ("learning_rate", "is_skipped") if name in self._noted}
             collectors.forget_update()
-            self._noted.clear()
-            return
+            if self.is_hosted:
+                return
         self._open_row()
-        self._has_updated = True
-        with self.batches.paused():
-            self._measure_parts(collectors)
+        if not is_skipped:
+            self._has_updated = True
+            with self.batches.paused():
+                self._measure(collectors, due, self.step)
         self.step += 1
         if not self.batches.has_seen and not self.is_hosted:
             self._close_row()  # no hook marks the beginning of the next batch
+
+    def _search_optimizer(self) -> None:
+        """Follow the optimizer that updates the parameters instead of the one that was given, or report the loss."""
+        if self._optimizer is None or self.is_hosted:
+            return
+        known = self._optimizer.parts
+        found = other_optimizers(self._optimizer.parameters, known)
+        reason = "The parameters change, but the optimizer that is recorded makes no update"
+        if len(found) == 1:
+            self._optimizer.follow([*(each for each in known if each is not known[-1]), *found])
+            message = f"{reason}; another one ({type(found[0]).__name__}) is recorded from step {self.step} on."
+        else:
+            message = (
+                f"{reason}; attach the recorder to the one that does. Nothing is recorded from step {self.step} on."
+            )
+            issue_warning(message)
+        self.event("not recorded" if len(found) != 1 else "action", source="optimizer", message=message)
 
     # Rows
 
@@ -354,10 +371,35 @@ class AttachedRecorder:
         if "loss" not in self._pending and isinstance(loss, Real | Tensor):
             self.log(loss=loss)
         changes = self._own_changes()
-        self._pending = {**of_all_ranks(as_floats(self._pending) | {_N_CHANGES: float(len(changes))})}
-        has_changes = self._pending.pop(_N_CHANGES) > 0
+        counts = {_N_CHANGES: float(len(changes)), _N_UNMADE: float(len(self.batches.unmade))}
+        numbers = of_all_ranks(as_floats(self._pending) | counts)
+        has_changes, has_unmade = (numbers.pop(name) > 0 for name in counts)
+        if has_unmade:
+            self._write_unmade(is_agreed=True)
+        self._pending = {**numbers}
         self._changes = changed_on_any(changes) if has_changes else []
         self._open_step = self.step
+
+    def _write_unmade(self, *, is_agreed: bool = False) -> None:
+        """Write a row for each update that was not made.
+
+        Args:
+            is_agreed: Whether every rank does so at this moment; all then write the rows of rank 0.
+        """
+        unmade, self.batches.unmade = self.batches.unmade, []
+        rows = [as_floats(seen.numbers()) for seen in unmade]
+        rows = of_first_rank(rows) if is_agreed else rows
+        logged = {} if is_agreed else self._pending
+        for row in rows:
+            own = logged if row is rows[-1] else {}
+            self._pending = row | {"learning_rate": self._rate(), "is_skipped": 1.0} | own
+            self._open_step = self.step
+            self._close_row()
+            self.step += 1
+
+    def _rate(self) -> float:
+        groups = () if self._optimizer is None else self._optimizer.param_groups
+        return max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
 
     def _own_changes(self) -> list[Change]:
         """Return the settings that have changed on this rank."""
@@ -388,7 +430,7 @@ class AttachedRecorder:
 
     # Measurements
 
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
+    def _prepare(self, optimizer: JointOptimizer) -> None:
         """Read the model as soon as there is a probe; fewer parts are recorded of a model that cannot be read."""
         probe, subjects = self.batches.settle_probe()
         probe = of_first_rank(probe)
@@ -410,11 +452,6 @@ class AttachedRecorder:
                 loss_of=None if self._run is None else self._run.probe_loss,
             )
             self._guarded("setup", lambda collectors: collectors.begin(self.step))
-
-    def _measure_parts(self, collectors: Collectors) -> None:
-        """Measure the parts that are due after the update of ``self.step``."""
-        due = [part for part in collectors.after_update if self._is_due(part)]
-        self._measure(collectors, due, self.step)
 
     def _is_due(self, part: str) -> bool:
         """Return whether a part is measured after the current update, by its cadence or because of an alarm."""

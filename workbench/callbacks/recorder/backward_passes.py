@@ -22,7 +22,7 @@ _MAX_SUM, _LEAST_LABEL = 0.05, 0.5
 def differentiable_in(output: Any) -> list[Tensor]:
     """Return the tensors with a graph in the output of a model: a tensor, or any nesting of containers and objects."""
     found: dict[int, Tensor] = {}
-    for tensor in _tensors_in(output, _DEPTH):
+    for tensor in tensors_in(output):
         if len(found) == _MOST_TENSORS:
             break
         if tensor.grad_fn is not None:
@@ -30,13 +30,14 @@ def differentiable_in(output: Any) -> list[Tensor]:
     return [*found.values()]
 
 
-def _tensors_in(output: Any, depth: int) -> Iterator[Tensor]:
+def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in any nesting of containers and objects, down to some depth."""
     if isinstance(output, Tensor):
         yield output
     elif depth:
         parts = output if isinstance(output, tuple | list) else getattr(output, "__dict__", {}).values()
         for part in output.values() if isinstance(output, Mapping) else parts:
-            yield from _tensors_in(part, depth - 1)
+            yield from tensors_in(part, depth - 1)
 
 
 def follow(tensor: Tensor, act: Callable[[Tensor | None], None]) -> None:

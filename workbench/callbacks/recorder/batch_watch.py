@@ -21,7 +21,10 @@ from workbench.callbacks.recorder.backward_passes import (
     differentiated_loss,
     follow,
     labels_from_gradient,
+    tensors_in,
 )
+from workbench.callbacks.recorder.gradient_scaling import ScalerWatch, are_cleared, versions_of
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.model_hook import ModelHook
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_examples, take_examples
@@ -35,6 +38,8 @@ from workbench.probes.batch import IGNORED, BatchProbe
 _LABELS_OF_UPDATE = "num_items_in_batch"
 #: Maximum number of forward passes that may turn out to be training although no backward pass reaches them.
 _MOST_WAITING = 32
+#: Number of changes of the parameters without an update, one after the other, after which another optimizer is sought.
+_MOST_CHANGES = 3
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,21 @@ class PassContext:
 
 
 @dataclass
+class Pass:
+    """A backward pass that reached the model.
+
+    Attributes:
+        loss: Loss that is differentiated, 0-dim; None if unknown.
+        scales: Factor on it of each gradient scaler that may be that of the loop, 0-dim.
+        is_own: Whether inputs of the model have no gradient, so that the pass is not that of another model.
+    """
+
+    loss: Tensor | None
+    scales: dict[int, Tensor]
+    is_own: bool = False
+
+
+@dataclass
 class Seen:
     """Counts of the inputs of one module through which the model is called, since the last update.
 
@@ -80,9 +100,10 @@ class Seen:
         n_tokens: Number of tokens, as a number or as a 0-dim tensor that may not be computed yet.
         losses: Losses in the outputs, 0-dim.
         are_parts: Whether the losses are summands of the update's loss, instead of means over their batches.
-        weights: Derivatives of the differentiated losses by those in the outputs, 0-dim.
+        weights: Derivatives of the differentiated losses by those in the outputs, 0-dim, each with its pass.
         contents: Sums over the calls of the results of `BatchProbe` and `largest_losses`.
-        differentiated: Losses that were differentiated, one for each backward pass, 0-dim.
+        passes: Backward passes.
+        scaler: Key of the gradient scaler; None without one.
     """
 
     n_forwards: int = 0
@@ -90,9 +111,10 @@ class Seen:
     n_tokens: float | Tensor = 0.0
     losses: tuple[Tensor, ...] = ()
     are_parts: bool = False
-    weights: tuple[Tensor, ...] = ()
+    weights: tuple[tuple[Tensor, Pass], ...] = ()
     contents: dict[str, float | Tensor] = field(default_factory=dict)
-    differentiated: tuple[Tensor, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    scaler: int | None = None
 
     def add(self, contents: Mapping[str, float | Tensor]) -> None:
         """Add the contents of one call to the sums."""
@@ -107,12 +129,18 @@ class Seen:
         found: dict[str, float | Tensor] = {"batch_size": self.n_examples, "n_tokens": self.n_tokens}
         found |= {name: total / self.n_forwards for name, total in self.contents.items()}
         if self.losses:
-            found["loss"] = _sum(self.losses) if self.are_parts else _sum(self.losses) / len(self.losses)
+            found["loss"] = _sum(self.losses) / (1 if self.are_parts else len(self.losses))
             if self.weights:
-                found["loss_weight"] = _sum(self.weights) / (len(self.weights) if self.are_parts else 1)
-        elif self.differentiated:
-            found["loss"] = _sum(self.differentiated)
-        return found
+                weights = [self._unscaled(*each) for each in self.weights]
+                found["loss_weight"] = _sum(weights) / (len(weights) if self.are_parts else 1)
+        elif differentiated := [self._unscaled(each.loss, each) for each in self.passes if each.loss is not None]:
+            found["loss"] = _sum(differentiated)
+        scales = [each.scales[self.scaler] for each in self.passes if self.scaler in each.scales]
+        return found | ({"loss_scale": scales[-1]} if scales else {})
+
+    def _unscaled(self, value: Tensor, of: Pass) -> Tensor:
+        scale = of.scales.get(self.scaler)
+        return value if scale is None else value.float() / scale.to(value.device)
 
 
 @dataclass
@@ -151,21 +179,37 @@ class BatchWatch:
         begin: Function called when a training forward begins, before it is counted.
         labels: Function that returns the labels of the batch; None if they are among the inputs, or unknown.
         recent_examples: Hashes of earlier examples, from `recent_examples` of an earlier watch.
+        optimizer: Optimizers of the model.
+        loses_sight: Function called when the parameters change without an update of the optimizer.
+        notes_unmade: Whether to notice updates that are not made.
+
+    Attributes:
+        unmade: Counts for each update that was not made although there were gradients for it.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        optimizer: JointOptimizer,
         *,
         n_probe_tokens: int,
         probe: Any = None,
         begin: Callable[[], None] = lambda: None,
         labels: Callable[[], Any] | None = None,
         recent_examples: Sequence[int] = (),
+        notes_unmade: bool = True,
+        loses_sight: Callable[[], None] = lambda: None,
     ) -> None:
+        self._notes_unmade = notes_unmade
         self.probe = probe
         self.is_paused = False
         self.has_seen = False
+        self.unmade: list[Seen] = []
+        self._optimizer = optimizer
+        self._scaler = ScalerWatch(optimizer)
+        self._optimized = optimizer.parameters
+        self._versions: list[int] = []
+        self._loses_sight, self._n_changed = loses_sight, 0
         self._n_probe_tokens = n_probe_tokens
         self._begin = begin
         self._entrances = entrances(model)
@@ -177,7 +221,7 @@ class BatchWatch:
         self._calls: dict[nn.Module, Call] = {}  # while a forward runs
         self._waiting: deque[tuple[nn.Module, Call]] = deque(maxlen=_MOST_WAITING)  # in training mode, not reached
         self._modules: dict[nn.Module, list[nn.Module]] = {}
-        self._differentiated: dict[int, Tensor | None] = {}
+        self._passes: dict[int, Pass] = {}
         self._first: dict[nn.Module, Any] = {}
         enter, leave = ModelHook(self._enter), ModelHook(self._leave)
         self._handles = [
@@ -218,7 +262,7 @@ class BatchWatch:
             handle.remove()
         self._handles.clear()
         self._entrances, self._seen, self._first, self._calls, self.probe = [], {}, {}, {}, None
-        self._modules, self._differentiated = {}, {}
+        self._modules, self._passes, self._optimized, self.unmade = {}, {}, [], []
         self._waiting.clear()
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
@@ -238,10 +282,38 @@ class BatchWatch:
     def take(self) -> Seen:
         """Return the counts since the last call, for the outermost module that was called."""
         seen = next((self._seen[module] for module in self._entrances if module in self._seen), Seen())
-        seen.differentiated = tuple(loss for loss in self._differentiated.values() if loss is not None)
-        self._seen, self._differentiated = {}, {}
+        seen.passes, seen.scaler = tuple(self._passes.values()), self._scaler.key
+        self._seen, self._passes = {}, {}
         self._waiting.clear()
         return seen
+
+    def begin_update(self) -> None:
+        """Prepare for an update: count what no backward pass reached, and identify the scaler that calls the update."""
+        self.count_unreached()
+        self._n_changed = 0
+        _ = self._scaler.key
+
+    def note_unmade(self) -> None:
+        """Notice whether the gradients since the last update were discarded: their update was skipped.
+
+        This is so if the gradient scaler has ended its step without an update, or gradients were cleared. If the
+        parameters were changed in between, the passes only led to the point at which the gradient is computed, or an
+        unknown optimizer made the update.
+        """
+        if self._optimizer.is_updating or not self._passes or not self._notes_unmade:
+            return
+        has_ended = self._scaler.has_ended_step()
+        if has_ended is None and versions_of(self._optimized) != self._versions:
+            self.take()
+            self._n_changed += 1
+            if self._n_changed == _MOST_CHANGES:
+                self._loses_sight()
+            return
+        if has_ended is None and any(each.is_own for each in self._passes.values()) and are_cleared(self._optimized):
+            self._scaler.search()
+            has_ended = True
+        if has_ended:
+            self.unmade.append(self.take())
 
     def count_unreached(self) -> None:
         """Count forward passes in training mode if backward passes reached none: gradients may come from elsewhere."""
@@ -256,6 +328,7 @@ class BatchWatch:
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._counts(module):
+            self.note_unmade()
             self._begin()
             modules = self._modules.setdefault(module, [*module.modules()])
             is_training = sum(each.training for each in modules) / len(modules)
@@ -292,12 +365,15 @@ class BatchWatch:
     def _arrive(self, module: nn.Module, call: Call, of_loss: Tensor | None, of_logits: Tensor | None) -> None:
         """Count a call when the first gradient arrives at its output, and read the labels from that of the logits."""
         try:
-            if (number := current_pass()) not in self._differentiated:
-                self._differentiated[number] = differentiated_loss()
+            if (number := current_pass()) not in self._passes:
+                self.note_unmade()
+                self._versions = versions_of(self._optimized)
+                self._passes[number] = Pass(differentiated_loss(), self._scaler.begin_pass())
             if not call.is_counted:
+                self._passes[number].is_own |= not any(each.requires_grad for each in tensors_in(call.inputs))
                 self._count(module, call)
             if of_loss is not None:
-                self._seen_by(module).weights += (of_loss.detach().reshape(()),)
+                self._seen_by(module).weights += ((of_loss.detach().reshape(()), self._passes[number]),)
             if of_logits is not None and call.logits is not None:
                 self._take_labels(module, call, of_logits)
         except Exception:  # noqa: BLE001  (an exception would end the backward pass of the training)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.probes import Around, ProbeCollector
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
 from workbench.callbacks.recorder.reduction import ReductionCollector
@@ -105,7 +106,7 @@ class Collectors:
         self,
         options: RecorderOptions,
         subjects: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer,
+        optimizer: JointOptimizer,
         parameters: OptimizedParameters,
         probe: Any,
         event: Callable[..., None],

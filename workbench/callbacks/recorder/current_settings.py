@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.io.provenance import versions
 from workbench.models.wrapping import bare, innermost
 
@@ -49,7 +50,7 @@ def settings_of(optimizer: Any, model: nn.Module, **known: Any) -> dict[str, Any
         ([0.01], 10, 'float32', 7)
     """
     inner, module = innermost(optimizer), bare(model)
-    found: dict[str, Any] = {"optimizer": type(inner).__name__}
+    found: dict[str, Any] = {"optimizer": inner.name if isinstance(inner, JointOptimizer) else type(inner).__name__}
     found |= _options(inner.param_groups) | _optimized(inner.param_groups) | _model(module) | _arithmetic(inner)
     found |= {f"version of {name}": version for name, version in _packages()}
     return found | {name: _plain(value) for name, value in known.items()}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.errors import OptionError
 from workbench.models.probing import undisturbed
 from workbench.models.readable_weights import full_tensor, local_part
@@ -20,7 +21,7 @@ class OptimizedParameters:
     """Parameters of a model by name, read from the tensors that the optimizer updates.
 
     An optimizer may hold float32 copies of parameters that the model has in bfloat16. They are matched by their values
-    and shapes, in the model's order if several match.
+    and shapes, in the model's order if several match. Tensors of another model are no copies, whatever their values.
 
     Args:
         model: Model without its wrappers.
@@ -30,7 +31,7 @@ class OptimizedParameters:
         OptionError: If the optimizer updates no parameter of the model, nor a copy of one.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: JointOptimizer) -> None:
         self.model = model
         own = {id(p): p for p in model.parameters()}
         moved = [p for group in optimizer.param_groups for p in group["params"]]
@@ -44,10 +45,10 @@ class OptimizedParameters:
         self._is_moved = is_moved
         if not self._master and not (own.keys() & is_moved):
             raise OptionError(
-                f"The optimizer updates no parameter of {type(model).__name__}, nor a copy of one; attach the recorder "
-                "to the model that it trains.",
+                f"The optimizer updates no parameter of {type(model).__name__}, nor a copy of one; it may belong to "
+                "another or an earlier model of the same kind, so create it from model.parameters().",
                 name="optimizer",
-                value=optimizer,
+                value=optimizer.name,
                 expected="an optimizer of the model's parameters",
             )
 
@@ -98,12 +99,9 @@ def _matched(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> dict[in
     """Return the copy of each parameter that has one, by the id of the parameter."""
     pairs, free = {}, list(parameters)
     for master in masters:
-        fitting = [p for p in free if p.shape == master.shape]
+        fitting = [p for p in free if p.shape == master.shape and p.dtype != master.dtype]
         same = (p for p in fitting if torch.equal(local_part(master.detach()).to(p.dtype), local_part(p.detach())))
-        found = next(same, None)
-        if found is None:
-            found = next(iter(fitting), None)
-        if found is not None:
+        if (found := next(same, None)) is not None:
             pairs[id(found)] = master
             free = [p for p in free if p is not found]
     return pairs

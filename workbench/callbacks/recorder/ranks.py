@@ -38,7 +38,7 @@ MEANS = (
     "is_skipped",
     "update_ratio",
 )
-SUMS = ("batch_size", "n_tokens", "n_changes")
+SUMS = ("batch_size", "n_tokens", "n_changes", "n_unmade")
 
 
 def is_first() -> bool:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.callbacks.alarms import Alarms
+from workbench.callbacks.alarms.plans import planned_settings
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.observers import Observers
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.collectors import ModelReading, read_model
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, optimizers_in
 from workbench.callbacks.recorder.loggers import logging_observer
 from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, checked_cadence
 from workbench.callbacks.recorder.probe_text import of_plain, to_plain
@@ -31,7 +33,7 @@ from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.calling import on_device_of
 from workbench.models.process_group import is_shared
-from workbench.models.wrapping import bare, innermost
+from workbench.models.wrapping import bare
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
 from workbench.training.configuration import describe_model, first_difference
@@ -81,6 +83,9 @@ class Recorder:
         loss_of: Function from the model and the probe to a loss; required by ``curvature``.
         profile_options: Further arguments of `workbench.profile`, for ``spectra``.
         log: Loggers of the scalars: a TensorBoard writer or a callable that takes a dictionary, or a list of them.
+        plan: Planned settings that are numbers, such as ``{"learning_rate": rate_at, "batch_size": {0: 8, 500: 16}}``:
+            each a number, a function of the step, or values by their first steps, in multiples of any unit. Or one
+            function from the step to the values by name. Changes that follow it raise no alarm.
         alarms: Alarms on all measurements; they are recorded as events of the run and passed to their ``on_alarm``.
             Attached at step 0 they forget the previous run.
         rows_per_block: Number of rows of a part that are written together, in a separate thread.
@@ -118,6 +123,7 @@ class Recorder:
         loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None,
         profile_options: Mapping[str, Any] | None = None,
         log: Any = None,
+        plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
         alarms: Alarms | None = None,
         rows_per_block: int = 200,
         overwrite: bool = False,
@@ -139,6 +145,7 @@ class Recorder:
                 expected="a function from model and probe to a loss",
             )
         self.path = None if path is None else Path(path)
+        self.planned = planned_settings(plan)
         self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
         self.options = RecorderOptions(self.every, float(alpha), loss_of, dict(profile_options or {}))
@@ -162,7 +169,7 @@ class Recorder:
     def attach(
         self,
         model: Subject | nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         *,
         host: RunOutput | None = None,
         probe: Any = None,
@@ -174,7 +181,9 @@ class Recorder:
 
         Args:
             model: The module that the loop calls, or its subject; it may be wrapped by DDP, FSDP2 or ``torch.compile``.
-            optimizer: Optimizer of its parameters, or of copies of them in float32; it may be wrapped too.
+            optimizer: Optimizer of its parameters, or of copies of them in float32; it may be wrapped too. Several of
+                them, as a list, tuple or mapping, make one update together. An optimizer has ``step()`` and
+                ``param_groups``.
             host: Store of another owner, to which the parts are written. The owner writes the metrics of each update
                 and passes all observations to the alarms.
             probe: Probe to use instead of the recorder's own.
@@ -188,7 +197,8 @@ class Recorder:
             The attached recorder; leaving its context, or calling ``detach()``, ends the recording.
 
         Raises:
-            OptionError: If the optimizer updates no parameter of the model, or the recorder is already attached.
+            OptionError: If it is not an optimizer, or updates no parameter of the model, or the recorder is already
+                attached.
             StoreError: If the store cannot be written, or contains another run.
 
         Example:
@@ -208,7 +218,8 @@ class Recorder:
         """
         self._check_free("attach")
         model = module_of(model)
-        parameters = OptimizedParameters(bare(model), innermost(optimizer))
+        joint = JointOptimizer(optimizers_in(optimizer))
+        parameters = OptimizedParameters(bare(model), joint)
         continues = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
         step = int(step) if step is not None else self._step if continues else 0
         continues &= step > 0  # step 0 begins another run
@@ -229,7 +240,7 @@ class Recorder:
         self._attached = AttachedRecorder(
             self,
             model,
-            optimizer,
+            joint,
             output,
             parameters=parameters,
             probe=probe,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.errors import OptionError
 from workbench.models.process_group import is_shared
 from workbench.probes.gradient_agreement import GradientVerdict
@@ -35,7 +36,7 @@ class ReductionCollector:
         model: Model whose parameters FSDP2 may have sharded.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: JointOptimizer, model: nn.Module) -> None:
         self._parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._projections: GradientProjections | None = None
         self._values = dict(_UNKNOWN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,8 @@ from workbench.callbacks.recorder.current_settings import settings_of
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms.settings_change import SettingsChange
+    from workbench.callbacks.alarms.settings_sentinel import Plan
+    from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 
 #: Metrics of an update that are settings.
 _LOGGED = ("batch_size", "auxiliary_loss")
@@ -25,14 +27,12 @@ class SettingsWatch:
     Args:
         model: Model without its wrappers.
         optimizer: Innermost optimizer.
-        planned_rates: Function from the step to the planned learning rate of each group; None if unknown.
+        planned: Plans of settings, see `SettingsSentinel`.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, planned_rates: Callable[[int], Sequence[float]] | None
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: JointOptimizer, planned: Mapping[str, Plan]) -> None:
         self.model, self.optimizer = model, optimizer
-        self.sentinel = SettingsSentinel(planned={} if planned_rates is None else {"learning_rate": planned_rates})
+        self.sentinel = SettingsSentinel(planned=planned)
         self._found: dict[str, Any] = {}
         self._has_updated = False
 

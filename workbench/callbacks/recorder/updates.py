@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.ranks import summed_over_ranks
 from workbench.models.device_numbers import in_pieces, read_numbers
 from workbench.models.readable_weights import local_part
@@ -57,9 +58,7 @@ class UpdateCollector:
         anatomy: Anatomy of the blocks; None if unknown: all parameters are then in the module "outside".
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: OptimizedParameters, anatomy: Anatomy | None
-    ) -> None:
+    def __init__(self, optimizer: JointOptimizer, parameters: OptimizedParameters, anatomy: Anatomy | None) -> None:
         self.optimizer = optimizer
         sites = () if anatomy is None else anatomy.sites
         blocks: dict[int, tuple[int, Site]] = {}
@@ -116,11 +115,13 @@ class UpdateCollector:
             has_first, has_second, done = self._kept_for(taken[0], n_steps)
             if not has_second:
                 continue
-            eps[module] = float(group.get("eps", math.nan))
+            eps[module] = found if isinstance(found := group.get("eps"), float) else math.nan  # Adafactor has two
             correction = _correction(group, done)
             moment = _joined([self.optimizer.state[each.weight]["exp_avg_sq"] for each in taken])
             for grad, second in in_pieces(gradient, moment):
-                staleness = adam_staleness(grad, second / correction, eps=eps[module])
+                staleness = adam_staleness(
+                    grad, second / correction, eps=0.0 if math.isnan(eps[module]) else eps[module]
+                )
                 self._roots.append((module, _STALENESS, staleness, grad.numel() * part_weight))
             if has_first and done and "betas" in group:
                 beta1 = float(group["betas"][0])
@@ -164,7 +165,7 @@ class UpdateCollector:
             _Weight(group, weight, self._module[id(weight)])
             for group in self.optimizer.param_groups
             for weight in group["params"]
-            if id(weight) in self._module
+            if id(weight) in self._module and (weight.requires_grad or weight.grad is not None)
         ]
 
     def _together(self, key_of: Callable[[_Weight], Any]) -> Iterator[list[_Weight]]:
@@ -197,7 +198,14 @@ class UpdateCollector:
         """Return whether there are first and second moments of a parameter, and of how many updates."""
         state = self.optimizer.state.get(each.weight, {})
         moments = [state.get(name) for name in ("exp_avg", "exp_avg_sq")]
-        first, second = (isinstance(m, Tensor) and m.shape == each.weight.shape for m in moments)
+        # Optimizers in 8 bits store codes, in tensors of the same shape or of a class of their own.
+        first, second = (
+            isinstance(m, Tensor)
+            and m.shape == each.weight.shape
+            and m.is_floating_point()
+            and (type(m) in (Tensor, torch.nn.Parameter) or hasattr(m, "to_local"))
+            for m in moments
+        )
         return first, second, n_steps.get(id(each.weight))
 
     def _add(self, taken: Sequence[_Weight], what: int, entries: Tensor) -> None:
@@ -233,7 +241,7 @@ class SampledUpdate:
         optimizer: Innermost optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: JointOptimizer) -> None:
         self.optimizer = optimizer
         self._before: list[Tensor] = []
 
@@ -279,14 +287,19 @@ def _signal_fractions(roots: np.ndarray, ages: Sequence[tuple[float, float]]) ->
     return np.array([signal_share(float(root) ** 2, beta1=beta1, n_updates=n) for root, (beta1, n) in pairs])
 
 
-def total_gradient_norm(optimizer: torch.optim.Optimizer) -> Tensor | float:
+def total_gradient_norm(optimizer: JointOptimizer) -> Tensor | float:
     """Return the norm of all gradients that the optimizer receives, 0-dim and on the device; NaN if there are none."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not gradients:
         return math.nan
-    norm = torch.nn.utils.get_total_norm(gradients)
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return _unscaled(optimizer, norm.detach())
+    # Sharded and whole gradients, and those of several meshes, cannot be combined before their norms are.
+    of_mesh: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        of_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(each) for each in of_mesh.values()]
+    whole = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).detach() for norm in norms]
+    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack([each.to(whole[0]) for each in whole]))
+    return _unscaled(optimizer, norm)
 
 
 def _joined(tensors: Sequence[Tensor | None], *, copies: bool = False) -> Tensor:
@@ -303,13 +316,13 @@ def _correction(group: dict, n_steps: float | None) -> float:
     return 1.0 if n_steps is None or betas is None or n_steps <= 0 else 1 - float(betas[1]) ** n_steps
 
 
-def was_skipped(optimizer: torch.optim.Optimizer) -> bool:
+def was_skipped(optimizer: Any) -> bool:
     """Return whether a fused optimizer just skipped its update because gradients overflowed in float16."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 
 
-def _unscaled(optimizer: torch.optim.Optimizer, gradient: Tensor) -> Tensor:
+def _unscaled(optimizer: JointOptimizer, gradient: Tensor) -> Tensor:
     """Return the gradient without the scale of a gradient scaler, which a fused optimizer removes only in its step."""
     scale = getattr(optimizer, "grad_scale", None)
     return gradient if scale is None else gradient / scale

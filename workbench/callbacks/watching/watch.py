@@ -9,17 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from workbench.callbacks.adapters import lightning_callback, trainer_callback
 from workbench.callbacks.alarms import Alarm, Alarms, Calibration
 from workbench.callbacks.recorder import Recorder
+from workbench.callbacks.recorder.joint_optimizer import optimizers_in
 from workbench.callbacks.recorder.options import CADENCE
 from workbench.callbacks.recorder.ranks import is_first, of_first_rank
 from workbench.callbacks.watching.run_status import RunStatus
 from workbench.callbacks.watching.status_display import StatusDisplay
-from workbench.errors import OptionError
 from workbench.models.wrapping import bare
 
 if TYPE_CHECKING:
@@ -34,13 +33,14 @@ _TRAINERS = {"transformers": "transformers", "lightning.pytorch": "lightning", "
 
 def watch(
     model: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Any = None,
     *,
     store: str | os.PathLike[str] | None = None,
     every: Mapping[str, int | None] | int | None = CADENCE,
     false_alarms: float = 1.0,
     calibration: Calibration | None = None,
     on_alarm: Callable[[Alarm], None] | None = None,
+    plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
     shows: bool = True,
 ) -> Watch:
     """Watch a run with recorder, probes, alarms and a comparison of settings, in any training loop.
@@ -57,12 +57,15 @@ def watch(
     Args:
         model: Module that the loop calls, which may be compiled or wrapped by DDP, FSDP2 or accelerate; or a
             ``Trainer`` of Hugging Face or Lightning, before it trains.
-        optimizer: Optimizer of the model; None for a ``Trainer``, which creates its own.
+        optimizer: Optimizer of the model, or a list, tuple or mapping of all of them; None for a ``Trainer``, which
+            creates its own.
         store: Path of the store; None for a new one in ``runs/``, named after the model and the time.
         every: Steps between two measurements of each part, see `workbench.Recorder`.
         false_alarms: False alarms per 100,000 healthy steps, see `workbench.Alarms`.
         calibration: Calibration on your own healthy runs, see `workbench.Alarms`; None for the default one.
         on_alarm: Function called with each alarm when it is raised. Its exceptions reach the training loop.
+        plan: Planned settings, such as ``{"learning_rate": rate_at, "batch_size": {0: 8, 500: 16}}``, which may change
+            without an alarm, see `workbench.Recorder`.
         shows: Whether to show the status.
 
     Returns:
@@ -96,14 +99,13 @@ def watch(
     """
     trainer = _trainer_kind(model)
     module = model.model if trainer == "transformers" else model
-    if trainer is None and not isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "optimizer"):
-        raise OptionError.of(
-            "optimizer", optimizer, "the optimizer of the model", remedy="pass both, or a Trainer before it trains"
-        )
+    if trainer is None:
+        optimizers_in(optimizer)
     path = Path("runs", of_first_rank(_name_of(module))) if store is None else Path(store)
     watched = Watch(
         path,
         every=every,
+        plan=plan,
         alarms=Alarms(false_alarms=false_alarms, calibration=calibration, on_alarm=on_alarm),
         shows=shows,
     )
@@ -126,11 +128,9 @@ class Watch:
         path: Path of the store.
     """
 
-    def __init__(
-        self, path: Path, *, every: Mapping[str, int | None] | int | None, alarms: Alarms, shows: bool
-    ) -> None:
+    def __init__(self, path: Path, *, alarms: Alarms, shows: bool, **options: Any) -> None:
         self.path, self.alarms = path, alarms
-        self.recorder: Recorder = _NotifyingRecorder(path, every=every, alarms=alarms, on_end=self._end)
+        self.recorder: Recorder = _NotifyingRecorder(path, alarms=alarms, on_end=self._end, **options)
         self.status = RunStatus(path)
         self._attached: AttachedRecorder | None = None
         self._display = StatusDisplay(self.status) if shows and is_first() else None
