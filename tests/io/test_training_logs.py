@@ -281,7 +281,8 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 def test_packed_and_other_encodings(tmp_path):
     text = "step,loss\n0,3.5\n1,3.25\n"
     for name, content in (
-        ("a.csv.gz", gzip.compress(text.encode())), ("b.csv", text.encode("utf-16")), ("c.csv", text.encode("utf-8-sig")),
+        ("a.csv.gz", gzip.compress(text.encode())), ("b.csv", text.encode("utf-16")),
+        ("c.csv", text.encode("utf-8-sig")),
         ("d.csv", text.replace("\n", "\r\n").encode()), ("e.csv", b"# by hand\n\n" + text.encode()),
     ):  # fmt: skip
         (tmp_path / name).write_bytes(content)
