@@ -29,7 +29,7 @@ _PICTURE = re.compile(r"\d\d+-[a-z0-9-]*\.(png|svg)")
 _JSON = FileKind("a file that write_json wrote", "choose another path")
 
 
-def check_free(path: Path | str, *, overwrite: bool, keys: Any = None) -> None:
+def check_free(path: str | os.PathLike[str], *, overwrite: bool, keys: Any = None) -> None:
     """Raise if a path exists and must not be overwritten.
 
     Args:

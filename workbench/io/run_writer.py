@@ -76,7 +76,7 @@ class RunWriter:
         writer = cls.__new__(cls)
         writer.path, writer._attrs, writer._arrays = (
             Path(path),
-            dict(WatchedStore(path).metadata["attributes"]),
+            dict(WatchedStore(os.fspath(path)).metadata["attributes"]),
             {},
         )
         writer._folder = writer.path.stat().st_ino

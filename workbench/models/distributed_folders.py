@@ -210,7 +210,7 @@ class _Unpickler(pickle.Unpickler):
             return self._subclass(_Unused)
         found = self._subclass(super().find_class(module, name))
         if name == "TensorProperties":  # its own method reads the unused values too
-            found.__setstate__ = lambda properties, state: vars(properties).update(dtype=state[0])
+            found.__setstate__ = lambda properties, state: setattr(properties, "dtype", state[0])
         return found
 
     def _subclass(self, parent: type) -> Any:
