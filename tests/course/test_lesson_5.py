@@ -27,7 +27,7 @@ def logs():
 
 @pytest.fixture(scope="module")
 def trees():
-    return {name: wb.diagnose(path) for name, path in paths().items()}
+    return {name: wb.diagnose(path, uses=("mechanism", "log", "configuration")) for name, path in paths().items()}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +53,7 @@ def probability(trees):
     before = dict(zip(causes["cause"].values.tolist(), causes["probability"].values.tolist(), strict=True))
 
     def after(change):
-        row = rules.answers[rules.causes.index(change)]
-        joint = {cause: p * row[rules.causes.index(cause)] for cause, p in before.items()}
+        joint = {cause: p * rules.answer(change, cause) for cause, p in before.items()}
         return {cause: p / sum(joint.values()) for cause, p in joint.items()}
 
     return {"before": before, "exact": after("precision"), "rate": after("learning_rate")}

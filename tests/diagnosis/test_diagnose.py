@@ -271,5 +271,5 @@ def test_a_run_that_cannot_be_diagnosed_is_rejected(tmp_path):
         diagnose(xr.Dataset({"loss": ("step", [1.0, 0.9])}, coords={"step": [0, 1]}))
     with pytest.raises(StoreError, check=about("run", (1, 2))):
         diagnose([1, 2])
-    with pytest.raises(OptionError, check=about("uses", "weather", ("mechanism", "log", "configuration"))):
+    with pytest.raises(OptionError, check=about("uses", "weather", ("mechanism", "log", "configuration", "fact"))):
         diagnose(tmp_path, uses=("weather",))

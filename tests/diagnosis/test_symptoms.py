@@ -271,7 +271,7 @@ def test_every_cause_has_a_title_and_a_meaning():
 
 
 def test_every_symptom_has_its_own_short_title():
-    assert set(Rules.shipped().symptoms) == set(SYMPTOM_TITLES)
+    assert set(Rules.shipped().symptoms) <= set(SYMPTOM_TITLES)
     assert len(set(SYMPTOM_TITLES.values())) == len(SYMPTOM_TITLES)
     assert max(map(len, SYMPTOM_TITLES.values())) <= 40  # the width of a name in figures
     assert symptom_title("few_rows") == "batch size"

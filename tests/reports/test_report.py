@@ -360,21 +360,24 @@ def test_a_diagnosis_without_a_step_or_experiments():
     assert document_of(tree).actions == (sentence,)
 
 
-def test_a_healthy_run_is_reported_as_healthy():
+def test_a_run_without_a_finding_is_reported_without_a_probability_of_health():
     document = document_of(made_trees.diagnosis(is_healthy=True))
-    assert (document.verdict, document.state, document.actions) == ("Most likely nothing is wrong", "healthy", ())
-    assert document.facts == ()
-    assert "No action is needed, unless" in next(document.sections[3].each(Lead)).text
+    verdict = "Nothing found in what was recorded"
+    assert (document.verdict, document.state, document.actions) == (verdict, "not measured", ())
+    assert (document.facts, document.summary) == ((), f"{verdict}.")
+    assert "If the run should have learned more" in next(document.sections[3].each(Lead)).text
+    assert "90\N{NO-BREAK SPACE}%" not in " ".join(s.text for part in document.sections for s in part.sentences)
 
 
-@pytest.mark.parametrize("kind", ["healthy", "hyperparameter"])
+@pytest.mark.parametrize("kind", ["healthy", "hyperparameter", "precision"])
 def test_the_summary_states_each_probability_once(kind, tmp_path, without_pictures):
     tree = wb.diagnose(wb.samples.failed_run(kind))
     document = document_of(tree)
     screen = " ".join([document.verdict, document.summary, *(action.text for action in document.actions)])
     assert not document.facts
+    is_ranked = tree.attrs["state"] == "likely"
     for probability in tree["causes"]["probability"].values[tree["causes"]["is_possible"].values]:
-        assert screen.count(percent(float(probability))) == 1
+        assert screen.count(percent(float(probability))) == is_ranked  # facts are certain, and nothing is not
     assert report(tree, tmp_path / "a.html").stat().st_size > 0
 
 

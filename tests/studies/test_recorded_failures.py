@@ -173,4 +173,6 @@ def test_the_examples_are_diagnosed_and_decided(name, cause, block):
 def test_nothing_is_found_in_the_healthy_example():
     tree = diagnose(DATA / "failures" / "healthy.nc")
     assert str(tree["causes"]["cause"].values[0]) == "nothing"
-    assert "nothing is wrong" in tree.attrs["summary"]
+    assert tree.attrs["state"] == "nothing found"
+    assert "Nothing found in what was recorded" in tree.attrs["summary"]
+    assert "%" not in tree.attrs["summary"]

@@ -128,7 +128,8 @@ def _planned_rates(made: BuiltRun, settings: Mapping[str, Any]) -> Record:
     peak = max(float(group["lr"]) for group in optimizer.param_groups)
     plan = TrainingPlan(**{name: made.plan[name] for name in ("n_steps", "warmup", "schedule")})
     rates = [peak * plan.rate_factor(step) for step in range(N_STEPS)]
-    return Record({"monitors": xr.Dataset({"learning_rate": ("step", rates)}, {"step": np.arange(N_STEPS)})})
+    monitors = xr.Dataset({"learning_rate": ("step", rates)}, {"step": np.arange(N_STEPS)})
+    return Record({"monitors": monitors}, xr.DataTree())
 
 
 def _unused_experts(model: nn.Module, task: Any) -> float:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from workbench.course.exercises import ChoiceExercise, NumberExercise, SetExercise
-from workbench.diagnosis import CAUSES, Rules
+from workbench.diagnosis import Rules
 from workbench.diagnosis.diagnose import diagnose
 from workbench.io.store import open_run
 from workbench.studies import samples
@@ -22,6 +22,8 @@ _RUNS = {"A": "precision", "B": "healthy", "C": "architecture", "D": "hyperparam
 #: Quantities of the log in which the first change is searched, the steps after the warm-up and before the failure in
 #: which their usual values are read, and the multiple of these that counts as a change.
 _LOGGED, _USUAL, _MULTIPLE = ("loss", "grad_norm", "learning_rate", "batch_size"), slice(20, 100), 2.0
+#: The evidence of the lesson: symptoms without facts, since a probe would decide run A at once.
+_SYMPTOMS = ("mechanism", "log", "configuration")
 
 
 def paths() -> dict[str, Path]:
@@ -31,7 +33,7 @@ def paths() -> dict[str, Path]:
 
 @cache
 def _tree(letter: str) -> xr.DataTree:
-    return diagnose(paths()[letter])
+    return diagnose(paths()[letter], uses=_SYMPTOMS)
 
 
 @cache
@@ -69,7 +71,8 @@ def _log_odds(symptom: str = "a_block_stands_out") -> float:
 def _n_possible(*columns: str) -> int:
     """Return the number of causes in the set of run A, from some columns of its log alone."""
     log = _monitors("A")
-    return int(diagnose(log[list(columns)] if columns else paths()["A"])["causes"]["is_possible"].sum())
+    tree = diagnose(log[list(columns)], uses=_SYMPTOMS) if columns else _tree("A")
+    return int(tree["causes"]["is_possible"].sum())
 
 
 def _probability(cause: str, *replays: str) -> float:
@@ -109,7 +112,7 @@ EXERCISES = (
         ),
         solution="answer = {name for name in facts.index if facts.loc[name, 'steps'] < 200}\n",
         explanation=(
-            "First decide whether a run failed at all. `wb.diagnose` does the same: 'nothing wrong' is one of its "
+            "First decide whether a run failed at all. `wb.diagnose` does the same: 'nothing found' is one of its "
             "causes."
         ),
     ),
@@ -236,13 +239,13 @@ answer = np.exp(row["architecture"] - row["batch"])
             ),
             "This is the first cause alone. A set holds all causes that are not excluded.": lambda: 1,
             "These are all causes of the table, with the excluded ones. Count those with `is_possible`.": lambda: len(
-                CAUSES
+                _tree("A")["causes"]["cause"]
             ),
             "This is the set if learning rate and batch size were logged as well. Pass two columns.": lambda: (
                 _n_possible("loss", "grad_norm", "learning_rate", "batch_size")
             ),
             "This is the number of causes that are excluded. Count the others.": lambda: (
-                len(CAUSES) - _n_possible("loss", "grad_norm")
+                len(_tree("A")["causes"]["cause"]) - _n_possible("loss", "grad_norm")
             ),
         },
         look_at="Diagnose `monitors[['loss', 'grad_norm']]` and add up `is_possible` of its causes.",
@@ -251,7 +254,7 @@ answer = np.exp(row["architecture"] - row["batch"])
             "`is_possible` of the table `causes` is True for the causes in the set.",
         ),
         solution="""\
-few = wb.diagnose(monitors[["loss", "grad_norm"]])
+few = wb.diagnose(monitors[["loss", "grad_norm"]], uses=symptoms)
 answer = int(few["causes"]["is_possible"].sum())
 """,
         explanation=(

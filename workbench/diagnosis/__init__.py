@@ -4,6 +4,7 @@ from workbench.diagnosis.causes import CAUSES, Cause
 from workbench.diagnosis.checkpoint_evidence import check_fits
 from workbench.diagnosis.diagnose import block_at_fault
 from workbench.diagnosis.experiments import Experiment
+from workbench.diagnosis.facts import Fact, read_facts
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import Rules
@@ -13,6 +14,7 @@ __all__ = [
     "CAUSES",
     "Cause",
     "Experiment",
+    "Fact",
     "Failure",
     "Record",
     "Rules",
@@ -20,6 +22,7 @@ __all__ = [
     "block_at_fault",
     "check_fits",
     "find_failure",
+    "read_facts",
     "read_record",
     "read_symptoms",
 ]

@@ -51,3 +51,25 @@ CAUSES: dict[str, Cause] = {
     "data": Cause("burst of bad data", CauseKind.DATA, "some batches differ from all others"),
     "nothing": Cause("nothing wrong", CauseKind.NONE, "the run learns like runs without a fault"),
 }
+#: Causes that only facts establish, because no recorded run of the study has them.
+OF_FACTS: dict[str, Cause] = {
+    "wiring": Cause(
+        "wiring of the training step",
+        CauseKind.WIRING,
+        "gradients or updates do not reach the parameters as intended, or a setting changed without a plan",
+    ),
+    "loss_scale": Cause(
+        "loss scale", CauseKind.PRECISION, "the scale of half precision is removed too late, or makes updates overflow"
+    ),
+    "labels": Cause("labels or loss", CauseKind.DATA, "the loss does not measure what the model should learn"),
+    "loader": Cause("data loader", CauseKind.DATA, "batches repeat, or hold little besides one token"),
+}
+#: Cause of runs with another fault than those that the ranking knows.
+UNKNOWN = "unknown"
+#: Every cause that a diagnosis may contain. A record never shows that a run has no fault.
+ALL_CAUSES: dict[str, Cause] = {
+    **CAUSES,
+    **OF_FACTS,
+    UNKNOWN: Cause("none of these causes", CauseKind.UNKNOWN, "a fault that the study of recorded runs does not have"),
+    "nothing": Cause("nothing found", CauseKind.NONE, "what was recorded looks like that of runs without a fault"),
+}

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.diagnosis.causes import CAUSES
+from workbench.diagnosis.causes import ALL_CAUSES, UNKNOWN
 from workbench.diagnosis.checkpoint_evidence import checkpoints_of, measure_weights
 from workbench.diagnosis.experiments import Experiment, propose
+from workbench.diagnosis.facts import WEIGHT, Fact, read_facts, settle
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import COVERAGE, Rules, view_of
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
 from workbench.errors import OptionError
-from workbench.formatting import capitalized, listed, percent
+from workbench.formatting import capitalized, counted, listed, percent
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
-from workbench.schema.statuses import CauseKind, SymptomKind
+from workbench.schema.statuses import CauseKind, DiagnosisState, SymptomKind
 from workbench.zoo import ArchitectureConfig
 
 if TYPE_CHECKING:
@@ -42,6 +43,19 @@ _OF_A_BLOCK = (
 )
 #: Evidence of less than this many nats is omitted.
 _LEAST_EVIDENCE = 0.02
+#: Probability from which on a cause is named although the loss shows no failure, and number of sentences in a summary.
+_SURE, _N_FOUND = 0.8, 3
+#: Monitors and parts that `workbench.watch` records for every model, in words.
+_CURVES = ("loss", "grad_norm", "learning_rate", "repeated_examples")
+_PARTS = {
+    "optimizer": "updates", "attention": "attention", "activations": "activations", "precision": "arithmetic",
+    "reduction": "gradients that reach the optimizer", "update": "effect of an update",
+}  # fmt: skip
+NOT_IN_A_RECORD = (
+    "No record shows labels that are shifted twice, a missing causal mask, padding in the loss, or means over unequal "
+    "micro-batches: change the last token of an input and check that no output before it moves, and compute the loss "
+    "of one batch by hand. wb.assess(model, task) measures the design itself."
+)
 
 
 def diagnose(
@@ -53,15 +67,17 @@ def diagnose(
     rules: Rules | None = None,
     uses: Collection[str] = tuple(SymptomKind),
 ) -> xr.DataTree:
-    """Rank the causes of a failed run by the evidence for and against each, and propose deciding experiments.
+    """Find the facts of a run, rank its possible causes by the evidence for and against each, and propose experiments.
 
     All evidence is read from the record of the run itself. No healthy run is needed for comparison, and faults that a
-    study has injected are not read. The ranking rules were fitted to recorded runs of small models, both healthy ones
-    and ones with one or two injected faults.
+    study has injected are not read. *Facts* are numbers that absolute limits decide, such as a probe beyond its limit
+    or a gradient norm that is exactly a loss scale. If there is one, it is the answer, and the ranking cannot
+    contradict it. The ranking rules were fitted to recorded runs of small models with injected faults and without.
 
-    The answer is a set of one or several causes. It is conformal by class: of the recorded runs of each cause that its
-    limits were set on, 90 % had the cause in their set, under rules fitted without their family. The probabilities say
-    nothing about causes that were not injected in the recorded runs.
+    The ranked answer is a set of one or several causes. It is conformal by class: of the recorded runs of each cause
+    that its limits were set on, 90 % had the cause in their set, under rules fitted without their family. "none of
+    these causes" is more probable than all others if no cause has much evidence. A record never shows that a run is
+    healthy: if nothing is found, the summary lists what was recorded, what was not, and what no record can show.
 
     Args:
         run: Path of a store, or of a log that `workbench.read_log` reads; a tree from `workbench.open_run`, or a
@@ -71,23 +87,25 @@ def diagnose(
         checkpoints: Folder of the checkpoints; None for the folder next to the store, ``run.zarr`` ->
             ``run.checkpoints``, if it exists.
         rules: Rules of the ranking; None for the shipped ones.
-        uses: Kinds of symptoms to read: ``"mechanism"``, ``"log"`` (learning rate and batch size as recorded at every
-            step), ``"configuration"``.
+        uses: Kinds of evidence to read: ``"mechanism"``, ``"log"`` (learning rate and batch size as recorded at every
+            step), ``"configuration"``, ``"fact"``.
 
     Returns:
-        A tree with attributes ``kind`` ("diagnosis"), ``fault`` (kind of the most likely cause), ``failure_kind``,
-        ``failure_step``, ``shows_failure`` (0 if the loss neither diverged nor rose), ``view`` (what the record holds:
-        "store", "recorder", "mechanism", "log", "curves" or "other"), ``coverage`` (if it is known for that view),
-        ``summary``, and the children
+        A tree with attributes ``kind`` ("diagnosis"), ``state`` ("found", "likely" or "nothing found"), ``fault`` (kind
+        of the most likely cause), ``failure_kind``, ``failure_step``, ``shows_failure`` (0 if the loss neither diverged
+        nor rose), ``view`` (what the record holds: "store", "recorder", "mechanism", "log", "curves" or "other"),
+        ``coverage`` (if it is known for that view), ``summary``, ``recorded`` and ``not_recorded`` (in words), and the
+        children
 
-        - ``causes`` (dim ``cause``, by decreasing probability; "nothing" means no fault): ``title``, ``kind``,
-          ``probability`` (adds up to 1), ``is_possible`` (whether the cause is in the set), ``mechanism_probability``
-          (from measured quantities alone, some of them relative to learning rate or eps), ``layer`` (the block at
-          fault; -1 for no specific block);
-        - ``evidence`` (dim ``evidence``, by cause and decreasing weight): ``cause``, ``symptom``, ``weight``
-          (contribution to the log-odds of the cause; below 0 it is evidence against the cause), ``value``, ``units``,
-          ``reference``, ``step``, ``layer``, ``sentence``, and the place of the number in the run (``path``,
-          ``variable``, ``selection`` as JSON; empty if it comes from configuration, checkpoint or several symptoms);
+        - ``causes`` (dim ``cause``, by decreasing probability; "nothing" means that nothing was found, "unknown" none
+          of the others): ``title``, ``kind``, ``probability`` (adds up to 1), ``is_possible`` (whether the cause is in
+          the set), ``mechanism_probability`` (from measured quantities alone, some of them relative to learning rate
+          or eps), ``layer`` (the block at fault; -1 for no specific block);
+        - ``evidence`` (dim ``evidence``, by cause and decreasing weight): ``cause``, ``symptom``, ``kind`` ("fact" for
+          facts), ``weight`` (contribution to the log-odds of the cause; below 0 it is evidence against the cause; 10
+          and -10 for facts), ``value``, ``units``, ``reference``, ``step``, ``layer``, ``sentence``, and the place of
+          the number in the run (``path``, ``variable``, ``selection`` as JSON; empty if it comes from configuration,
+          checkpoint or several symptoms);
         - ``experiments`` (dim ``experiment``, in order of information per cost): ``cause``, ``title``, ``change``,
           ``n_steps``, ``from_step``, the expected outcomes, ``cost`` and ``information``.
 
@@ -121,12 +139,14 @@ def diagnose(
     record = read_record(run, weights=weights)
     failure = find_failure(record)
     symptoms = read_symptoms(record, failure, kinds=uses)
+    facts = read_facts(record, failure) if SymptomKind.FACT in uses else []
     rules = Rules.shipped() if rules is None else rules
     strengths = {name: symptom.strength for name, symptom in symptoms.items()}
-    probability = rules.probabilities(strengths)
+    probability = settle(rules.probabilities(strengths, view_of(symptoms)), facts)
     layers = {cause: block_at_fault(symptoms) if cause in ("architecture",) else -1 for cause in probability}
+    layers |= {fact.cause: fact.layer for fact in reversed(facts) if fact.is_for and fact.cause != "architecture"}
     experiments = propose(record, failure, probability, layers, rules=rules, checkpoints=places)
-    return _tree(record, failure, symptoms, rules, probability, layers, experiments, task)
+    return _tree(record, failure, symptoms, facts, rules, probability, layers, experiments, task)
 
 
 def block_at_fault(symptoms: Mapping[str, Symptom]) -> int:
@@ -144,6 +164,7 @@ def _tree(
     record: Record,
     failure: Failure,
     symptoms: Mapping[str, Symptom],
+    facts: list[Fact],
     rules: Rules,
     probability: Mapping[str, float],
     layers: Mapping[str, int],
@@ -153,17 +174,25 @@ def _tree(
     import xarray as xr
 
     view, what_happened = view_of(symptoms), capitalized(failure.words)
-    possible = rules.set_of(probability, view)
+    established = tuple(dict.fromkeys(fact.cause for fact in facts if fact.is_for))
+    possible = established or rules.set_of(probability, view)
     alone = {name: s.strength for name, s in read_symptoms(record, failure, kinds=[SymptomKind.MECHANISM]).items()}
+    mechanism = settle(rules.probabilities(alone, view), facts)
     tree = xr.DataTree.from_dict(
         {
-            "/causes": causes_table(probability, layers, possible, rules.probabilities(alone)),
-            "/evidence": _evidence(symptoms, rules, probability),
+            "/causes": causes_table(probability, layers, possible, mechanism),
+            "/evidence": _evidence(symptoms, facts, rules, probability),
             "/experiments": experiments_table(experiments),
         }
     )
     described = task.describe() if hasattr(task, "describe") else {}
-    answer = answer_of(what_happened, probability, layers, possible)
+    found = [fact.sentence for fact in facts if fact.is_finding]
+    recorded, missing = in_the_record(record)
+    about = {
+        "what_happened": what_happened, "found": json.dumps(found), "established": json.dumps(established),
+        "recorded": recorded, "not_recorded": missing, "shows_failure": int(failure.is_seen),
+    }  # fmt: skip
+    answer = answer_of(about, probability, layers, possible)
     tree.attrs = {
         "summary": answer["summary"],  # shown first when a notebook cell displays the tree
         "schema_version": SCHEMA_VERSION,
@@ -172,10 +201,9 @@ def _tree(
         "run": record.source,
         "failure_kind": failure.kind.value,
         "failure_step": failure.step,
-        "shows_failure": int(failure.is_seen),
         "view": view,
         **({"coverage": COVERAGE} if view in rules.least else {}),
-        "what_happened": what_happened,
+        **about,
         **answer,
         "rules": rules.about,
         "n_symptoms": len(symptoms),
@@ -199,38 +227,70 @@ def _subject(record: Record) -> str:
 
 
 def answer_of(
-    what_happened: str, probability: Mapping[str, float], layers: Mapping[str, int], possible: Collection[str]
+    about: Mapping[Any, Any], probability: Mapping[str, float], layers: Mapping[str, int], possible: Collection[str]
 ) -> dict[str, str]:
-    """Return the attributes of a diagnosis that state which causes are not excluded.
+    """Return the attributes of a diagnosis that state what was found and which causes are not excluded.
 
     Args:
-        what_happened: Clause about the run.
+        about: Attributes of the diagnosis: ``what_happened``, ``found`` (sentences of the facts, as JSON),
+            ``established`` (their causes), ``shows_failure``, ``recorded`` and ``not_recorded``; trees of older
+            versions have only the first.
         probability: Probability of each cause, in decreasing order.
         layers: Block at fault by cause; -1 for no specific block.
         possible: Causes in the set.
     """
+    found, first = json.loads(about.get("found", "[]")), next(iter(probability))
+    is_named = first not in ("nothing", UNKNOWN)
+    is_sure = bool(about.get("shows_failure", 1)) or probability[first] >= _SURE
+    named = [cause for cause in possible if cause != "nothing"]
     titles = []
-    for cause in possible:
+    for cause in named:
         where = f" in block {layers[cause]}" if layers[cause] >= 0 else ""
-        titles.append(f"{CAUSES[cause].title}{where} ({percent(probability[cause])})")
-    first = next(iter(probability))
-    if first == "nothing":
-        answer = f"Most likely nothing is wrong ({percent(probability[first])})."
-        answer += f" Not excluded: {listed(titles[1:])}." if len(titles) > 1 else ""
+        titles.append(f"{ALL_CAUSES[cause].title}{where} ({percent(probability[cause])})")
+    one, several = "Likely cause", "Possible causes, of which one or several apply"
+    likely = f"{one if len(titles) == 1 else several}: {listed(titles)}." if titles else ""
+    if found:
+        state = DiagnosisState.FOUND
+        more = f" The evidence has {counted(len(found) - _N_FOUND, 'more finding')}." if len(found) > _N_FOUND else ""
+        if sure := [ALL_CAUSES[cause].title for cause in json.loads(about["established"])]:
+            likely = f"{'Cause' if len(sure) == 1 else 'Causes'}: {listed(sure)}."
+        elif not is_sure or not about["shows_failure"]:
+            likely = ""  # where the loss shows no failure, symptoms explain no finding
+        answer = f"Found: {' '.join(found[:_N_FOUND])}{more} {likely}"
+    elif is_named and is_sure:
+        state = DiagnosisState.LIKELY
+        answer = likely + (" The symptoms also occur in runs without a fault." if "nothing" in possible else "")
     else:
-        faults = [title for cause, title in zip(possible, titles, strict=True) if cause != "nothing"]
-        one, several = "Likely cause", "Possible causes, of which one or several apply"
-        answer = f"{one if len(faults) == 1 else several}: {listed(faults)}."
-        if "nothing" in possible:
-            answer += f" It is not excluded that nothing is wrong ({percent(probability['nothing'])})."
+        state = DiagnosisState.NOTHING_FOUND
+        answer = f"Nothing found in what was recorded ({about.get('recorded', 'see the evidence')})."
+        if about.get("shows_failure", 1) or is_named:
+            when = "No cause stands out;" if about.get("shows_failure", 1) else "If it learned too little,"
+            answer += f" {when} the closest are {listed(titles[:_N_FOUND])}." if titles else ""
+        answer += f"{about.get('not_recorded', '')} {NOT_IN_A_RECORD}"
     by_kind = {
-        kind: math.fsum(p for cause, p in probability.items() if CAUSES[cause].kind == kind) for kind in CauseKind
+        kind: math.fsum(p for cause, p in probability.items() if ALL_CAUSES[cause].kind == kind) for kind in CauseKind
     }
     return {
-        "fault": CAUSES[first].kind,
+        "state": state,
+        "fault": ALL_CAUSES[first].kind,
         "fault_probabilities": json.dumps({kind: round(p, 4) for kind, p in by_kind.items()}),
-        "summary": f"{what_happened}. {answer}",
+        "summary": f"{about['what_happened']}. {answer.strip()}",
     }
+
+
+def in_the_record(record: Record) -> tuple[str, str]:
+    """Return what was recorded, as a list in words, and a sentence about what was not."""
+    found = [name.replace("_", " ") for name in _CURVES if record.every(name) is not None]
+    parts = [title for part, title in _PARTS.items() if part in record.parts]
+    missing = [name.replace("_", " ") for name in _CURVES if record.every(name) is None]
+    failed = {event.source for event in record.events_of("not recorded")}
+    missing += [
+        f"{title}{' (not possible here; its event states why)' if part in failed else ''}"
+        for part, title in _PARTS.items()
+        if part not in record.parts
+    ]
+    how = "wb.watch(model, optimizer) records it" + "; pass the loss to watched.log(loss=loss)" * ("loss" in missing)
+    return listed([*found, *parts]), f" Not recorded: {listed(missing)}; {how}." if missing else ""
 
 
 def causes_table(
@@ -244,8 +304,8 @@ def causes_table(
 
     names = list(probability)
     columns: dict[str, tuple[list[Any], str, str, str]] = {
-        "title": ([CAUSES[name].title for name in names], "cause", "", "possible cause of the failure"),
-        "kind": ([CAUSES[name].kind for name in names], "kind", "", "kind of the cause"),
+        "title": ([ALL_CAUSES[name].title for name in names], "cause", "", "possible cause of the failure"),
+        "kind": ([ALL_CAUSES[name].kind for name in names], "kind", "", "kind of the cause"),
         "probability": ([probability[name] for name in names], "probability", "1", "among these causes; adds up to 1"),
         "is_possible": ([name in possible for name in names], "in the set", "", "not excluded at the stated coverage"),
         "mechanism_probability": (
@@ -260,63 +320,47 @@ def causes_table(
     )
 
 
-def _evidence(symptoms: Mapping[str, Symptom], rules: Rules, probability: Mapping[str, float]) -> xr.Dataset:
+def _evidence(
+    symptoms: Mapping[str, Symptom], facts: list[Fact], rules: Rules, probability: Mapping[str, float]
+) -> xr.Dataset:
     """Return the contribution of each symptom to the log-odds of each cause, largest first within a cause."""
     import xarray as xr
 
     given = rules.evidence({name: symptom.strength for name, symptom in symptoms.items()})
     rows: list[tuple[str, Symptom, float]] = []
     for cause in probability:
-        of_cause = given[rules.causes.index(cause)]
-        found = [
-            (cause, symptoms[name], float(of_cause[i])) for i, name in enumerate(rules.symptoms) if name in symptoms
+        found: list[tuple[str, Symptom, float]] = [
+            (cause, fact, WEIGHT if fact.is_for else -WEIGHT) for fact in facts if fact.cause == cause
         ]
+        if cause in rules.causes:
+            weights = dict(zip(rules.symptoms, given[rules.causes.index(cause)].tolist(), strict=True))
+            found += [(cause, symptoms[name], w) for name, w in weights.items() if name in symptoms]
         rows += sorted((row for row in found if abs(row[2]) >= _LEAST_EVIDENCE), key=lambda row: -row[2])
-
-    def column(values: list[Any], long_name: str, units: str, meaning: str) -> tuple[str, Any, dict[str, str]]:
-        kept = np.array(values, dtype=str) if values and isinstance(values[0], str) else np.array(values)
-        return ("evidence", kept, _about(long_name, units, meaning))
-
     seen = [symptom for _, symptom, _ in rows]
+    columns: dict[str, tuple[list[Any], str, str, str]] = {
+        "cause": ([cause for cause, _, _ in rows], "cause", "", "cause that the evidence is for or against"),
+        "symptom": ([s.name for s in seen], "symptom", "", "name of the symptom or fact"),
+        "weight": (
+            [weight for *_, weight in rows], "weight", "1",
+            "contribution to the log-odds of the cause; above 0 for it, below 0 against it",
+        ),
+        "quantity": ([s.variable or s.name for s in seen], "quantity", "", "the measured quantity"),
+        "value": ([float(s.value) for s in seen], "value", "see units", "the measured value"),
+        "units": ([s.units for s in seen], "units", "", "units of value and reference"),
+        "reference": (
+            [float(s.reference) for s in seen], "reference", "see units", "usual value or limit; NaN if there is none"
+        ),
+        "strength": ([float(s.strength) for s in seen], "strength", "1", "0: not unusual, 1: striking"),
+        "kind": ([str(s.kind) for s in seen], "kind", "", "mechanism, log, configuration or fact"),
+        "step": ([int(s.step) for s in seen], "step", "1", "step of the run; -1 for no specific step"),
+        "layer": ([int(s.layer) for s in seen], "block", "1", "-1 for no specific block"),
+        "sentence": ([s.sentence for s in seen], "sentence", "", "the symptom in words"),
+        "path": ([s.path for s in seen], "path", "", "part of the run that holds the number; empty if there is none"),
+        "variable": ([s.variable for s in seen], "variable", "", "variable in that part"),
+        "selection": ([json.dumps(s.position) for s in seen], "selection", "", "JSON of dimension -> value"),
+    }  # fmt: skip
     return xr.Dataset(
-        {
-            "cause": column([cause for cause, _, _ in rows], "cause", "", "cause that the evidence is for or against"),
-            "symptom": column([symptom.name for symptom in seen], "symptom", "", "name of the symptom"),
-            "weight": column(
-                [weight for *_, weight in rows],
-                "weight",
-                "1",
-                "contribution to the log-odds of the cause; above 0 for it, below 0 against it",
-            ),
-            "quantity": column(
-                [symptom.variable or symptom.name for symptom in seen], "quantity", "", "the measured quantity"
-            ),
-            "value": column([float(symptom.value) for symptom in seen], "value", "see units", "the measured value"),
-            "units": column([symptom.units for symptom in seen], "units", "", "units of value and reference"),
-            "reference": column(
-                [float(symptom.reference) for symptom in seen],
-                "reference",
-                "see units",
-                "the usual value; NaN if there is none",
-            ),
-            "strength": column([symptom.strength for symptom in seen], "strength", "1", "0: not unusual, 1: striking"),
-            "kind": column([symptom.kind for symptom in seen], "kind", "", "mechanism, log or configuration"),
-            "step": column(
-                [int(symptom.step) for symptom in seen], "step", "1", "step of the run; -1 for no specific step"
-            ),
-            "layer": column([int(symptom.layer) for symptom in seen], "block", "1", "-1 for no specific block"),
-            "sentence": column([symptom.sentence for symptom in seen], "sentence", "", "the symptom in words"),
-            "path": column(
-                [symptom.path for symptom in seen],
-                "path",
-                "",
-                "part of the run that holds the number; empty if there is none",
-            ),
-            "variable": column([symptom.variable for symptom in seen], "variable", "", "variable in that part"),
-            "selection": column(
-                [json.dumps(symptom.position) for symptom in seen], "selection", "", "JSON of dimension -> value"
-            ),
-        }
+        {name: ("evidence", np.array(values), _about(*about)) for name, (values, *about) in columns.items()}
     )
 
 

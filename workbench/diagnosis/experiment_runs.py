@@ -17,6 +17,7 @@ from torch import nn
 
 from workbench.callbacks.faults import Fault
 from workbench.callbacks.train import train
+from workbench.diagnosis.causes import CAUSES
 from workbench.diagnosis.checkpoint_evidence import check_fits, checkpoints_of
 from workbench.diagnosis.experiment_changes import ACT_ON, ReplaySchedule, ShiftedTask, change_model, shifted
 from workbench.diagnosis.failed_run import Record, read_record
@@ -131,7 +132,7 @@ def run_experiment(
     at = _place(table, experiment)
     rules = Rules.shipped() if rules is None else rules
     has_set = "is_possible" in tree["causes"]  # trees of older versions have no set, and are not updated
-    if has_set and set(tree["causes"].to_dataset()["cause"].values.tolist()) != set(rules.causes):
+    if has_set and set(tree["causes"].to_dataset()["cause"].values.tolist()) & set(CAUSES) != set(rules.causes):
         raise OptionError(
             "The diagnosis was made with other rules than these; pass rules= with the rules of the diagnosis.",
             name="rules",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from workbench.diagnosis.causes import CAUSES
 from workbench.diagnosis.failed_run import Record
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.ranking import Rules
@@ -79,7 +80,7 @@ def propose(
     n_all = int(record.steps[-1] - record.steps[0]) + 1
     found = []
     for cause, p in probability.items():
-        if p < _LEAST_PROBABILITY or cause == "nothing":
+        if p < _LEAST_PROBABILITY or cause not in CAUSES or cause == "nothing":
             continue
         title, change, begins_anew = _change(cause, record, failure, layers.get(cause, -1))
         if cause == "optimizer_eps" and _eps(record) <= change["value"]:

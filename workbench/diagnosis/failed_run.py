@@ -19,6 +19,7 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError
 from workbench.io.store import open_run_or_log
+from workbench.schema.events import Event
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
     from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 
 #: Parts that symptoms read.
-PARTS = ("monitors", "optimizer", "activations", "attention", "router", "curvature", "spectra")
+PARTS = (
+    "monitors", "optimizer", "activations", "attention", "router", "curvature", "spectra", "precision", "reduction",
+    "update",
+)  # fmt: skip
 _LEAST_STEPS = 5
 #: A run whose last loss or gradient norm exceeds these limits has diverged (RKSP's label, as in
 #: `workbench.TrainingPlan`).
@@ -38,7 +42,9 @@ class Record:
     """All recorded data of a run that symptoms may read.
 
     Attributes:
-        parts: Name of a part -> dataset with a coordinate ``step``; always includes ``monitors``.
+        parts: Name of a part -> dataset with a coordinate ``step``; always includes ``monitors``, without the updates
+            whose loss is missing.
+        tree: The same parts with all updates, and the events of the run except faults.
         configuration: Recorded configuration of model, task and training; empty if it was not recorded.
         subject: Name of the model, for titles.
         diverged_at: Step of the recorded divergence; None if there is none.
@@ -47,11 +53,43 @@ class Record:
     """
 
     parts: Mapping[str, xr.Dataset]
+    tree: xr.DataTree
     configuration: Mapping[str, Any] = field(default_factory=dict)
     subject: str = ""
     diverged_at: int | None = None
     weights: WeightMeasurement | None = None
     source: str = ""
+
+    @property
+    def n_classes(self) -> int | None:
+        """Number of classes of the labels, such as the size of the vocabulary; None if it was not recorded."""
+        name, config = str(self.setting("model", "name")), self.setting("model", "config", default={})
+        if "Classification" in name:  # of transformers, whose configurations have a vocabulary too
+            return len(config.get("id2label", ())) or None
+        is_of_labels = not name.endswith(("ForQuestionAnswering", "ForMultipleChoice"))
+        found = self.setting("task", "vocab_size") or config.get("n_classes") or config.get("vocab_size")
+        return int(found) if found and is_of_labels and isinstance(found, int | float) else None
+
+    def events_of(self, kind: str) -> list[Event]:
+        """Return the events of a kind that the run recorded, in the order of their steps."""
+        if "events" not in self.tree.children or "source" not in self.tree["events"]:
+            return []
+        events = self.tree["events"].to_dataset()
+        names = [name for name in ("step", "source", "score", "message", "layer") if name in events]
+        is_of_kind = events["kind"].values == kind
+        columns = zip(*(events[name].values[is_of_kind].tolist() for name in names), strict=True)
+        return sorted((Event(kind=kind, **dict(zip(names, row, strict=True))) for row in columns), key=_step_of)
+
+    @property
+    def every_step(self) -> np.ndarray:
+        """Steps of all updates, also of those without a loss."""
+        return np.asarray(self.tree["monitors"]["step"].values, dtype=np.int64)
+
+    def every(self, name: str) -> np.ndarray | None:
+        """Return a monitor at all updates; None if it was not recorded."""
+        monitors = self.tree["monitors"]
+        found = np.asarray(monitors[name].values, dtype=np.float64) if name in monitors else np.full(1, np.nan)
+        return found if np.isfinite(found).any() else None
 
     @property
     def steps(self) -> np.ndarray:
@@ -128,13 +166,20 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
             value=parts["monitors"].sizes["step"] if "monitors" in parts else 0,
             expected=f"at least {_LEAST_STEPS} recorded steps",
         )
+    diverged_at, monitors, events = _divergence(run), parts["monitors"], _events(run)
+    tree = xr.DataTree.from_dict(parts if events is None else parts | {"events": events})
+    has_loss = np.isfinite(monitors["loss"].values.astype(np.float64))
+    ends = len(has_loss) if diverged_at is None else len(has_loss) - int(np.argmax(has_loss[::-1]))
+    if has_loss.sum() >= _LEAST_STEPS:  # rows without a loss, such as those between two logged ones
+        parts["monitors"] = monitors.isel(step=has_loss | (np.arange(len(has_loss)) >= ends))
     return Record(
         parts=parts,
         configuration=_configuration(run.attrs),
         subject=str(run.attrs.get("subject", "")),
-        diverged_at=_divergence(run),
+        diverged_at=diverged_at,
         weights=weights,
         source=source,
+        tree=tree,
     )
 
 
@@ -147,33 +192,38 @@ def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "faults"} if isinstance(found, dict) else {}
 
 
-def _events(run: xr.DataTree) -> list[tuple[int, str]]:
-    """Return steps and kinds of all events except faults."""
+def _events(run: xr.DataTree) -> xr.Dataset | None:
+    """Return all events except faults."""
     if "events" not in run.children or "kind" not in run["events"]:
-        return []
-    events = run.children["events"].to_dataset(inherit=False)
-    pairs = zip(events["step"].values.tolist(), events["kind"].values.tolist(), strict=True)
-    return [(int(step), str(kind)) for step, kind in pairs if str(kind) != "fault"]
+        return None
+    events = run.children["events"].to_dataset(inherit=False).load()
+    return events.isel(event=np.flatnonzero(events["kind"].values != "fault"))
+
+
+def _step_of(event: Event) -> int:
+    return event.step
 
 
 def _divergence(run: xr.DataTree) -> int | None:
     """Return the step of divergence, from the events, the limits at the last step, or the end of the finite losses.
 
-    None if the run did not diverge.
+    None if the run did not diverge. Missing losses are no divergence while the gradients are finite, nor if as many
+    were missing before, as in a loop that logs every tenth one.
     """
-    found = [step for step, kind in _events(run) if kind == "divergence"]
-    if found:
-        return min(found)
+    events = _events(run)
+    if events is not None and (is_divergence := events["kind"].values == "divergence").any():
+        return int(events["step"].values[is_divergence].min())
     monitors = run.children["monitors"].to_dataset(inherit=False)
     steps, loss = monitors["step"].values, monitors["loss"].values.astype(np.float64)
-    norm = monitors["grad_norm"].values.astype(np.float64) if "grad_norm" in monitors else np.zeros(1)
+    norm = monitors["grad_norm"].values.astype(np.float64) if "grad_norm" in monitors else np.full(len(loss), np.nan)
     if loss[-1] > _LOSS_LIMIT or norm[-1] > _NORM_LIMIT:
         return int(steps[-1])
-    bad = np.flatnonzero(~np.isfinite(loss))
-    if not len(bad) or bad[-1] != len(loss) - 1:  # a gap within a log is not a divergence
-        return None
-    last_good = np.flatnonzero(np.isfinite(loss))
-    return int(steps[last_good[-1] + 1]) if len(last_good) else int(steps[0])
+    good = np.flatnonzero(np.isfinite(loss))
+    if not len(good):
+        return int(steps[0]) if "grad_norm" in monitors and not np.isfinite(norm).any() else None
+    n_missing = len(loss) - 1 - good[-1]
+    is_usual = n_missing <= max(np.diff(good, prepend=-1)) - 1 or np.isfinite(norm[good[-1] + 1 :]).any()
+    return None if is_usual else int(steps[good[-1] + 1])
 
 
 def finite_log10(value: float, least: float = 1e-12) -> float:

@@ -11,9 +11,10 @@ from workbench.schema.statuses import FailureKind
 
 #: Longest window of the running median that removes noise, in steps; for short runs a tenth of the run.
 _WINDOW = 15
-#: A rise counts as a spike if it exceeds this fraction of the total decrease of the loss and this multiple of the
-#: noise.
-_LEAST_RISE, _NOISES = 0.3, 4.0
+#: A rise counts as a spike if it exceeds this fraction of the total decrease of the loss, and the noise.
+_LEAST_RISE = 0.3
+#: Standard deviation of a median over that of a mean.
+_OF_MEDIAN = 1.25
 #: A rise by less than this fraction of the loss is not a failure.
 _VISIBLE = 0.05
 #: A stalled run has stopped learning once the loss has completed this fraction of its decrease.
@@ -35,6 +36,7 @@ class Failure:
         noise: Robust standard deviation of the loss from step to step, from the median difference of successive losses,
             in nat.
         recovered: Fraction of the rise that was recovered by the end; 0 if the run diverged.
+        has_loss: Whether any loss was recorded.
     """
 
     kind: FailureKind
@@ -44,6 +46,12 @@ class Failure:
     smooth: np.ndarray
     noise: float
     recovered: float
+    has_loss: bool = True
+
+    @property
+    def floor(self) -> float:
+        """Largest difference between two smoothed losses that noise explains in a run of this length, in nat."""
+        return noise_floor(len(self.smooth), self.noise)
 
     @property
     def is_stalled(self) -> bool:
@@ -74,6 +82,8 @@ class Failure:
     @property
     def words(self) -> str:
         """The failure as a clause without a capital letter or a period."""
+        if not self.has_loss:
+            return "no loss was recorded"
         if self.kind is FailureKind.DIVERGED:
             return f"the loss began to rise at step {self.step} and the run diverged"
         if self.kind is FailureKind.SPIKE and self.is_seen:
@@ -92,7 +102,7 @@ def find_failure(record: Record) -> Failure:
     steps, loss = record.steps, record.values("monitors", "loss")
     known = np.isfinite(loss)
     filled = np.interp(np.arange(len(loss)), np.flatnonzero(known), loss[known]) if known.any() else np.zeros(len(loss))
-    window = int(np.clip(len(loss) // 10, 1, _WINDOW))
+    window = _window(len(loss))
     smooth = running_median(filled, window)
     noise = float(np.median(np.abs(np.diff(filled)))) / np.sqrt(2) * 1.48 if len(filled) > 2 else 0.0
     best = np.minimum.accumulate(smooth)
@@ -104,13 +114,29 @@ def find_failure(record: Record) -> Failure:
         row = _last_good(filled, best, noise, min(end, len(loss) - 1))
         return Failure(FailureKind.DIVERGED, int(steps[row]), row, rise, smooth, noise, 0.0)
     learned = float(smooth[0] - best[-1])
-    if rise > max(_LEAST_RISE * max(learned, 0.0), _NOISES * noise / np.sqrt(window), 1e-6):
+    is_early = int(np.argmin(smooth[: peak + 1])) < window - 1  # the low loss is a median of few, or a single one
+    if rise > max(_LEAST_RISE * max(learned, 0.0), noise_floor(len(loss), noise) + 3 * noise * is_early, 1e-6):
         row = _last_good(smooth, best, noise / np.sqrt(window), peak)
         after = float(np.min(smooth[peak:]))
         recovered = float(np.clip((smooth[peak] - after) / rise, 0, 1))
         return Failure(FailureKind.SPIKE, int(steps[row]), row, rise, smooth, noise, recovered)
     row = int(np.argmax(smooth <= smooth[0] - _MOST * learned)) if learned > 0 else 0
-    return Failure(FailureKind.STALLED, int(steps[row]), row, rise, smooth, noise, 0.0)
+    return Failure(FailureKind.STALLED, int(steps[row]), row, rise, smooth, noise, 0.0, bool(known.any()))
+
+
+def noise_floor(n: int, noise: float) -> float:
+    """Return a limit for the range of the running medians of ``n`` losses that only fluctuate, in nat.
+
+    Args:
+        n: Number of losses.
+        noise: Their standard deviation from step to step, in nat.
+    """
+    of_median = _OF_MEDIAN * noise / np.sqrt(_window(n))
+    return float(2 * of_median * (np.sqrt(2 * np.log(max(n / _window(n), 2))) + 1.5))
+
+
+def _window(n: int) -> int:
+    return int(np.clip(n // 10, 1, _WINDOW))
 
 
 def running_median(values: np.ndarray, window: int) -> np.ndarray:

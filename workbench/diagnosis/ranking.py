@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.diagnosis.causes import CAUSES
+from workbench.diagnosis.causes import CAUSES, UNKNOWN
 from workbench.errors import OptionError
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
@@ -34,7 +34,7 @@ COVERAGE = 0.9
 #: View of a record -> its kinds of symptoms, and whether it holds measurements of the model besides the curves. Sets
 #: are calibrated for each view; the view of a record is the first one for which it has all data.
 VIEWS: dict[str, tuple[tuple[SymptomKind, ...], bool]] = {
-    "store": (tuple(SymptomKind), True),
+    "store": ((SymptomKind.MECHANISM, SymptomKind.LOG, SymptomKind.CONFIGURATION), True),
     "recorder": ((SymptomKind.MECHANISM, SymptomKind.LOG), True),
     "mechanism": ((SymptomKind.MECHANISM,), True),
     "log": ((SymptomKind.MECHANISM, SymptomKind.LOG), False),
@@ -79,6 +79,8 @@ class Rules:
             contains every cause with at least a tenth of the probability of the first.
         answers: Probability that the replay with the change for one cause supports that cause, given the actual cause,
             shape (change, cause). Empty if no replays were recorded, in which case replays carry no information.
+        unknown: View -> log-odds of "none of these causes", which no symptom changes: it is first where no cause has
+            more evidence. Set on runs of kinds that the rules were not fitted to, one kind left out at a time.
         about: Description of the runs that the rules were fitted to.
     """
 
@@ -90,6 +92,7 @@ class Rules:
     least: Mapping[str, np.ndarray] = field(default_factory=dict)
     answers: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     about: str = ""
+    unknown: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def fit(
@@ -143,17 +146,24 @@ class Rules:
         row = np.array([strengths.get(name, math.nan) for name in self.symptoms], dtype=np.float64)
         return self.weight * np.where(np.isnan(row), 0.0, row - self.usual)
 
-    def probabilities(self, strengths: Mapping[str, float]) -> dict[str, float]:
+    def probabilities(self, strengths: Mapping[str, float], view: str = "") -> dict[str, float]:
         """Return the probability of each cause in decreasing order; the probabilities add up to 1.
 
         Routing is excluded if the model has no routers. "nothing" is excluded if the run diverged, if half of the
         decrease of the loss was undone by the end, or if half of the experts of a block receive no tokens.
+
+        Args:
+            strengths: Strengths of the symptoms by name.
+            view: View from `view_of` whose probability of "unknown" is included; by default none is.
         """
-        logits = self.evidence(strengths).sum(axis=1) + self.bias
+        logits = dict(zip(self.causes, (self.evidence(strengths).sum(axis=1) + self.bias).tolist(), strict=True))
         for cause, symptom, least, most in _EXCLUDED:
-            if least <= strengths.get(symptom, math.nan) <= most and cause in self.causes:
-                logits[self.causes.index(cause)] = -math.inf
-        return self._in_order(np.exp(logits - logits.max()))
+            if least <= strengths.get(symptom, math.nan) <= most and cause in logits:
+                logits[cause] = -math.inf
+        if view in self.unknown:
+            logits[UNKNOWN] = self.unknown[view]
+        top = max(logits.values())
+        return _in_order({cause: math.exp(value - top) for cause, value in logits.items()})
 
     def set_of(self, probability: Mapping[str, float], view: str) -> tuple[str, ...]:
         """Return the causes that are not excluded, by decreasing probability; always contains the most likely cause.
@@ -165,14 +175,16 @@ class Rules:
         first = next(iter(probability))
         if view not in self.least:
             return tuple(cause for cause, p in probability.items() if p >= 0.1 * probability[first])
-        least = dict(zip(self.causes, self.least[view], strict=True))
+        least = dict.fromkeys(probability, 0.1 * probability[first])
+        least |= zip(self.causes, self.least[view].tolist(), strict=True)
         return tuple(cause for cause, p in probability.items() if (p >= least[cause] and p > 0) or cause == first)
 
     def answer(self, change: str, cause: str) -> float:
         """Return the probability that the replay with the change for one cause supports it if ``cause`` is present."""
         if not self.answers.size:
             return 0.5
-        return float(self.answers[self.causes.index(change), self.causes.index(cause)])
+        row, at = self.answers[self.causes.index(change)], self.causes.index(change)
+        return float(row[self.causes.index(cause)] if cause in self.causes else np.delete(row, at).mean())
 
     def information(self, probability: Mapping[str, float], change: str) -> float:
         """Return the mutual information of the cause and the outcome of a replay, in bits."""
@@ -188,15 +200,11 @@ class Rules:
             change: Cause that the replay was for.
             supports: Whether the replay supported that cause.
         """
-        found = np.zeros(len(self.causes))
+        found = {}
         for cause, p in probability.items():
             likelihood = self.answer(change, cause)
-            found[self.causes.index(cause)] = p * (likelihood if supports else 1 - likelihood)
-        return self._in_order(found)
-
-    def _in_order(self, weights: np.ndarray) -> dict[str, float]:
-        weights = weights / weights.sum()
-        return {self.causes[i]: float(weights[i]) for i in np.argsort(-weights, kind="stable")}
+            found[cause] = p * (likelihood if supports else 1 - likelihood)
+        return _in_order(found)
 
     def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
         """Write the rules as JSON."""
@@ -210,6 +218,7 @@ class Rules:
             "bias": [_short(value) for value in self.bias],
             "least": {view: [_short(0.9999 * value) for value in values] for view, values in self.least.items()},
             "answers": [[_short(value) for value in row] for row in self.answers],
+            "unknown": dict(self.unknown),
         }
         return write_json(content, path, overwrite=overwrite)
 
@@ -228,11 +237,12 @@ class Rules:
             bias, causes = np.array(content["bias"], dtype=float), tuple(content["causes"])
             least = {view: np.array(values, dtype=float) for view, values in content.get("least", {}).items()}
             answers = np.array(content.get("answers") or np.zeros((0, 0)), dtype=float)
+            unknown = {view: float(value) for view, value in content.get("unknown", {}).items()}
         n = len(causes)
         is_complete = weight.shape == (n, len(symptoms)) and bias.shape == (n,) and answers.shape in ((0, 0), (n, n))
         if not is_complete or any(values.shape != (n,) for values in least.values()):
             raise _FILE.rejected(path, "its weights do not fit its causes and symptoms")
-        return cls(causes, tuple(symptoms), weight, usual, bias, least, answers, str(content.get("about", "")))
+        return cls(causes, tuple(symptoms), weight, usual, bias, least, answers, str(content.get("about", "")), unknown)
 
     @classmethod
     def uniform(cls) -> Rules:
@@ -259,6 +269,12 @@ def smallest_in_sets(scores: Iterable[float]) -> float:
     ranked = np.sort(np.array(list(scores), dtype=float))
     rank = math.floor((1 - COVERAGE) * (len(ranked) + 1) + 1e-9)
     return float(ranked[rank - 1]) if rank >= 1 else 0.0
+
+
+def _in_order(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return weights divided by their sum, in decreasing order."""
+    total = math.fsum(weights.values())
+    return {cause: weights[cause] / total for cause in sorted(weights, key=lambda cause: -weights[cause])}
 
 
 def _entropy(p: float) -> float:

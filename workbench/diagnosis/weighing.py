@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,7 +31,8 @@ def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> No
     causes = tree["causes"].to_dataset()
     before = dict(zip(map(str, causes["cause"].values), causes["probability"].values.tolist(), strict=True))
     after = rules.after(before, change, supports=supports)
-    possible = rules.set_of(after, REPLAYED)
+    established = json.loads(tree.attrs.get("established", "[]"))
+    possible = established or rules.set_of(after, REPLAYED)
     causes = causes.sel(cause=list(after))
     causes["probability"].values[:] = list(after.values())
     causes["is_possible"].values[:] = [cause in possible for cause in after]
@@ -44,6 +46,6 @@ def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> No
     experiments["order"].values[np.argsort(-worth, kind="stable")] = np.arange(1, len(worth) + 1)
     tree["experiments"] = xr.DataTree(experiments)
     layers = dict(zip(map(str, causes["cause"].values), causes["layer"].values.tolist(), strict=True))
-    tree.attrs |= answer_of(str(tree.attrs["what_happened"]), after, layers, possible)
+    tree.attrs |= answer_of(tree.attrs, after, layers, possible)
     tree.attrs.pop("coverage", None)  # the coverage was measured without replays
     tree.attrs["n_replays"] = int(tree.attrs.get("n_replays", 0)) + 1

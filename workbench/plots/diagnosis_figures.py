@@ -28,6 +28,8 @@ _LONGEST_NAME = 40
 def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
     """Draw the probability of each cause as a bar, the most probable at the top; causes in the set are colored.
 
+    "nothing", the result that nothing was found, is no cause and has no bar.
+
     Args:
         causes: Dataset with dim ``cause``: title, probability and optionally ``is_possible``; without it, only the most
             probable cause is colored.
@@ -55,17 +57,16 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
     probability = rows["probability"].astype(float)
     order = np.argsort(-probability, kind="stable")
     is_possible = np.arange(len(order)) == 0
+    if "cause" in causes.coords:
+        is_cause = causes["cause"].values[order] != "nothing"
+        order, is_possible = order[is_cause], is_possible[is_cause]
     if "is_possible" in causes:
         is_possible = causes["is_possible"].values[order]
     titles, probability = [str(rows["title"][i]) for i in order], probability[order]
     height = -np.arange(len(titles), dtype=float)
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "probability", "cause")
-        is_sound = (
-            causes["cause"].values[order] == "nothing" if "cause" in causes.coords else np.zeros(len(order), bool)
-        )
-        colored = np.where(is_sound, outcome_colors.CONVERGED, outcome_colors.DIVERGED)
-        colors = np.where(is_possible, colored, style.NEUTRAL)
+        colors = np.where(is_possible, outcome_colors.DIVERGED, style.NEUTRAL)
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
         draw.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)

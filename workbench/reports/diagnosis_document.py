@@ -26,7 +26,7 @@ from workbench.reports.document import (
     unique,
 )
 from workbench.reports.quantity import Numbers, Quantity
-from workbench.schema.statuses import CauseKind, CriterionState, SymptomKind
+from workbench.schema.statuses import CriterionState, DiagnosisState, SymptomKind
 from workbench.schema.symptoms import symptom_title
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _LEAD = (
     "All data of the diagnosis. Tables with numbered rows contain the numbers that the sentences of this report cite; "
     "collapsed tables contain all others."
 )
+#: Headline of a diagnosis without a finding. No probability of health is stated anywhere.
+_NOTHING = "Nothing found in what was recorded"
 _N_ACTIONS = 3
 #: Number of observed symptoms in the text; the table lists all.
 _N_LISTED = 10
@@ -44,6 +46,7 @@ _N_SYMPTOMS = 4
 #: Groups of evidence with one sentence each: introduction, sign, and kinds of symptoms.
 _MECHANISM, _SETTINGS = (SymptomKind.MECHANISM,), (SymptomKind.LOG, SymptomKind.CONFIGURATION)
 _GROUPS = (
+    ("Facts for it", 1, (SymptomKind.FACT,)), ("Facts against it", -1, (SymptomKind.FACT,)),
     ("Evidence for it from measurements", 1, _MECHANISM), ("Evidence for it from settings", 1, _SETTINGS),
     ("Evidence against it from measurements", -1, _MECHANISM), ("Evidence against it from settings", -1, _SETTINGS),
 )  # fmt: skip
@@ -61,16 +64,18 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
     """
     numbers = Numbers(tree)
     texts = (observed(numbers), cause(numbers), decisions(numbers))
-    possible, is_healthy, is_open = _possible(numbers), _is_healthy(numbers), _is_open(numbers)
-    first = () if is_healthy or is_open else _first_actions(numbers)
+    possible, is_nothing, is_open = _possible(numbers), _is_nothing(numbers), _is_open(numbers)
+    first = () if is_nothing or is_open else _first_actions(numbers)
+    summary = numbers.attribute("summary").text
+    is_old = "state" not in numbers.tree.attrs  # whose summaries state a probability that nothing is wrong
     cited = [quantity for section in texts for quantity in section.cited]
     cited += [quantity for sentence in first for quantity in sentence.quantities]
     return Document(
         kind="Diagnosis of a training run",
         subject=numbers.attribute("subject").text,
         verdict=_verdict(numbers, possible),
-        state=_state(is_healthy=is_healthy, is_open=is_open),
-        summary=numbers.attribute("summary").text,
+        state=CriterionState.NOT_MEASURED if is_nothing or is_open else CriterionState.FAILING,
+        summary=f"{_NOTHING}." if is_old and is_nothing and not is_open else summary,
         facts=(),  # the summary states the causes with their probabilities, and the step
         actions=first,
         sections=(texts[0], texts[1], _effect_space(numbers, cited), texts[2]),
@@ -90,24 +95,24 @@ def _is_open(numbers: Numbers) -> bool:
     return "is_possible" not in numbers.node("causes") and not _has_failed(numbers)
 
 
-def _state(*, is_healthy: bool, is_open: bool) -> CriterionState:
-    if is_open:
-        return CriterionState.NOT_MEASURED
-    return CriterionState.HEALTHY if is_healthy else CriterionState.FAILING
-
-
-def _is_healthy(numbers: Numbers) -> bool:
-    """Return whether the most probable result is that nothing is wrong."""
+def _is_nothing(numbers: Numbers) -> bool:
+    """Return whether nothing was found; trees of earlier versions state it by the first cause."""
+    if numbers.has_attribute("state"):
+        return numbers.attribute("state").text == DiagnosisState.NOTHING_FOUND
     return numbers.names("causes", "cause")[0] == "nothing"
 
 
 def _verdict(numbers: Numbers, possible: list[int]) -> str:
     """Return the causes in the set as a headline."""
-    if _is_healthy(numbers):
-        return "Most likely nothing is wrong"
+    if _is_nothing(numbers):
+        return _NOTHING
     if _is_open(numbers):
         return "No failure observed"
     names = numbers.names("causes", "cause")
+    if numbers.has_attribute("state") and numbers.attribute("state").text == DiagnosisState.FOUND:
+        established = json.loads(numbers.attribute("established").text)
+        titles = [lowered(numbers.text("causes", "title", cause=names.index(name))) for name in established]
+        return f"Found: {listed(titles)}" if titles else "Something is wrong, by a fact about the run"
     titles = [lowered(numbers.text("causes", "title", cause=row)) for row in possible if names[row] != "nothing"]
     return f"Likely cause: {listed(titles, 'or')}" if len(titles) < _MANY else f"One of {len(titles)} causes"
 
@@ -148,9 +153,9 @@ def cause(numbers: Numbers) -> ReportSection:
     for row, name in enumerate(ids):
         probability = _probability(numbers, row)
         if row not in possible:
-            unlikely.append((numbers.text("causes", "title", cause=row), probability))
+            unlikely += [(numbers.text("causes", "title", cause=row), probability)] * (name != "nothing")
             continue
-        sentences = [_probability_sentence(numbers, row, probability)]
+        sentences = [] if name == "nothing" else [_probability_sentence(numbers, row, probability)]
         of_cause = [index for index, owner in enumerate(owners) if owner == name]
         for words, sign, kinds in _GROUPS:
             of_kind = [index for index in of_cause if _kind(numbers, index) in kinds]
@@ -177,8 +182,8 @@ def cause(numbers: Numbers) -> ReportSection:
 def decisions(numbers: Numbers) -> ReportSection:
     """Return section 4: the experiments in the order of the tree, with the outcomes of those that were run."""
     lead = "Recommended actions, in order. Each states the numbers that support it."
-    if _is_healthy(numbers):
-        lead = "No action is needed, unless the run should have learned more. In that case, in order:"
+    if _is_nothing(numbers):
+        lead = "Nothing was found. If the run should have learned more, in order:"
     blocks: list[Block] = [Lead(lead)]
     if rows := _experiments_in_order(numbers):
         items = tuple(_experiment(numbers, row) for row in rows)
@@ -206,6 +211,11 @@ def _experiments_in_order(numbers: Numbers) -> list[int]:
 
 
 def _correction(numbers: Numbers) -> Sentence:
+    if _is_nothing(numbers):
+        return sentence_of(
+            "None of {n} symptoms stands out: make the checks that the summary names, which no record replaces.",
+            n=numbers.attribute("n_symptoms", meaning="symptoms that were read"),
+        )
     title = lowered(numbers.text("causes", "title", cause=0))
     return sentence_of(
         "Correct the likely cause: {title} ({probability}).", title=title, probability=_probability(numbers, 0)
@@ -236,8 +246,7 @@ def _causes_table(numbers: Numbers) -> ReportTable:
             (
                 TableCell(capitalized(numbers.text("causes", "title", cause=row))),
                 TableCell(numbers.text("causes", "kind", cause=row)),
-                TableCell(probability.text, quantity=probability, is_number=True),
-                *_mechanism_cell(numbers, row, probability),
+                *_probability_cells(numbers, row, probability),
                 TableCell("yes" if row in possible else ""),
                 TableCell(str(layer) if layer >= 0 else ""),
                 TableCell(probability.where),
@@ -259,11 +268,14 @@ def _mechanism_probability(numbers: Numbers, row: int, probability: Quantity) ->
     return numbers.value("causes", "mechanism_probability", cause=row, meaning=meaning)
 
 
-def _mechanism_cell(numbers: Numbers, row: int, probability: Quantity) -> tuple[TableCell, ...]:
-    if not _has_mechanism(numbers):
-        return ()
-    quantity = _mechanism_probability(numbers, row, probability)
-    return (TableCell(quantity.text, quantity=quantity, is_number=True),)
+def _probability_cells(numbers: Numbers, row: int, probability: Quantity) -> tuple[TableCell, ...]:
+    """Return the cells of the probabilities of a cause, which are empty for "nothing"."""
+    given = [probability]
+    if _has_mechanism(numbers):
+        given.append(_mechanism_probability(numbers, row, probability))
+    if numbers.names("causes", "cause")[row] == "nothing":
+        return (TableCell(""),) * len(given)
+    return tuple(TableCell(quantity.text, quantity=quantity, is_number=True) for quantity in given)
 
 
 def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[ReportTable]:
@@ -347,10 +359,9 @@ def _symptom(numbers: Numbers, row: int) -> Sentence:
 
 
 def _probability_sentence(numbers: Numbers, row: int, probability: Quantity) -> Sentence:
-    layer = int(numbers.value("causes", "layer", cause=row).value)
-    place = f", block {layer}" if layer >= 0 else ""
     kind = numbers.text("causes", "kind", cause=row)
-    what = "" if kind == CauseKind.NONE else f" (kind of cause: {kind}{place})"
+    layer = int(numbers.value("causes", "layer", cause=row).value)
+    what = f" (kind of cause: {kind}{f', block {layer}' if layer >= 0 else ''})"
     if not _has_mechanism(numbers):
         return sentence_of("Its probability is {probability}{what}.", probability=probability, what=what)
     return sentence_of(

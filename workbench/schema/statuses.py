@@ -111,8 +111,23 @@ class CauseKind(StrEnum):
     PRECISION = "precision"
     ROUTING = "routing"
     DATA = "data"
-    #: There is no fault.
+    #: The training step does not do what it should.
+    WIRING = "wiring"
+    #: Another fault than the known ones.
+    UNKNOWN = "unknown"
+    #: No fault was found.
     NONE = "none"
+
+
+class DiagnosisState(StrEnum):
+    """What a diagnosis states."""
+
+    #: A fact about the run was found.
+    FOUND = "found"
+    #: The symptoms indicate causes.
+    LIKELY = "likely"
+    #: No failure is visible, and no cause stands out.
+    NOTHING_FOUND = "nothing found"
 
 
 class SymptomKind(StrEnum):
@@ -123,3 +138,5 @@ class SymptomKind(StrEnum):
     #: Learning rate and batch size, as recorded at every step.
     LOG = "log"
     CONFIGURATION = "configuration"
+    #: Numbers that are decided by absolute limits, and alarms.
+    FACT = "fact"

@@ -46,7 +46,7 @@ class _Weight(NamedTuple):
 
 
 class UpdateCollector:
-    """Measurement of an update, right before and right after it.
+    """Measurement of an update, right before and right after it. Frozen parameters are not measured.
 
     Sums of squares are added over the ranks that hold shards; no parameter is gathered. Small tensors of a module are
     concatenated into one vector, since on a GPU launching a computation takes about as long as computing with a small

@@ -57,7 +57,8 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
         **place,
     )
     drop = (first - low) / first if first > 0 else math.nan
-    if math.isfinite(drop):
+    is_flat = failure.is_stalled and float(failure.smooth[0]) - low <= failure.floor  # also if a trained model goes on
+    if math.isfinite(drop) and not is_flat:
         sentence = f"The loss decreased by {100 * drop:.0f} % of its first value, from {first:.3g} to {low:.3g} nat."
         yield Symptom(
             "hardly_learns", ramp(drop, 0.3, 0.05) if failure.is_stalled else 0.0, drop, 0.3, sentence, **place
@@ -65,7 +66,8 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
         yield Symptom("learns", ramp(drop, 0.05, 0.6, high=1), drop, 0.3, sentence, **place)
     learned = float(failure.smooth[0]) - low
     if learned > 0:
-        lost = (float(failure.smooth[-1]) - low) / learned
+        undone = float(failure.smooth[-1]) - low
+        lost = undone / learned if undone > failure.floor else 0.0  # noise alone undoes all of a decrease by noise
         yield Symptom(
             "ends_above_its_best",
             ramp(lost, 0.1, 0.5, high=1),
@@ -104,8 +106,7 @@ def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
     if math.isfinite(noise):
         sentence = f"The noise of the loss from step to step is {100 * noise:.2g} % of its level."
         yield Symptom("loss_noise", ramp(finite_log10(noise), -1.3, -0.5, low=-1), noise, 0.05, sentence, **place)
-    n_classes = record.setting("task", "vocab_size") or record.setting("model", "config", "n_classes")
-    if n_classes and n_classes > 1:
+    if (n_classes := record.n_classes) and n_classes > 1:
         guess = math.log(n_classes)
         yield Symptom(
             "first_loss",

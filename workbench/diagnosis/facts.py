@@ -1,0 +1,360 @@
+"""Facts about a run: numbers that absolute limits decide, without a healthy run to compare with and without weights.
+
+A fact establishes a cause, excludes one, or only shows that something is wrong, which excludes "nothing". The findings
+of the probes, repeated batches and settings that changed without a plan are those of
+`callbacks.alarms.probe_alarms.ProbeAlarms`, to which the record is replayed: timeline, alarms and diagnosis agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from workbench.callbacks.alarms.logit_limit import LIMIT
+from workbench.callbacks.alarms.probe_alarms import ProbeAlarms
+from workbench.callbacks.alarms.recorded_observations import observations
+from workbench.callbacks.alarms.watched import WATCHED
+from workbench.diagnosis.causes import UNKNOWN
+from workbench.diagnosis.failed_run import Record
+from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.symptoms import Symptom
+from workbench.formatting import counted, listed, percent, short
+from workbench.schema.statuses import SymptomKind
+
+#: Fault that an alarm names -> the cause of a diagnosis; the others are changes of a setting, or no cause.
+_CAUSES = {
+    "low_precision_attention": "precision", "arithmetic": "precision", "low_precision_reduction": "precision",
+    "stale_reduction": "wiring", "dropped_bucket": "wiring", "changed_setting": "wiring", "corrupted_data": "data",
+    "repeated_data": "loader", "large_rate": "schedule", "small_batch": "batch", "no_auxiliary_loss": "routing",
+}  # fmt: skip
+#: Signal of the alarms without statistics -> the variable that they are about.
+_VARIABLES = {
+    "arithmetic": "error_excess", "gradients": "gradient_verdict", "data": "repeated_examples",
+    "logits": "attention_logit_max",
+}  # fmt: skip
+#: Log-odds that a fact contributes, and the probability that all other causes share if one is established.
+WEIGHT, REST = 10.0, 0.01
+#: Measurements, and rows, that must show a property that holds in all of them.
+_N_MEASURED, _N_ROWS = 3, 10
+#: Median fraction of weights that updates leave unchanged, above which the number format is too coarse for them, and
+#: below which it is not.
+_LOST, _KEPT = 0.25, 0.05
+#: Relative size of an update below which float32 rounds it away too, as at the end of a schedule.
+_TINY = 1e-6
+#: Gradient RMS over eps in every block and measurement, above which eps is not the cause.
+_OVER_EPS = 1e3
+#: Entropy of the tokens of a batch, in nat, below which nearly all are the same, and labels that a batch needs for it.
+_LOW_ENTROPY, _N_LABELS = 0.3, 32
+#: Multiple of log V above which a first loss is none of an untrained model.
+_TOO_HIGH = 2.0
+#: Fraction of the entropy of the labels below which a loss is too good, and number of updates after which a loss that
+#: is not below it has learned nothing from the inputs.
+_TOO_GOOD, _LATE = 0.05, 300
+#: Fraction of the largest entropy below which attention considers a single token.
+_FOCUS = 0.05
+#: Largest exponent of 2 of a gradient norm that is a loss scale and no clipping limit; its relative precision.
+_EXPONENT, _EXACT = -5, 1e-3
+#: Times that new batches follow repeated ones, which a further epoch does not have, and examples of such a batch.
+_N_RETURNS, _N_EXAMPLES = 3, 4
+#: Fraction of the updates of the second half that are skipped, above which the loss scale does not recover.
+_SKIPPED = 0.2
+
+
+@dataclass(frozen=True)
+class Fact(Symptom):
+    """A number of a run that an absolute limit decides.
+
+    Attributes:
+        cause: The cause that the fact is about.
+        is_for: Whether it establishes the cause; otherwise it excludes it.
+    """
+
+    kind: SymptomKind = SymptomKind.FACT
+    cause: str = "nothing"
+    is_for: bool = False
+
+    @property
+    def is_finding(self) -> bool:
+        """Whether something is wrong: a cause is established, or "nothing" excluded."""
+        return self.is_for or self.cause == "nothing"
+
+
+def read_facts(record: Record, failure: Failure) -> list[Fact]:
+    """Return the facts of a run, findings first, by their first step."""
+    groups = (_of_alarms, _of_batches, _of_loss, _of_scale, _of_updates, _of_attention, _of_sound_arithmetic)
+    found = [fact for group in groups for fact in group(record, failure)]
+    return sorted(found, key=lambda fact: (not fact.is_finding, fact.step, not fact.is_for))
+
+
+def settle(probability: Mapping[str, float], facts: Sequence[Fact]) -> dict[str, float]:
+    """Return the probabilities of the causes given the facts, which no symptom can contradict.
+
+    Established causes come first, in the order of their first steps, and excluded ones have probability 0.
+
+    Args:
+        probability: Probability of each cause by its symptoms, in decreasing order.
+        facts: Facts from `read_facts`.
+    """
+    established = list(dict.fromkeys(fact.cause for fact in facts if fact.is_for))
+    excluded = {fact.cause for fact in facts if not fact.is_for} | ({"nothing"} if established else set())
+    rest = {cause: 0.0 if cause in excluded else p for cause, p in probability.items() if cause not in established}
+    if not math.fsum(rest.values()):
+        rest[UNKNOWN] = 1.0
+    share = (REST if established else 1.0) / math.fsum(rest.values())
+    first = {cause: (1 - REST) / len(established) for cause in established}
+    return first | {cause: rest[cause] * share for cause in sorted(rest, key=lambda cause: -rest[cause])}
+
+
+def _of_alarms(record: Record, failure: Failure) -> Iterator[Fact]:
+    """Yield the alarms without statistics by replaying the record, and the first of those that the watch raised."""
+    probes, seen = ProbeAlarms(), set[str]()
+    for each in observations(record.tree):
+        for alarm in probes.observe(each):
+            seen.add(alarm.signal)
+            message = alarm.message.rstrip(".")
+            faults = next((of for one, of in probes.standing.values() if one is alarm), ())
+            cause = "wiring" if len(faults) > 1 else _CAUSES.get(faults[0], "nothing") if faults else "nothing"
+            name = _VARIABLES.get(alarm.signal, alarm.signal)
+            path = f"/{each.part}" if each.part in record.parts and name in record.parts[each.part] else ""
+            yield Fact(
+                f"alarm_of_{alarm.signal if alarm.signal in _VARIABLES else 'settings'}", 1.0, alarm.value, math.nan,
+                f"{message}." if f"step {alarm.step}" in message else f"{message} (step {alarm.step}).",
+                step=alarm.step, layer=alarm.layer,
+                path=path, variable=name if path else "", cause=cause, is_for=cause != "nothing",
+            )  # fmt: skip
+    raised = [alarm for alarm in record.events_of("alarm") if alarm.source not in seen]
+    of_watch = [alarm for alarm in raised if alarm.source in {watched.name for watched in WATCHED}]
+    for event in [*of_watch[:1], *(event for event in raised if event not in of_watch)]:
+        more = f" {counted(len(of_watch) - 1, 'more alarm')} followed." if event in of_watch and of_watch[1:] else ""
+        sentence = f"The watch raised an alarm at step {event.step}: {event.message.rstrip('.')}.{more}"
+        yield Fact("alarm_of_the_watch", 1.0, event.score, 1.0, sentence, step=event.step, layer=event.layer)
+
+
+def _of_batches(record: Record, failure: Failure) -> Iterator[Fact]:
+    size, counts = record.every("batch_size"), record.every("n_tokens")
+    counts = size if counts is None else counts
+    for name, cause in (("token_entropy", "loader"), ("label_entropy", "labels")):
+        entropy = record.every(name)
+        if entropy is None or counts is None:
+            continue
+        known = np.flatnonzero(np.isfinite(entropy) & (counts >= _N_LABELS))
+        same, usual = known[entropy[known] < 1e-9], float(np.median(entropy[known])) if len(known) else math.nan
+        what = name.split("_")[0] + "s"
+        if len(same) and (usual < 1e-9 or usual > 1):
+            many = "every batch" if len(same) == len(known) else "1 batch" if len(same) == 1 else f"{len(same)} batches"
+            sentence = f"All {what} are the same in {many}, first at step {record.every_step[same[0]]}."
+            yield _fact(record, name, same[0], 0.0, usual, sentence, cause)
+        elif what == "tokens" and len(known) >= _N_ROWS and usual < _LOW_ENTROPY:
+            sentence = (
+                f"The tokens of a batch have an entropy of {usual:.2g} nat: nearly all are the same one, such as "
+                "padding or an unknown token."
+            )
+            yield _fact(record, name, known[0], usual, _LOW_ENTROPY, sentence, cause)
+    repeated = record.every("repeated_examples")
+    if repeated is None or size is None or not np.nanmedian(size) >= _N_EXAMPLES:
+        return
+    known = np.flatnonzero(np.isfinite(repeated))
+    is_old = repeated[known] >= 1
+    if is_old.mean() >= 0.25 and np.sum(is_old[:-1] & (repeated[known][1:] <= 0)) >= _N_RETURNS:
+        first = known[np.argmax(is_old)]
+        sentence = (
+            f"{percent(float(is_old.mean()))} of the batches repeat a recent one between new ones, first at step "
+            f"{record.every_step[first]}: several workers or ranks read the same data."
+        )
+        yield _fact(record, "repeated_examples", first, float(is_old.mean()), 0.0, sentence, "loader")
+
+
+def _of_loss(record: Record, failure: Failure) -> Iterator[Fact]:
+    loss, norm = record.every("loss"), record.every("grad_norm")
+    if loss is None:
+        return
+    if norm is not None and len(empty := np.flatnonzero(~np.isfinite(loss) & (norm == 0))):
+        sentence = (
+            f"At step {record.every_step[empty[0]]} the loss is not finite although every gradient is exactly 0: no "
+            "label of the batch counts, for example because all are ignored."
+        )
+        yield _fact(record, "loss", empty[0], math.nan, math.nan, sentence, "labels", name="no_label_counts")
+    known = np.flatnonzero(np.isfinite(loss))
+    first, last, n_classes = float(loss[known[0]]), float(failure.smooth[-1]), record.n_classes or 0
+    labels, tokens = record.every("label_entropy"), record.every("n_tokens")
+    if n_classes > 3:
+        guess = math.log(n_classes)
+        n_tokens = float(np.nanmedian(tokens)) if tokens is not None else math.nan
+        is_sum = 0.2 < first / (guess * n_tokens) < 5 if n_tokens > 1 else False
+        if first > _TOO_HIGH * guess and not is_sum:
+            sentence = (
+                f"The first loss is {short(first)} nat; a uniform guess among {n_classes:,} classes has {guess:.3g}: "
+                "the logits are too large from the start, or the loss is not a mean over labels."
+            )
+            yield _fact(record, "loss", known[0], first, guess, sentence, "nothing", name="first_loss_too_high")
+        yield from _of_softmax(record, n_classes, loss[known])
+    if labels is None or len(known) < 5 * _N_ROWS or failure.is_seen:
+        return
+    entropy = float(np.nanmedian(labels))
+    if entropy > 1 and last < _TOO_GOOD * entropy:
+        sentence = (
+            f"The loss fell to {short(last)} nat, {percent(last / entropy)} of the entropy of its labels: too good, "
+            "unless the inputs determine the labels or few examples repeat. Labels may leak into the inputs: no causal "
+            "mask, or labels that are not shifted."
+        )
+        row = known[min(int(np.argmax(failure.smooth < _TOO_GOOD * entropy)), len(known) - 1)]
+        yield _fact(record, "loss", row, last, entropy, sentence, "nothing", name="too_good")
+    late = float(np.median(failure.smooth[-len(known) // 4 :]))
+    if len(known) >= _LATE and entropy > 0.5 and late > entropy + failure.floor:
+        sentence = (
+            f"After {len(known)} updates the loss of {late:.3g} nat is not below the entropy of its labels, "
+            f"{entropy:.3g} nat: nothing is learned from the inputs."
+        )
+        yield _fact(record, "loss", known[-1], late, entropy, sentence, "nothing", name="only_frequencies")
+
+
+def _of_softmax(record: Record, n_classes: int, loss: np.ndarray) -> Iterator[Fact]:
+    """Yield whether a softmax is applied twice: the logits are probabilities, or the late losses those of certain ones.
+
+    The log sum exp of probabilities lies between that of equal ones and of a single one, ``most``. Their loss is at
+    least ``most`` - 1, and exceeds it by the fraction of wrong examples once the model is certain.
+    """
+    log_z = record.values("activations", "log_z") if record.has("activations", "log_z") else np.zeros(0)
+    most, size = math.log(n_classes - 1 + math.e), record.every("batch_size")
+    is_between = (log_z > math.log(n_classes) + 1 / n_classes - 1e-4) & (log_z < most + 1e-4)
+    is_bounded = bool((loss > most - 1.01).all() and (loss < max(most, loss[0]) + 0.1).all())
+    n_wrong = (loss[-len(loss) // 3 :] - most + 1) * (np.nanmedian(size) if size is not None else math.nan)
+    is_certain = np.mean(np.abs(n_wrong - np.round(n_wrong)) < 0.02) > 0.5
+    are_probabilities = len(log_z) >= _N_MEASURED and is_between.all()
+    if is_bounded and (are_probabilities or (is_certain and len(loss) >= 3 * _N_ROWS)):
+        sentence = (
+            f"The loss never falls below {most - 1:.3g} nat, the limit for {n_classes:,} classes if a softmax is "
+            "applied twice, and it takes the values of that: the loss receives probabilities instead of logits."
+        )
+        yield _fact(record, "loss", 0, float(loss.min()), most - 1, sentence, "labels", name="softmax_twice")
+
+
+def _of_scale(record: Record, failure: Failure) -> Iterator[Fact]:
+    norm, skipped, scale = (record.every(name) for name in ("grad_norm", "is_skipped", "loss_scale"))
+    if norm is not None and (known := np.flatnonzero(norm > 0)).size >= _N_ROWS:
+        power = np.log2(norm[known])
+        is_scale = (np.abs(power - np.round(power)) < _EXACT) & (power <= _EXPONENT)
+        if is_scale.mean() > 0.5:
+            sentence = (
+                f"The gradient norm is exactly a power of 2, such as 2^{power[is_scale][0]:.0f}, in "
+                f"{percent(float(is_scale.mean()))} of the updates: gradients are clipped before the loss scale is "
+                "removed. Call scaler.unscale_(optimizer) before the clipping."
+            )
+            at = known[np.argmax(is_scale)]
+            yield _fact(record, "grad_norm", at, norm[at], 1.0, sentence, "loss_scale", name="clipped_before_unscale")
+    if skipped is not None:
+        late = np.nan_to_num(skipped[len(skipped) // 2 :])
+        if (fraction := float(late.mean())) > _SKIPPED:
+            at = len(skipped) // 2 + int(np.argmax(late))
+            fell = f", while the loss scale fell to {short(float(scale[-1]))}" if scale is not None else ""
+            sentence = (
+                f"{percent(fraction)} of the updates from step {record.every_step[at]} on were skipped because "
+                f"gradients overflowed in float16{fell}."
+            )
+            yield _fact(record, "is_skipped", at, fraction, _SKIPPED, sentence, "loss_scale")
+
+
+def _of_updates(record: Record, failure: Failure) -> Iterator[Fact]:
+    if not record.has("optimizer", "update_ratio"):
+        return
+    rate, steps = record.every("learning_rate"), record.steps_of("optimizer")
+    moves = np.full(len(steps), True) if rate is None else np.interp(steps, record.every_step, np.nan_to_num(rate)) > 0
+    ratio, modules = record.values("optimizer", "update_ratio")[moves], record.parts["optimizer"]
+    if len(ratio) >= _N_MEASURED and "layer" in modules.coords and record.has("optimizer", "module_grad_norm"):
+        norm = record.values("optimizer", "module_grad_norm")[moves]
+        is_cut = np.isnan(norm).all(axis=0) & (ratio == 0).all(axis=0)
+        if is_cut.any() and not is_cut.all():
+            names = [f"block {layer}" if layer >= 0 else "the rest" for layer in modules["layer"].values[is_cut]]
+            sentence = (
+                f"No gradient reaches {listed(names)}, and no update changed their weights although they require "
+                "gradients: the graph is cut, for example by reentrant checkpointing of inputs that require none."
+            )
+            yield _of_modules(record, "module_grad_norm", math.nan, 0.0, sentence, "wiring", name="never_reached")
+        elif (ratio[np.isfinite(ratio)] == 0).all():
+            sentence = f"None of {counted(len(ratio), 'measured update')} at a rate above 0 changed a weight."
+            yield _of_modules(record, "update_ratio", 0.0, 0.0, sentence, "wiring", name="no_update")
+    if (unchanged := _unchanged(record)) > _LOST:
+        sentence = (
+            f"In the median, an update leaves {percent(unchanged)} of the weights with a nonzero gradient unchanged: "
+            "the number format rounds updates away. Keep the parameters in float32."
+        )
+        yield _of_modules(record, "unchanged_share", unchanged, _LOST, sentence, "precision", name="rounded_away")
+    if record.has("optimizer", "gradient_rms_over_eps"):
+        least = float(np.nanmin(record.values("optimizer", "gradient_rms_over_eps")))
+        if least > _OVER_EPS:
+            sentence = f"The RMS of the gradients of every block is at least {short(least)} times eps."
+            of = _of_modules(record, "gradient_rms_over_eps", least, _OVER_EPS, sentence, "", name="eps_is_small")
+            yield replace(of, cause="optimizer_eps", is_for=False)
+
+
+def _of_attention(record: Record, failure: Failure) -> Iterator[Fact]:
+    """Yield whether the attention of a block has saturated at the end, beyond what healthy models reach."""
+    if not all(record.has("attention", name) for name in ("attention_logit_max", "attention_entropy_share")):
+        return
+    logits, entropy = (record.values("attention", n)[-1] for n in ("attention_logit_max", "attention_entropy_share"))
+    if not np.isfinite(logits).any():
+        return
+    at = int(np.nanargmax(np.nanmax(logits, axis=1)))
+    largest, focus = float(np.nanmax(logits[at])), float(np.nanmean(entropy[at]))
+    if largest > LIMIT / 10 and focus < _FOCUS:
+        layer = int(record.parts["attention"]["layer"].values[at])
+        sentence = (
+            f"The attention of block {layer} has saturated: its logits reach {short(largest)}, and its entropy is "
+            f"{percent(focus)} of the maximum. They are not scaled by 1/sqrt(d), or queries and keys grow too fast."
+        )
+        yield Fact(
+            "attention_saturates", 1.0, largest, LIMIT / 10, sentence, step=int(record.steps_of("attention")[-1]),
+            layer=layer, path="/attention", variable="attention_logit_max",
+        )  # fmt: skip
+
+
+def _of_sound_arithmetic(record: Record, failure: Failure) -> Iterator[Fact]:
+    """Yield whether the probes of arithmetic and gradients would have found a fault of precision."""
+    steps = record.steps_of("precision") if "precision" in record.parts else np.zeros(0)
+    is_late = len(steps) >= _N_MEASURED and (not failure.is_seen or steps[-1] >= failure.step)
+    if not is_late or not _unchanged(record) < _KEPT:
+        return
+    probes = ProbeAlarms()
+    if any(probes.observe(each) for each in observations(record.tree) if each.part in ("precision", "reduction")):
+        return
+    sentence = (
+        f"In {counted(len(steps), 'measurement')} no block differed from itself in float64 by more than rounding "
+        "explains, and updates were not rounded away."
+    )
+    yield Fact(
+        "arithmetic_is_sound", 1.0, len(steps), _N_MEASURED, sentence, "measurement", step=int(steps[-1]),
+        path="/precision", variable="error_excess", cause="precision",
+    )  # fmt: skip
+
+
+def _unchanged(record: Record) -> float:
+    """Return the median unchanged fraction of weights, of updates that are not lost in any format; NaN if unknown."""
+    if not record.has("optimizer", "unchanged_share"):
+        return math.nan
+    is_large = record.values("optimizer", "update_ratio") > _TINY
+    found = record.values("optimizer", "unchanged_share")[is_large]
+    return float(np.nanmedian(found)) if np.isfinite(found).any() else math.nan
+
+
+def _fact(
+    record: Record, variable: str, row: int, value: float, reference: float, sentence: str, cause: str, *,
+    name: str = "",
+) -> Fact:  # fmt: skip
+    """Return a fact about a monitor at one of all rows."""
+    return Fact(
+        name or f"{variable}_is_off", 1.0, float(value), reference, sentence, step=int(record.every_step[row]),
+        path="/monitors", variable=variable, cause=cause, is_for=cause != "nothing",
+    )  # fmt: skip
+
+
+def _of_modules(
+    record: Record, variable: str, value: float, reference: float, sentence: str, cause: str, *, name: str
+) -> Fact:
+    """Return a fact about all measurements of the optimizer."""
+    return Fact(
+        name, 1.0, value, reference, sentence, step=int(record.steps_of("optimizer")[0]), path="/optimizer",
+        variable=variable, cause=cause, is_for=True,
+    )  # fmt: skip
