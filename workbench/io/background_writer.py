@@ -271,6 +271,8 @@ class BackgroundWriter:
                 self._give_up_rows()
         if thread is not None and is_written:
             thread.join(timeout)
+        if thread is None or not thread.is_alive():
+            self._writer.release()
         self._pass_on_warning()
         return is_written
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from workbench.errors import StoreError
 from workbench.io.atomic import check_free, replacing
+from workbench.io.run_lock import has_writer, owner, take_lock
 from workbench.schema.runs import ALL_CHUNKS, SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class RunWriter:
         overwrite: Replace an existing file or folder at ``path``.
 
     Raises:
-        StoreError: If the path exists and ``overwrite`` is False, or cannot be written.
+        StoreError: If the path exists and ``overwrite`` is False, or is being written, or cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], attrs: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -51,11 +52,14 @@ class RunWriter:
         self.path = Path(path)
         self._parts: dict[str, _Extent] = {}
         self._arrays: dict[str, list[zarr.Array]] = {}
-        self._attrs = {"schema_version": SCHEMA_VERSION, **attrs, ALL_CHUNKS: 1}
+        self._attrs = {"schema_version": SCHEMA_VERSION, **attrs, "writer": owner(), ALL_CHUNKS: 1}
         check_free(self.path, overwrite=overwrite)
+        if has_writer(self.path):
+            take_lock(self.path).release()  # raises the error, unless the writer has just ended
         with replacing(self.path) as partial:
             zarr.create_group(partial)
             self._write_root(partial)
+        self._lock = take_lock(self.path)
         self._folder = self.path.stat().st_ino
 
     @classmethod
@@ -67,18 +71,16 @@ class RunWriter:
             before_step: Rows from this step on are dropped, because they will be recomputed.
 
         Raises:
-            StoreError: If there is no such store, or it is damaged.
+            StoreError: If there is no such store, or it is damaged or being written.
         """
         from workbench.io.store import open_run
         from workbench.io.watched_store import WatchedStore
 
-        committed = open_run(path)
+        open_run(path)
         writer = cls.__new__(cls)
-        writer.path, writer._attrs, writer._arrays = (
-            Path(path),
-            dict(WatchedStore(os.fspath(path)).metadata["attributes"]),
-            {},
-        )
+        writer.path, writer._arrays, writer._lock = Path(path), {}, take_lock(Path(path))
+        committed = open_run(path)
+        writer._attrs = dict(WatchedStore(os.fspath(path)).metadata["attributes"]) | {"writer": owner()}
         writer._folder = writer.path.stat().st_ino
         writer._parts = {
             part: _Extent(str(steps.dims[0]), int(np.count_nonzero(steps.values < before_step)))
@@ -143,6 +145,10 @@ class RunWriter:
         with _naming_the_error(self.path):
             self._check_is_there()
             self._write_root(self.path)
+
+    def release(self) -> None:
+        """Let others write the store; called after the last commit."""
+        self._lock.release()
 
     def is_there(self) -> bool:
         """Return whether the store still exists at its path and was not replaced by another one."""

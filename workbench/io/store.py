@@ -15,6 +15,7 @@ from workbench.errors import SchemaError, StoreError
 from workbench.io.atomic import check_free, replacing
 from workbench.io.files import FileKind, as_path
 from workbench.io.memory import require_memory
+from workbench.io.run_lock import has_writer
 from workbench.io.run_parts import events_part
 from workbench.io.training_logs import is_log, read_log
 from workbench.schema.runs import (
@@ -27,6 +28,7 @@ from workbench.schema.runs import (
     validate_part,
     validate_spectra,
 )
+from workbench.schema.statuses import RunState
 from workbench.schema.weights import validate_weights
 
 if TYPE_CHECKING:
@@ -162,7 +164,9 @@ def export_netcdf(
 def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     """Open a run written by `save`, `train` or `export_netcdf`; values of a Zarr store are loaded lazily.
 
-    Loading raises a `StoreError` if the store was removed or replaced since; ``run.load()`` loads all values at once.
+    Its attribute ``state`` tells whether the run is still being written: ``"ended without being closed"`` if no process
+    does, although none has closed it. Loading raises a `StoreError` if the store was removed or replaced since;
+    ``run.load()`` loads all values at once.
 
     Args:
         path: Path of a Zarr store or a netCDF file.
@@ -220,6 +224,8 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
             )
         for node in run.subtree:
             check_version(node)
+        if run.attrs.get("state") == RunState.RUNNING and has_writer(path) is False:
+            run.attrs["state"] = str(RunState.UNCLOSED)
         return with_text(run, of_variable_length=False)
 
 

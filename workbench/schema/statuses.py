@@ -81,6 +81,8 @@ class RunState(StrEnum):
     DIVERGED = "diverged"
     #: Ended by an error.
     INTERRUPTED = "interrupted"
+    #: No process writes it, although none has closed it.
+    UNCLOSED = "ended without being closed"
 
 
 class CoordinateState(StrEnum):

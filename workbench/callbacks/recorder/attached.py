@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
 import math
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,6 +40,7 @@ from workbench.models.wrapping import bare
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
+from workbench.schema.statuses import RunState
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
@@ -56,6 +61,10 @@ _WORDS = {
 
 #: Names under which the ranks exchange how many settings have changed, and how many updates were not made.
 _N_CHANGES, _N_UNMADE = "n_changes", "n_unmade"
+#: Number of updates between two copies of the state of the recorder in its store.
+_STATE_EVERY = 200
+#: Recorders that record, which end with the interpreter.
+_attached: weakref.WeakSet[AttachedRecorder] = weakref.WeakSet()
 #: Parts that determine the cause of an alarm.
 _CHECKS = ("precision", "reduction")
 
@@ -67,7 +76,7 @@ class RecorderOwner(Protocol):
     n_probe_tokens: int
     recent_examples: list[int]
     settings_state: dict[str, Any]
-    planned: Mapping[str, Plan]
+    planned: dict[str, Plan]
 
     def _keep_probe(self, probe: Any) -> str | None:
         """Store the examples of the probe, and return them as JSON; None if that is impossible."""
@@ -160,9 +169,14 @@ class AttachedRecorder:
                 self._prepare(optimizer)
             optimizer.hook(self._before_update, self._after_step)
             self.is_attached = True
+            _attached.add(self)
         except BaseException:
             self.batches.detach()
             raise
+
+    def __del__(self) -> None:
+        if getattr(self, "is_attached", False):
+            self._end_unclosed()
 
     def __enter__(self) -> AttachedRecorder:
         return self
@@ -206,8 +220,7 @@ class AttachedRecorder:
         finally:
             if self._collectors is not None:
                 self._collectors.reduction.disarm()
-            self.recorder.recent_examples = self.batches.recent_examples
-            self.recorder.settings_state = self.settings_state
+            self._keep_state()
             self.batches.detach()
             self._collectors = self._parameters = self._optimizer = self._settings = None
             if not self.is_hosted:
@@ -215,6 +228,28 @@ class AttachedRecorder:
                 self.event(word, message=f"{word.capitalize()} after {self.step} steps.")
                 self.output.close(state=word)
             self.recorder._on_detach(self.step)
+
+    def _end_unclosed(self) -> None:
+        """Complete the record of a run whose recorder nobody detached: it is no longer used, or the process ends."""
+        self.is_attached = False
+        with contextlib.suppress(Exception):  # an exception here would be printed, and no one can handle it
+            if self._optimizer is not None:
+                self._optimizer.unhook()
+            self._close_row()
+            self._keep_state()
+            self.batches.detach()
+            if not self.is_hosted:
+                self.event("stopped", message=f"The recording was not closed; it ended after {self.step} steps.")
+                self.output.close(state=str(RunState.UNCLOSED))
+            self.recorder._on_detach(self.step)
+
+    def _keep_state(self) -> None:
+        """Keep in the recorder, and in its store, what the next recorder of this run needs."""
+        self.recorder.recent_examples = self.batches.recent_examples
+        self.recorder.settings_state = self.settings_state
+        if not self.is_hosted and self.output.path is not None:
+            state = {"step": self.step, "recent_examples": self.recorder.recent_examples}
+            self.output.commit(recorder_state=json.dumps(state | {"settings": self.recorder.settings_state}))
 
     def log(self, **numbers: Any) -> None:
         """Log metrics of an update, such as ``loss`` and ``accuracy``; the class describes to which update they belong.
@@ -389,10 +424,10 @@ class AttachedRecorder:
         unmade, self.batches.unmade = self.batches.unmade, []
         rows = [as_floats(seen.numbers()) for seen in unmade]
         rows = of_first_rank(rows) if is_agreed else rows
-        logged = {} if is_agreed else self._pending
+        logged: dict[str, float | Tensor] = {} if is_agreed else self._pending
         for row in rows:
-            own = logged if row is rows[-1] else {}
-            self._pending = row | {"learning_rate": self._rate(), "is_skipped": 1.0} | own
+            own: dict[str, float | Tensor] = logged if row is rows[-1] else {}
+            self._pending = {**row, "learning_rate": self._rate(), "is_skipped": 1.0, **own}
             self._open_step = self.step
             self._close_row()
             self.step += 1
@@ -424,6 +459,8 @@ class AttachedRecorder:
         if settings is not None:  # these metrics are the same on every rank
             found = self._guarded("settings", lambda _: settings.logged_changes(step, numbers)) or ()
             changes += [_plain_change(each) for each in found]
+        if (step + 1) % _STATE_EVERY == 0 and not self.is_hosted:
+            self._keep_state()
         for setting, factor, message in changes:
             self.event("setting", step=step, source=setting, score=factor, message=message)
             self._publish(changed_setting(step, setting, factor, message))
@@ -561,3 +598,13 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
             alive()
 
     return call
+
+
+def _end_all() -> None:
+    for attached in list(_attached):
+        if attached.is_attached:
+            attached._end_unclosed()
+
+
+# Called before the function of the same kind that closes the writers, because it is registered after that one.
+getattr(threading, "_register_atexit", atexit.register)(_end_all)

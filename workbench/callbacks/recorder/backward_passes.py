@@ -69,24 +69,23 @@ def differentiated_loss() -> Tensor | None:
         A 0-dim tensor, whose value may not be computed yet; None if there is no pass, or several, or its root is not
         one number.
     """
-    for begin in ([sys._getframe()], sys._current_frames().values()):
-        calls = [frame for frame in map(_backward_call, begin) if frame is not None]
-        if calls:
-            break
-    if len(calls) != 1:
-        return None
-    given = calls[0].f_locals.get("tensors")
-    roots = [given] if isinstance(given, Tensor) else [*(given or ())]
+    # No variable of this function holds its own frame: such a cycle would keep the graph of the loss alive.
+    given = _roots(sys._getframe())
+    if given is None:
+        found = [roots for frame in sys._current_frames().values() if (roots := _roots(frame)) is not None]
+        given = found[0] if len(found) == 1 else ()
+    roots = [given] if isinstance(given, Tensor) else [*given]
     if not all(isinstance(root, Tensor) and root.numel() == 1 for root in roots):
         return None
     losses = [root.detach().reshape(()) for root in roots]
     return losses[0] if len(losses) == 1 else sum(losses[1:], start=losses[0]) if losses else None
 
 
-def _backward_call(frame: FrameType | None) -> FrameType | None:
+def _roots(frame: FrameType | None) -> Any:
+    """Return the tensors on which ``backward`` is called in a thread; None if it is not."""
     while frame is not None and frame.f_code is not _BACKWARD:
         frame = frame.f_back
-    return frame
+    return None if frame is None else frame.f_locals.get("tensors")
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ class Seen:
         return found | ({"loss_scale": scales[-1]} if scales else {})
 
     def _unscaled(self, value: Tensor, of: Pass) -> Tensor:
-        scale = of.scales.get(self.scaler)
+        scale = None if self.scaler is None else of.scales.get(self.scaler)
         return value if scale is None else value.float() / scale.to(value.device)
 
 
@@ -430,6 +430,8 @@ class BatchWatch:
         if self.is_paused or not torch.is_grad_enabled() or module not in self._entrances:
             return False
         if current_pass() != -1:  # within backward: gradient checkpointing recomputes the forward
+            return False
+        if not any(module is each for each in self._entrances):  # a copy of the model, which has its hooks too
             return False
         # Lightning under DDP replaces forward by a function whose arguments are not those of the model.
         return not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__")

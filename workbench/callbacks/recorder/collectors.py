@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -351,7 +351,7 @@ class Collectors:
         with self._passes():
             unscaled = sharpness(self.model, loss)
             try:
-                scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
+                scaled = preconditioned_sharpness(self.model, loss, cast(torch.optim.Optimizer, self.optimizer))
             except OptionError:  # no second moments
                 scaled = math.nan
         return {

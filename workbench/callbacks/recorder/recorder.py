@@ -25,7 +25,6 @@ from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, check
 from workbench.callbacks.recorder.probe_text import of_plain, to_plain
 from workbench.callbacks.recorder.ranks import is_first, of_first_rank
 from workbench.errors import AnatomyError, OptionError, StoreError
-from workbench.io.atomic import check_free
 from workbench.io.background_writer import BackgroundWriter
 from workbench.io.provenance import versions
 from workbench.io.run_output import RunOutput
@@ -90,8 +89,9 @@ class Recorder:
             Attached at step 0 they forget the previous run.
         rows_per_block: Number of rows of a part that are written together, in a separate thread.
         overwrite: Whether to replace the run at ``path``.
-        resume: Whether to continue the run at ``path`` from the step given to `attach`; later rows are dropped. If
-            there is no run, it starts a new one.
+        resume: Whether to continue the run at ``path``: after its last row, or from the step given to `attach`, where
+            later rows are dropped. Recent examples, settings and the past of the alarms are taken from it. If there is
+            no run, it starts a new one.
 
     Raises:
         OptionError: If an option is out of range.
@@ -163,8 +163,8 @@ class Recorder:
         self.recent_examples: list[int] = []
         self.settings_state: dict[str, Any] = {}
         # With several ranks this is checked at `attach`: the first rank may write before another one gets here.
-        if self.path is not None and not resume and not is_shared():
-            check_free(self.path, overwrite=overwrite)
+        if not is_shared():
+            self._check_store()
 
     def attach(
         self,
@@ -188,7 +188,7 @@ class Recorder:
                 and passes all observations to the alarms.
             probe: Probe to use instead of the recorder's own.
             step: Number of updates done; None for 0 or, if the recorder was last attached to the same model, the step
-                at which it was detached.
+                at which it was detached, or the end of a run to resume.
             alarms: Alarms to use instead of the recorder's own.
             run: Training that a callback belongs to, which provides the labels of its batches and a loss on other
                 examples; None to obtain them from the model and ``loss_of``.
@@ -221,12 +221,25 @@ class Recorder:
         joint = JointOptimizer(optimizers_in(optimizer))
         parameters = OptimizedParameters(bare(model), joint)
         continues = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
-        step = int(step) if step is not None else self._step if continues else 0
+        stored = self._stored_state() if self._resumes and not continues and host is None else {}
+        if step == 0 and stored.get("n_rows"):
+            raise StoreError(
+                f"The run at {self.path} ends at step {stored['n_rows'] - 1}, but this training begins at step 0; "
+                "resume it from a checkpoint, or pass overwrite=True instead of resume=True to replace the run.",
+                name="step",
+                value=step,
+                expected="greater than 0 if the run is resumed",
+            )
+        step = int(step) if step is not None else self._step if continues else stored.get("n_rows", 0)
         continues &= step > 0  # step 0 begins another run
         if not continues:
             self._step, self._kept_probe = 0, None
         if not step:
             self.recent_examples, self.settings_state = [], {}
+        elif stored.get("step", step + 1) <= step:  # otherwise later examples would come again
+            self.recent_examples = stored["recent_examples"]
+        if step and stored:
+            self.settings_state = stored.get("settings", {})
         continues |= self._resumes
         output = self._output(model, step, continues=continues) if host is None else host
         alarms = self.alarms if alarms is None else alarms
@@ -428,6 +441,27 @@ class Recorder:
         """Store the step at which an attachment ended."""
         self._step = step
 
+    def _check_store(self) -> None:
+        """Raise StoreError if there is a run that is neither replaced nor resumed."""
+        if self.path is not None and self.path.exists() and not (self._resumes or self._overwrite):
+            raise StoreError(
+                f"{self.path} exists already; pass resume=True to continue it, overwrite=True to replace it, or choose "
+                "another path.",
+                name="path",
+                value=self.path,
+                expected="a path that does not exist",
+            )
+
+    def _stored_state(self) -> dict[str, Any]:
+        """Return the state of the recorder in its store, and ``n_rows``, the step after its last row; on each rank."""
+        state: dict[str, Any] = {}
+        if self.path is not None and is_first() and self.path.exists():
+            run = open_run(self.path)
+            state = json.loads(run.attrs.get("recorder_state", "{}"))
+            if "monitors" in run.children and run["monitors"].sizes.get("step"):
+                state["n_rows"] = int(run.children["monitors"].to_dataset()["step"].values[-1]) + 1
+        return of_first_rank(state)
+
     def _check_free(self, what: str) -> None:
         """Raise OptionError if the recorder is attached."""
         if self._attached is not None and self._attached.is_attached:
@@ -469,6 +503,8 @@ class Recorder:
         return output
 
     def _writer(self, path: Path, model: nn.Module, step: int, *, continues: bool) -> BackgroundWriter:
+        if not continues:
+            self._check_store()
         configuration = json.loads(
             json.dumps({"model": describe_model(model), "recorder": self._describe()}, default=str)
         )

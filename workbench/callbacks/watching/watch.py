@@ -20,6 +20,7 @@ from workbench.callbacks.recorder.ranks import is_first, of_first_rank
 from workbench.callbacks.watching.run_status import RunStatus
 from workbench.callbacks.watching.status_display import StatusDisplay
 from workbench.models.wrapping import bare
+from workbench.option_checks import require_whole
 
 if TYPE_CHECKING:
     import os
@@ -42,6 +43,8 @@ def watch(
     on_alarm: Callable[[Alarm], None] | None = None,
     plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
     shows: bool = True,
+    resume: bool | int = False,
+    overwrite: bool = False,
 ) -> Watch:
     """Watch a run with recorder, probes, alarms and a comparison of settings, in any training loop.
 
@@ -67,13 +70,17 @@ def watch(
         plan: Planned settings, such as ``{"learning_rate": rate_at, "batch_size": {0: 8, 500: 16}}``, which may change
             without an alarm, see `workbench.Recorder`.
         shows: Whether to show the status.
+        resume: Whether to continue the run in the store, if there is one: True after its last row, or the number of
+            updates in the checkpoint from which the training continues; later rows are dropped. A ``Trainer`` knows
+            that number, so pass True. What the alarms and the watch know of the run is kept.
+        overwrite: Whether to replace the run in the store.
 
     Returns:
         The watch. It ends when its context is left, when ``close()`` is called, or when a ``Trainer`` ends.
 
     Raises:
         OptionError: If there is no optimizer, or it updates no parameter of the model.
-        StoreError: If the store exists already.
+        StoreError: If the store exists already and is neither continued nor replaced, or is being written.
 
     Example:
         >>> import torch
@@ -97,6 +104,8 @@ def watch(
         `workbench.Alarms`: Describes the alarms.
         `workbench.diagnose`: Ranks the causes of a failed run.
     """
+    if not isinstance(resume, bool):
+        require_whole(1, resume=resume)
     trainer = _trainer_kind(model)
     module = model.model if trainer == "transformers" else model
     if trainer is None:
@@ -106,6 +115,8 @@ def watch(
         path,
         every=every,
         plan=plan,
+        resume=resume is not False,
+        overwrite=overwrite,
         alarms=Alarms(false_alarms=false_alarms, calibration=calibration, on_alarm=on_alarm),
         shows=shows,
     )
@@ -114,7 +125,7 @@ def watch(
     elif trainer == "lightning":
         model.callbacks.append(lightning_callback(watched.recorder))
     else:
-        watched.attach(model, optimizer)
+        watched.attach(model, optimizer, step=None if isinstance(resume, bool) else resume)
     return watched
 
 
@@ -147,9 +158,9 @@ class Watch:
         """Log metrics of the current update, such as ``loss``; see `workbench.Recorder.log`."""
         self.recorder.log(**numbers)
 
-    def attach(self, model: nn.Module, optimizer: Any) -> None:
-        """Attach the recorder to a model and its optimizer."""
-        self._attached = self.recorder.attach(model, optimizer)
+    def attach(self, model: nn.Module, optimizer: Any, *, step: int | None = None) -> None:
+        """Attach the recorder to a model and its optimizer, after some updates."""
+        self._attached = self.recorder.attach(model, optimizer, step=step)
 
     def close(self, *, is_broken: bool = False) -> None:
         """Remove all hooks and complete the store; not needed for a ``Trainer``."""
@@ -170,6 +181,9 @@ class Watch:
         return self.status.as_text()
 
     def _take_observation(self, observation: Observation) -> None:
+        if self.status.step < 0 and (known := [a for a in self.alarms.raised if a.step < observation.step]):
+            self._n_alarms = self.status.n_alarms = len(known)  # of the run that is resumed
+            self.status.first_alarm = known[0]
         new_alarms = self.alarms.raised[self._n_alarms :]
         self._n_alarms = len(self.alarms.raised)
         cause = self.alarms.attribute() if new_alarms else None
