@@ -324,13 +324,19 @@ def test_ranks_with_equal_gradients_have_equal_weights():
 
 
 def test_discarded_gradients_are_not_expected():
-    """Only the second pass of SAM is used."""
+    """Only the second pass of SAM is used, for which the parameters have moved; without that fact nothing is said."""
     ranks = gradients(2)
     first = gradients(2, 1)
     both = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(ranks, first, strict=True)]
     found = step(ranks, added(ranks))
     whole = step(both, added(ranks)).computed
-    assert compare_gradients(replace(found, computed=whole)).verdict == Verdict.AS_COMPUTED
+    moved = replace(found, computed=whole, has_moved=True)
+    assert compare_gradients(moved).verdict == Verdict.AS_COMPUTED
+    assert compare_gradients(replace(moved, has_moved=None)).verdict == Verdict.NOT_MEASURED
+    assert compare_gradients(replace(moved, has_moved=False)).verdict == Verdict.NOT_MEASURED
+    alone = replace(moved, has_moved=False, is_last_alone=np.ones(found.n_elements.shape, dtype=bool))
+    assert compare_gradients(alone).verdict == Verdict.DISCARDED
+    assert compare_gradients(replace(alone, is_left_over=alone.is_last_alone)).verdict == Verdict.NOT_CLEARED
     assert compare_gradients(replace(found, computed=whole, accumulated=whole)).verdict.is_fault
 
 

@@ -34,6 +34,8 @@ class GradientVerdict(StrEnum):
     RANK_MISSING = "rank missing"
     NOT_COMPUTED = "not what was computed"
     PASS_MISSING = "backward pass missing"
+    DISCARDED = "earlier passes discarded"
+    NOT_CLEARED = "earlier updates not cleared"
     #: Not part of the order of severity.
     NOT_MEASURED = "not measured"
 
@@ -68,6 +70,11 @@ class ProjectedGradients:
         n_passes: Largest number of gradients that were summed for one parameter on one rank; 0 if none was seen.
         passes: Gradients of the individual backward passes, shape (pass, parameter, projection); None or empty if they
             are unknown.
+        is_left_over: Whether the first pass found the gradient of the last update in ``.grad`` unchanged, shape
+            (parameter,); None if unknown.
+        is_last_alone: Whether ``.grad`` was empty before the last of several passes, in the same shape; None if
+            unknown.
+        has_moved: Whether parameters changed between the passes, as with SAM; None if unknown.
 
     Raises:
         OptionError: If shapes do not match, or a format is not a floating-point format.
@@ -92,6 +99,9 @@ class ProjectedGradients:
     formats: tuple[str, ...]
     n_passes: int = 1
     passes: np.ndarray | None = None
+    is_left_over: np.ndarray | None = None
+    is_last_alone: np.ndarray | None = None
+    has_moved: bool | None = None
 
     def __post_init__(self) -> None:
         shape = self.computed.shape
@@ -225,6 +235,10 @@ class GradientAgreement:
             case GradientVerdict.RANK_MISSING:
                 ranks = f"{'rank' if len(self.missing_ranks) == 1 else 'ranks'} {listed(map(str, self.missing_ranks))}"
                 return f"Gradients of {ranks} are missing, in {where}"
+            case GradientVerdict.NOT_CLEARED:
+                return f"Gradients of earlier updates are still in .grad and are added to those of this one, in {where}"
+            case GradientVerdict.DISCARDED:
+                return f"Only the last backward pass of the step counts, since .grad was cleared before it, in {where}"
             case GradientVerdict.PASS_MISSING:
                 several = len(self.missing_passes) > 1
                 passes = f"backward {'passes' if several else 'pass'} {listed(map(str, self.missing_passes))}"

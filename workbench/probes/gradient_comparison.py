@@ -19,6 +19,8 @@ _RMS_ROUNDING = math.sqrt(math.log(2) / 4.5)
 #: Largest ratio of the 90 % to the 10 % quantile of the errors of one number format over parameters. The random
 #: variation of eight projections accounts for a factor of 2, cancellation between ranks for the remaining factor.
 _EVENNESS = 8.0
+#: Cosine of two gradients below which they have opposite aims.
+_OPPOSED = -0.3
 
 
 def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradients] = ()) -> GradientAgreement:
@@ -84,8 +86,28 @@ def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradi
     found = _on_all_ranks(step, step.computed, earlier)
     if found.verdict.is_fault and not np.array_equal(step.accumulated, step.computed):
         other = _on_all_ranks(step, step.accumulated, earlier)
-        found = found if other.verdict.is_fault else other
+        found = found if other.verdict.is_fault else _of_accumulated(step, found, other)
     return found
+
+
+def _of_accumulated(step: ProjectedGradients, found: GradientAgreement, other: GradientAgreement) -> GradientAgreement:
+    """Return why the optimizer received what ``.grad`` held although the passes of the step computed something else."""
+    is_wrong = np.array([state.is_fault for state in found.states])
+    nothing = np.zeros_like(is_wrong)
+    if (is_wrong & (nothing if step.is_left_over is None else step.is_left_over)).any():
+        verdict = GradientVerdict.NOT_CLEARED
+    elif step.has_moved:  # SAM computes a second gradient elsewhere, and LBFGS several
+        return other
+    else:
+        kept, lost = step.accumulated[:, is_wrong], (step.computed - step.accumulated)[:, is_wrong]
+        # Losses with opposite aims, as of a generator and its discriminator, are no parts of one batch.
+        is_opposed = (kept * lost).sum() < _OPPOSED * math.sqrt(float(np.square(kept).sum() * np.square(lost).sum()))
+        is_alone = nothing if step.is_last_alone is None else step.is_last_alone
+        if step.has_moved is None or is_opposed or not is_alone[is_wrong].all():
+            return _not_measured(step, "the loop discards or keeps gradients of several passes, which may be meant")
+        verdict = GradientVerdict.DISCARDED
+    states = tuple(verdict if wrong else state for wrong, state in zip(is_wrong, other.states, strict=True))
+    return replace(other, verdict=verdict, states=states)
 
 
 def _not_measured(step: ProjectedGradients, reason: str) -> GradientAgreement:

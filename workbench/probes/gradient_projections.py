@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from functools import partial
@@ -25,6 +26,8 @@ from workbench.probes.gradient_agreement import ProjectedGradients
 N_PROJECTIONS = 8
 #: Largest number of backward passes of a step that are stored separately.
 _N_SEPARATE = 8
+#: Number of parameters whose sums show whether they change between backward passes.
+_N_MARKED = 8
 #: Elements that are projected together to save memory; on the host they fit the processor's cache.
 _CHUNK, _CHUNK_ON_HOST = 2**20, 2**16
 #: Attribute of FSDP2 for the parameter before sharding.
@@ -110,6 +113,9 @@ class GradientProjections:
                     value="mps",
                     expected="on a device with float64",
                 )
+        self._after_update: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        spread = range(0, len(self.parameters), -(-len(self.parameters) // _N_MARKED))
+        self._marked = {number for number in spread if not _is_sharded(self.parameters[number])}
         self._seeds = [int(np.random.SeedSequence([seed, i]).generate_state(1)[0]) for i in range(len(self.parameters))]
         self._nodes: list[Node] = []
         self._handles: list[RemovableHandle] | None = None
@@ -120,6 +126,11 @@ class GradientProjections:
         self._accumulated: dict[int, Tensor] = {}
         self._separate: dict[int, list[Tensor]] = {}
         self._n_passes: Counter[int] = Counter()
+        self._last: dict[int, Tensor] = {}
+        self._left_over: set[int] = set()
+        self._marks: dict[int, tuple[int, int]] = {}
+        self._sums: dict[int, list[Tensor]] = {}
+        self._has_moved = False
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     @property
@@ -176,6 +187,25 @@ class GradientProjections:
         self._handles = None
         self._nodes.clear()
 
+    def note_update(self) -> None:
+        """Note the gradients right after an update, to recognize them if the next step does not clear them.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(3, 2)
+            >>> projections = wb.probes.GradientProjections(model.parameters())
+            >>> for _ in range(2):  # without zero_grad
+            ...     projections.arm()
+            ...     model(torch.randn(4, 3)).square().sum().backward()
+            ...     step = projections.take()
+            ...     projections.note_update()
+            >>> wb.probes.compare_gradients(step).verdict
+            <GradientVerdict.NOT_CLEARED: 'earlier updates not cleared'>
+        """
+        kept = {i: parameter.grad for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
+        self._after_update = {i: (weakref.ref(gradient), gradient._version) for i, gradient in kept.items()}
+
     def take(self) -> ProjectedGradients:
         """Project the gradients that the optimizer will receive, remove the hooks, and gather the results of all ranks.
 
@@ -207,11 +237,13 @@ class GradientProjections:
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 received[number] = self._project_own(number, parameter)
-        tables = (self._computed, self._accumulated, received)
+        tables = (self._computed, self._accumulated, received, self._last)
         n_passes = max(self._n_passes.values(), default=0)
         separate = self._separate if 2 <= n_passes <= _N_SEPARATE else {}
-        values = iter(read_arrays([v for t in tables for v in t.values()] + [v for p in separate.values() for v in p]))
-        found = np.zeros((len(self.parameters), 3, N_PROJECTIONS + 1))
+        sums = [value for several in self._sums.values() for value in several]
+        lists = [v for t in tables for v in t.values()] + [v for p in separate.values() for v in p]
+        values = iter(read_arrays(lists + sums))
+        found = np.zeros((len(self.parameters), 4, N_PROJECTIONS + 1))
         for i, table in enumerate(tables):
             for number in table:
                 found[number, i] = next(values)
@@ -219,9 +251,16 @@ class GradientProjections:
         for number, of_parameter in separate.items():
             for i in range(len(of_parameter)):
                 passes[i, number] = next(values)[:-1]
-        counts = np.array([self._n_passes[number] for number in range(len(self.parameters))], dtype=float)
-        ranks = _of_all_ranks(np.concatenate([found.reshape(len(found), -1), counts[:, None]], axis=1))
-        computed, accumulated, taken = ranks[..., :-1].reshape(*ranks.shape[:2], 3, -1).transpose(2, 0, 1, 3)
+        for several in self._sums.values():
+            self._has_moved |= len({next(values).tobytes() for _ in several}) > 1
+        is_alone = (found[:, 1] == found[:, 3]).all(1)
+        flags = np.zeros((len(self.parameters), 4))
+        for number in self._n_passes:
+            is_left, n = number in self._left_over, self._n_passes[number]
+            flags[number] = n, is_left, n > 1 and is_alone[number], self._has_moved
+        ranks = _of_all_ranks(np.concatenate([found[:, :3].reshape(len(found), -1), flags], axis=1))
+        computed, accumulated, taken = ranks[..., :-4].reshape(*ranks.shape[:2], 3, -1).transpose(2, 0, 1, 3)
+        is_seen = ranks[..., -4] > 0
         is_sharded = np.array([_is_sharded(parameter) for parameter in self.parameters])
         taken = np.where(is_sharded[:, None], taken.sum(0), taken)
         formats = tuple(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
@@ -233,8 +272,11 @@ class GradientProjections:
             size=np.maximum(computed, accumulated)[..., -1],
             n_elements=np.array([parameter.numel() for parameter in self.parameters]),
             formats=formats,
-            n_passes=int(ranks[..., -1].max()),
+            n_passes=int(ranks[..., -4].max()),
             passes=passes,
+            is_left_over=(ranks[..., -3] > 0).any(0),
+            is_last_alone=((ranks[..., -2] > 0) | ~is_seen).all(0),
+            has_moved=bool((ranks[..., -1] > 0).any()) if self._marked else None,
         )
 
     @torch.no_grad()
@@ -245,6 +287,16 @@ class GradientProjections:
         if gradient is None:
             return
         new = self._project(number, gradient)
+        if before is not None and number not in self._n_passes and number in self._after_update:
+            kept, version = self._after_update[number]
+            if kept() is before and version == before._version:
+                self._left_over.add(number)
+        if leaf is self.parameters[number]:
+            mark = (leaf._version, leaf.data_ptr())
+            self._has_moved |= self._marks.setdefault(number, mark) != mark
+            if number in self._marked:  # some loops change parameters in a way that leaves no mark
+                self._sums.setdefault(number, []).append(leaf.detach().sum(dtype=torch.float64))
+        self._last[number] = new
         earlier = self._computed.get(number)
         self._computed[number] = new if earlier is None else earlier + new
         self._accumulated[number] = new if before is None else self._project(number, before) + new

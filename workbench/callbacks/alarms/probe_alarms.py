@@ -33,6 +33,8 @@ _FAULTS = {
     GradientVerdict.RANKS_UNEQUAL: ("dropped_bucket",),
     GradientVerdict.RANK_MISSING: ("dropped_bucket",),
     GradientVerdict.PASS_MISSING: ("dropped_bucket",),
+    GradientVerdict.DISCARDED: ("gradients_discarded",),
+    GradientVerdict.NOT_CLEARED: ("gradients_not_cleared",),
     GradientVerdict.NOT_COMPUTED: ("stale_reduction", "dropped_bucket", "low_precision_reduction"),
 }
 #: Verdicts that a training loop may cause on purpose.
@@ -267,6 +269,16 @@ def _sentence(verdict: GradientVerdict, values: Mapping[str, Any]) -> str:
         return (
             f"The gradients of {which_pass} of this step are missing {where}: check how gradients are accumulated and "
             "reduced."
+        )
+    if verdict == GradientVerdict.NOT_CLEARED:
+        return (
+            f"The gradients of earlier updates are never cleared {where}, so that every update repeats them: call "
+            "optimizer.zero_grad() once an update."
+        )
+    if verdict == GradientVerdict.DISCARDED:
+        return (
+            f"Only the last of several backward passes counts {where}: .grad is cleared before it, although the "
+            "parameters have not changed. Call zero_grad() once an update, not once a micro-batch."
         )
     age = "those of earlier steps" if verdict == GradientVerdict.STALE else "not those computed in this step"
     return (

@@ -375,6 +375,8 @@ class AttachedRecorder:
             with self.batches.paused():
                 self._measure(collectors, due, self.step)
         self.step += 1
+        if self._is_due("reduction"):
+            self._guarded("reduction", lambda collectors: collectors.reduction.note_update())
         if not self.batches.has_seen and not self.is_hosted:
             self._close_row()  # no hook marks the beginning of the next batch
 

@@ -48,6 +48,11 @@ class ReductionCollector:
         if self._projections is not None and not self._projections.is_armed:
             self._projections.arm()
 
+    def note_update(self) -> None:
+        """Note the gradients after an update, before a step that is measured."""
+        if self._projections is not None:
+            self._projections.note_update()
+
     def disarm(self) -> None:
         """Remove hooks."""
         if self._projections is not None:
