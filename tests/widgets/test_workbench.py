@@ -303,7 +303,7 @@ def test_a_view_without_its_kind_of_source_says_what_to_tick(folder, make):
     assert list(bench.views) == ["timeline"]
     for name in ("spectra", "compare", "live", "rate and risk"):
         assert VIEWS[name].wanted in remark_of(bench, name)
-    assert "log.csv" in bench.code
+    assert "wb.read_log" in bench.code
     (run,) = executed(bench).timeline.runs.values()
     xr.testing.assert_equal(
         run.tree["monitors"].to_dataset(), bench.views["timeline"].runs["log.csv"].tree["monitors"].to_dataset()

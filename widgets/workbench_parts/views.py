@@ -169,9 +169,9 @@ class TimelineView(View):
     controls = ("signals", "shown", "reduce", "view")
 
     def entry(self, source: Source, known: Known) -> Any:
-        """Return the path of a store or a log, which the widget follows, or a run."""
-        is_followed = source.kind == Kind.LOG or (source.path is not None and source.path.is_dir())
-        if is_followed and isinstance(source.value, LibraryCall):
+        """Return the path of a store, which the widget follows, or a run or log."""
+        is_store = source.kind == Kind.RUN and source.path is not None and source.path.is_dir()
+        if is_store and isinstance(source.value, LibraryCall):
             return source.value.args[0]
         return source.value
 

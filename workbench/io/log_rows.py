@@ -7,13 +7,15 @@ import gzip
 import io
 import json
 import re
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
-from workbench.errors import MissingPackageError, StoreError
+from workbench.errors import MissingPackageError
+from workbench.io.files import FileKind
 
 
 @cache
@@ -22,6 +24,7 @@ def words_of(name: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[a-zµ]+|\d+", re.sub(r"([a-z\d])([A-Z])", r"\1 \2", name).lower()))
 
 
+_LOG = FileKind("a log that can be read", "pass one in text, CSV, JSON or TensorBoard events", most_bytes=1 << 34)
 #: Part of the names of TensorBoard's event files.
 EVENT_FILE = "tfevents"
 #: Words for data on which a model is not trained.
@@ -126,7 +129,7 @@ class LogRows:
                     self.not_numbers.setdefault(name, (line, content))
                 continue
             if name not in run and len(run) >= _MOST_NAMES:
-                raise _unreadable(name, f"more than {_MOST_NAMES:,} names of metrics")
+                raise ValueError(f"it has more than {_MOST_NAMES:,} names of metrics")
             rows, values = run.setdefault(name, (array("q"), array("d")))
             rows.append(self.n_rows)
             values.append(number)
@@ -169,69 +172,63 @@ def read_rows(file: Path, rows: LogRows, label: str = "", *, most: int = _MOST_T
         StoreError: If the file cannot be read, is not text, or has more columns or text than a log has.
         MissingPackageError: If it is a TensorBoard log and the package is not installed.
     """
-    if EVENT_FILE in file.name:
-        return _read_events(file, rows, label)
+    with _LOG.reading(file):
+        if EVENT_FILE in _LOG.check(file).name:
+            return _read_events(file, rows, label)
+        with file.open("rb") as raw:
+            try:
+                return _read(_decoded(raw), raw, file, rows, label, most)
+            except (csv.Error, zlib.error) as error:
+                raise ValueError(str(error)) from error
+
+
+def _read(text: io.TextIOWrapper, raw: IO[bytes], file: Path, rows: LogRows, label: str, most: int) -> None:
+    """Read a text in the form that it begins with."""
+    lines = _bounded(text, raw, most)
+    head = next((line for line in lines if line.strip() and line[0] != "#"), "")
+    is_alone = next(lines, None) is None
+    text.seek(0)
+    if _JSON.match(head) and (is_alone or _parsed(head) is None):
+        if (whole := _parsed(text.read(_LARGEST_JSON))) is not None:
+            return _read_json(whole, rows, label)
+        text.seek(0)
+    lines = _bounded(text, raw, most)
+    cells = max((head.split(by) for by in ",\t;|"), key=len)
+    is_table = len(cells) > 1 and head[0] != "{" and not any(_CELL.fullmatch(cell.strip()) for cell in cells)
+    if is_table and (any(n in file.name.lower() for n in (".csv", ".tsv")) or any(map(counter_of, cells))):
+        table = csv.reader(lines, delimiter=head[len(cells[0])], skipinitialspace=True)
+        return _read_table(table, rows, label, file)
     name = file.as_posix().rpartition("/metrics/")[2] if "metrics" in file.parts else file.name  # MLflow's
-    try:
-        with _opened(file) as text:
-            lines = _bounded(text, file, most)
-            head = next((line for line in lines if line.strip() and line[0] != "#"), "")
-            is_alone = next(lines, None) is None
-            text.seek(0)
-            if _JSON.match(head) and (is_alone or _parsed(head) is None):
-                if (whole := _parsed(text.read(_LARGEST_JSON))) is not None:
-                    return _read_json(whole, rows, label)
-                text.seek(0)
-            lines = _bounded(text, file, most)
-            cells = max((head.split(by) for by in ",\t;|"), key=len)
-            is_table = len(cells) > 1 and head[0] != "{" and not any(_CELL.fullmatch(cell.strip()) for cell in cells)
-            if is_table and (any(n in file.name.lower() for n in (".csv", ".tsv")) or any(map(counter_of, cells))):
-                table = csv.reader(lines, delimiter=head[len(cells[0])], skipinitialspace=True)
-                return _read_table(table, rows, label, file)
-            return _read_text(lines, rows, label, name)
-    except (OSError, EOFError, csv.Error) as error:
-        raise _unreadable(file, str(error)) from error
+    return _read_text(lines, rows, label, name)
 
 
-def _opened(file: Path) -> io.TextIOWrapper:
-    """Open a file as text, unpacked if it is packed; the ends of lines of progress bars are ends of lines."""
-    if not file.is_file():
-        raise _unreadable(file, "no regular file")
-    raw = file.open("rb")
-    packed = raw.peek(2)[:2] == b"\x1f\x8b"
-    if packed:  # a packed file ends with the size of its contents
+def _decoded(raw: IO[bytes]) -> io.TextIOWrapper:
+    """Return the text of a file, unpacked if it is packed; the ends of lines of progress bars are ends of lines."""
+    head, data = raw.read(4096), raw
+    if head[:2] == b"\x1f\x8b":  # a packed file ends with the size of its contents
         n_packed = raw.seek(-4, io.SEEK_END)
-        _check_size(file, int.from_bytes(raw.read(4), "little"), n_packed)
+        _check_size(int.from_bytes(raw.read(4), "little"), n_packed)
         raw.seek(0)
-    data: Any = gzip.GzipFile(fileobj=raw) if packed else raw
-    text = io.TextIOWrapper(io.BufferedReader(data) if packed else data, "utf-8-sig", errors="replace")
-    head = data.peek(4096)[:4096]
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        text.reconfigure(encoding="utf-16")
-    elif b"\0" in head:
-        text.close()
-        raise _unreadable(file, "a binary file")
-    return text
+        data = cast("IO[bytes]", gzip.GzipFile(fileobj=raw))
+        head = data.read(4096)
+    data.seek(0)
+    is_wide = head[:2] in (b"\xff\xfe", b"\xfe\xff")
+    if b"\0" in head and not is_wide:
+        raise ValueError("it is a binary file")
+    return io.TextIOWrapper(cast("Any", data), "utf-16" if is_wide else "utf-8-sig", errors="replace")
 
 
-def _bounded(text: io.TextIOWrapper, file: Path, most: int) -> Iterator[str]:
-    n_read, raw = 0, getattr(text.buffer.raw, "fileobj", text.buffer)
+def _bounded(text: io.TextIOWrapper, raw: IO[bytes], most: int) -> Iterator[str]:
+    n_read = 0
     while n_read < most and (line := text.readline(_LONGEST_LINE)):
         n_read += len(line)
-        _check_size(file, n_read + _MOST_TEXT * (len(line) >= _LONGEST_LINE), raw.tell())
+        _check_size(n_read + _MOST_TEXT * (len(line) >= _LONGEST_LINE), raw.tell())
         yield line
 
 
-def _check_size(file: Path, n_unpacked: int, n_packed: int) -> None:
+def _check_size(n_unpacked: int, n_packed: int) -> None:
     if n_unpacked > min(_MOST_TEXT, 2_000_000 + _MOST_UNPACKED * n_packed):
-        raise _unreadable(file, "a longer line, or more text, than a log has")
-
-
-def _unreadable(file: Path | str, why: str) -> StoreError:
-    return StoreError(
-        f"{file} cannot be read as a log ({why}); pass a log in text, CSV, JSON or TensorBoard events.",
-        name="path", value=file, expected="a log",
-    )  # fmt: skip
+        raise ValueError("it has a longer line or more text than a log has, or is cut off")
 
 
 def _parsed(text: str) -> Any:
@@ -256,7 +253,7 @@ def _read_table(cells: Any, rows: LogRows, label: str, file: Path) -> None:
     """Read a table with a header; in W&B's exports of a panel, columns are "run - metric", beside their extremes."""
     header = [name.strip() for name in next((row for row in cells if row and row[0][:1] != "#"), [])]
     if len(header) > _MOST_NAMES:
-        raise _unreadable("The table", f"{len(header):,} columns")
+        raise ValueError(f"it has {len(header):,} columns")
     of_run: dict[str, dict[str, int]] = {}
     if "loss" in file.stem.lower() and not any(map(_NAMES.__contains__, map(str.lower, header))):
         header = [f"{file.stem} loss" if name.lower() == "value" else name for name in header]
@@ -264,7 +261,7 @@ def _read_table(cells: Any, rows: LogRows, label: str, file: Path) -> None:
         run, _, metric = name.rpartition(" - ")
         if name and not name.endswith(("__MIN", "__MAX")):
             of_run.setdefault(run, {}).setdefault(metric, place)
-    shared = of_run.pop("", {})
+    shared, n_before = of_run.pop("", {}), rows.n_rows
     for row in cells:
         if cells.dialect.delimiter == ";":
             row = [re.sub(r"^(-?\d+),(\d+)", r"\1.\2", cell) for cell in row]
@@ -274,6 +271,8 @@ def _read_table(cells: Any, rows: LogRows, label: str, file: Path) -> None:
                 found = {name: cell for name, cell in named.items() if cell.lower() not in _EMPTY}
                 if not run or places.keys() & found.keys():
                     rows.add(found, "/".join(filter(None, [label, run])), line=cells.line_num)
+    if rows.n_rows == n_before:
+        rows.remarks.append(f"{file.name} has no rows below its header.")
 
 
 def _read_json(whole: Any, rows: LogRows, label: str) -> None:

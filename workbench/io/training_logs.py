@@ -14,7 +14,7 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError, WorkbenchError
 from workbench.formatting import clipped, counted, listed
-from workbench.io.files import FileKind, as_path
+from workbench.io.files import as_path
 from workbench.io.log_rows import COUNTERS, EVENT_FILE, HELD_OUT, LogRows, counter_of, read_rows, words_of
 from workbench.schema.runs import MONITORS
 
@@ -53,7 +53,6 @@ _OTHER_LOSSES = HELD_OUT | set(
         "weight ratio ppl perplexity kl ema penalty limit fn smoothing"
     )
 )
-_LOG = FileKind("an existing log", "check the path", most_bytes=1 << 34)
 _STATE = "trainer_state.json"
 _LOG_FILES = (".csv", ".csv.gz", ".tsv", ".jsonl", ".ndjson", ".json", ".log", ".out", ".err", ".txt")
 #: Files of a folder, and bytes of a file, in which a log is sought; rows that may be numbered without a step.
@@ -98,7 +97,6 @@ def read_log(path: str | os.PathLike[str]) -> xr.Dataset:
         `workbench.open_run`: Opens a run of the workbench.
     """
     path = as_path(path)
-    path = path if path.is_dir() else _LOG.check(path)
     rows = LogRows()
     for file, label in _files_of(path):
         read_rows(file, rows, label)
@@ -122,7 +120,7 @@ def read_log(path: str | os.PathLike[str]) -> xr.Dataset:
     kept, resumed = _later_rows(at, notes)
     steps, found = at[kept], {"loss": (runs[label], loss[kept])}
     padded = np.pad(np.diff(steps), 1)
-    gaps = np.flatnonzero(padded[1:-1] > 1.5 * np.maximum(padded[:-2], padded[2:])) if len(steps) > 2 else []
+    gaps = np.flatnonzero(padded[1:-1] > 1.5 * np.maximum(padded[:-2], padded[2:])) if len(steps) > 2 else padded[:0]
     notes += [f"No steps between {steps[i]} and {steps[i + 1]}." for i in gaps[:_MOST_NOTES]]
 
     def placed(of_values: Any, values: Any, places: np.ndarray, *, is_same_run: bool = True) -> np.ndarray:
