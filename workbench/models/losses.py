@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.nn.functional import cross_entropy
 _IGNORED = -100
 #: Types of losses of Hugging Face models that compare with the next label; older classes have None.
 _NEXT_TOKEN = ("ForCausalLM", "ForConditionalGeneration", None)
+#: Depth at which tensors are searched in an output.
+_DEPTH = 3
 #: Maximum number of targets of which `largest_losses` computes the loss.
 _N_SAMPLED = 256
 
@@ -30,9 +32,21 @@ def prediction_of(output: Any) -> Any:
 
 
 def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in the output of a model, where Hugging Face models put it if they receive labels; else None."""
+    """Return the loss in the output of a model: its ``loss``, as in Hugging Face models, or the number in a tuple."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+    if isinstance(output, tuple | list):
+        loss = next((each for each in output if isinstance(each, Tensor) and not each.ndim), loss)
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point() else None
+
+
+def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield the tensors in any nesting of containers and objects, down to some depth."""
+    if isinstance(output, Tensor):
+        yield output
+    elif depth:
+        parts = output if isinstance(output, tuple | list) else getattr(output, "__dict__", {}).values()
+        for part in output.values() if isinstance(output, Mapping) else parts:
+            yield from tensors_in(part, depth - 1)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -254,7 +254,11 @@ def _own_pass(model: nn.Module, loss_of: LossOf, anatomy: Anatomy, around: Aroun
     def leave(call: BlockCall) -> None:
         calls[call.layer].output = call.state_out
 
-    inside = [layer for layer, site in enumerate(anatomy.sites) if site.exit is None]
+    inside = [  # what is not trained receives no gradient
+        layer
+        for layer, site in enumerate(anatomy.sites)
+        if site.exit is None and any(weight.requires_grad for weight in site.module.parameters())
+    ]
     with around(), BlockHooks(anatomy.sites, enter, leave, layers=inside):
         loss = require_graph(loss_of(model))
         done = [call for call in calls.values() if call.output is not None and call.output.requires_grad]

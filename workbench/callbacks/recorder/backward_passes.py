@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Maximum number of tensors of an output that are followed, and depth at which they are searched.
-_MOST_TENSORS, _DEPTH = 16, 3
+from workbench.models.losses import tensors_in
+
+#: Maximum number of tensors of an output that are followed.
+_MOST_TENSORS = 16
 #: Code of the function through which every loss is differentiated, whoever calls ``loss.backward()``.
 _BACKWARD = torch.autograd.backward.__code__
 #: A gradient is that of a cross entropy if it sums to 0 up to this fraction over the classes, and one class has at
@@ -28,16 +30,6 @@ def differentiable_in(output: Any) -> list[Tensor]:
         if tensor.grad_fn is not None:
             found[id(tensor)] = tensor
     return [*found.values()]
-
-
-def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in any nesting of containers and objects, down to some depth."""
-    if isinstance(output, Tensor):
-        yield output
-    elif depth:
-        parts = output if isinstance(output, tuple | list) else getattr(output, "__dict__", {}).values()
-        for part in output.values() if isinstance(output, Mapping) else parts:
-            yield from tensors_in(part, depth - 1)
 
 
 def follow(tensor: Tensor, act: Callable[[Tensor | None], None]) -> None:

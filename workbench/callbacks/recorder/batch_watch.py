@@ -21,7 +21,6 @@ from workbench.callbacks.recorder.backward_passes import (
     differentiated_loss,
     follow,
     labels_from_gradient,
-    tensors_in,
 )
 from workbench.callbacks.recorder.gradient_scaling import ScalerWatch, are_cleared, versions_of
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
@@ -29,7 +28,7 @@ from workbench.callbacks.recorder.model_hook import ModelHook
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import named_arguments
-from workbench.models.losses import are_classes, largest_losses, loss_in, prediction_of, targets_of
+from workbench.models.losses import are_classes, largest_losses, loss_in, prediction_of, targets_of, tensors_in
 from workbench.models.wrapping import bare, entrances
 from workbench.probes.batch import IGNORED, BatchProbe
 

@@ -16,7 +16,7 @@ from workbench.errors import SnapshotError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable
 from workbench.models.calling import call_model
-from workbench.models.losses import loss_in, prediction_of, token_loss
+from workbench.models.losses import loss_in, prediction_of, tensors_in, token_loss
 from workbench.models.probing import undisturbed
 from workbench.probes.precision import precision_errors
 from workbench.probes.update import update_effect
@@ -103,6 +103,8 @@ class ProbeCollector:
         if (loss := loss_in(output)) is not None:
             return loss
         prediction = prediction_of(output)
+        if not isinstance(prediction, Tensor):  # such as a tuple, or the last hidden state
+            prediction = next((each for each in tensors_in(output) if each.requires_grad), None)
         if not isinstance(prediction, Tensor):
             raise SnapshotError(
                 "The model returns neither a loss nor logits.",
