@@ -171,6 +171,7 @@ def test_events_of_an_older_store_continue_without_layer_and_head(path):
     columns = {"step": [1], "kind": ["fault"], "source": [""], "score": [np.nan], "message": ["old"]}
     older.append("events", xr.Dataset({name: ("event", column) for name, column in columns.items()}))
     older.commit()
+    older.release()
     with BackgroundWriter(RunWriter.reopen(path, before_step=10)) as writer:
         writer.event(Event(11, "alarm", message="new", layer=3, head=1))
     events = wb.open_run(path)["events"]
@@ -415,6 +416,7 @@ def test_a_run_that_replaced_another_is_not_changed(path):
 
 
 def replace_run(path):
+    shutil.rmtree(path)  # a program that does not look at the lock
     writer = BackgroundWriter(RunWriter(path, {}, overwrite=True))
     for part in PARTS:
         writer.declare(part)

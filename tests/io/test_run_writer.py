@@ -96,6 +96,7 @@ def test_an_interrupted_append_leaves_the_last_commit(writer, monkeypatch):
         writer.append("monitors", rows(5, 8))
     monkeypatch.undo()
     assert wb.open_run(writer.path)["monitors"].to_dataset().identical(rows(0, 5))
+    writer.release()
     reopened = RunWriter.reopen(writer.path, before_step=5)
     reopened.append("monitors", rows(5, 12))
     reopened.commit()
@@ -109,6 +110,9 @@ def test_reopening_drops_later_rows_and_uncommitted_parts(writer):
     writer.append("events", happening(15, "late"))
     writer.commit()
     writer.append("never", rows(0, 3))
+    with pytest.raises(StoreError, check=about("path", writer.path)):
+        RunWriter.reopen(writer.path, before_step=10)
+    writer.release()
     reopened = RunWriter.reopen(writer.path, before_step=10)
     run = wb.open_run(writer.path)
     assert {part: node["step"].size for part, node in run.children.items()} == {
@@ -137,5 +141,8 @@ def test_xarray_reads_the_store(writer):
 def test_an_existing_path_is_replaced_only_on_request(writer):
     with pytest.raises(StoreError, check=about("path", writer.path)):
         RunWriter(writer.path, {})
+    with pytest.raises(StoreError, check=about("path", writer.path)):  # it is being written
+        RunWriter(writer.path, {}, overwrite=True)
+    writer.release()
     RunWriter(writer.path, {"subject": "other"}, overwrite=True)
     assert json.loads((writer.path / "zarr.json").read_text())["attributes"]["subject"] == "other"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import time
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from workbench.errors import StoreError
 
-#: File in the store that its writer holds locked; the system releases it when the process ends, however it ends.
-_FILE = ".writer"
-#: Seconds to wait for a reader that looks whether there is a writer.
-_PATIENCE = 0.5
+#: Number of attempts to lock a store, and the wait between them in seconds: a reader may be looking for a writer.
+_N_ATTEMPTS, _WAIT = 5, 0.05
 
 
 def owner() -> str:
@@ -22,16 +20,29 @@ def owner() -> str:
     return f"process {os.getpid()} on {platform.node()}"
 
 
-def take_lock(store: Path) -> FileLock:
-    """Lock a store for writing, until the lock is released or this process ends.
+class RunLock:
+    """Lock of a store for writing. The system releases it when the process ends, however it ends.
+
+    The folder itself is locked, so that no file is added to the store. Where the system cannot lock folders, as on
+    Windows and on some network drives, there is no lock.
+
+    Args:
+        store: Path of the store.
 
     Raises:
         StoreError: If it is being written already.
     """
-    lock = FileLock(store / _FILE, thread_local=False)
-    try:
-        lock.acquire(timeout=_PATIENCE, poll_interval=0.05)
-    except Timeout:
+
+    def __init__(self, store: Path) -> None:
+        self._process = os.getpid()
+        self._folder: int | None = None
+        for attempt in range(_N_ATTEMPTS):
+            time.sleep(_WAIT if attempt else 0)
+            try:
+                self._folder = _locked(store, is_shared=False)
+            except BlockingIOError:
+                continue
+            return
         try:
             writer = str(json.loads((store / "zarr.json").read_text())["attributes"]["writer"])
         except (OSError, ValueError, KeyError):
@@ -42,20 +53,53 @@ def take_lock(store: Path) -> FileLock:
             name="path",
             value=store,
             expected="a run that is not being written",
-        ) from None
-    return lock
+        )
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at interpreter exit
+            self.release()
+
+    def release(self) -> None:
+        """Release the lock; a forked child releases nothing."""
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        if os.getpid() == self._process:
+            import fcntl
+
+            fcntl.flock(folder, fcntl.LOCK_UN)
+        os.close(folder)
 
 
 def has_writer(store: Path) -> bool | None:
-    """Return whether a store is being written; None if that cannot be determined, as in a store of an older version."""
+    """Return whether a store is being written; None if that cannot be determined."""
+    try:
+        folder = _locked(store, is_shared=True)
+    except BlockingIOError:
+        return True
+    if folder is None:
+        return None
+    os.close(folder)
+    return False
+
+
+def _locked(store: Path, *, is_shared: bool) -> int | None:
+    """Return a descriptor of a folder that is locked; None if folders cannot be locked.
+
+    Raises:
+        BlockingIOError: If another one has locked it.
+    """
     try:
         import fcntl
 
-        with (store / _FILE).open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
+        folder = os.open(store, os.O_RDONLY)
     except (ImportError, OSError):
         return None
+    try:
+        fcntl.flock(folder, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(folder)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return folder

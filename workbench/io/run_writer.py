@@ -21,7 +21,7 @@ import numpy as np
 
 from workbench.errors import StoreError
 from workbench.io.atomic import check_free, replacing
-from workbench.io.run_lock import has_writer, owner, take_lock
+from workbench.io.run_lock import RunLock, has_writer, owner
 from workbench.schema.runs import ALL_CHUNKS, SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ class RunWriter:
         self._attrs = {"schema_version": SCHEMA_VERSION, **attrs, "writer": owner(), ALL_CHUNKS: 1}
         check_free(self.path, overwrite=overwrite)
         if has_writer(self.path):
-            take_lock(self.path).release()  # raises the error, unless the writer has just ended
+            RunLock(self.path).release()  # raises the error, unless the writer has just ended
         with replacing(self.path) as partial:
             zarr.create_group(partial)
             self._write_root(partial)
-        self._lock = take_lock(self.path)
+        self._lock = RunLock(self.path)
         self._folder = self.path.stat().st_ino
 
     @classmethod
@@ -78,7 +78,7 @@ class RunWriter:
 
         open_run(path)
         writer = cls.__new__(cls)
-        writer.path, writer._arrays, writer._lock = Path(path), {}, take_lock(Path(path))
+        writer.path, writer._arrays, writer._lock = Path(path), {}, RunLock(Path(path))
         committed = open_run(path)
         writer._attrs = dict(WatchedStore(os.fspath(path)).metadata["attributes"]) | {"writer": owner()}
         writer._folder = writer.path.stat().st_ino

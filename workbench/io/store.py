@@ -224,7 +224,7 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
             )
         for node in run.subtree:
             check_version(node)
-        if run.attrs.get("state") == RunState.RUNNING and has_writer(path) is False:
+        if run.attrs.get("state") == RunState.RUNNING and "writer" in run.attrs and has_writer(path) is False:
             run.attrs["state"] = str(RunState.UNCLOSED)
         return with_text(run, of_variable_length=False)
 
