@@ -31,6 +31,8 @@ FOREIGN = frozenset(
 #: Sentence and option -> the call that has the option, where the sentence describes it.
 ELSEWHERE = {
     ("workbench.plots.figure_files.save", "backend"): "the function that drew the figure",
+    ("workbench.models.streaming_choice.StreamingChoice.is_streamed", "strict"): "the call that had this option",
+    ("workbench.callbacks.gathering.gather", "store"): "wb.train, which alone takes a recorder by this name",
 }
 #: A call of these without this argument writes nothing, and so never raises a sentence about what it writes.
 RECORDS = {"workbench.training.loop.Training": "recording", "workbench.callbacks.train.train": "store"}
@@ -38,8 +40,14 @@ RECORDS = {"workbench.training.loop.Training": "recording", "workbench.callbacks
 COMMON = frozenset(name for kind in (nn.Module, list, dict, str, set, Path, ast.AST) for name in dir(kind))
 
 
-def _texts(node):
-    return (each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str))
+def _texts(node, assigned):
+    """The texts of an expression, and those that are assigned to the names in it."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Constant) and isinstance(each.value, str):
+            yield each.value
+        elif isinstance(each, ast.Name):
+            for value in assigned.get(each.id, ()):
+                yield from _texts(value, {})
 
 
 @dataclass
@@ -125,12 +133,18 @@ class Calls:
     def sentences(self):
         """The definition in which each exception is created, and its text."""
         for one in self.found.values():
+            assigned = defaultdict(list)
+            for node in [] if one.body is None else ast.walk(one.body):
+                if isinstance(node, ast.Assign | ast.AugAssign):
+                    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                    for target in (each for each in targets if isinstance(each, ast.Name)):
+                        assigned[target.id].append(node.value)
             for call in [] if one.body is None else (n for n in ast.walk(one.body) if isinstance(n, ast.Call)):
                 name = {getattr(call.func, "attr", ""), getattr(call.func, "id", "")}
                 name.add(getattr(getattr(call.func, "value", None), "id", ""))
                 if name & set(errors.__all__):
                     parts = [*call.args, *(each.value for each in call.keywords if each.arg == "remedy")]
-                    yield one, "; ".join("".join(_texts(part)) for part in parts)
+                    yield one, "; ".join("".join(_texts(part, assigned)) for part in parts)
 
     def proposals(self):
         """Definition, sentence, the call that the sentence names (or "") and option, for each option proposed."""
@@ -219,7 +233,8 @@ def test_every_call_that_can_raise_a_sentence_has_the_option_that_it_proposes(ca
 def test_a_call_without_the_option_is_found():
     text = """
 def check(path, overwrite):
-    raise StoreError("it exists; pass overwrite=True")
+    advice = "it exists; pass overwrite=True"
+    raise StoreError(f"{advice}.")
 
 def record(path, overwrite=False):
     check(path, overwrite=overwrite)

@@ -69,8 +69,12 @@ def test_time_is_unknown_for_inputs_that_cannot_be_counted():
     [
         ("weights", "use a machine with more memory"),
         ("states", "pass fewer or shorter inputs"),
-        ("moments", "pass rank=64, or layers= for some of the layers, or open the checkpoint with streaming=True"),
-        ("spectra", "pass rank=64, or n_workers=1"),
+        (
+            "moments",
+            "pass wb.profile(..., rank=64), or wb.profile(..., layers=) for some of the layers, or open the checkpoint "
+            "with wb.open_checkpoint(..., streaming=True)",
+        ),
+        ("spectra", "pass wb.profile(..., rank=64), or wb.profile(..., n_workers=1)"),
     ],
 )
 def test_the_remedy_for_too_large_a_profile_depends_on_its_largest_part(part, remedy):

@@ -106,7 +106,7 @@ def require_fit(model: nn.Module, misfit: Misfit, source: str, *, strict: bool, 
     """Raise CheckpointError if some parameters do not fit or, if not ``strict``, if none of them fits."""
     is_empty = bool(misfit) and {name for name, _ in model.named_parameters()} <= {*misfit.left}
     if misfit and (strict or is_empty):
-        lenient = "" if is_empty else ", or pass strict=False to load the parameters that fit"
+        lenient = "" if is_empty else ", or pass wb.open_checkpoint(..., strict=False) to load the parameters that fit"
         raise CheckpointError(
             f"{source} does not fit {type(model).__name__}: it {misfit.found()}; {remedy}{lenient}.",
             name=source,

@@ -160,11 +160,11 @@ def require_memory(cost: ProfileCost, subject: Subject) -> None:
     remedy = {
         "weights of a block": "use a machine with more memory",
         "states": "pass fewer or shorter inputs",
-        "moments": "pass rank=64, or layers= for some of the layers",
-        "eigenproblems": "pass rank=64, or n_workers=1",
+        "moments": "pass wb.profile(..., rank=64), or wb.profile(..., layers=) for some of the layers",
+        "eigenproblems": "pass wb.profile(..., rank=64), or wb.profile(..., n_workers=1)",
     }[cost.largest]
     if cost.largest == "moments" and subject.streamed is None:
-        remedy += ", or open the checkpoint with streaming=True"
+        remedy += ", or open the checkpoint with wb.open_checkpoint(..., streaming=True)"
     raise SnapshotError(
         f"This profile needs {cost}; {remedy}.",
         name="memory",

@@ -408,7 +408,7 @@ def feature_axis_of(
     if tokens is not None and len(shape) > 3:
         axes = [a for a in range(len(shape) - 1) if (*shape[:a], *shape[a + 1 : -1]) == tokens]
         n = shape[axes[0]] if len(axes) == 1 else 0
-        remedy = f"choose one of them by its number, stack='{name}:0' to stack='{name}:{n - 1}'"
+        remedy = f"choose one of them by its number, wb.profile(..., stack='{name}:0') to '{name}:{n - 1}'"
         raise AnatomyError(
             f"The stack {name} carries several residual streams at once: its state has shape {shape}, expected (batch, "
             f"token, feature); {remedy if n else 'choose another model, because this one cannot be read'}.",

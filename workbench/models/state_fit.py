@@ -198,7 +198,7 @@ def matched_state(
     kept = {*misfit.untied, *misfit.left}
     fitting = {key: tensor for key, tensor in state.items() if key in own and key not in kept}
     if misfit and (strict or not fitting):
-        lenient = ", or pass strict=False to load the tensors that fit" if fitting else ""
+        lenient = ", or pass wb.open_checkpoint(..., strict=False) to load the tensors that fit" if fitting else ""
         raise CheckpointError(
             f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}{lenient}.",
             name=name,
