@@ -285,7 +285,11 @@ class LiveTraining(WorkbenchWidget):
             >>> live.wait()
             >>> live.close()
         """
-        self._after_stop(self._begin)
+        self._buttons.start.disabled = True  # at once, because building and sending the models takes seconds
+        try:
+            self._after_stop(self._begin)
+        finally:
+            self._offer()
 
     def restart(self, checkpoint: SavedStep | None = None) -> None:
         """Continue from a checkpoint in a new branch, with the current switches.

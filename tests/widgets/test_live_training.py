@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -95,6 +96,8 @@ def test_with_kss_off_both_runs_are_bitwise_identical_to_the_run_alone(make, tas
     live = make(kss=wb.KSS(enabled=False))
     random = torch.get_rng_state()
     live.start()
+    stages = "starting Python|importing torch|building the models and the data"
+    assert re.fullmatch(rf"starting: ({stages}) · \d+ s", live.status)
     live.wait(120)
     assert torch.equal(torch.get_rng_state(), random)
     model = wb.zoo.build(wb.zoo.ArchitectureConfig(**{**SMALL.as_dict(), "seed": 1}))

@@ -175,7 +175,9 @@ def test_a_pilot_can_be_stopped(make, monkeypatch):
     assert begun.wait(30)
     assert explorer._stop.layout.display is None
     assert explorer._progress.fraction == 0.01
+    assert explorer._start.disabled  # a click would be lost
     explorer.stop()
+    assert not explorer._start.disabled
     assert "Stopped at training copies: 10 of 1,000 trial updates" in explorer._status.value
     assert "<progress" not in explorer._status.value
     may_end.set()

@@ -355,6 +355,16 @@ def test_runs_spectra_designs_and_files_are_shown_together(folder, make):
 
 
 @pytest.mark.medium
+def test_several_views_share_one_save_menu(folder, make):
+    bench = make(ticked=["runs/calm"], shown=["spectra", "timeline"])
+    assert [view.export_bar.layout.display for view in bench.views.values()] == ["none", "none"]
+    assert bench.export_bar.layout.display is None
+    bench.shown = ["timeline"]
+    bench.wait(60)
+    assert bench.views["timeline"].export_bar.layout.display is None
+
+
+@pytest.mark.medium
 def test_changed_controls_are_part_of_the_code(folder, make):
     bench = make(ticked=["runs/calm"], shown=["spectra", "timeline"])
     explorer, timeline = bench.views["spectra"], bench.views["timeline"]

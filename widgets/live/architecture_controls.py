@@ -20,7 +20,7 @@ ROW = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 10px"}
 LABEL = {"description_width": "initial"}
 NATURAL = {"width": "max-content", "max_width": "98%"}
 #: Layout of a field for a number, so that a row has room for several.
-NARROW = {"width": "112px", "max_width": "98%"}
+NARROW = {"width": "134px", "max_width": "98%"}
 
 
 class ArchitectureControls:

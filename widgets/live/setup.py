@@ -187,7 +187,7 @@ class Setup:
         self.seed = ipywidgets.BoundedIntText(0, min=0, max=2**31, description="seed", **look)
         self.n_steps = ipywidgets.BoundedIntText(1, min=1, max=10**6, description="steps", **look)
         self.spectra_every = ipywidgets.BoundedIntText(
-            1, min=1, max=10**6, description="spectra every", style=LABEL, layout=NARROW | {"width": "150px"},
+            1, min=1, max=10**6, description="spectra every", style=LABEL, layout=NARROW | {"width": "188px"},
             tooltip="Steps between measurements of the eigenvalues; each takes as long as two steps of a small model",
         )  # fmt: skip
         self.compare = ipywidgets.Dropdown(
