@@ -90,7 +90,11 @@ PLANTED = {
         {"monitors": curves(), "events": events((260, "alarm", "grad_norm", 3.0, "grad_norm has risen."))}, {}, "", 260,
     ),
     "label_entropy_is_off": ({"monitors": curves(label_entropy=at(77, 0.0, 3.0))}, {}, "labels", 77),
-    "token_entropy_is_off": ({"monitors": curves(token_entropy=np.full(N, 0.1))}, {}, "loader", 0),
+    "alarm_of_limits, tokens": ({"monitors": curves(token_entropy=np.full(N, 0.1))}, {}, "loader", 4),
+    "alarm_of_limits, labels": (
+        {"monitors": curves(ignored_labels=(np.arange(N) >= 300).astype(float))}, {}, "labels", 302,
+    ),
+    "alarm_of_limits, no gradient": ({"monitors": curves(grad_norm=np.zeros(N))}, {}, "wiring", 2),
     "repeated_examples_is_off": (
         {"monitors": curves(repeated_examples=(np.arange(N) % 4 > 0).astype(float))}, {}, "loader", 1,
     ),
@@ -101,10 +105,10 @@ PLANTED = {
     "softmax_twice": (
         {"monitors": curves(certain_and_wrong(), label_entropy=np.full(N, np.nan))}, PER_CLASS, "labels", 0,
     ),
-    "clipped_before_unscale": (
-        {"monitors": curves(grad_norm=np.repeat([2.0**-16, 2.0**-17], N // 2))}, {}, "loss_scale", 0,
+    "alarm_of_limits, clipping": (
+        {"monitors": curves(grad_norm=np.repeat([2.0**-16, 2.0**-17], N // 2))}, {}, "loss_scale", 4,
     ),
-    "is_skipped_is_off": ({"monitors": curves(**fp16())}, {}, "loss_scale", 250),
+    "alarm_of_limits, skipped": ({"monitors": curves(**fp16())}, {}, "loss_scale", None),
     "never_reached": (
         {"monitors": curves(), "optimizer": optimizer(gradient=[np.nan, 1, 1, 1], ratio=[0, 0.01, 0.01, 0.01])}, {},
         "wiring", 9,
@@ -131,6 +135,7 @@ def facts_of(run):
 def test_a_planted_fact_is_found_alone_and_decides(name):
     parts, configuration, cause, step = PLANTED[name]
     run = made(parts, configuration)
+    name = name.split(",")[0]
     findings = [fact for fact in facts_of(run) if fact.is_finding]
     assert [fact.name for fact in findings] == [name]
     assert step in (None, findings[0].step)
@@ -268,7 +273,7 @@ def test_no_ranking_contradicts_a_fact(probability, names, with_exclusion):
 
 
 FACTS = {
-    name: next(fact for fact in facts_of(made(parts, configuration)) if fact.name == name)
+    name: next(fact for fact in facts_of(made(parts, configuration)) if fact.name == name.split(",")[0])
     for name, (parts, configuration, *_) in PLANTED.items()
 }
 SOUND = next(

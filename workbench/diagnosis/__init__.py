@@ -4,7 +4,7 @@ from workbench.diagnosis.causes import CAUSES, Cause
 from workbench.diagnosis.checkpoint_evidence import check_fits
 from workbench.diagnosis.diagnose import block_at_fault
 from workbench.diagnosis.experiments import Experiment
-from workbench.diagnosis.facts import Fact, read_facts
+from workbench.diagnosis.facts import RunFact, read_facts
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import Rules
@@ -14,10 +14,10 @@ __all__ = [
     "CAUSES",
     "Cause",
     "Experiment",
-    "Fact",
     "Failure",
     "Record",
     "Rules",
+    "RunFact",
     "Symptom",
     "block_at_fault",
     "check_fits",

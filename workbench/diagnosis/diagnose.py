@@ -14,7 +14,7 @@ import numpy as np
 from workbench.diagnosis.causes import ALL_CAUSES, UNKNOWN
 from workbench.diagnosis.checkpoint_evidence import checkpoints_of, measure_weights
 from workbench.diagnosis.experiments import Experiment, propose
-from workbench.diagnosis.facts import WEIGHT, Fact, read_facts, settle
+from workbench.diagnosis.facts import WEIGHT, RunFact, read_facts, settle
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import COVERAGE, Rules, view_of
@@ -164,7 +164,7 @@ def _tree(
     record: Record,
     failure: Failure,
     symptoms: Mapping[str, Symptom],
-    facts: list[Fact],
+    facts: list[RunFact],
     rules: Rules,
     probability: Mapping[str, float],
     layers: Mapping[str, int],
@@ -321,7 +321,7 @@ def causes_table(
 
 
 def _evidence(
-    symptoms: Mapping[str, Symptom], facts: list[Fact], rules: Rules, probability: Mapping[str, float]
+    symptoms: Mapping[str, Symptom], facts: list[RunFact], rules: Rules, probability: Mapping[str, float]
 ) -> xr.Dataset:
     """Return the contribution of each symptom to the log-odds of each cause, largest first within a cause."""
     import xarray as xr

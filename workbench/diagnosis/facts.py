@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from workbench.callbacks.alarms.absolute_limits import LIMITS, N_LABELS
 from workbench.callbacks.alarms.logit_limit import LIMIT
-from workbench.callbacks.alarms.probe_alarms import ProbeAlarms
+from workbench.callbacks.alarms.probe_alarms import LIMITS_SIGNAL, ProbeAlarms
 from workbench.callbacks.alarms.recorded_observations import observations
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.diagnosis.causes import UNKNOWN
@@ -29,7 +30,11 @@ _CAUSES = {
     "low_precision_attention": "precision", "arithmetic": "precision", "low_precision_reduction": "precision",
     "stale_reduction": "wiring", "dropped_bucket": "wiring", "changed_setting": "wiring", "corrupted_data": "data",
     "repeated_data": "loader", "large_rate": "schedule", "small_batch": "batch", "no_auxiliary_loss": "routing",
+    "loss_scale": "loss_scale", "no_gradient": "wiring", "gradients_discarded": "wiring",
+    "gradients_not_cleared": "wiring",
 }  # fmt: skip
+#: Metric beyond an absolute limit -> the cause, where the fault that the limit names has several.
+_OF_LIMITS = {"label_entropy": "labels", "ignored_labels": "labels", "token_entropy": "loader"}
 #: Signal of the alarms without statistics -> the variable that they are about.
 _VARIABLES = {
     "arithmetic": "error_excess", "gradients": "gradient_verdict", "data": "repeated_examples",
@@ -46,8 +51,6 @@ _LOST, _KEPT = 0.25, 0.05
 _TINY = 1e-6
 #: Gradient RMS over eps in every block and measurement, above which eps is not the cause.
 _OVER_EPS = 1e3
-#: Entropy of the tokens of a batch, in nat, below which nearly all are the same, and labels that a batch needs for it.
-_LOW_ENTROPY, _N_LABELS = 0.3, 32
 #: Multiple of log V above which a first loss is none of an untrained model.
 _TOO_HIGH = 2.0
 #: Fraction of the entropy of the labels below which a loss is too good, and number of updates after which a loss that
@@ -55,16 +58,12 @@ _TOO_HIGH = 2.0
 _TOO_GOOD, _LATE = 0.05, 300
 #: Fraction of the largest entropy below which attention considers a single token.
 _FOCUS = 0.05
-#: Largest exponent of 2 of a gradient norm that is a loss scale and no clipping limit; its relative precision.
-_EXPONENT, _EXACT = -5, 1e-3
 #: Times that new batches follow repeated ones, which a further epoch does not have, and examples of such a batch.
 _N_RETURNS, _N_EXAMPLES = 3, 4
-#: Fraction of the updates of the second half that are skipped, above which the loss scale does not recover.
-_SKIPPED = 0.2
 
 
 @dataclass(frozen=True)
-class Fact(Symptom):
+class RunFact(Symptom):
     """A number of a run that an absolute limit decides.
 
     Attributes:
@@ -82,14 +81,14 @@ class Fact(Symptom):
         return self.is_for or self.cause == "nothing"
 
 
-def read_facts(record: Record, failure: Failure) -> list[Fact]:
+def read_facts(record: Record, failure: Failure) -> list[RunFact]:
     """Return the facts of a run, findings first, by their first step."""
-    groups = (_of_alarms, _of_batches, _of_loss, _of_scale, _of_updates, _of_attention, _of_sound_arithmetic)
+    groups = (_of_alarms, _of_batches, _of_loss, _of_updates, _of_attention, _of_sound_arithmetic)
     found = [fact for group in groups for fact in group(record, failure)]
     return sorted(found, key=lambda fact: (not fact.is_finding, fact.step, not fact.is_for))
 
 
-def settle(probability: Mapping[str, float], facts: Sequence[Fact]) -> dict[str, float]:
+def settle(probability: Mapping[str, float], facts: Sequence[RunFact]) -> dict[str, float]:
     """Return the probabilities of the causes given the facts, which no symptom can contradict.
 
     Established causes come first, in the order of their first steps, and excluded ones have probability 0.
@@ -108,51 +107,44 @@ def settle(probability: Mapping[str, float], facts: Sequence[Fact]) -> dict[str,
     return first | {cause: rest[cause] * share for cause in sorted(rest, key=lambda cause: -rest[cause])}
 
 
-def _of_alarms(record: Record, failure: Failure) -> Iterator[Fact]:
+def _of_alarms(record: Record, failure: Failure) -> Iterator[RunFact]:
     """Yield the alarms without statistics by replaying the record, and the first of those that the watch raised."""
     probes, seen = ProbeAlarms(), set[str]()
     for each in observations(record.tree):
         for alarm in probes.observe(each):
             seen.add(alarm.signal)
-            message = alarm.message.rstrip(".")
+            name, message = _VARIABLES.get(alarm.signal, alarm.signal), alarm.message.rstrip(".")
             faults = next((of for one, of in probes.standing.values() if one is alarm), ())
             cause = "wiring" if len(faults) > 1 else _CAUSES.get(faults[0], "nothing") if faults else "nothing"
-            name = _VARIABLES.get(alarm.signal, alarm.signal)
+            if alarm.signal == LIMITS_SIGNAL:
+                name = next(of.variable for of in LIMITS if of.sentence.format(value=alarm.value) == alarm.message)
+                cause = _OF_LIMITS.get(name, cause)
+            if name == "loss":  # not finite, which the failure states
+                continue
             path = f"/{each.part}" if each.part in record.parts and name in record.parts[each.part] else ""
-            yield Fact(
-                f"alarm_of_{alarm.signal if alarm.signal in _VARIABLES else 'settings'}", 1.0, alarm.value, math.nan,
-                f"{message}." if f"step {alarm.step}" in message else f"{message} (step {alarm.step}).",
-                step=alarm.step, layer=alarm.layer,
-                path=path, variable=name if path else "", cause=cause, is_for=cause != "nothing",
+            yield RunFact(
+                f"alarm_of_{alarm.signal if alarm.signal in (*_VARIABLES, LIMITS_SIGNAL) else 'settings'}", 1.0,
+                alarm.value, math.nan, f"{message}." if "step" in message else f"{message} (step {alarm.step}).",
+                step=alarm.step, layer=alarm.layer, path=path, variable=name if path else "", cause=cause,
+                is_for=cause != "nothing",
             )  # fmt: skip
     raised = [alarm for alarm in record.events_of("alarm") if alarm.source not in seen]
     of_watch = [alarm for alarm in raised if alarm.source in {watched.name for watched in WATCHED}]
     for event in [*of_watch[:1], *(event for event in raised if event not in of_watch)]:
         more = f" {counted(len(of_watch) - 1, 'more alarm')} followed." if event in of_watch and of_watch[1:] else ""
         sentence = f"The watch raised an alarm at step {event.step}: {event.message.rstrip('.')}.{more}"
-        yield Fact("alarm_of_the_watch", 1.0, event.score, 1.0, sentence, step=event.step, layer=event.layer)
+        yield RunFact("alarm_of_the_watch", 1.0, event.score, 1.0, sentence, step=event.step, layer=event.layer)
 
 
-def _of_batches(record: Record, failure: Failure) -> Iterator[Fact]:
+def _of_batches(record: Record, failure: Failure) -> Iterator[RunFact]:
     size, counts = record.every("batch_size"), record.every("n_tokens")
-    counts = size if counts is None else counts
-    for name, cause in (("token_entropy", "loader"), ("label_entropy", "labels")):
-        entropy = record.every(name)
-        if entropy is None or counts is None:
-            continue
-        known = np.flatnonzero(np.isfinite(entropy) & (counts >= _N_LABELS))
-        same, usual = known[entropy[known] < 1e-9], float(np.median(entropy[known])) if len(known) else math.nan
-        what = name.split("_")[0] + "s"
-        if len(same) and (usual < 1e-9 or usual > 1):
-            many = "every batch" if len(same) == len(known) else "1 batch" if len(same) == 1 else f"{len(same)} batches"
-            sentence = f"All {what} are the same in {many}, first at step {record.every_step[same[0]]}."
-            yield _fact(record, name, same[0], 0.0, usual, sentence, cause)
-        elif what == "tokens" and len(known) >= _N_ROWS and usual < _LOW_ENTROPY:
-            sentence = (
-                f"The tokens of a batch have an entropy of {usual:.2g} nat: nearly all are the same one, such as "
-                "padding or an unknown token."
-            )
-            yield _fact(record, name, known[0], usual, _LOW_ENTROPY, sentence, cause)
+    counts, entropy = size if counts is None else counts, record.every("label_entropy")
+    if entropy is not None and counts is not None:
+        known = np.flatnonzero(np.isfinite(entropy) & (counts >= N_LABELS))
+        same = known[entropy[known] < 1e-9]
+        if len(same) and np.median(entropy[known]) > 1:
+            sentence = f"All labels of a batch are the same, first at step {record.every_step[same[0]]}."
+            yield _fact(record, "label_entropy", same[0], 0.0, float(np.median(entropy[known])), sentence, "labels")
     repeated = record.every("repeated_examples")
     if repeated is None or size is None or not np.nanmedian(size) >= _N_EXAMPLES:
         return
@@ -167,7 +159,7 @@ def _of_batches(record: Record, failure: Failure) -> Iterator[Fact]:
         yield _fact(record, "repeated_examples", first, float(is_old.mean()), 0.0, sentence, "loader")
 
 
-def _of_loss(record: Record, failure: Failure) -> Iterator[Fact]:
+def _of_loss(record: Record, failure: Failure) -> Iterator[RunFact]:
     loss, norm = record.every("loss"), record.every("grad_norm")
     if loss is None:
         return
@@ -211,7 +203,7 @@ def _of_loss(record: Record, failure: Failure) -> Iterator[Fact]:
         yield _fact(record, "loss", known[-1], late, entropy, sentence, "nothing", name="only_frequencies")
 
 
-def _of_softmax(record: Record, n_classes: int, loss: np.ndarray) -> Iterator[Fact]:
+def _of_softmax(record: Record, n_classes: int, loss: np.ndarray) -> Iterator[RunFact]:
     """Yield whether a softmax is applied twice: the logits are probabilities, or the late losses those of certain ones.
 
     The log sum exp of probabilities lies between that of equal ones and of a single one, ``most``. Their loss is at
@@ -232,32 +224,7 @@ def _of_softmax(record: Record, n_classes: int, loss: np.ndarray) -> Iterator[Fa
         yield _fact(record, "loss", 0, float(loss.min()), most - 1, sentence, "labels", name="softmax_twice")
 
 
-def _of_scale(record: Record, failure: Failure) -> Iterator[Fact]:
-    norm, skipped, scale = (record.every(name) for name in ("grad_norm", "is_skipped", "loss_scale"))
-    if norm is not None and (known := np.flatnonzero(norm > 0)).size >= _N_ROWS:
-        power = np.log2(norm[known])
-        is_scale = (np.abs(power - np.round(power)) < _EXACT) & (power <= _EXPONENT)
-        if is_scale.mean() > 0.5:
-            sentence = (
-                f"The gradient norm is exactly a power of 2, such as 2^{power[is_scale][0]:.0f}, in "
-                f"{percent(float(is_scale.mean()))} of the updates: gradients are clipped before the loss scale is "
-                "removed. Call scaler.unscale_(optimizer) before the clipping."
-            )
-            at = known[np.argmax(is_scale)]
-            yield _fact(record, "grad_norm", at, norm[at], 1.0, sentence, "loss_scale", name="clipped_before_unscale")
-    if skipped is not None:
-        late = np.nan_to_num(skipped[len(skipped) // 2 :])
-        if (fraction := float(late.mean())) > _SKIPPED:
-            at = len(skipped) // 2 + int(np.argmax(late))
-            fell = f", while the loss scale fell to {short(float(scale[-1]))}" if scale is not None else ""
-            sentence = (
-                f"{percent(fraction)} of the updates from step {record.every_step[at]} on were skipped because "
-                f"gradients overflowed in float16{fell}."
-            )
-            yield _fact(record, "is_skipped", at, fraction, _SKIPPED, sentence, "loss_scale")
-
-
-def _of_updates(record: Record, failure: Failure) -> Iterator[Fact]:
+def _of_updates(record: Record, failure: Failure) -> Iterator[RunFact]:
     if not record.has("optimizer", "update_ratio"):
         return
     rate, steps = record.every("learning_rate"), record.steps_of("optimizer")
@@ -290,7 +257,7 @@ def _of_updates(record: Record, failure: Failure) -> Iterator[Fact]:
             yield replace(of, cause="optimizer_eps", is_for=False)
 
 
-def _of_attention(record: Record, failure: Failure) -> Iterator[Fact]:
+def _of_attention(record: Record, failure: Failure) -> Iterator[RunFact]:
     """Yield whether the attention of a block has saturated at the end, beyond what healthy models reach."""
     if not all(record.has("attention", name) for name in ("attention_logit_max", "attention_entropy_share")):
         return
@@ -305,13 +272,13 @@ def _of_attention(record: Record, failure: Failure) -> Iterator[Fact]:
             f"The attention of block {layer} has saturated: its logits reach {short(largest)}, and its entropy is "
             f"{percent(focus)} of the maximum. They are not scaled by 1/sqrt(d), or queries and keys grow too fast."
         )
-        yield Fact(
+        yield RunFact(
             "attention_saturates", 1.0, largest, LIMIT / 10, sentence, step=int(record.steps_of("attention")[-1]),
             layer=layer, path="/attention", variable="attention_logit_max",
         )  # fmt: skip
 
 
-def _of_sound_arithmetic(record: Record, failure: Failure) -> Iterator[Fact]:
+def _of_sound_arithmetic(record: Record, failure: Failure) -> Iterator[RunFact]:
     """Yield whether the probes of arithmetic and gradients would have found a fault of precision."""
     steps = record.steps_of("precision") if "precision" in record.parts else np.zeros(0)
     is_late = len(steps) >= _N_MEASURED and (not failure.is_seen or steps[-1] >= failure.step)
@@ -324,7 +291,7 @@ def _of_sound_arithmetic(record: Record, failure: Failure) -> Iterator[Fact]:
         f"In {counted(len(steps), 'measurement')} no block differed from itself in float64 by more than rounding "
         "explains, and updates were not rounded away."
     )
-    yield Fact(
+    yield RunFact(
         "arithmetic_is_sound", 1.0, len(steps), _N_MEASURED, sentence, "measurement", step=int(steps[-1]),
         path="/precision", variable="error_excess", cause="precision",
     )  # fmt: skip
@@ -342,9 +309,9 @@ def _unchanged(record: Record) -> float:
 def _fact(
     record: Record, variable: str, row: int, value: float, reference: float, sentence: str, cause: str, *,
     name: str = "",
-) -> Fact:  # fmt: skip
+) -> RunFact:  # fmt: skip
     """Return a fact about a monitor at one of all rows."""
-    return Fact(
+    return RunFact(
         name or f"{variable}_is_off", 1.0, float(value), reference, sentence, step=int(record.every_step[row]),
         path="/monitors", variable=variable, cause=cause, is_for=cause != "nothing",
     )  # fmt: skip
@@ -352,9 +319,9 @@ def _fact(
 
 def _of_modules(
     record: Record, variable: str, value: float, reference: float, sentence: str, cause: str, *, name: str
-) -> Fact:
+) -> RunFact:
     """Return a fact about all measurements of the optimizer."""
-    return Fact(
+    return RunFact(
         name, 1.0, value, reference, sentence, step=int(record.steps_of("optimizer")[0]), path="/optimizer",
         variable=variable, cause=cause, is_for=True,
     )  # fmt: skip
