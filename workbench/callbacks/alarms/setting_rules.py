@@ -124,6 +124,27 @@ class GrowingRule:
 
 
 @dataclass
+class TensorRule:
+    """Rule for lists of tensors with which something is wrong, as text: every change is reported, "none" as its end.
+
+    Attributes:
+        value: The latest list.
+    """
+
+    reason: ClassVar[str] = (
+        "they require a gradient, and other tensors learn: look for detach(), for checkpointing of inputs that require "
+        "no gradient, and whether the optimizer holds them"
+    )
+
+    value: str
+
+    def update(self, value: str, moment: Moment) -> Found | None:
+        """Process the list at a step, and return a change to report or None."""
+        before, self.value = self.value, value
+        return None if value == before else Found(before, moment.step, is_back=value == "none")
+
+
+@dataclass
 class PlannedRule:
     """Rule for numbers with a plan: every departure from the plan is reported, and every return to it.
 

@@ -20,6 +20,8 @@ _TITLES = {
     "gradient_dtype": "number format of the gradients",
     "default_dtype": "default number format",
     "attention": "implementation of attention",
+    "tensors_without_gradient": "list of tensors without a gradient",
+    "unchanged_tensors": "list of tensors that no update changes",
 }
 
 

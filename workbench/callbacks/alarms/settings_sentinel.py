@@ -17,12 +17,13 @@ from workbench.callbacks.alarms.setting_rules import (
     LossTermRule,
     Moment,
     PlannedRule,
+    TensorRule,
 )
 from workbench.callbacks.alarms.settings_change import SettingsChange
 from workbench.errors import OptionError
 from workbench.formatting import number_in_words
 
-Rule = RateRule | BatchRule | LossTermRule | ConstantRule | GrowingRule | PlannedRule
+Rule = RateRule | BatchRule | LossTermRule | ConstantRule | GrowingRule | TensorRule | PlannedRule
 #: Planned value of a setting, or a fixed multiple of it, as a function of the step; a sequence has one entry per group.
 #: None if the setting may have any value at that step.
 Plan = Callable[[int], float | Sequence[float] | None]
@@ -36,9 +37,12 @@ _RULES: dict[str, type[Rule]] = {
     "n_trainable": GrowingRule,
     "n_optimized": GrowingRule,
     "n_groups": GrowingRule,
+    "tensors_without_gradient": TensorRule,
+    "unchanged_tensors": TensorRule,
 }
 _BY_NAME: dict[str, type[Rule]] = {
-    rule.__name__: rule for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, GrowingRule, PlannedRule)
+    rule.__name__: rule
+    for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, GrowingRule, TensorRule, PlannedRule)
 }
 #: Learning rates that the scheduler has stored: evidence for `RateRule`, not a setting.
 _NOTED = "noted_rates"

@@ -342,7 +342,7 @@ class AttachedRecorder:
             run, planned = self._run, dict(self.recorder.planned)
             if run is not None and run.planned_rates:
                 planned.setdefault("learning_rate", lambda step: run.planned_rates)
-            self._settings = SettingsWatch(collectors.model, optimizer, planned)
+            self._settings = SettingsWatch(collectors.model, optimizer, planned, collectors.called)
             if self.recorder.settings_state:
                 self._settings.sentinel.load_state_dict(self.recorder.settings_state)
         # In the workbench's own loop, several passes of one update are ranks emulated by a fault.

@@ -123,6 +123,7 @@ class Collectors:
         self._window_begins = 0
         self.n_heads = 0
         self._had_attention: np.ndarray | None = None
+        self.called: set[str] = set()
         self.probe = None if probe is None else on_device_of(self.model, probe)
         self.reading = self._read(subjects) if reading is None else reading
         reading, parameters.model = self.reading, self.model
@@ -196,11 +197,25 @@ class Collectors:
             return {}
         try:
             self._probe_pass = ModelProbe(self.model, anatomy, self.probe, routers=self.reading.routers)
-            return self.probed(PROBED)
+            with self._noting_calls():
+                return self.probed(PROBED)
         except Exception as error:  # noqa: BLE001  (a third-party model may fail in any way; an event reports it)
             self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
             self.switch_off("probe")
             return {}
+
+    @contextmanager
+    def _noting_calls(self) -> Iterator[None]:
+        """Note the names of the modules that are called."""
+        handles = [
+            module.register_forward_pre_hook(lambda *_, name=name: self.called.add(name))
+            for name, module in self.model.named_modules()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def _passes(self) -> Iterator[None]:

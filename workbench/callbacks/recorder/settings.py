@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from workbench.callbacks.alarms.settings_sentinel import SettingsSentinel
 from workbench.callbacks.recorder.current_settings import settings_of
+from workbench.callbacks.recorder.single_tensors import SingleTensors
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms.settings_change import SettingsChange
@@ -28,10 +29,14 @@ class SettingsWatch:
         model: Model without its wrappers.
         optimizer: Innermost optimizer.
         planned: Plans of settings, see `SettingsSentinel`.
+        called: Names of the modules that a pass through the model calls, see `SingleTensors`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: JointOptimizer, planned: Mapping[str, Plan]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: JointOptimizer, planned: Mapping[str, Plan], called: Collection[str] = ()
+    ) -> None:
         self.model, self.optimizer = model, optimizer
+        self._tensors = SingleTensors(model, called)
         self.sentinel = SettingsSentinel(planned=planned)
         self._found: dict[str, Any] = {}
         self._has_updated = False
@@ -44,6 +49,7 @@ class SettingsWatch:
             n_batches: Number of forward passes since the last update; 0 if unknown.
         """
         known: dict[str, Any] = {"autocast": "off" if autocast is None else autocast}
+        known |= self._tensors.read()
         self._found = settings_of(self.optimizer, self.model, **known, accumulation=n_batches or None)
 
     def changes(self, step: int) -> list[SettingsChange]:
