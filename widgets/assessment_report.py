@@ -12,6 +12,7 @@ from workbench.errors import OptionError
 from workbench.formatting import capitalized, counted
 from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
+from workbench.option_checks import Seed
 from workbench.plots.figure_files import for_backend, picture_of
 from workbench.reports.html import html
 from workbench.reports.make_report import detached, report
@@ -96,7 +97,7 @@ class AssessmentReport(MeasuringWidget):
         subject: Any = None,
         plan: Any = None,
         task: Any = None,
-        seed: int = 0,
+        seed: Seed = 0,
         model: Any = None,
         replay: Mapping[str, Any] | None = None,
         theme: str = "page",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import OptionError, StoreError
 from workbench.io.store import open_run
+from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.plots.figure_files import save as save_figure
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
@@ -133,12 +134,12 @@ class LiveTraining(WorkbenchWidget):
         task: Any = None,
         *,
         versus: ArchitectureConfig | nn.Module | None = None,
-        learning_rate: float = 1e-2,
-        n_steps: int = 300,
-        seed: int = 0,
+        learning_rate: PositiveFloat = 1e-2,
+        n_steps: PositiveInt = 300,
+        seed: NonNegativeInt = 0,
         kss: KSS | None = None,
         compare: bool = True,
-        spectra_every: int = 1,
+        spectra_every: PositiveInt = 1,
         folder: str | os.PathLike[str] | None = None,
         faults: Sequence[Fault] = (),
         recorder: Recorder | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import ipywidgets
 
@@ -12,6 +12,7 @@ from workbench import plots
 from workbench.errors import OptionError
 from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
+from workbench.option_checks import one_of
 from workbench.plots.figure_files import picture_of
 from workbench.rates.find_rate import FoundRates
 from workbench.risk.risk import Risk, over_rates, predict
@@ -209,7 +210,7 @@ class RiskExplorer(MeasuringWidget):
             self._begin("Pilot", job, {"training copies": 1})
             self._start.disabled = True
 
-    def figure(self, backend: str = "bokeh", *, kind: str = "curve") -> Any:
+    def figure(self, backend: str = "bokeh", *, kind: Annotated[str, one_of(("curve", "pilot"))] = "curve") -> Any:
         """Return the curve or the pilot as a separate figure, for example for ``workbench.plots.save()``.
 
         Args:
@@ -220,8 +221,6 @@ class RiskExplorer(MeasuringWidget):
             OptionError: If there is no such figure, or nothing has been measured.
             SchemaError: If the risk is unknown.
         """
-        if kind not in ("curve", "pilot"):
-            raise OptionError.of("kind", kind, ("curve", "pilot"))
         if kind == "pilot":
             if self.pilot is None:
                 raise OptionError(

@@ -15,6 +15,7 @@ from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import capitalized, counted, listed
 from workbench.io.run_access import named_runs
+from workbench.option_checks import PositiveFloat
 from workbench.plots.timeline_events import TimelineEvent, alarms_of, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, sentence_alone, timeline
 from workbench.schema.statuses import RunState
@@ -101,15 +102,13 @@ class Timeline(WorkbenchWidget):
         reduce: str = "worst",
         healthy: xr.DataTree | Mapping[str, Run] | int | None = None,
         band: tuple[float, float] = (0.05, 0.95),
-        poll_every: float = 1.0,
+        poll_every: PositiveFloat = 1.0,
         theme: str = "page",
     ) -> None:
         super().__init__(theme=theme)
         self._standing = ""
         self._thread: threading.Thread | None = None
         self._is_closed = threading.Event()
-        if not poll_every > 0:
-            raise OptionError.of("poll_every", poll_every, "a positive number of seconds")
         quantiles = checked_quantiles(band)
         self.runs = _followed(runs)
         references: list[FollowedRun] | int | None

@@ -12,6 +12,7 @@ from workbench.diagnosis.causes import CAUSES
 from workbench.errors import OptionError
 from workbench.formatting import listed, short
 from workbench.io.atomic import replacing
+from workbench.option_checks import NonNegativeInt
 from workbench.plots.figure_files import picture_of
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.export import ExportBar
@@ -118,7 +119,7 @@ class Ward(MeasuringWidget):
 
     kinds = _KINDS
 
-    def __init__(self, seed: int = 0, *, level: int = 1, theme: str = "page") -> None:
+    def __init__(self, seed: NonNegativeInt = 0, *, level: int = 1, theme: str = "page") -> None:
         super().__init__(theme=theme)
         self._cases: dict[tuple[int, int], OpenCase] = {}
         self._is_adapting = False
@@ -142,7 +143,7 @@ class Ward(MeasuringWidget):
         """The patient of the displayed case."""
         return self._case.patient
 
-    def open_case(self, seed: int, *, level: int | None = None) -> None:
+    def open_case(self, seed: NonNegativeInt, *, level: int | None = None) -> None:
         """Show a case; one that was opened before is in the state in which it was left.
 
         Args:

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 __all__ = [
     "AnatomyError",
+    "CallError",
     "CheckpointError",
     "MissingPackageError",
     "OptionError",
@@ -182,6 +183,22 @@ class OptionError(WorkbenchError, ValueError):
 
     See Also:
         `workbench.WorkbenchError`: Describes the attributes.
+    """
+
+
+class CallError(OptionError, TypeError):
+    """A call lacks an argument, or has one that the function does not know.
+
+    Example:
+        >>> import workbench as wb
+        >>> try:
+        ...     wb.KSS(strenght=0.1)
+        ... except wb.errors.CallError as error:
+        ...     print(error)
+        KSS has no argument strenght; use strength.
+
+    See Also:
+        `workbench.errors.OptionError`: An argument has an invalid value.
     """
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from workbench.option_checks import published
+
 
 def attach_stub(
     package: str, file: str, *, optional: str = ""
@@ -45,7 +47,7 @@ def attach_stub(
             raise AttributeError(f"No {package} attribute {name}{hint}", name=name)
         path, inner = places[name]
         module = importlib.import_module(path, package)
-        value = module if inner is None else getattr(module, inner)
+        value = module if inner is None else published(getattr(module, inner))
         setattr(sys.modules[package], name, value)  # later look-ups do not call this function
         return value
 

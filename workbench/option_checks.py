@@ -1,57 +1,636 @@
-"""Checks of options: each raises `OptionError` with the name, the value and what was expected."""
+"""The door of public calls: each argument is checked against its annotation before any work begins.
+
+Type and range are data in the signature, such as ``n_steps: PositiveInt`` or ``Annotated[float, below(1)]``.
+`published` puts the door before every public name for calls from outside of the package, `checked` before a function or
+a constructor for all calls. Names that are imported for type checkers alone are looked up among the modules already
+imported: a value cannot be an instance of a class whose module is not.
+"""
 
 from __future__ import annotations
 
+import ast
+import builtins
+import difflib
+import functools
+import importlib
+import inspect
 import math
-from collections.abc import Sequence
-from numbers import Integral, Real
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
+from numbers import Complex, Integral, Real
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
-from workbench.errors import OptionError
+from workbench.errors import CallError, OptionError
 
-
-def require_choice(allowed: Sequence[str], **options: str) -> None:
-    """Raise `OptionError` if an option is not one of the allowed values."""
-    for name, value in options.items():
-        if value not in allowed:
-            raise OptionError.of(name, value, tuple(allowed))
-
-
-def require_bool(**options: bool) -> None:
-    """Raise `OptionError` if an option is not True or False; a text such as "False" would count as true."""
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise OptionError.of(name, value, "True or False")
+Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-def require_whole(lowest: int, **options: int) -> None:
-    """Raise if options are not integers of at least ``lowest``.
+class Limit(NamedTuple):
+    """A limit of a value beyond its type: words that follow the name of the type, and the test."""
 
-    Raises:
-        OptionError: Names the option.
+    words: str
+    holds: Callable[[Any], bool]
+    values: tuple[Any, ...] = ()
+
+
+def at_least(lowest: float) -> Limit:
+    """Return the limit of values that are not below a number."""
+    return Limit(f"of at least {lowest:g}", lambda value: value >= lowest)
+
+
+def above(lowest: float) -> Limit:
+    """Return the limit of values above a number."""
+    return Limit(f"above {lowest:g}", lambda value: value > lowest)
+
+
+def at_most(highest: float) -> Limit:
+    """Return the limit of values that are not above a number."""
+    return Limit(f"of at most {highest:g}", lambda value: value <= highest)
+
+
+def below(highest: float) -> Limit:
+    """Return the limit of values below a number."""
+    return Limit(f"below {highest:g}", lambda value: value < highest)
+
+
+def one_of(allowed: Iterable[Any]) -> Limit:
+    """Return the limit of values that are listed."""
+    values = tuple(allowed)
+    return Limit("as listed", lambda value: value in values, values)
+
+
+#: Numbers with limits are finite, and none is NaN, except with these.
+MAY_BE_INFINITE = Limit("", lambda value: True)
+MAY_BE_NAN = Limit("", lambda value: value is not None)
+NOT_EMPTY = Limit("that is not empty", lambda value: len(value) > 0)
+
+
+class Remedy(NamedTuple):
+    """What to do with a value that is refused, in the imperative."""
+
+    words: str
+
+
+PositiveInt = Annotated[int, at_least(1)]
+NonNegativeInt = Annotated[int, at_least(0)]
+PositiveFloat = Annotated[float, above(0)]
+NonNegativeFloat = Annotated[float, at_least(0)]
+#: Above 0 and at most 1.
+Fraction = Annotated[float, above(0), at_most(1)]
+#: Level of an interval.
+Level = Annotated[float, above(0), below(1)]
+#: Range of torch's generators.
+Seed = Annotated[int, at_least(-(2**32)), at_most(2**32)]
+#: A bound, infinite if there is none.
+Bound = Annotated[float, above(0), MAY_BE_INFINITE]
+#: A value that was measured, which may be NaN or infinite.
+Measured = Annotated[float, MAY_BE_NAN]
+
+#: Names here -> the names of other libraries.
+USUAL_NAMES = {
+    "learning_rate": "lr rate max_lr peak_lr eta",
+    "n_steps": "steps max_steps num_steps iterations iters n_iter max_iter total_steps epochs",
+    "batch_size": "bs batch batchsize per_device_train_batch_size train_batch_size",
+    "clip_norm": "grad_clip clip max_norm max_grad_norm gradient_clip_val",
+    "warmup": "warmup_steps num_warmup_steps n_warmup",
+    "schedule": "scheduler lr_scheduler lr_scheduler_type",
+    "optimizer_options": "weight_decay wd betas momentum eps",
+    "optimizer": "opt optim",
+    "precision": "dtype mixed_precision amp fp16 bf16",
+    "loss": "loss_fn criterion loss_function",
+    "store": "output_dir out_dir logdir log_dir path folder out filename run",
+    "path": "output_dir out_dir folder out filename file store",
+    "model": "module net network checkpoint subject",
+    "subject": "model module net network checkpoint",
+    "task": "data dataset dataloader loader train_dataset batches",
+    "inputs": "data batch tokens dataset dataloader loader",
+    "overwrite": "force exist_ok replace",
+    "progress": "verbose quiet disable_tqdm",
+    "seed": "random_state random_seed rng",
+    "d_model": "dim hidden_size n_embd embed_dim width hidden_dim",
+    "n_layers": "num_layers n_layer depth num_hidden_layers",
+    "n_heads": "num_heads n_head heads num_attention_heads",
+    "vocab_size": "vocab n_vocab num_tokens",
+    "max_length": "block_size seq_len context_length max_len n_positions",
+    "length": "block_size seq_len context_length max_len max_length",
+}
+
+_PHRASES = {
+    "Tensor": "a torch tensor", "ndarray": "a NumPy array", "Module": "a torch.nn.Module", "Generator": "a generator",
+    "dtype": "a torch.dtype", "device": "a torch.device", "PathLike": "a path", "Path": "a pathlib.Path",
+    "Dataset": "an xarray Dataset", "DataTree": "an xarray DataTree",
+    "DataArray": "an xarray DataArray", "str": "text", "bytes": "bytes", "dict": "a mapping", "type": "a class",
+}  # fmt: skip
+#: Models in any wrapper, of which `module_of` says what is wrong.
+_MODELS = ("Subject", "HoldsModel")
+#: Elements of a collection that are checked, so that a long one costs no time.
+_MAX_CHECKED = 1000
+_ABSENT = object()
+
+
+class _Refused(NamedTuple):
+    """The result of a check that fails; the phrase replaces the general one if it says more."""
+
+    phrase: str = ""
+    #: The element of a collection that is wrong.
+    part: Any = _ABSENT
+
+
+class _Kind(NamedTuple):
+    """What an annotation says: a phrase that completes "must be", or the allowed values, and the check.
+
+    ``admit`` returns the value, a plain number for a scalar of NumPy or torch, or `_Refused`.
     """
-    for name, value in options.items():
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            raise OptionError.of(name, value, "an integer")
-        if value < lowest:
-            raise OptionError.of(name, value, f"at least {lowest}")
+
+    expected: str | tuple[Any, ...]
+    admit: Callable[[Any], Any]
+    remedy: str = ""
+
+    @property
+    def phrase(self) -> str:
+        return self.expected if isinstance(self.expected, str) else f"one of {', '.join(map(repr, self.expected))}"
 
 
-def require_number(lowest: float, **options: float) -> None:
-    """Raise `OptionError` if an option is not a finite number of at least ``lowest``."""
-    for name, value in options.items():
-        if not (isinstance(value, Real) and lowest <= value < math.inf):
-            raise OptionError.of(name, value, f"a finite number of at least {lowest:g}")
+def _kind_of(expected: str | tuple[Any, ...], holds: Callable[[Any], bool]) -> _Kind:
+    return _Kind(expected, lambda value: value if holds(value) else _Refused())
 
 
-def require_positive(**options: float) -> None:
-    """Raise `OptionError` if an option is not a positive, finite number."""
-    for name, value in options.items():
-        if not (isinstance(value, Real) and 0 < value < math.inf):
-            raise OptionError.of(name, value, "a positive, finite number")
+class _Later(type):
+    """A name that a module imports for type checkers alone: a class without instances, so that unions may hold it."""
+
+    module: str
+    path: tuple[str, ...]
+
+    @classmethod
+    def of(cls, module: str, *path: str) -> _Later:
+        return cls(path[-1] if path else module, (), {"module": module, "path": path})
+
+    def __getattr__(cls, name: str) -> _Later:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return cls.of(cls.module, *cls.path, name)
+
+    def __getitem__(cls, item: object) -> _Later:
+        return cls
+
+    def resolved(cls) -> Any:
+        """Return the object; `_ABSENT` if the module of another library is not imported."""
+        if cls.module not in sys.modules and cls.module.partition(".")[0] != "workbench":
+            return _ABSENT
+        try:
+            return functools.reduce(getattr, cls.path, importlib.import_module(cls.module))
+        except AttributeError:
+            return _ABSENT
 
 
-def require_fraction(**options: float) -> None:
-    """Raise `OptionError` if an option is not a number above 0 and at most 1."""
-    for name, value in options.items():
-        if not (isinstance(value, Real) and 0 < value <= 1):
-            raise OptionError.of(name, value, "above 0 and at most 1")
+@functools.cache
+def _typing_imports(module: str) -> dict[str, _Later]:
+    """Return the names that a module imports under ``if TYPE_CHECKING:``."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, KeyError):
+        return {}
+    found: dict[str, _Later] = {}
+    for block in tree.body:
+        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING":
+            for node in block.body:
+                for alias in getattr(node, "names", ()):
+                    origin = [getattr(node, "module", None), alias.name]
+                    found[alias.asname or alias.name] = _Later.of(*filter(None, origin))
+    return found
+
+
+class _Names(dict[str, Any]):
+    """Names for annotations: those of the module come first."""
+
+    def __init__(self, module: str) -> None:
+        super().__init__()
+        self.module = module
+
+    def __missing__(self, name: str) -> Any:
+        if name in vars(sys.modules[self.module]) or hasattr(builtins, name):
+            raise KeyError(name)
+        return _typing_imports(self.module)[name]
+
+
+def _evaluated(text: Any, module: str) -> Any:
+    """Return what an annotation says; `Any` if it cannot be evaluated at run time."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return eval(text, vars(sys.modules[module]), _Names(module))
+    except Exception:  # noqa: BLE001  # a name that only type checkers know
+        return Any
+
+
+def _plain_number(value: Any) -> Any:
+    """Return a scalar of NumPy or torch as a number of Python, anything else unchanged."""
+    if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
+        try:
+            return value.item()
+        except Exception:  # noqa: BLE001  # a tensor without data
+            return value
+    return value
+
+
+def _number(kind: type, words: str, default: Any, limits: Sequence[Limit]) -> _Kind:
+    may_be_nan = MAY_BE_NAN in limits
+    may_be_infinite = may_be_nan or MAY_BE_INFINITE in limits or not limits or default == math.inf
+    limits = [limit for limit in limits if limit.words]
+    ending = " and ".join(limit.words for limit in limits).replace(" and of ", " and ")
+    words = words if kind is not Real or may_be_infinite else f"a finite {words.removeprefix('a ')}"
+
+    def admit(value: Any) -> Any:
+        value = _plain_number(value)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            return _Refused()
+        if isinstance(value, Integral) and not -(2**63) <= int(value) < 2**64:
+            return _Refused("a number of 64 bits")
+        if not may_be_nan and (value != value or (not may_be_infinite and value in (math.inf, -math.inf))):
+            return _Refused()
+        return value if all(limit.holds(value) for limit in limits) else _Refused()
+
+    return _Kind(f"{words} {ending}".strip(), admit)
+
+
+def _flag(value: Any) -> Any:
+    plain = value if isinstance(value, bool) else _plain_number(value)
+    return plain if isinstance(plain, bool) else _Refused()
+
+
+def _device(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, str):
+        try:
+            torch.device(value)
+        except RuntimeError:
+            return _Refused()
+    return value if isinstance(value, str | torch.device) else _Refused()
+
+
+def _is_sequence(value: Any) -> bool:
+    if isinstance(value, str | bytes | Mapping | type):
+        return False
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "shape", None) != ()
+
+
+def _is_iterable(value: Any) -> bool:
+    return not isinstance(value, str | bytes | type) and (hasattr(value, "__iter__") or _is_sequence(value))
+
+
+def _collection(words: str, belongs: Callable[[Any], bool], parts: Sequence[_Kind | None], length: int = 0) -> _Kind:
+    """Return the kind of a collection whose elements (of a mapping: keys and values) are of given kinds."""
+    inner = parts[-1] if parts else None
+    if inner is not None and words != "a mapping":
+        words = f"{words} of {f'{length} elements' if length else 'elements'}, each {inner.phrase}"
+
+    def admit(value: Any) -> Any:
+        if not belongs(value) or (length and len(value) != length):
+            return _Refused()
+        dtype = getattr(value, "dtype", None)
+        if isinstance(value, Mapping):
+            pairs: Iterable[Sequence[Any]] = islice(value.items(), _MAX_CHECKED)
+        elif dtype is not None or not isinstance(value, Collection):
+            return value  # an array; or an iterator, which can be read only once
+        else:
+            pairs = ((each,) for each in islice(value, _MAX_CHECKED))
+        for pair in pairs:
+            for kind, each in zip(parts, pair, strict=False):
+                if kind is not None and isinstance(kind.admit(each), _Refused):
+                    return _Refused(words, each)
+        return value
+
+    return _Kind(words, admit)
+
+
+def _array(*, converts: bool) -> _Kind:
+    """Return the kind of arrays; ``converts`` is whether a sequence becomes one, for functions that need an array."""
+
+    def admit(value: Any) -> Any:
+        import numpy as np
+
+        if isinstance(value, np.ndarray | np.generic):
+            return value if value.dtype.kind in ("biufc" if converts else "biufcUO") else _Refused()
+        if hasattr(value, "__array__"):  # a tensor or a DataArray
+            return value
+        is_number = isinstance(value, Complex) and not isinstance(value, bool)
+        try:
+            array = np.asarray(value if _is_sequence(value) or (is_number and not converts) else None)
+        except (TypeError, ValueError, OverflowError):
+            return _Refused()
+        is_right = array.dtype.kind in ("biufc" if converts else "biufcU")
+        return (array if converts else value) if is_right else _Refused()
+
+    return _Kind("an array of numbers", admit)
+
+
+def _phrase(name: str) -> str:
+    return _PHRASES.get(name, f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}")
+
+
+def _class(cls: type) -> _Kind | None:
+    if cls.__name__ in _MODELS:
+        return None
+    phrase = _phrase(cls.__name__)
+    if not getattr(cls, "_is_protocol", False):
+        return _kind_of(phrase, lambda value: isinstance(value, cls))
+    bases = [base for base in cls.__mro__ if getattr(base, "_is_protocol", False)]
+    names = {each for base in bases for each in (*vars(base), *vars(base).get("__annotations__", ()))}
+    members = [each for each in names if not each.startswith("_") or each == "__call__"]
+    return _kind_of(phrase, lambda value: all(hasattr(value, each) for each in members))
+
+
+def _later(name: _Later) -> _Kind | None:
+    if name.__name__ in ("ArrayLike", "Any", *_MODELS):
+        return _array(converts=False) if name.__name__ == "ArrayLike" else None
+
+    def admit(value: Any) -> Any:
+        if (target := name.resolved()) is _ABSENT:
+            return _Refused()
+        kind = _kind(target)
+        return value if kind is None else kind.admit(value)
+
+    return _Kind(_phrase(name.__name__), admit)
+
+
+def _union(members: Iterable[Any], default: Any) -> _Kind | None:
+    found = [_kind(member, default) for member in members]
+    kinds = [kind for kind in found if kind is not None]
+    if len(kinds) < len(found):
+        return None
+    named = [kind for kind in kinds if kind.expected != "None"] or kinds  # a value that is refused is not None
+    phrases = list(dict.fromkeys(kind.phrase for kind in named))
+    if "text" in phrases and "a path" in phrases:
+        phrases.remove("text")
+    if "a torch.device" in phrases:
+        kinds = [_Kind("a torch.device", _device), *(kind for kind in kinds if kind.phrase == "None")]
+    expected = " or ".join([*([", ".join(phrases[:-1])] if phrases[1:] else []), phrases[-1]])
+
+    def admit(value: Any) -> Any:
+        refused = _Refused()
+        for kind in kinds:
+            admitted = kind.admit(value)
+            if not isinstance(admitted, _Refused):
+                return admitted
+            refused = admitted if admitted.phrase else refused
+        return refused
+
+    return _Kind(named[0].expected if len(named) == 1 else expected, admit)
+
+
+def _kind(annotation: Any, default: Any = None, limits: Sequence[Limit] = ()) -> _Kind | None:
+    """Return the kind of an annotation; None if it admits everything."""
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        kind = _kind(parts[0], default, [*limits, *(each for each in parts[1:] if isinstance(each, Limit))])
+        remedy = "".join(each.words for each in parts[1:] if isinstance(each, Remedy))
+        return kind and kind._replace(remedy=remedy or kind.remedy)
+    kind = _bare_kind(annotation, origin, parts, default, limits)
+    ending = " and ".join(limit.words for limit in limits if limit.words)
+    if kind is None or not ending or annotation in (int, float):
+        return kind
+
+    def admit(value: Any) -> Any:
+        value = kind.admit(value)
+        return value if isinstance(value, _Refused) or all(each.holds(value) for each in limits) else _Refused()
+
+    values = next((each.values for each in limits if each.values), ())
+    return _Kind(values or f"{kind.phrase} {ending}", admit)
+
+
+def _of_parts(parts: Iterable[Any]) -> list[_Kind | None]:
+    """Return the kinds of the elements of a collection, which may hold measured numbers."""
+    return [_kind(Measured if part is float else part) for part in parts]
+
+
+def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: Sequence[Limit]) -> _Kind | None:
+    if isinstance(annotation, _Later):
+        return _later(annotation)
+    if origin in (Union, types.UnionType):
+        return _union(parts, default)
+    if annotation is None or annotation is types.NoneType:
+        return _kind_of("None", lambda value: value is None)
+    if annotation is bool:
+        return _Kind((True, False), _flag)
+    if annotation is int:
+        return _number(Integral, "an integer", default, limits)
+    if annotation is float:
+        return _number(Real, "a number", default, limits)
+    if origin is Literal:
+        allowed = [(type(each), each) for each in parts]
+        return _kind_of(parts, lambda value: (type(value), value) in allowed)
+    if annotation is getattr(sys.modules.get("numpy.typing"), "ArrayLike", _ABSENT):
+        return _array(converts=False)
+    base = origin or annotation
+    if not isinstance(base, type) or base in (Any, object):
+        return _kind(annotation.__bound__) if isinstance(annotation, TypeVar) and annotation.__bound__ else None
+    if base is getattr(sys.modules.get("numpy"), "ndarray", _ABSENT):
+        return _array(converts=True)
+    if base is type:
+        return _kind_of("a class", lambda value: isinstance(value, type))
+    if issubclass(base, Mapping):
+        return _collection("a mapping", lambda value: isinstance(value, Mapping), _of_parts(parts))
+    if base is tuple:
+        fixed = len(parts) if parts and parts[-1] is not Ellipsis and len(set(map(str, parts))) == 1 else 0
+        inner = _of_parts(parts[:1]) if fixed or parts[-1:] == (Ellipsis,) else []
+        return _collection("a sequence", _is_sequence, inner, fixed)
+    if base is Sequence or base is list:
+        return _collection("a sequence", _is_sequence, _of_parts(parts))
+    if base is Callable:
+        return _kind_of("a function", callable)
+    if base in (Iterable, Collection):
+        words = "a sequence" if base is Collection else "an iterable"
+        return _collection(words, _is_iterable, _of_parts(parts))
+    return _class(base)
+
+
+class _Door:
+    """The check of the calls of one function."""
+
+    def __init__(self, function: Callable[..., Any], title: str, owner: type | None = None) -> None:
+        self.function, self.title = function, title
+        self.signature = inspect.signature(function)
+        self.kinds: dict[str, tuple[_Kind, Any, Any]] = {}
+        for parameter in list(self.signature.parameters.values()):
+            modules = [base.__module__ for base in owner.__mro__ if parameter.name in _fields(base)] if owner else []
+            kind = _kind(_evaluated(parameter.annotation, (modules or [function.__module__])[0]), parameter.default)
+            if parameter.annotation is not parameter.empty and kind is not None:
+                self.kinds[parameter.name] = kind, parameter.default, parameter.kind
+
+    def admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with scalars as plain numbers.
+
+        Raises:
+            OptionError: If a value is not what its annotation says.
+            CallError: If an argument is missing or unknown.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            if self.function.__name__ == "__init__" and args:
+                self.title = type(args[0]).__name__
+            raise self._misfit(str(error), args, kwargs) from None
+        given, changed = bound.arguments, False
+        for name, value in given.items():
+            if name not in self.kinds:
+                continue
+            kind, default, place = self.kinds[name]
+            if value is default:
+                continue
+            if place is inspect.Parameter.VAR_POSITIONAL:
+                given[name] = tuple(self.admitted(name, kind, each) for each in value)
+            elif place is inspect.Parameter.VAR_KEYWORD:
+                given[name] = {key: self.admitted(key, kind, each) for key, each in value.items()}
+            else:
+                given[name] = self.admitted(name, kind, value)
+            changed = changed or given[name] is not value
+        return (bound.args, bound.kwargs) if changed else (args, kwargs)
+
+    @staticmethod
+    def admitted(name: str, kind: _Kind, value: Any) -> Any:
+        admitted = kind.admit(value)
+        if isinstance(admitted, _Refused):
+            value = value if admitted.part is _ABSENT else admitted.part
+            raise OptionError.of(name, value, admitted.phrase or kind.expected, remedy=kind.remedy)
+        return admitted
+
+    def _misfit(self, problem: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallError:
+        """Return the exception for a call that does not fit the signature, as `inspect` describes it."""
+        known = {name: each for name, each in self.signature.parameters.items() if name not in ("self", "cls")}
+        quoted = problem.partition("'")[2].rpartition("'")[0]
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        if unknown := [] if takes_any else [name for name in kwargs if name not in known]:
+            problem, quoted = "unexpected", unknown[0]
+        if "unexpected" in problem:
+            usual = [name for name, others in USUAL_NAMES.items() if quoted in others.split() and name in known]
+            near = [*usual, *difflib.get_close_matches(quoted, known, n=1)]
+            hint = f"use {near[0]}" if near else f"its arguments are {', '.join(known)}"
+            hint = f'pass optimizer_options={{"{quoted}": ...}}' if near[:1] == ["optimizer_options"] else hint
+            sentence = f"{self.title} has no argument {quoted}; {hint}."
+            return CallError(sentence, name=quoted, value=kwargs[quoted], expected=tuple(known))
+        if "missing" in problem:
+            found = re.search(rf"^\s*{quoted}: ([^.;,(]+)", self._documentation(), re.MULTILINE)
+            meaning = " ".join(found.group(1).split()) if found else ""
+            sentence = f"{self.title} needs the argument {quoted}{f' ({meaning})' if meaning else ''}."
+            return CallError(sentence, name=quoted, expected=meaning or "an argument")
+        if "multiple" in problem:
+            sentence = f"{self.title} received {quoted} by its position and by its name; pass it once."
+            return CallError(sentence, name=quoted, value=kwargs[quoted], expected="passed once")
+        first = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
+        n_given = len(args) - (len(self.signature.parameters) - len(known))
+        rest = [name for name in known if name not in first]
+        sentence = f"{self.title} takes {', '.join(first) or 'no argument'} by position, got {n_given} values"
+        sentence += (
+            f"; name the others, which may be {', '.join(rest[:8])}{', ...' * (len(rest) > 8)}." if rest else "."
+        )
+        expected = f"at most {len(first)} arguments by position"
+        return CallError(sentence, name=(rest or first or [""])[0], value=args[-1], expected=expected)
+
+    def _documentation(self) -> str:
+        documentation = self.function.__doc__ or ""
+        if self.function.__name__ == "__init__":
+            owner = getattr(sys.modules[self.function.__module__], self.title, None)
+            documentation = getattr(owner, "__doc__", None) or documentation
+        return documentation
+
+
+def checked(target: Target) -> Target:
+    """Check the arguments of a function or of the constructor of a class in each call.
+
+    The annotations are read at the first call. A class is changed in place, with its bases of the same package; its
+    public methods are checked in calls from outside of the workbench.
+    """
+    if isinstance(target, type):
+        _check_class(target, constructor=True, always=True)
+        return target
+    return _checked_function(target, target.__qualname__)
+
+
+def check_fields(instance: Any) -> None:
+    """Check the fields of a dataclass, which may be of a subclass that a user has defined without `checked`."""
+    door = _door_of(type(instance))
+    for name, (kind, default, _) in door.kinds.items():
+        if (value := getattr(instance, name)) is not default:
+            object.__setattr__(instance, name, door.admitted(name, kind, value))
+
+
+@functools.cache
+def _door_of(cls: Any) -> _Door:
+    return _Door(inspect.unwrap(cls.__init__), cls.__name__, cls)
+
+
+def _fields(cls: type) -> dict[str, Any]:
+    """Return the annotations of a dataclass itself; nothing for another class, whose constructor has its own."""
+    return vars(cls).get("__annotations__", {}) if "__dataclass_fields__" in vars(cls) else {}
+
+
+def _checked_function(function: Any, title: str, owner: type | None = None, *, always: bool = True) -> Any:
+    """Return a function with the door before it; calls from the package pass it only if ``always``."""
+    if not inspect.isfunction(function) or hasattr(function, "_door"):
+        return function
+    doors: list[_Door] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not always and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "workbench":
+            return function(*args, **kwargs)
+        if not doors:
+            doors.append(_Door(function, title, owner))
+        args, kwargs = doors[0].admit(args, kwargs)
+        return function(*args, **kwargs)
+
+    call._door = doors  # type: ignore[attr-defined]
+    return call
+
+
+def _check_class(cls: type, *, constructor: bool, always: bool) -> None:
+    torch = sys.modules.get("torch")
+    is_torch = torch is not None and issubclass(cls, torch.nn.Module | torch.optim.Optimizer)
+    skipped = ("forward", "step") if is_torch else ()  # torch compiles and wraps them
+    if issubclass(cls, BaseException) or getattr(cls, "_is_protocol", False):
+        return
+    package = cls.__module__.partition(".")[0]
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] != package or getattr(base, "_is_protocol", False):
+            continue
+        for name, value in list(vars(base).items()):
+            inner = getattr(value, "__func__", value)
+            is_wanted = constructor if name == "__init__" else not (name.startswith("_") or name in skipped)
+            if is_wanted and inspect.isfunction(inner) and not hasattr(inner, "_door"):
+                title = base.__name__ if name == "__init__" else f"{base.__name__}.{name}"
+                owner, is_always = (base, always) if name == "__init__" else (None, False)
+                call = _checked_function(inner, title, owner, always=is_always)
+                setattr(base, name, call if inner is value else type(value)(call))
+
+
+def published(value: Any) -> Any:
+    """Put the door before an object that becomes public, and return it.
+
+    A function is replaced in its module too, so that it has one identity. A dataclass that checks nothing when it is
+    created is a result of the library, whose values may be anything that was measured; only its methods are checked.
+    """
+    if not getattr(value, "__module__", "").startswith("workbench"):
+        return value
+    if isinstance(value, type):
+        is_result = hasattr(value, "__dataclass_fields__") and not hasattr(value, "__post_init__")
+        _check_class(value, constructor=not is_result, always=False)
+        return value
+    name = getattr(value, "__name__", "")
+    call = _checked_function(value, name, always=False)
+    home = vars(sys.modules[value.__module__])
+    if call is not value and home.get(name) is value:
+        home[name] = call
+    return call
+
+
+def publish(module: str) -> Callable[[], list[str]]:
+    """Put the door before the names in ``__all__`` of a module that is complete, and return its ``__dir__``."""
+    names = vars(sys.modules[module])
+    for name in names["__all__"]:
+        names[name] = published(names[name])
+    return lambda: sorted(names["__all__"])

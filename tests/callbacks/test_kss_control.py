@@ -2,6 +2,7 @@ import json
 import math
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,7 +83,7 @@ def test_invalid_options_are_rejected(make, error):
 
 
 def test_values_are_converted_to_the_type_of_the_control():
-    kss = wb.KSS(strength=3, interval=2.0, enabled=1, layers=[2, 0, 2])
+    kss = wb.KSS(strength=3, interval=np.int64(2), enabled=np.True_, layers=[2, 0, 2])
     assert kss.control == ControlValues(True, 3.0, 2, 0.4, (0, 2))
     assert isinstance(kss.strength, float)
     assert isinstance(kss.interval, int)

@@ -526,7 +526,7 @@ class TestInvalidUse:
         [
             ({"every": {"atention": 10}}, "every", "atention"),
             ({"every": {"router": 0}}, "every['router']", 0),
-            ({"every": 2.5}, "every['attention']", 2.5),
+            ({"every": 2.5}, "every", 2.5),
             ({"alpha": 0}, "alpha", 0),
             ({"n_probe_tokens": 0}, "n_probe_tokens", 0),
             ({"every": {"curvature": 50}}, "loss_of", None),

@@ -388,7 +388,7 @@ def test_training_mode_is_restored(make_model, task):
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"), [({}, "n_steps"), ({"n_steps": 3, "lr": 0.1}, "keyword argument 'lr'")]
+    ("settings", "sentence"), [({}, "n_steps"), ({"n_steps": 3, "lr": 0.1}, "no argument lr; use learning_rate")]
 )
 def test_missing_and_unknown_settings_are_rejected_at_the_call(make_model, task, settings, sentence):
     with pytest.raises(TypeError, match=sentence):

@@ -9,7 +9,7 @@ import ipywidgets
 
 from workbench import tasks, zoo
 from workbench.errors import OptionError
-from workbench.option_checks import require_positive, require_whole
+from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt, checked
 from workbench.tasks.user_data import OneShotTask
 from workbench.widgets.live.architecture_controls import LABEL, NARROW, NATURAL, ROW, ArchitectureControls, names_of
 
@@ -64,25 +64,23 @@ class Setup:
             task.
     """
 
+    @checked
     def __init__(
         self,
         architecture: zoo.ArchitectureConfig | nn.Module | None,
         task: Any,
         *,
         versus: zoo.ArchitectureConfig | nn.Module | None = None,
-        learning_rate: float,
-        seed: int,
-        n_steps: int,
-        spectra_every: int,
+        learning_rate: PositiveFloat,
+        seed: NonNegativeInt,
+        n_steps: PositiveInt,
+        spectra_every: PositiveInt,
         compare: bool = True,
         control: str = "without KSS",
     ) -> None:
         self.first = ArchitectureControls(_DEFAULT if architecture is None else architecture)
         if isinstance(task, str) and task not in _TASKS:
             raise OptionError.of("task", task, tuple(_TASKS), remedy="choose one of these names or pass a task")
-        require_positive(learning_rate=learning_rate)
-        require_whole(1, n_steps=n_steps, spectra_every=spectra_every)
-        require_whole(0, seed=seed)
         if versus is not None and not compare:
             raise OptionError(
                 "versus= adds a second run, but compare=False requests one run only; omit one of them.",

@@ -34,11 +34,11 @@ from workbench.models.batches import take_examples
 from workbench.models.losses import token_loss
 from workbench.models.model_sizes import model_sizes
 from workbench.models.profile import profile
+from workbench.option_checks import Seed, checked
 from workbench.rates.find_rate import is_of_adam
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import BAD_STATES
 from workbench.tasks import as_task
-from workbench.tasks.task import require_seed
 from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
 
 if TYPE_CHECKING:
@@ -64,13 +64,14 @@ _PROGRESS_EVERY = 20
 N_SNAPSHOTS, N_SEEDS, N_EXAMPLES = 1024, 2, 8
 
 
+@checked
 def assess(
     subject: Any,
     task: Any = None,
     *,
     plan: Any = None,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.DataTree:
     """Assess before training whether an architecture will train under a plan, why, and what to do.
@@ -129,7 +130,6 @@ def assess(
         `workbench.report`: Writes an assessment as a report.
         `workbench.find_rate`: Finds the useful learning rates of a model at full size.
     """
-    require_seed(seed)
     plan = read_plan(plan)
     measured = measured_model(subject, seed=seed, width=plan.target.width, depth=plan.target.depth)
     plan.check_against(measured.design or measured.model)

@@ -21,9 +21,9 @@ from workbench.hardware import AssessmentPlan, read_plan
 from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.models.losses import token_loss
+from workbench.option_checks import Seed, checked
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import Verdict
-from workbench.tasks.task import require_seed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,13 +41,14 @@ _RESERVED = ("designs",)
 OF_PILOT = [f"{name}{end}" for name in ("useful_edge", "best_rate") for end in ("", "_low", "_high")]
 
 
+@checked
 def compare_designs(
     designs: Mapping[str, Any],
     task: Any = None,
     *,
     plan: Any = None,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.DataTree:
     """Assess several designs under one plan, and compare verdicts, useful rates, losses and compute cost.
@@ -105,7 +106,6 @@ def compare_designs(
                 value=name,
                 expected="names without '/' other than '' and 'designs'",
             )
-    require_seed(seed)
     plan = read_plan(plan)
     size = {"width": plan.target.width, "depth": plan.target.depth}
     found = {name: measured_model(subject, seed=seed, **size) for name, subject in designs.items()}

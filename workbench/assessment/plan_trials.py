@@ -15,7 +15,7 @@ from workbench.errors import OptionError
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import prediction_of, token_loss
 from workbench.models.probing import undisturbed
-from workbench.option_checks import require_whole
+from workbench.option_checks import PositiveInt, checked
 from workbench.tasks import as_task
 from workbench.tasks.later_batches import LaterBatches
 from workbench.training.training_plan import TrainingPlan
@@ -34,13 +34,14 @@ N_UPDATES, N_TRIALS = 60, 2
 _LARGEST_RISE = 10.0
 
 
+@checked
 def try_plan(
     model: nn.Module,
     task: Any,
     plan: TrainingPlan,
     *,
-    n_updates: int = N_UPDATES,
-    n_trials: int = N_TRIALS,
+    n_updates: PositiveInt = N_UPDATES,
+    n_trials: PositiveInt = N_TRIALS,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     kss: Callable[[], KSS] | None = None,
     on_update: Callable[[], object] = lambda: None,
@@ -77,7 +78,6 @@ def try_plan(
     import torch
     import xarray as xr
 
-    require_whole(1, n_updates=n_updates, n_trials=n_trials)
     if isinstance(plan.optimizer, torch.optim.Optimizer):
         raise OptionError(
             "An optimizer object cannot be tried on a copy of the model; pass the name of its class, or a function "

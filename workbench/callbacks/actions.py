@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from workbench.errors import OptionError
+from workbench.option_checks import NonNegativeInt, PositiveInt, above, below, checked
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarm, Attribution
@@ -68,6 +68,7 @@ class ActionRequest:
     onset: int
 
 
+@checked
 @dataclass(kw_only=True)
 class Actions:
     """The actions that alarms may trigger: ``wb.train(..., recorder=, alarms=, actions=wb.Actions())``.
@@ -110,14 +111,14 @@ class Actions:
 
     policy: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(POLICY))
     otherwise: Sequence[str] = OTHERWISE
-    cut_rate: float = 0.1
-    lowest_rate: float = 0.01
+    cut_rate: Annotated[float, above(0), below(1)] = 0.1
+    lowest_rate: Annotated[float, above(0), below(1)] = 0.01
     kss: KSS | None = None
-    kss_factor: float = 2.0
-    skip: int = 0
-    wait: int = 0
-    rest: int = 60
-    n_most: int = 5
+    kss_factor: Annotated[float, above(1)] = 2.0
+    skip: NonNegativeInt = 0
+    wait: NonNegativeInt = 0
+    rest: NonNegativeInt = 60
+    n_most: PositiveInt = 5
     reacts_to_outcome: bool = True
     call: Callable[[ActionRequest], Sequence[str] | None] | None = None
     done: list[Action] = field(default_factory=list, init=False)
@@ -125,14 +126,6 @@ class Actions:
     def __post_init__(self) -> None:
         self.policy = {cause: _checked_kinds("policy", kinds) for cause, kinds in self.policy.items()}
         self.otherwise = _checked_kinds("otherwise", self.otherwise)
-        for name in ("cut_rate", "lowest_rate"):
-            if not 0 < getattr(self, name) < 1:
-                raise OptionError.of(name, getattr(self, name), "above 0 and below 1")
-        if not isinstance(self.kss_factor, Real) or self.kss_factor <= 1:
-            raise OptionError.of("kss_factor", self.kss_factor, "a number above 1")
-        for name, least in (("skip", 0), ("wait", 0), ("rest", 0), ("n_most", 1)):
-            if getattr(self, name) < least:
-                raise OptionError.of(name, getattr(self, name), f"at least {least}")
         if "kss" in self.kinds and self.kss is None:
             raise OptionError(
                 "The action 'kss' acts on the KSS of the run, but kss is None; pass Actions(kss=), the same object as "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from workbench.callbacks.gathering import gather
 from workbench.errors import OptionError
 from workbench.models.losses import token_loss
 from workbench.models.streaming import require_in_memory
+from workbench.option_checks import Bound, NonNegativeInt, PositiveFloat, PositiveInt, Remedy, checked
 from workbench.tasks import as_task
 from workbench.training.loop import Training
 from workbench.training.recording import Recording
@@ -30,29 +31,30 @@ if TYPE_CHECKING:
     from workbench.training.step_record import StepRecord
 
 
+@checked
 def train(
     model: Subject | nn.Module,
     task: Any,
     *,
-    n_steps: int,
-    learning_rate: float | None = None,
-    warmup: int = 0,
+    n_steps: PositiveInt,
+    learning_rate: PositiveFloat | None = None,
+    warmup: NonNegativeInt = 0,
     schedule: str | Callable[[int], float] = "constant",
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
     optimizer_options: Mapping[str, Any] = NO_OPTIONS,
-    clip_norm: float | None = None,
+    clip_norm: PositiveFloat | None = None,
     precision: str = "float32",
     seed: int = 0,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    loss_limit: float = 50.0,
-    grad_norm_limit: float = 500.0,
+    loss_limit: Bound = 50.0,
+    grad_norm_limit: Bound = 500.0,
     stops_at_divergence: bool = True,
     store: Path | str | None = None,
-    flush_every: int = 200,
-    spectra_every: int | None = None,
+    flush_every: PositiveInt = 200,
+    spectra_every: PositiveInt | None = None,
     profile_options: Mapping[str, Any] = NO_OPTIONS,
     probe: Any = None,
-    checkpoint_every: int | None = None,
+    checkpoint_every: PositiveInt | None = None,
     checkpoints: Path | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -60,7 +62,7 @@ def train(
     kss: KSS | None = None,
     penalties: Sequence[Penalty] | None = (),
     faults: Sequence[Fault] | None = (),
-    recorder: Recorder | None = None,
+    recorder: Annotated[Recorder | None, Remedy("pass recorder=wb.Recorder(), and the path as store=")] = None,
     alarms: Alarms | None = None,
     actions: Actions | None = None,
 ) -> Iterator[StepRecord]:

@@ -14,7 +14,7 @@ from workbench.course.scoring import Score
 from workbench.diagnosis import CAUSES
 from workbench.errors import OptionError
 from workbench.io.progress import Progress
-from workbench.option_checks import require_whole
+from workbench.option_checks import NonNegativeInt, checked
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.studies.failure_cases import N_STEPS
 
@@ -56,7 +56,7 @@ _COMPLAINTS = (
 )
 
 
-def patient(seed: int, level: int = 1) -> Patient:
+def patient(seed: NonNegativeInt, level: int = 1) -> Patient:
     """Return a practice case: a failed or healthy run with a hidden cause, and a budget of measurements to find it.
 
     Args:
@@ -144,9 +144,9 @@ class Patient:
         `workbench.diagnose`: Diagnoses the record.
     """
 
-    def __init__(self, seed: int, level: int = 1) -> None:
-        require_whole(0, seed=seed)
-        self.seed, self.level = int(seed), _checked(level)
+    @checked
+    def __init__(self, seed: NonNegativeInt, level: int = 1) -> None:
+        self.seed, self.level = seed, _checked(level)
         self.complaint = _COMPLAINTS[self.seed % len(_COMPLAINTS)]
         self._costs = case_files.costs()
         self.cure_cost = self._costs.pop("cure")

@@ -27,6 +27,7 @@ from workbench.diagnosis.weighing import weigh
 from workbench.errors import CheckpointError, OptionError
 from workbench.io.progress import Progress
 from workbench.models.run_checkpoints import load_weights
+from workbench.option_checks import PositiveFloat, PositiveInt
 from workbench.schema.statuses import FailureKind
 from workbench.tasks import Task, as_task
 from workbench.training.checkpoints import read_checkpoint
@@ -59,12 +60,12 @@ def run_experiment(
     task: Any,
     run: Any = None,
     checkpoints: str | os.PathLike[str] | None = None,
-    n_steps: int | None = None,
+    n_steps: PositiveInt | None = None,
     faults: Sequence[Fault] = (),
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
     optimizer_options: Mapping[str, Any] | None = None,
-    learning_rate: float | None = None,
-    clip_norm: float | None = None,
+    learning_rate: PositiveFloat | None = None,
+    clip_norm: PositiveFloat | None = None,
     precision: str | None = None,
     seed: int | None = None,
     rules: Rules | None = None,

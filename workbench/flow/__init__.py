@@ -15,10 +15,9 @@ See Also:
 from workbench.flow.checkpoint_flows import along_run
 from workbench.flow.flow_measurement import measure
 from workbench.flow.flow_summary import summarize
+from workbench.option_checks import publish
 from workbench.schema.flows import FLOW
 
 __all__ = ["FLOW", "along_run", "measure", "summarize"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -18,6 +18,7 @@ from workbench.flow.gradient_targets import Loss
 from workbench.io.progress import Progress
 from workbench.models.run_checkpoints import list_checkpoints, load_weights
 from workbench.models.subject import Subject
+from workbench.option_checks import PositiveInt, Seed
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -34,11 +35,11 @@ def along_run(
     stack: str | None = None,
     batch_first: bool | None = None,
     jacobian: bool = True,
-    n_singular: int = 8,
-    n_tokens: int = 1024,
-    n_jacobian_tokens: int = 8,
+    n_singular: PositiveInt = 8,
+    n_tokens: PositiveInt = 1024,
+    n_jacobian_tokens: PositiveInt = 8,
     dtype: torch.dtype | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
     """Measure the flow at the checkpoints of a run, on the same inputs.

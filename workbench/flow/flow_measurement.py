@@ -28,6 +28,7 @@ from workbench.models.router_weights import Router, router_weights
 from workbench.models.streaming import with_weights
 from workbench.models.subject import Subject
 from workbench.models.wrapping import runnable
+from workbench.option_checks import PositiveInt, Seed, checked
 from workbench.schema.flows import FLOW
 from workbench.schema.runs import SCHEMA_VERSION
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 
 @with_weights
+@checked
 def measure(
     subject: Subject | nn.Module,
     inputs: Any,
@@ -46,11 +48,11 @@ def measure(
     anatomy: Anatomy | None = None,
     batch_first: bool | None = None,
     jacobian: bool = True,
-    n_singular: int = 8,
-    n_tokens: int = 1024,
-    n_jacobian_tokens: int = 8,
+    n_singular: PositiveInt = 8,
+    n_tokens: PositiveInt = 1024,
+    n_jacobian_tokens: PositiveInt = 8,
     dtype: torch.dtype | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> xr.Dataset:
     """Measure how signal and gradient pass through a model: how each block and sublayer amplifies or attenuates them.
 
@@ -106,9 +108,6 @@ def measure(
         `workbench.flow.along_run`: Measures the checkpoints of a run.
         `workbench.plots.flow_map`: Draws a flow.
     """
-    for name, value in {"n_singular": n_singular, "n_tokens": n_tokens, "n_jacobian_tokens": n_jacobian_tokens}.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            raise OptionError.of(name, value, "an integer of at least 1")
     if dtype is not None and not dtype.is_floating_point:
         raise OptionError.of("dtype", str(dtype), "a floating-point type such as torch.float64")
     targets = next(iter(targets), None) if isinstance(targets, list | tuple) else targets

@@ -15,9 +15,8 @@ from workbench.hardware.hardware_assessment import assess_hardware
 from workbench.hardware.hazards import HAZARDS, Hazard
 from workbench.hardware.plan_files import AssessmentPlan, read_plan
 from workbench.models.model_sizes import ModelSizes, model_sizes
+from workbench.option_checks import publish
 
 __all__ = ["HAZARDS", "AssessmentPlan", "Hazard", "ModelSizes", "assess_hardware", "model_sizes", "read_plan"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -24,11 +24,10 @@ from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
 from workbench.models.model_sizes import model_sizes
 from workbench.models.subject import Subject
-from workbench.option_checks import require_whole
+from workbench.option_checks import PositiveInt, Seed, checked
 from workbench.schema.statuses import CriterionState
 from workbench.tasks import as_task
 from workbench.tasks.random_stream import RandomStream
-from workbench.tasks.task import require_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -45,13 +44,14 @@ _NUMBERS = {
 }
 
 
+@checked
 def assess_hardware(
     model: nn.Module | Subject,
     batches_or_task: Any = None,
     plan: Any = None,
     *,
-    n_batches: int = 4,
-    seed: int = 0,
+    n_batches: PositiveInt = 4,
+    seed: Seed = 0,
     hazards: Collection[str] | None = None,
     loss: Loss = token_loss,
     on_hazard: Callable[[str], None] | None = None,
@@ -107,8 +107,6 @@ def assess_hardware(
         `workbench.assess`: Includes these hazards.
     """
     plan, start_time = read_plan(plan), time.monotonic()
-    require_whole(1, n_batches=n_batches)
-    require_seed(seed)
     chosen = _chosen(hazards)
     module = model.model if isinstance(model, Subject) else model
     if not any(parameter.requires_grad for parameter in module.parameters()):

@@ -21,6 +21,7 @@ from workbench.hardware.reduction import (
     reduction_order,
 )
 from workbench.hardware.staleness import late_gradients
+from workbench.option_checks import Measured
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Hazard:
     remedy_setting: str
     remedy_value: str
 
-    def state_of(self, effect: float) -> CriterionState:
+    def state_of(self, effect: Measured) -> CriterionState:
         """Return the state of an effect relative to the limits; NaN counts as not measured.
 
         Example:

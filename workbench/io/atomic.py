@@ -20,7 +20,7 @@ from typing import Any
 
 from workbench.errors import StoreError
 from workbench.io.files import FileKind, as_path
-from workbench.option_checks import require_bool
+from workbench.option_checks import checked
 
 #: What identifies files of the workbench: a mark in pictures and pages, and attributes of its data.
 _MARK, _ATTRIBUTES = b"Stability Workbench", (b"schema_version", b"sweep_version")
@@ -29,6 +29,7 @@ _PICTURE = re.compile(r"\d\d+-[a-z0-9-]*\.(png|svg)")
 _JSON = FileKind("a file that write_json wrote", "choose another path")
 
 
+@checked
 def check_free(path: str | os.PathLike[str], *, overwrite: bool, keys: Any = None) -> None:
     """Raise if a path exists and must not be overwritten.
 
@@ -41,7 +42,6 @@ def check_free(path: str | os.PathLike[str], *, overwrite: bool, keys: Any = Non
         OptionError: If ``overwrite`` is not a boolean, or the path is no path.
         StoreError: If the path exists and ``overwrite`` is False, or the workbench did not write what is there.
     """
-    require_bool(overwrite=overwrite)
     path = as_path(path)
     if not os.path.lexists(path):
         return

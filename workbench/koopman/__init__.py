@@ -20,6 +20,7 @@ from workbench.koopman.modes import eigenmodes
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.sketch import SnapshotSketch
 from workbench.koopman.spectra import RankWarning, layer_spectra, layer_spectrum, whitened_dmd
+from workbench.option_checks import publish
 
 __all__ = [
     "RankWarning",
@@ -36,6 +37,4 @@ __all__ = [
     "whitened_operator",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
 
-from workbench.errors import OptionError, SnapshotError
+from workbench.errors import SnapshotError
 from workbench.koopman.moments import not_finite
 from workbench.koopman.sketch import SnapshotSketch
+from workbench.option_checks import NonNegativeFloat, PositiveInt, above, below, checked, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from workbench.koopman.moments import SnapshotMoments
 
 
+@checked
 @dataclass(frozen=True)
 class DmdOptions:
     """Options of the dynamic mode decomposition (DMD) that computes an operator.
@@ -44,21 +46,11 @@ class DmdOptions:
         `workbench.profile`: Computes the spectra of a model with these options.
     """
 
-    ridge: float = 1e-5
-    ridge_kind: str = "relative"
-    rank: int | None = None
-    rank_tolerance: float = 1e-12
+    ridge: NonNegativeFloat = 1e-5
+    ridge_kind: Annotated[str, one_of(("relative", "absolute"))] = "relative"
+    rank: PositiveInt | None = None
+    rank_tolerance: Annotated[float, above(0), below(1)] = 1e-12
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (np.isfinite(self.ridge) and self.ridge >= 0):
-            raise OptionError.of("ridge", self.ridge, "a finite number of at least 0")
-        if self.ridge_kind not in ("relative", "absolute"):
-            raise OptionError.of("ridge_kind", self.ridge_kind, ("relative", "absolute"))
-        if self.rank is not None and self.rank < 1:
-            raise OptionError.of("rank", self.rank, "None or at least 1")
-        if not 0 < self.rank_tolerance < 1:
-            raise OptionError.of("rank_tolerance", self.rank_tolerance, "between 0 and 1")
 
 
 @dataclass(frozen=True)

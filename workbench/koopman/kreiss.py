@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from workbench.errors import OptionError, SnapshotError
+from workbench.errors import SnapshotError
+from workbench.option_checks import PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ _N_CLIMBS = 10
 _TRUSTED_CONDITION = 1e7
 
 
-def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: float = 1e-6) -> float:
+def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: PositiveFloat = 1e-6) -> float:
     """Compute a lower bound of K(A) = sup over |z| > 1 of (|z| - 1) |(zI - A)^-1|_2 (RKSP).
 
     At any z and for any vector w, |(zI - A)^-1| >= |w| / |(zI - A) w|, so each value evaluated is at most K(A); the
@@ -73,8 +74,6 @@ def kreiss_from_modes(operator: Tensor, modes: OperatorModes, *, tolerance: floa
 
 
 def _search(A: Tensor, eigenvalue: Tensor, right: Tensor, left: Tensor | None, tolerance: float) -> float:
-    if not tolerance > 0:
-        raise OptionError.of("tolerance", tolerance, "positive")
     modulus = eigenvalue.abs().cpu().numpy()
     if modulus.max() > 1 + tolerance:
         return float("inf")

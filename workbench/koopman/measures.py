@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
+from workbench.option_checks import NonNegativeFloat, checked
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -17,6 +18,7 @@ THIRDS = ("early", "middle", "late")
 STATISTICS = ("mean", "max", "min", "std")
 
 
+@checked
 @dataclass(frozen=True)
 class Thresholds:
     """Thresholds that separate the kinds of modes (RKSP Eq. 12 and the related masses; all of unit 1).
@@ -41,17 +43,13 @@ class Thresholds:
         `workbench.koopman.mass_fractions`: Computes the fractions.
     """
 
-    near_unit_lower: float = 0.90
-    near_unit_upper: float = 1.05
-    contractive_upper: float = 0.80
-    reliable_residual: float = 0.10
-    informative_update: float = 1e-3
+    near_unit_lower: NonNegativeFloat = 0.90
+    near_unit_upper: NonNegativeFloat = 1.05
+    contractive_upper: NonNegativeFloat = 0.80
+    reliable_residual: NonNegativeFloat = 0.10
+    informative_update: NonNegativeFloat = 1e-3
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not np.isfinite(value) or value < 0:
-                raise OptionError.of(field.name, value, "a finite number of at least 0")
         if not self.near_unit_lower < self.near_unit_upper:
             raise OptionError.of(
                 "near_unit_lower", self.near_unit_lower, f"less than near_unit_upper ({self.near_unit_upper:g})"

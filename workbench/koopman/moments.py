@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.errors import SnapshotError
+from workbench.option_checks import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 #: Number of rows that are converted to float64 at a time, so that a long batch is never copied completely.
 CHUNK = 4096
@@ -99,7 +101,7 @@ class SnapshotMoments:
         `workbench.koopman.SnapshotSketch`: Needs less memory for wide layers.
     """
 
-    def __init__(self, n_features: int, *, device: torch.device | str = "cpu", name: str = "the layer") -> None:
+    def __init__(self, n_features: PositiveInt, *, device: torch.device | str = "cpu", name: str = "the layer") -> None:
         self.n_features = n_features
         self.name = name
         self.n_snapshots = 0
@@ -211,7 +213,7 @@ class SnapshotMoments:
         self._add(_Part(other.n_snapshots, *moved))
         return self
 
-    def all_reduce(self, group: Any = None) -> SnapshotMoments:
+    def all_reduce(self, group: ProcessGroup | None = None) -> SnapshotMoments:
         """Sum the moments over all ranks, after which all ranks hold the same moments.
 
         Gradients flow only into the snapshots of this rank; the gradient of a function of the sum is the sum of those

@@ -10,6 +10,7 @@ import torch
 from workbench.errors import SnapshotError
 from workbench.io.memory import give_back
 from workbench.koopman.moments import check_snapshots, device_for_float64, not_finite
+from workbench.option_checks import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,9 +84,9 @@ class SnapshotSketch:
 
     def __init__(
         self,
-        n_features: int,
+        n_features: PositiveInt,
         *,
-        rank: int | None = None,
+        rank: PositiveInt | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
         name: str = "the layer",

@@ -22,10 +22,13 @@ from workbench.koopman.measures import Thresholds, mass_fractions
 from workbench.koopman.modes import eigenmodes, significant_digits
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.sketch import SnapshotSketch
+from workbench.option_checks import PositiveInt
 from workbench.schema.runs import SCHEMA_VERSION, SPECTRA, validate_spectra
 
 if TYPE_CHECKING:
     import xarray as xr
+    from numpy.typing import ArrayLike
+    from torch import Tensor
 
 
 class RankWarning(UserWarning):
@@ -124,7 +127,7 @@ def layer_spectra(
     moments: Sequence[SnapshotMoments | SnapshotSketch],
     options: DmdOptions | None = None,
     *,
-    n_workers: int | None = None,
+    n_workers: PositiveInt | None = None,
     after_layer: Callable[[], Any] = lambda: None,
 ) -> list[LayerSpectrum]:
     """Compute `layer_spectrum` of many layers in parallel.
@@ -236,8 +239,8 @@ def as_dataset(
 
 
 def whitened_dmd(
-    X: Any,
-    Y: Any,
+    X: ArrayLike | Tensor,
+    Y: ArrayLike | Tensor,
     *,
     options: DmdOptions | None = None,
     thresholds: Thresholds | None = None,

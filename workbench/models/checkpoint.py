@@ -34,7 +34,7 @@ from workbench.models.weight_folders import (
     is_without_architecture,
     own_checkpoint,
 )
-from workbench.option_checks import require_bool
+from workbench.option_checks import checked
 from workbench.zoo.module_of import module_of
 
 #: Key in the config of a zoo checkpoint that names its tokenizer, if known: "bytes".
@@ -42,6 +42,7 @@ TOKENIZER_KEY = "tokenizer"
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
+@checked
 def open_checkpoint(
     source: str | os.PathLike[str] | nn.Module | Subject,
     *,
@@ -101,7 +102,6 @@ def open_checkpoint(
         `workbench.profile`: Measures the opened model.
         `workbench.save_checkpoint`: Saves a model of the zoo.
     """
-    require_bool(trust_remote_code=trust_remote_code, strict=strict)
     torch_dtype = _as_dtype(dtype)
     if name is not None and not isinstance(name, str):
         raise CheckpointError(
@@ -184,6 +184,7 @@ def open_checkpoint(
     return _open_hub(text, trust_remote_code, torch_dtype, name, strict, how)
 
 
+@checked
 def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
     """Save a model of the zoo as config.json and model.safetensors, which `open_checkpoint` reads.
 
@@ -223,7 +224,6 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
             value=model,
             expected="a model of wb.zoo",
         )
-    require_bool(overwrite=overwrite)
     if (folder / "model.safetensors").exists() and not (overwrite and ZOO_KEY in CONFIG.json(folder / "config.json")):
         raise CheckpointError(
             f"{folder} holds a checkpoint already; pass "

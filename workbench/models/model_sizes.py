@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from workbench.models.wrapping import unwrap
+from workbench.option_checks import PositiveInt
 
 _NAMES = {
     "n_heads": ("n_heads", "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads"),
@@ -65,7 +66,7 @@ class ModelSizes:
     n_channels: int | None = None
     patch_size: int | None = None
 
-    def supports_tensor_parallel(self, n: int) -> bool:
+    def supports_tensor_parallel(self, n: PositiveInt) -> bool:
         """Return whether every matrix can be split over ``n`` devices, each with complete heads.
 
         If there are fewer key-value heads than devices, they are copied; one number must divide the other.

@@ -24,6 +24,7 @@ from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.calling import on_device_of
 from workbench.models.wrapping import unwrap
+from workbench.option_checks import PositiveInt, checked
 from workbench.zoo import ZooModel
 from workbench.zoo.module_of import module_of
 
@@ -82,6 +83,7 @@ class LinearParametrization(ABC):
         """Apply the parametrization to one linear map."""
 
 
+@checked
 @dataclass(frozen=True)
 class SpectralNorm(LinearParametrization):
     """Spectral normalization: every linear map is divided by its largest singular value (Miyato et al. 2018).
@@ -112,12 +114,7 @@ class SpectralNorm(LinearParametrization):
         `workbench.baselines.plain_copy`: Returns a model without parametrizations.
     """
 
-    n_iterations: int = 8
-
-    def __post_init__(self) -> None:
-        n = self.n_iterations
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise OptionError.of("n_iterations", n, "an integer of at least 1")
+    n_iterations: PositiveInt = 8
 
     def _register(self, linear: nn.Module) -> None:
         parametrize.register_parametrization(

@@ -28,6 +28,7 @@ from workbench.models.residual_check import require_residuals
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
 from workbench.models.token_selection import TokenSelection
+from workbench.option_checks import NonNegativeInt, PositiveInt
 from workbench.schema.runs import SPECTRA_COUNTS
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def profile(
     inputs: Any,
     *,
     n_snapshots: int | None = ...,
-    skip_first: int = ...,
-    rank: int | None = ...,
+    skip_first: NonNegativeInt = ...,
+    rank: PositiveInt | None = ...,
     options: DmdOptions | None = ...,
     thresholds: Thresholds | None = ...,
     stack: str | None = ...,
@@ -57,7 +58,7 @@ def profile(
     batch_first: bool | None = ...,
     layers: Sequence[int] | None = ...,
     seed: int | None = ...,
-    n_workers: int | None = ...,
+    n_workers: PositiveInt | None = ...,
     progress: bool | Callable[[str], None] = ...,
     dry_run: Literal[False] = ...,
 ) -> xr.Dataset: ...
@@ -68,8 +69,8 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
     inputs: Any = None,
     *,
     n_snapshots: int | None = 2048,
-    skip_first: int = 0,
-    rank: int | None = None,
+    skip_first: NonNegativeInt = 0,
+    rank: PositiveInt | None = None,
     options: DmdOptions | None = None,
     thresholds: Thresholds | None = None,
     stack: str | None = None,
@@ -77,7 +78,7 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
     batch_first: bool | None = None,
     layers: Sequence[int] | None = None,
     seed: int | None = None,
-    n_workers: int | None = None,
+    n_workers: PositiveInt | None = None,
     progress: bool | Callable[[str], None] = True,
     dry_run: bool = False,
 ) -> xr.Dataset | ProfileCost:

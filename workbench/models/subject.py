@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError, SnapshotError
+from workbench.option_checks import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +132,7 @@ class Subject:
             expected="a tokenizer for inputs that are texts",
         )
 
-    def tokenize(self, texts: str | Sequence[str], *, max_length: int = 64) -> dict[str, Tensor]:
+    def tokenize(self, texts: str | Sequence[str], *, max_length: PositiveInt = 64) -> dict[str, Tensor]:
         """Convert texts to token ids, padded on the right to equal length.
 
         Args:

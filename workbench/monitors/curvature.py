@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from workbench.models.config_options import config_options, visible_attention
 from workbench.models.loss_graph import require_graph
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import unwrap
+from workbench.option_checks import NonNegativeFloat, PositiveInt, at_least
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -27,9 +28,9 @@ def sharpness(
     model: Subject | nn.Module,
     loss_of: LossOf,
     *,
-    tolerance: float = 1e-3,
-    n_vectors: int = 20,
-    n_products: int = 200,
+    tolerance: NonNegativeFloat = 1e-3,
+    n_vectors: Annotated[int, at_least(3)] = 20,
+    n_products: PositiveInt = 200,
 ) -> float:
     """Compute the largest eigenvalue of the Hessian of a loss with respect to all trainable parameters.
 
@@ -81,9 +82,9 @@ def preconditioned_sharpness(
     loss_of: LossOf,
     optimizer: torch.optim.Optimizer,
     *,
-    tolerance: float = 1e-3,
-    n_vectors: int = 20,
-    n_products: int = 200,
+    tolerance: NonNegativeFloat = 1e-3,
+    n_vectors: Annotated[int, at_least(3)] = 20,
+    n_products: PositiveInt = 200,
 ) -> float:
     """Compute the largest eigenvalue of P^(-1/2) H P^(-1/2) with the Hessian H and Adam's preconditioner P.
 
@@ -160,7 +161,7 @@ def _largest_eigenvalue(
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     n_weights = sum(weight.numel() for weight in weights)
-    _check(n_weights, tolerance, n_vectors, n_products)
+    _check(n_weights)
     dtype = np.float64 if any(weight.dtype == torch.float64 for weight in weights) else np.float32
     options = config_options(visible_attention(model))
     with undisturbed(model), options, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -230,7 +231,7 @@ def _split(flat: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(weight.shape).to(weight) for part, weight in zip(parts, weights, strict=True)]
 
 
-def _check(n_weights: int, tolerance: float, n_vectors: int, n_products: int) -> None:
+def _check(n_weights: int) -> None:
     if not n_weights:
         raise OptionError(
             "The model has no trainable parameters, along which sharpness is the curvature; set requires_grad.",
@@ -238,9 +239,3 @@ def _check(n_weights: int, tolerance: float, n_vectors: int, n_products: int) ->
             value=0,
             expected="a model with trainable parameters",
         )
-    if not tolerance >= 0:
-        raise OptionError.of("tolerance", tolerance, "at least 0", remedy="pass a number such as 1e-3")
-    if n_vectors < 3:
-        raise OptionError.of("n_vectors", n_vectors, "at least 3")
-    if n_products < 1:
-        raise OptionError.of("n_products", n_products, "at least 1")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import OptionError
+from workbench.option_checks import PositiveFloat
 
 #: Condition number above which the Gram matrix has lost too many digits.
 _LARGEST_CONDITION = 1e3
@@ -55,7 +56,7 @@ def stable_rank(s: Tensor) -> Tensor:
     return _scaled(s).square().sum(-1)
 
 
-def effective_rank(s: Tensor, *, alpha: float = 2.0) -> Tensor:
+def effective_rank(s: Tensor, *, alpha: PositiveFloat = 2.0) -> Tensor:
     """Return the effective rank exp(H) of a matrix, where H is the `spectral_entropy`.
 
     It lies between 1 and the rank (Huang et al. 2026, arXiv:2606.28116).
@@ -83,7 +84,7 @@ def effective_rank(s: Tensor, *, alpha: float = 2.0) -> Tensor:
     return spectral_entropy(s, alpha=alpha).exp()
 
 
-def spectral_entropy(s: Tensor, *, alpha: float = 2.0) -> Tensor:
+def spectral_entropy(s: Tensor, *, alpha: PositiveFloat = 2.0) -> Tensor:
     """Return the entropy -sum p log p of p_i = s_i^alpha / sum s^alpha (Huang et al. 2026, arXiv:2606.28116).
 
     Args:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.monitors.matrices import widened
+from workbench.option_checks import NonNegativeFloat, at_least, below
 
 #: One tensor, or all tensors of a module.
 Tensors = Tensor | Iterable[Tensor]
@@ -112,7 +113,7 @@ def n_unchanged(before: Tensor, after: Tensor, gradient: Tensor) -> tuple[Tensor
     return torch.count_nonzero(has_gradient & (before == after)), torch.count_nonzero(has_gradient)
 
 
-def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-8) -> Tensor:
+def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: NonNegativeFloat = 1e-8) -> Tensor:
     """Return sqrt(mean(g^2 / max(v, eps^2))), which is about 1 while Adam's second moment v matches the gradients g.
 
     Spikes of it precede spikes of the loss by a few steps (Wortsman et al. 2023, arXiv:2304.13013).
@@ -138,8 +139,6 @@ def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-
     See Also:
         `workbench.monitors.gradient_signal_share`: Noise of the gradients, from the same moments.
     """
-    if not eps >= 0:
-        raise OptionError.of("eps", eps, "at least 0", remedy="pass a number such as 1e-8")
     gradients, second_moments = _same_shapes("gradients", gradients, "second_moments", second_moments)
     pairs = zip(gradients, second_moments, strict=True)
     # This form avoids a root of each entry, which would take longer than all other operations together.
@@ -148,7 +147,13 @@ def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: float = 1e-
     return total.sqrt() / _count(gradients) ** 0.5
 
 
-def gradient_signal_share(first_moments: Tensors, second_moments: Tensors, *, beta1: float, n_updates: float) -> Tensor:
+def gradient_signal_share(
+    first_moments: Tensors,
+    second_moments: Tensors,
+    *,
+    beta1: Annotated[float, at_least(0), below(1)],
+    n_updates: NonNegativeFloat,
+) -> Tensor:
     """Estimate the fraction of the mean squared gradient that successive batches have in common, from Adam's moments.
 
     For gradients g = s + n with noise n that is independent between batches, the bias-corrected moments have the
@@ -181,8 +186,6 @@ def gradient_signal_share(first_moments: Tensors, second_moments: Tensors, *, be
     See Also:
         `workbench.monitors.adam_staleness`: Match of the gradients and the second moment.
     """
-    if not 0 <= beta1 < 1:
-        raise OptionError.of("beta1", beta1, "at least 0 and below 1", remedy="pass a number such as 0.9")
     first, second = _same_shapes("first_moments", first_moments, "second_moments", second_moments)
     squares, total = _norm(first) ** 2, _norm(v.clamp_min(0).sqrt() for v in second) ** 2
     return signal_share(squares / total, beta1=beta1, n_updates=n_updates)

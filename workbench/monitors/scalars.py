@@ -12,6 +12,7 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.monitors.matrices import widened
+from workbench.option_checks import Measured, PositiveFloat, PositiveInt
 
 
 def log_z(logits: Tensor) -> Tensor:
@@ -65,11 +66,9 @@ class SpikeScore:
         `workbench.monitors.spike_score`: Spike score of a full curve.
     """
 
-    def __init__(self, *, window: int = 1000, n_sigma: float = 7.0, n_least: int = 100) -> None:
+    def __init__(self, *, window: PositiveInt = 1000, n_sigma: PositiveFloat = 7.0, n_least: PositiveInt = 100) -> None:
         if not 2 <= n_least <= window:
             raise OptionError.of("n_least", n_least, f"at least 2 and at most the window, {window}")
-        if not n_sigma > 0:
-            raise OptionError.of("n_sigma", n_sigma, "positive", remedy="pass a number such as 7")
         self.n_sigma, self.n_least = n_sigma, n_least
         self.n_spikes = self.n_evaluated = 0
         self._latest: deque[float] = deque(maxlen=window)
@@ -79,7 +78,7 @@ class SpikeScore:
         """Fraction of the evaluated values that were spikes; NaN if none was evaluated."""
         return self.n_spikes / self.n_evaluated if self.n_evaluated else math.nan
 
-    def update(self, value: float) -> bool:
+    def update(self, value: Measured) -> bool:
         """Add the next value, and return whether it is a spike.
 
         Example:
@@ -101,7 +100,9 @@ class SpikeScore:
         return is_spike
 
 
-def spike_score(values: Iterable[float], *, window: int = 1000, n_sigma: float = 7.0, n_least: int = 100) -> float:
+def spike_score(
+    values: Iterable[float], *, window: PositiveInt = 1000, n_sigma: PositiveFloat = 7.0, n_least: PositiveInt = 100
+) -> float:
     """Return the fraction of spikes among the values of a curve, such as loss or gradient norm.
 
     Defined by OLMo 2 (arXiv:2501.00656): a value is a spike if it lies at least ``n_sigma`` standard deviations from

@@ -14,6 +14,7 @@ See Also:
     `workbench.widgets.show`: Shows a figure in a notebook.
 """
 
+from workbench.option_checks import publish
 from workbench.plots.comparison_table_figure import comparison_table
 from workbench.plots.criteria_bands_figure import criteria_bands
 from workbench.plots.decision_chart_figure import decision_chart
@@ -67,6 +68,4 @@ __all__ = [
     "weight_spectra",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

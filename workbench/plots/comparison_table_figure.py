@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import OptionError
+from workbench.option_checks import PositiveInt, checked
 from workbench.plots.radar_axes import DEFAULT_MEASURES, comparison_measures
 
 if TYPE_CHECKING:
@@ -20,7 +20,10 @@ _COUNTS = ("step", "divergence_step")
 _RESULTS = ("final_loss", "final_accuracy", "best_accuracy")
 
 
-def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None = None, digits: int = 3) -> pd.DataFrame:
+@checked
+def comparison_table(
+    comparison: xr.Dataset, *, measures: Sequence[str] | None = None, digits: PositiveInt = 3
+) -> pd.DataFrame:
     """Return a comparison as a table: one row per architecture, our values next to the published ones.
 
     Args:
@@ -51,8 +54,6 @@ def comparison_table(comparison: xr.Dataset, *, measures: Sequence[str] | None =
     import pandas as pd
 
     measures = comparison_measures(comparison, measures or (*DEFAULT_MEASURES, "reliable_fraction", "divergence_rate"))
-    if digits < 1:
-        raise OptionError.of("digits", digits, "at least 1")
     columns = {
         (measure, source): comparison[measure].sel(source=source)
         for measure in measures

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import SchemaError
 from workbench.formatting import clipped, percent
+from workbench.option_checks import PositiveInt
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
 from workbench.plots.figure_files import redrawable
@@ -86,7 +87,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
 
 
 @redrawable
-def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -> Any:
+def evidence_bars(evidence: xr.Dataset, *, n: PositiveInt = 4, backend: str = "bokeh") -> Any:
     """Draw the evidence of each symptom for a cause (right) or against it (left), grouped by cause.
 
     Args:
@@ -112,8 +113,6 @@ def evidence_bars(evidence: xr.Dataset, *, n: int = 4, backend: str = "bokeh") -
         `workbench.diagnose`: Computes the evidence.
         `workbench.plots.evidence_timeline`: Draws the steps of the symptoms.
     """
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-        raise OptionError.of("n", n, "an integer of at least 1")
     cause, names, weight = _grouped(evidence, n)
     # The row with the name of a cause is above the rows of its symptoms.
     height, heads, up = np.zeros(len(weight)), {}, 0.0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import OptionError
 from workbench.koopman.measures import remeasure
+from workbench.option_checks import PositiveInt
 from workbench.plots import style
 from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
 from workbench.plots.figure_files import redrawable
@@ -27,7 +28,7 @@ def eigenvalue_map(
     layers: Iterable[int] | None = None,
     reliable_only: bool = False,
     zoom: str = "all modes",
-    columns: int = 3,
+    columns: PositiveInt = 3,
     backend: str = "bokeh",
 ) -> Any:
     """Draw the eigenvalues of each layer in the complex plane, one panel per model, all on the same linked axes.

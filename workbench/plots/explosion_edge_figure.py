@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.option_checks import Fraction
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.studies.outcomes import divergence_rates, largest_rate_without_explosion
@@ -30,7 +31,7 @@ _TITLE, _FRACTION = "Explosion edge", "fraction of runs that diverged"
 def explosion_edge(
     outcomes: xr.Dataset,
     *,
-    below: float = 0.20,
+    below: Fraction = 0.20,
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:

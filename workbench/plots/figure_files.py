@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from workbench.errors import StoreError, require_lab
 from workbench.io.atomic import check_free, replacing
+from workbench.option_checks import PositiveInt
 from workbench.plots import style
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _PICTURE_DPI, _N_COLORS = 100, 200
 _BACKEND_OF = {".png": "matplotlib", ".svg": "matplotlib", ".pdf": "matplotlib", ".html": "bokeh"}
 
 
-def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, dpi: int = 200) -> Path:
+def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, dpi: PositiveInt = 200) -> Path:
     """Write a figure to a file atomically.
 
     Args:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from workbench.errors import OptionError
 from workbench.formatting import capitalized
+from workbench.option_checks import PositiveInt, one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -31,8 +31,8 @@ def layer_profile(
     *,
     step: int | str | None = None,
     measures: Sequence[str] = DEFAULT_MEASURES,
-    depth: str | None = None,
-    columns: int = 2,
+    depth: Annotated[str, one_of(("index", "fraction"))] | None = None,
+    columns: PositiveInt = 2,
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
@@ -79,8 +79,6 @@ def layer_profile(
     require_choices("measures", measures, known)
     if depth is None:
         depth = "index" if len({data.sizes["layer"] for data in models.values()}) == 1 else "fraction"
-    if depth not in ("index", "fraction"):
-        raise OptionError.of("depth", depth, ("index", "fraction"))
     names = models if step is None else [given_name(label, data) for label, data in models.items()]
     order = dict(zip(models, style.model_places(names, places), strict=True))
     with style.drawing(backend) as hv:

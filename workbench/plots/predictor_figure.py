@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import SchemaError
 from workbench.formatting import with_interval
+from workbench.option_checks import PositiveInt, checked
 from workbench.plots import style
 from workbench.plots.dataset_columns import columns_of, names_along
 from workbench.plots.figure_files import redrawable
@@ -106,7 +107,8 @@ def predictor_table(table: xr.Dataset, *, backend: str = "bokeh") -> Any:
         return style.laid_out(hv, [panel], backend)
 
 
-def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
+@checked
+def predictor_frame(table: xr.Dataset, *, digits: PositiveInt = 3) -> pd.DataFrame:
     """Return the table of predictors as numbers: one row per predictor, our values next to the published ones.
 
     Args:
@@ -134,8 +136,6 @@ def predictor_frame(table: xr.Dataset, *, digits: int = 3) -> pd.DataFrame:
     """
     import pandas as pd
 
-    if digits < 1:
-        raise OptionError.of("digits", digits, "at least 1")
     names, columns = _columns(table)
     words = {"auroc": "AUROC", "low": "low", "high": "high", "n_runs": "runs", "n_diverged": "diverged"}
     words |= {"auroc_within_architecture": "within architecture", "auroc_within_cell": "within cell"}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.option_checks import PositiveInt
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.radar_axes import RadarAxis, RadarChart, Texts, axes_of, labeled_points, outline
@@ -29,7 +30,7 @@ def radar(
     *,
     measures: Sequence[str] | None = None,
     overlay: bool = False,
-    columns: int = 3,
+    columns: PositiveInt = 3,
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:

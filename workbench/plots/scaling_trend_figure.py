@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import SchemaError
 from workbench.formatting import capitalized
+from workbench.option_checks import one_of
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import by_name, require_variables
 from workbench.plots.figure_files import redrawable
@@ -50,7 +51,7 @@ def scaling_trend(
     study: xr.Dataset | Mapping[str, xr.Dataset],
     *,
     quantity: str = "explosion_edge",
-    along: str | None = None,
+    along: Annotated[str, one_of(("width", "depth"))] | None = None,
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
 ) -> Any:
@@ -87,8 +88,6 @@ def scaling_trend(
         `workbench.scaling.coordinate_check`: Computes the exponents.
     """
     studies = _studies(study)
-    if along not in (None, "width", "depth"):
-        raise OptionError.of("along", along, ("width", "depth", None))
     first = next(iter(studies.values()))
     along = along or ("width" if len(np.unique(first["width"])) > 1 else "depth")
     ladders = [Ladder.of(name, data, quantity, along) for name, data in studies.items()]

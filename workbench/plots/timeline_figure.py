@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import numpy as np
 
 from workbench.errors import OptionError
 from workbench.formatting import counted, percent_range
 from workbench.io.run_access import named_runs
+from workbench.option_checks import one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -32,7 +33,7 @@ def timeline(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
     *,
     signals: Sequence[str] | None = None,
-    reduce: str | None = None,
+    reduce: Annotated[str, one_of(sig.REDUCTIONS)] | None = None,
     healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None = None,
     band: tuple[float, float] = (0.05, 0.95),
     shows_all: bool = False,
@@ -90,8 +91,6 @@ def timeline(
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)
     quantiles = checked_quantiles(band)
-    if reduce is not None and reduce not in sig.REDUCTIONS:
-        raise OptionError.of("reduce", reduce, (*sig.REDUCTIONS, None))
     references = healthy_runs(healthy)
     all_events = [RunEvents.of(name, run, place) for place, (name, run) in zip(order, trees.items(), strict=True)]
     chosen = chosen_signals(trees, all_events, signals)

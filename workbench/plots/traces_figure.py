@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from workbench.errors import OptionError
 from workbench.formatting import capitalized
 from workbench.io.run_access import divergence_step, named_runs, spectra_of
+from workbench.option_checks import one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -41,8 +41,8 @@ _RATIO = 3.2
 def traces(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
     *,
-    variables: Sequence[str] = ("loss", "grad_norm"),
-    statistic: str = "mean",
+    variables: str | Sequence[str] = ("loss", "grad_norm"),
+    statistic: Annotated[str, one_of(STATISTICS)] = "mean",
     shows_all: bool = False,
     places: Mapping[str, int] | None = None,
     backend: str = "bokeh",
@@ -86,8 +86,6 @@ def traces(
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)
     variables = [variables] if isinstance(variables, str) else list(variables)
-    if statistic not in STATISTICS:
-        raise OptionError.of("statistic", statistic, STATISTICS)
     require_choices("variables", variables, _known(trees))
     panels = [
         TracesPanel.of(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.errors import OptionError
+from workbench.option_checks import NonNegativeInt, checked
 
 #: Label that losses ignore, by PyTorch's convention.
 IGNORED = -100
@@ -46,9 +46,8 @@ class BatchProbe:
         `workbench.Alarms`: Raises an alarm if a data loader repeats itself.
     """
 
-    def __init__(self, n_recent: int = 1024) -> None:
-        if n_recent < 0:
-            raise OptionError.of("n_recent", n_recent, "at least 0")
+    @checked
+    def __init__(self, n_recent: NonNegativeInt = 1024) -> None:
         self._n_recent = n_recent
         self._hashes: Tensor | None = None
         self._batches: Tensor | None = None

@@ -14,6 +14,7 @@ See Also:
 
 from __future__ import annotations
 
+from workbench.option_checks import publish
 from workbench.rates.drift import Estimate
 from workbench.rates.find_rate import FoundRates
 from workbench.rates.outcomes import count_lasting_spikes, loss_over_rates, rate_outcomes
@@ -32,6 +33,4 @@ __all__ = [
     "useful_band",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

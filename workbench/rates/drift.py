@@ -16,6 +16,7 @@ from statistics import NormalDist
 from typing import Any
 
 from workbench.formatting import rounded
+from workbench.option_checks import PositiveFloat
 from workbench.rates.rate_search import Round
 from workbench.training.training_plan import TrainingPlan
 
@@ -46,7 +47,7 @@ class Estimate:
     low: float
     high: float
 
-    def times(self, factor: float, *, error: float = 1.0) -> Estimate:
+    def times(self, factor: PositiveFloat, *, error: PositiveFloat = 1.0) -> Estimate:
         """Return the estimate multiplied by a factor.
 
         Args:

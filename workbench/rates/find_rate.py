@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from workbench.errors import OptionError
 from workbench.formatting import counted, duration, rounded
 from workbench.io.progress import Progress
 from workbench.models.losses import token_loss
-from workbench.option_checks import require_whole
+from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt, Remedy, above, at_least, checked, one_of
 from workbench.rates.drift import SOURCES, UNKNOWN, Estimate, decays, extrapolated, furthest, longest_measured
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns, PilotRuns
 from workbench.rates.rate_search import HIGHEST, LONGEST_SHARE, LOWEST, RateSearch, Round, has_learned_more
@@ -134,7 +133,13 @@ class FoundRates:
         """The last round in which a rate was too large."""
         return next((one for one in reversed(self.rounds) if math.isfinite(one.useful_edge)), None)
 
-    def for_width(self, ratio: float, *, parametrization: str = "standard") -> FoundRates:
+    @checked
+    def for_width(
+        self,
+        ratio: Annotated[float, above(0), Remedy("pass target width / width of the pilot's model")],
+        *,
+        parametrization: Annotated[str, one_of(("standard", "mup"))] = "standard",
+    ) -> FoundRates:
         """Return the rates of the same design at another width, by Adam's rule for matrices.
 
         In the standard parametrization rates are proportional to 1 / width; in muP they do not depend on the width
@@ -167,10 +172,6 @@ class FoundRates:
                 value=self.optimizer,
                 expected=_ADAMS,
             )
-        if isinstance(ratio, bool) or not (isinstance(ratio, Real) and math.isfinite(ratio) and ratio > 0):
-            raise OptionError.of("ratio", ratio, "positive", remedy="pass target width / width of the pilot's model")
-        if parametrization not in ("standard", "mup"):
-            raise OptionError.of("parametrization", parametrization, ("standard", "mup"))
         factor = 1 / float(ratio) if parametrization == "standard" else 1.0
         error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
         found = with_estimates(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})
@@ -217,20 +218,21 @@ def is_of_adam(optimizer: Any) -> bool:
     return (optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")).lower() in _ADAMS
 
 
+@checked
 def find_rate(
     model: HoldsModel | nn.Module | Callable[[int], nn.Module] | None = None,
     task: Any = None,
     *,
-    n_steps: int,
-    budget: int = 1000,
+    n_steps: PositiveInt,
+    budget: Annotated[int, at_least(_MIN_BUDGET)] = 1000,
     loop: Callable[[float, int], Iterable[float]] | None = None,
-    n_seeds: int = 2,
-    start: float | None = None,
-    warmup: int = 0,
+    n_seeds: PositiveInt = 2,
+    start: PositiveFloat | None = None,
+    warmup: NonNegativeInt = 0,
     schedule: str | Callable[[int], float] = "constant",
     optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
     optimizer_options: Mapping[str, Any] = NO_OPTIONS,
-    clip_norm: float | None = None,
+    clip_norm: PositiveFloat | None = None,
     precision: str = "float32",
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     progress: bool | Callable[[str], None] = True,
@@ -293,8 +295,6 @@ def find_rate(
         `workbench.plots.pilot_losses`: Draws the losses of the pilot.
         `workbench.risk.predict`: Predicts the risk of a planned run, with a pilot if there is one.
     """
-    require_whole(1, n_steps=n_steps, n_seeds=n_seeds)
-    require_whole(_MIN_BUDGET, budget=budget)
     if (loop is None) == (model is None) or (model is None) != (task is None):
         given = tuple(name for name, each in (("model", model), ("task", task), ("loop", loop)) if each is not None)
         raise OptionError(

@@ -14,6 +14,7 @@ See Also:
 
 from __future__ import annotations
 
+from workbench.option_checks import publish
 from workbench.risk.edge_model import EdgeModel, fit, load
 from workbench.risk.edge_regression import Edges
 from workbench.risk.features import FEATURES, feature_table
@@ -43,6 +44,4 @@ __all__ = [
     "shipped",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -13,6 +13,7 @@ from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.formatting import listed
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
+from workbench.option_checks import NonNegativeInt
 from workbench.risk.edge_regression import EdgeFit, Edges, Floats, best_penalty, fit_edges
 from workbench.risk.features import LIMITS, RATE, as_cases, column, counts_as_diverged, feature_table
 from workbench.risk.scores import resamples
@@ -225,8 +226,8 @@ def fit(
     families: Sequence[str],
     *,
     features: Sequence[str] = (),
-    n_bootstrap: int = 200,
-    seed: int = 0,
+    n_bootstrap: NonNegativeInt = 200,
+    seed: NonNegativeInt = 0,
 ) -> EdgeModel:
     """Fit the risk model to designs whose edges were measured.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
+from workbench.option_checks import Level, NonNegativeInt, PositiveInt, checked
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -40,9 +41,10 @@ class Auroc(NamedTuple):
     high: float
 
 
+@checked
 def auroc(
-    score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
-    groups: ArrayLike | None = None, level: float = 0.95,
+    score: ArrayLike, label: ArrayLike, *, n_bootstrap: NonNegativeInt = 1000,
+    seed: NonNegativeInt = 0, groups: ArrayLike | None = None, level: Level = 0.95,
 ) -> Auroc:  # fmt: skip
     """Compute the area under the ROC curve of a score.
 
@@ -81,9 +83,10 @@ def auroc(
     )
 
 
+@checked
 def roc_curve(
-    score: ArrayLike, label: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
-    groups: ArrayLike | None = None, level: float = 0.95,
+    score: ArrayLike, label: ArrayLike, *, n_bootstrap: NonNegativeInt = 1000,
+    seed: NonNegativeInt = 0, groups: ArrayLike | None = None, level: Level = 0.95,
 ) -> xr.Dataset:  # fmt: skip
     """Compute the ROC curve of a score; the arguments are those of `auroc`.
 
@@ -123,9 +126,10 @@ def roc_curve(
     return xr.Dataset({name: ("point", values) for name, values in columns.items()}, attrs=attrs)
 
 
+@checked
 def auroc_within(
-    score: ArrayLike, label: ArrayLike, within: ArrayLike, *, n_bootstrap: int = 1000, seed: int = 0,
-    groups: ArrayLike | None = None, level: float = 0.95,
+    score: ArrayLike, label: ArrayLike, within: ArrayLike, *, n_bootstrap: NonNegativeInt = 1000,
+    seed: NonNegativeInt = 0, groups: ArrayLike | None = None, level: Level = 0.95,
 ) -> Auroc:  # fmt: skip
     """Compute the AUROC of a score among runs of the same kind.
 
@@ -159,9 +163,6 @@ def auroc_within(
         `workbench.risk.auroc`: Compares all runs.
     """
     scores, labels = _pair(score, label)
-    if n_bootstrap < 0:
-        raise OptionError.of("n_bootstrap", n_bootstrap, "at least 0")
-    _require_level(level)
     _, strata = np.unique(np.asarray(within), return_inverse=True)
     members = [np.flatnonzero(strata == i) for i in range(strata.max(initial=-1) + 1)]
     members = [index for index in members if 0 < labels[index].sum() < len(index)]
@@ -215,7 +216,10 @@ def resamples(
         yield random.multinomial(n_groups, np.full(n_groups, 1 / n_groups), size=n)[:, index].astype(float)
 
 
-def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, level: float = 0.95) -> xr.Dataset:
+@checked
+def reliability(
+    probability: ArrayLike, label: ArrayLike, *, n_bins: PositiveInt = 10, level: Level = 0.95
+) -> xr.Dataset:
     """Compare predicted probabilities with observed frequencies, in bins of equal width.
 
     Args:
@@ -249,9 +253,6 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
     from scipy.stats import binomtest
 
     predicted, labels = _pair(probability, label, name="probability", allows_nan=True)
-    if n_bins < 1:
-        raise OptionError.of("n_bins", n_bins, "at least 1")
-    _require_level(level)
     is_there = ~np.isnan(predicted)
     predicted, labels = predicted[is_there], labels[is_there]
     if not len(predicted):
@@ -291,7 +292,7 @@ def reliability(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10, l
     return xr.Dataset(variables, {"lower": ("bin", edges[:-1]), "upper": ("bin", edges[1:])}, attrs)
 
 
-def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: int = 10) -> float:
+def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: PositiveInt = 10) -> float:
     """Compute the expected calibration error, sum_b n_b |rate_b - mean_probability_b| / n over bins.
 
     Args:
@@ -355,9 +356,3 @@ def _pair(
             expected="not NaN",
         )
     return scores, labels
-
-
-def _require_level(level: float) -> None:
-    """Raise OptionError if the level of an interval is not between 0 and 1."""
-    if not 0 < level < 1:
-        raise OptionError.of("level", level, "between 0 and 1")

@@ -13,6 +13,7 @@ See Also:
     `workbench.samples.scaling`: Loads the recorded studies.
 """
 
+from workbench.option_checks import publish
 from workbench.scaling.coordinate_checks import coordinate_check
 from workbench.scaling.designs import Design
 from workbench.scaling.explosion_edges import ExplosionEdge, explosion_edge, find_edge, pilot_edge
@@ -37,6 +38,4 @@ __all__ = [
     "pilot_edge",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

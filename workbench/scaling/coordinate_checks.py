@@ -17,7 +17,7 @@ from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.probing import undisturbed, watch
 from workbench.models.wrapping import unwrap
-from workbench.option_checks import require_whole
+from workbench.option_checks import Level, PositiveFloat, PositiveInt, checked
 from workbench.scaling.size_ladder import LadderTrainer, Rung
 from workbench.scaling.trend import line_through
 from workbench.schema.statuses import CoordinateState
@@ -85,14 +85,15 @@ def coordinate_sizes(
     return {name: _rms(output) for name, output in before.items()}, changes
 
 
+@checked
 def coordinate_check(
     trainer: LadderTrainer,
     rungs: Sequence[Rung],
     seeds: Sequence[int],
     *,
-    learning_rate: float,
-    n_steps: int = 10,
-    level: float = 0.95,
+    learning_rate: PositiveFloat,
+    n_steps: PositiveInt = 10,
+    level: Level = 0.95,
 ) -> xr.Dataset:
     """Measure how the change of the output of each layer group scales with width (Yang et al. 2022, Appendix D.1).
 
@@ -144,7 +145,6 @@ def coordinate_check(
             value=tuple((rung.width, rung.depth) for rung in rungs),
             expected="rungs of the same depth",
         )
-    require_whole(1, n_steps=n_steps)
     found = [
         [coordinate_sizes(trainer, rung, seed, learning_rate=learning_rate, n_steps=n_steps) for seed in seeds]
         for rung in rungs

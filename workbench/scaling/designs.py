@@ -16,6 +16,7 @@ from workbench.errors import CheckpointError, OptionError
 from workbench.io.files import FileKind, as_path
 from workbench.models.checkpoint import TOKENIZER_KEY, ZOO_KEY
 from workbench.models.subject import Subject
+from workbench.option_checks import PositiveInt
 from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
 from workbench.scaling.known_designs import KNOWN, known_config
 from workbench.scaling.resizing import is_count
@@ -62,7 +63,12 @@ class Design:
         return self.source.n_classes
 
     def build(
-        self, width: int | None = None, depth: int | None = None, seed: int = 0, *, vocabulary: int | None = None
+        self,
+        width: PositiveInt | None = None,
+        depth: PositiveInt | None = None,
+        seed: int = 0,
+        *,
+        vocabulary: PositiveInt | None = None,
     ) -> nn.Module:
         """Build a model with random parameters from the initialization of its library.
 
@@ -94,7 +100,13 @@ class Design:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return self.source.make(width, depth, seed, vocabulary)
 
-    def n_weights(self, width: int | None = None, depth: int | None = None, *, vocabulary: int | None = None) -> int:
+    def n_weights(
+        self,
+        width: PositiveInt | None = None,
+        depth: PositiveInt | None = None,
+        *,
+        vocabulary: PositiveInt | None = None,
+    ) -> int:
         """Return the number of parameters of a model, with tied parameters counted once.
 
         No memory is allocated, except by a function that itself chooses a device. Arguments and errors as in `build`.
@@ -108,7 +120,7 @@ class Design:
         with torch.random.fork_rng(devices=[]):
             return self.source.count(width, depth, vocabulary)
 
-    def nearest_width(self, width: int) -> int:
+    def nearest_width(self, width: PositiveInt) -> int:
         """Return the nearest width that a model can have; a function is assumed to accept any width.
 
         Raises:
@@ -135,7 +147,7 @@ class Design:
             self.width, self.depth
         )
 
-    def resized(self, width: int | None = None, depth: int | None = None) -> Design:
+    def resized(self, width: PositiveInt | None = None, depth: PositiveInt | None = None) -> Design:
         """Return the same design with another target size.
 
         Example:
@@ -170,8 +182,8 @@ class Design:
 def design(
     source: str | os.PathLike[str] | Mapping[str, Any] | ArchitectureConfig | nn.Module | Subject | Callable | Any,
     *,
-    width: int | None = None,
-    depth: int | None = None,
+    width: PositiveInt | None = None,
+    depth: PositiveInt | None = None,
     name: str | None = None,
 ) -> Design:
     """Create a design: a description of an architecture that can be built at any size.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
+from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt, above
 from workbench.scaling.size_ladder import LadderTrainer, Rung
 
 #: Learning rates are tried on a grid of powers of this factor.
@@ -47,12 +49,12 @@ class ExplosionEdge:
 
 def find_edge(
     diverges: Callable[[float], bool],
-    start: float,
+    start: PositiveFloat,
     *,
-    n_halvings: int = 2,
-    step: float = GRID,
-    lowest: float = LOWEST,
-    highest: float = HIGHEST,
+    n_halvings: NonNegativeInt = 2,
+    step: Annotated[float, above(1)] = GRID,
+    lowest: PositiveFloat = LOWEST,
+    highest: PositiveFloat = HIGHEST,
 ) -> ExplosionEdge:
     """Find the explosion edge: move from a start to the edge in steps of a factor, then bisect the last step.
 
@@ -107,9 +109,9 @@ def explosion_edge(
     rung: Rung,
     seed: int,
     *,
-    n_steps: int,
-    start: float | None = None,
-    n_halvings: int = 2,
+    n_steps: PositiveInt,
+    start: PositiveFloat | None = None,
+    n_halvings: NonNegativeInt = 2,
 ) -> ExplosionEdge:
     """Find the learning rate above which a run of ``n_steps`` updates diverges (RKSP).
 
@@ -144,7 +146,7 @@ def explosion_edge(
 
 
 def pilot_edge(
-    trainer: LadderTrainer, rung: Rung, seed: int, *, start: float = 1.0, n_halvings: int = 4
+    trainer: LadderTrainer, rung: Rung, seed: int, *, start: PositiveFloat = 1.0, n_halvings: NonNegativeInt = 4
 ) -> ExplosionEdge:
     """Find the explosion edge of ten updates at a constant rate: fast, and usually an upper bound of `explosion_edge`.
 

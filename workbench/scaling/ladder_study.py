@@ -19,7 +19,7 @@ from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
 from workbench.models.profile import profile
-from workbench.option_checks import require_whole
+from workbench.option_checks import Level, NonNegativeInt, PositiveFloat, PositiveInt, checked
 from workbench.scaling.coordinate_checks import coordinate_check
 from workbench.scaling.designs import Design, design
 from workbench.scaling.explosion_edges import ExplosionEdge, explosion_edge, pilot_edge
@@ -36,31 +36,32 @@ if TYPE_CHECKING:
 EDGES = ("trained", "pilot", "none")
 
 
+@checked
 def scaling_study(
     make_model: Any,
     widths: Sequence[int],
     depths: Sequence[int] | None = None,
     *,
     task: Any,
-    learning_rate: float = 1e-3,
-    n_steps: int = 100,
+    learning_rate: PositiveFloat = 1e-3,
+    n_steps: PositiveInt = 100,
     seeds: Sequence[int] = (0, 1, 2),
-    target_width: int | None = None,
-    target_depth: int | None = None,
+    target_width: PositiveInt | None = None,
+    target_depth: PositiveInt | None = None,
     edge: Literal["trained", "pilot", "none"] = "trained",
-    n_coordinate_steps: int = 10,
+    n_coordinate_steps: NonNegativeInt = 10,
     parametrization: Parametrization | None = None,
-    vocabulary: int | None = None,
+    vocabulary: PositiveInt | None = None,
     measures_target: bool = False,
-    n_snapshots: int = 1024,
-    largest_reach: float = 4.0,
-    level: float = 0.95,
+    n_snapshots: PositiveInt = 1024,
+    largest_reach: PositiveFloat = 4.0,
+    level: Level = 0.95,
     progress: bool | Callable[[str], None] = True,
-    warmup: int = 0,
+    warmup: NonNegativeInt = 0,
     schedule: str | Callable[[int], float] = "constant",
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
     optimizer_options: Mapping[str, Any] = NO_OPTIONS,
-    clip_norm: float | None = None,
+    clip_norm: PositiveFloat | None = None,
     precision: str = "float32",
     loss_limit: float = 50.0,
     grad_norm_limit: float = 500.0,
@@ -146,9 +147,6 @@ def scaling_study(
     target = Rung(of.width, of.depth)
     rungs = rungs_of(of, list(widths), [target.depth] if depths is None else list(depths))
     seeds = require_seeds(seeds)
-    require_whole(0, n_coordinate_steps=n_coordinate_steps)
-    if edge not in EDGES:
-        raise OptionError.of("edge", edge, EDGES)
     training = departures(
         warmup=warmup,
         schedule=schedule,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.option_checks import Level, PositiveFloat
 from workbench.scaling.quantities import EXTRAPOLATED, rule_of
 from workbench.scaling.trend import Trend, along_trend, fit_trend
 
@@ -23,7 +24,7 @@ _COLUMNS = (
 
 
 def extrapolated(
-    study: xr.Dataset, target: tuple[int, int], *, largest_reach: float = 4.0, level: float = 0.95
+    study: xr.Dataset, target: tuple[int, int], *, largest_reach: PositiveFloat = 4.0, level: Level = 0.95
 ) -> xr.Dataset:
     """Extrapolate the trends of a study to another size without new measurements.
 

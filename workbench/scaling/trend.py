@@ -9,6 +9,7 @@ import numpy as np
 from scipy import stats
 
 from workbench.formatting import counted
+from workbench.option_checks import Level, PositiveFloat
 
 #: Minimum number of widths or depths for an extrapolation.
 N_SIZES = 3
@@ -97,8 +98,8 @@ def fit_trend(
     *,
     scale: str = "log",
     bounds: tuple[float, float] = (-math.inf, math.inf),
-    largest_reach: float = 4.0,
-    level: float = 0.95,
+    largest_reach: PositiveFloat = 4.0,
+    level: Level = 0.95,
 ) -> Trend:
     """Fit the trend of a quantity over a ladder and extrapolate it to the target size.
 

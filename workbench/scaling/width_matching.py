@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from workbench.errors import OptionError
 from workbench.models.model_sizes import model_sizes
+from workbench.option_checks import PositiveInt
 
 if TYPE_CHECKING:
     from workbench.scaling.designs import Design
@@ -19,7 +20,12 @@ _STEP_OF_EXPONENT = 0.5
 
 
 def matched_width(
-    design: Design, width: int, depth: int | None = None, seed: int = 0, *, vocabulary: int | None = None
+    design: Design,
+    width: PositiveInt,
+    depth: PositiveInt | None = None,
+    seed: int = 0,
+    *,
+    vocabulary: PositiveInt | None = None,
 ) -> nn.Module:
     """Build a narrow model whose initial signal and gradient gains are those of the design at its target width.
 

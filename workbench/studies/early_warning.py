@@ -16,11 +16,12 @@ See Also:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
+from workbench.option_checks import NonNegativeInt, checked, one_of
 from workbench.risk.scores import resamples
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ def subtle(runs: xr.Dataset) -> xr.DataArray:
     return harmful(runs) & (runs["harm_step"] - runs["start"] > SUBTLE) | is_late
 
 
-def delays(runs: xr.Dataset, *, detector: str = "all alarms") -> xr.DataArray:
+@checked
+def delays(runs: xr.Dataset, *, detector: Annotated[str, one_of(DETECTORS)] = "all alarms") -> xr.DataArray:
     """Return the number of steps from the onset of the fault to the first alarm, dim ``run``.
 
     Args:
@@ -140,8 +142,6 @@ def delays(runs: xr.Dataset, *, detector: str = "all alarms") -> xr.DataArray:
     See Also:
         `workbench.early_warning.by_kind`: Median delays by kind of fault.
     """
-    if detector not in DETECTORS:
-        raise OptionError.of("detector", detector, tuple(DETECTORS))
     _need(runs, "start", DETECTORS[detector])
     return runs[DETECTORS[detector]] - runs["start"]
 
@@ -193,7 +193,7 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
     )
 
 
-def goals(runs: xr.Dataset, *, seed: int = 0) -> xr.Dataset:
+def goals(runs: xr.Dataset, *, seed: NonNegativeInt = 0) -> xr.Dataset:
     """Compare the alarms with their goals and with two baselines, for harmful faults that the settings do not reveal.
 
     Args:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.errors import OptionError
+from workbench.option_checks import PositiveInt
 
 #: A number larger than every step.
 _FAR = 2**31 - 1
 
 
 def decimate(
-    step: np.ndarray, value: np.ndarray, n: int, start: float | None = None, stop: float | None = None
+    step: np.ndarray, value: np.ndarray, n: PositiveInt, start: float | None = None, stop: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reduce the points of a line without visible change: keep both ends and the extremes of each bucket of rows.
 
@@ -47,8 +48,6 @@ def decimate(
     See Also:
         `workbench.signals.read`: Reads a signal as a line over steps.
     """
-    if n < 1:
-        raise OptionError.of("n", n, "at least 1")
     is_finite = np.isfinite(value)
     if not is_finite.all():
         step, value = step[is_finite], value[is_finite]
@@ -93,7 +92,10 @@ class SignalBand:
 
 
 def healthy_band(
-    lines: Sequence[tuple[np.ndarray, np.ndarray]], *, quantiles: tuple[float, float] = (0.05, 0.95), n: int = 100
+    lines: Sequence[tuple[np.ndarray, np.ndarray]],
+    *,
+    quantiles: tuple[float, float] = (0.05, 0.95),
+    n: PositiveInt = 100,
 ) -> SignalBand:
     """Compute running quantiles over healthy runs, from all values in each interval of steps and its neighbors.
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
+from workbench.option_checks import Fraction, Level, NonNegativeInt, checked, publish
 from workbench.risk.features import column
 from workbench.risk.predictors import predictor_scores
 from workbench.risk.scores import Auroc, auroc, auroc_within
@@ -52,7 +53,8 @@ RATES = {
 }
 
 
-def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: float = 0.95) -> xr.Dataset:
+@checked
+def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: Level = 0.95) -> xr.Dataset:
     """Compute the divergence rate under each control, and the accuracy of the other runs.
 
     Two controls can be compared directly only if both ran on the same cells (learning rate and seed); see
@@ -87,8 +89,6 @@ def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: floa
     import xarray as xr
     from scipy.stats import binomtest
 
-    if not 0 < level < 1:
-        raise OptionError.of("level", level, "between 0 and 1")
     runs = _table(outcomes)
     keys = ["control", "learning_rate"] if by_rate else ["control"]
     labels = [runs["control"].unique(), np.sort(runs["learning_rate"].unique())][: len(keys)]
@@ -229,7 +229,8 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
     return xr.Dataset(numbers, attrs={"control": control, "reference": reference})
 
 
-def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: float = 0.20) -> xr.DataArray:
+@checked
+def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: Fraction = 0.20) -> xr.DataArray:
     """Find the largest learning rate up to which few runs diverge under each control.
 
     It says nothing about how well the other runs learn; see `workbench.rates.useful_band` for that.
@@ -259,8 +260,6 @@ def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: float = 0.20)
     """
     import xarray as xr
 
-    if not 0 < below <= 1:
-        raise OptionError.of("below", below, "above 0 and at most 1")
     rates = divergence_rates(outcomes, by_rate=True)
     found, is_bound = [], []
     for control in rates["control"].values:
@@ -322,7 +321,7 @@ def _two_controls(outcomes: xr.Dataset, control: str, reference: str) -> tuple[p
     return ours.loc[cells], other.loc[cells]
 
 
-def predictor_table(sweep: xr.Dataset, *, n_bootstrap: int = 1000, seed: int = 0) -> xr.Dataset:
+def predictor_table(sweep: xr.Dataset, *, n_bootstrap: NonNegativeInt = 1000, seed: NonNegativeInt = 0) -> xr.Dataset:
     """Compute the AUROC of every predictor of RKSP's Table 2, with the published values.
 
     Args:
@@ -410,5 +409,4 @@ def _auroc_within(score: np.ndarray, label: np.ndarray, within: np.ndarray) -> f
         return np.nan
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from workbench.errors import OptionError
 from workbench.koopman.measures import THIRDS
+from workbench.option_checks import publish
 from workbench.schema.runs import SPECTRA
 
 if TYPE_CHECKING:
@@ -441,5 +442,4 @@ def decision_zones(
     return np.select(decided, ["", "high risk", "proceed"], default="caution")
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from workbench.errors import CheckpointError, StoreError
 from workbench.io.cache import cache_folder
 from workbench.models.checkpoint import open_checkpoint
+from workbench.option_checks import publish
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -630,8 +631,7 @@ def _of_studies(runs: xr.Dataset, studies: tuple[str, ...]) -> xr.Dataset:
     return runs.isel(run=np.isin(runs["study"], studies or known))
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)
 
 
 if __name__ == "__main__":

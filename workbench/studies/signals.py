@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import listed
+from workbench.option_checks import NonNegativeInt, PositiveInt, one_of, publish
 from workbench.schema.runs import MONITORS, PARTS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
 from workbench.studies.lines import SignalBand, decimate, healthy_band
@@ -239,10 +240,10 @@ def read(
     run: xr.DataTree,
     name: str,
     *,
-    reduce: str | None = None,
-    layer: int | None = None,
-    head: int | None = None,
-    first_row: int = 0,
+    reduce: Annotated[str, one_of(REDUCTIONS)] | None = None,
+    layer: NonNegativeInt | None = None,
+    head: NonNegativeInt | None = None,
+    first_row: NonNegativeInt = 0,
 ) -> Signal:
     """Read one signal of a run as a line over steps.
 
@@ -275,8 +276,6 @@ def read(
         `workbench.signals.heat`: All layers and heads at one step.
         `workbench.signals.healthy_band`: The band of several lines.
     """
-    if reduce is not None and reduce not in REDUCTIONS:
-        raise OptionError.of("reduce", reduce, REDUCTIONS)
     entry = _entry(run, name)
     values = _values(run, entry, slice(first_row, None))
     step = values["step"].values.astype(np.int64)
@@ -417,7 +416,7 @@ def _variable_of(name: str) -> str:
     return name.rpartition("/")[2].partition(" ")[0]
 
 
-def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), *, n: int = 6) -> list[str]:
+def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), *, n: PositiveInt = 6) -> list[str]:
     """Return the signals to show first: loss, gradient norm, those with alarms, and those that distinguish mechanisms.
 
     Args:
@@ -460,6 +459,4 @@ _INFORMATIVE = (
     "accuracy",
 )
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

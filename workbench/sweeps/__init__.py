@@ -14,6 +14,7 @@ See Also:
     `workbench.risk`: Predicts outcomes from the measurements before training.
 """
 
+from workbench.option_checks import publish
 from workbench.sweeps.case_measures import measure_case
 from workbench.sweeps.execution import run
 from workbench.sweeps.one_run import count_spikes, make_run
@@ -34,6 +35,4 @@ __all__ = [
     "run",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -24,6 +24,7 @@ from workbench.models.profile import profile
 from workbench.models.residual_check import require_residuals
 from workbench.models.subject import Subject
 from workbench.models.token_selection import TokenSelection
+from workbench.option_checks import Bound, NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
 from workbench.sweeps.planned_runs import describe_plan
 from workbench.sweeps.trial_updates import N_PILOT_UPDATES, pilot_rate, trial_update
@@ -44,22 +45,22 @@ def measure_case(
     task: Any,
     *,
     architecture: str = "",
-    n_snapshots: int = 1024,
+    n_snapshots: PositiveInt = 1024,
     stack: str | None = None,
     takes_gradients: bool = True,
     runs_pilot: bool = True,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    n_steps: int,
-    learning_rate: float | None = None,
-    warmup: int = 0,
+    n_steps: PositiveInt,
+    learning_rate: PositiveFloat | None = None,
+    warmup: NonNegativeInt = 0,
     schedule: str | Callable[[int], float] = "constant",
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
     optimizer_options: Mapping[str, Any] | None = None,
-    clip_norm: float | None = None,
+    clip_norm: PositiveFloat | None = None,
     precision: str = "float32",
     seed: int = 0,
-    loss_limit: float = 50.0,
-    grad_norm_limit: float = 500.0,
+    loss_limit: Bound = 50.0,
+    grad_norm_limit: Bound = 500.0,
     stops_at_divergence: bool = True,
 ) -> xr.Dataset:
     """Measure the features of a risk model for one planned run, without changing the model.

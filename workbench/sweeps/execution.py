@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import OptionError, SweepError
 from workbench.io.progress import Progress, n_cores
+from workbench.option_checks import PositiveInt
 from workbench.sweeps.one_run import make_run
 from workbench.sweeps.run_settings import RunSettings
 from workbench.sweeps.sweep_store import SweepStore, open_sweep
@@ -28,7 +29,7 @@ def run(
     path: str | os.PathLike[str],
     *,
     scheduler: str | Client | None = None,
-    n_workers: int | None = None,
+    n_workers: PositiveInt | None = None,
     overwrite: bool = False,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
@@ -174,8 +175,6 @@ def _check(runs: list[RunSettings], scheduler: Any, n_workers: int | None) -> No
     for i, run in enumerate(runs):
         if not isinstance(run, RunSettings):
             raise OptionError.of(f"runs[{i}]", run, "RunSettings", remedy="see wb.sweeps.grid")
-    if n_workers is not None and n_workers < 1:
-        raise OptionError.of("n_workers", n_workers, "at least 1")
     if n_workers is not None and scheduler is not None:
         raise OptionError(
             "n_workers= cannot be combined with scheduler=, because a cluster has its own workers; omit one of them.",

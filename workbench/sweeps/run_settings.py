@@ -9,13 +9,12 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from workbench.callbacks.kss import KSS
 from workbench.errors import OptionError
-from workbench.option_checks import require_whole
+from workbench.option_checks import Limit, NonNegativeInt, PositiveInt, Seed, checked, one_of
 from workbench.sweeps.planned_runs import describe_plan, plan_of
-from workbench.tasks.task import require_seed
 from workbench.training.training_plan import TrainingPlan
 from workbench.zoo import ArchitectureConfig, build
 
@@ -29,6 +28,7 @@ KINDS_OF_KSS = ("published", "recommended")
 _N_HEX = 12
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """All settings that determine the results of one run of a sweep.
@@ -71,20 +71,14 @@ class RunSettings:
     model: Mapping[str, Any]
     task: Mapping[str, Any]
     training: Mapping[str, Any]
-    seed: int = 0
+    seed: Seed = 0
     study: str = ""
-    n_snapshots: int = 1024
-    n_evaluations: int = 0
-    kss: str = ""
+    n_snapshots: Annotated[int, Limit("of 0 or at least 3", lambda n: n == 0 or n >= 3)] = 1024
+    n_evaluations: NonNegativeInt = 0
+    kss: Annotated[str, one_of((*KINDS_OF_KSS, ""))] = ""
     _plain: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_seed(self.seed)
-        require_whole(0, n_evaluations=self.n_evaluations)
-        if self.n_snapshots != 0:
-            require_whole(3, n_snapshots=self.n_snapshots)
-        if self.kss not in ("", *KINDS_OF_KSS):
-            raise OptionError.of("kss", self.kss, (*KINDS_OF_KSS, ""))
         for part in ("model", "task", "training"):
             if "seed" in getattr(self, part):
                 raise OptionError(
@@ -279,12 +273,12 @@ def grid(
     architectures: Mapping[str, Mapping[str, Any]],
     *,
     learning_rate: Iterable[float],
-    n_steps: int,
+    n_steps: PositiveInt,
     task: Mapping[str, Any] | Iterable[Mapping[str, Any]],
     seed: Iterable[int] = (0,),
     study: str = "",
     n_snapshots: int = 1024,
-    n_evaluations: int = 0,
+    n_evaluations: NonNegativeInt = 0,
     kss: str = "",
     **axes: Any,
 ) -> list[RunSettings]:

@@ -15,6 +15,7 @@ See Also:
     `workbench.train`: Trains a model on a task.
 """
 
+from workbench.option_checks import publish
 from workbench.tasks.images import Digits, digits
 from workbench.tasks.recall import PADDING, AssociativeRecall, associative_recall
 from workbench.tasks.synthetic import SyntheticLM, synthetic_lm
@@ -41,6 +42,4 @@ __all__ = [
     "text_bytes",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 
 from workbench.errors import OptionError
+from workbench.option_checks import PositiveInt, Seed, at_least, at_most, checked
 from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.task import (
     STATES_PER_IMAGE,
     SeededTask,
+    Split,
     mixed_seed,
-    require_seed,
-    require_split,
-    require_whole,
     shuffled_rows,
 )
 
@@ -28,6 +27,7 @@ _SIDE, _N_DIGITS = 8, 10
 _HELD_OUT_FRACTION = 0.2
 
 
+@checked
 @dataclass(frozen=True)
 class Digits(SeededTask):
     """Classification of 1,797 gray images of handwritten digits, 8 by 8 pixels.
@@ -61,20 +61,14 @@ class Digits(SeededTask):
     """
 
     name: ClassVar[str] = "digits"
-    image_size: int = _SIDE
-    batch_size: int = 32
-    seed: int = 0
-    split: str = "train"
-    n_channels: int = 1
-    n_classes: int = _N_DIGITS
+    image_size: PositiveInt = _SIDE
+    batch_size: PositiveInt = 32
+    seed: Seed = 0
+    split: Split = "train"
+    n_channels: PositiveInt = 1
+    n_classes: Annotated[int, at_least(2), at_most(_N_DIGITS)] = _N_DIGITS
 
     def __post_init__(self) -> None:
-        require_whole(1, image_size=self.image_size, batch_size=self.batch_size, n_channels=self.n_channels)
-        require_seed(self.seed)
-        require_split(self.split)
-        require_whole(2, n_classes=self.n_classes)
-        if self.n_classes > _N_DIGITS:
-            raise OptionError.of("n_classes", self.n_classes, f"at most {_N_DIGITS}")
         if self.image_size % _SIDE:
             raise OptionError.of("image_size", self.image_size, f"a multiple of {_SIDE}")
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from workbench.errors import OptionError
-from workbench.option_checks import require_whole
-from workbench.tasks.task import SequenceTask, batch_generator, require_seed
+from workbench.option_checks import PositiveInt, Seed, checked
+from workbench.tasks.task import SequenceTask, batch_generator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PADDING = 0
 
 
+@checked
 @dataclass(frozen=True)
 class AssociativeRecall(SequenceTask):
     """Associative recall (RKSP): read key-value pairs, then predict the value of one key at the last position.
@@ -45,17 +46,13 @@ class AssociativeRecall(SequenceTask):
     """
 
     name: ClassVar[str] = "associative_recall"
-    length: int = 64
-    vocab_size: int = 256
-    n_pairs: int = 4
-    batch_size: int = 32
-    seed: int = 0
+    length: PositiveInt = 64
+    vocab_size: PositiveInt = 256
+    n_pairs: PositiveInt = 4
+    batch_size: PositiveInt = 32
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
-        require_whole(
-            1, length=self.length, vocab_size=self.vocab_size, n_pairs=self.n_pairs, batch_size=self.batch_size
-        )
-        require_seed(self.seed)
         if self.length < 2 * self.n_pairs + 1:
             raise OptionError.of(
                 "length", self.length, f"at least {2 * self.n_pairs + 1} for {self.n_pairs} pairs and a query"

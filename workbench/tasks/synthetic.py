@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 
-from workbench.option_checks import require_whole
-from workbench.tasks.task import SequenceTask, mixed_seed, require_seed, require_split, shuffled_rows
+from workbench.option_checks import PositiveInt, Seed, at_least, checked
+from workbench.tasks.task import SequenceTask, Split, mixed_seed, shuffled_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,7 @@ FIRST_TOKEN = 10
 _LONGEST_RUN = 15
 
 
+@checked
 @dataclass(frozen=True)
 class SyntheticLM(SequenceTask):
     """Synthetic language modeling (RKSP): next-token prediction on sequences of random segments.
@@ -51,20 +52,13 @@ class SyntheticLM(SequenceTask):
     """
 
     name: ClassVar[str] = "synthetic_lm"
-    length: int = 256
-    vocab_size: int = 10_000
-    batch_size: int = 32
-    seed: int = 0
-    split: str = "train"
-    n_sequences: int = 20_000
-    n_validation_sequences: int = 2_000
-
-    def __post_init__(self) -> None:
-        require_whole(1, length=self.length, batch_size=self.batch_size)
-        require_whole(1, n_sequences=self.n_sequences, n_validation_sequences=self.n_validation_sequences)
-        require_whole(FIRST_TOKEN + _LONGEST_RUN, vocab_size=self.vocab_size)
-        require_seed(self.seed)
-        require_split(self.split)
+    length: PositiveInt = 256
+    vocab_size: Annotated[int, at_least(FIRST_TOKEN + _LONGEST_RUN)] = 10_000
+    batch_size: PositiveInt = 32
+    seed: Seed = 0
+    split: Split = "train"
+    n_sequences: PositiveInt = 20_000
+    n_validation_sequences: PositiveInt = 2_000
 
     @property
     def n_held_out(self) -> int:

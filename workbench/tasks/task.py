@@ -8,18 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from itertools import count
 from numbers import Integral
-from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
+from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from workbench.errors import OptionError
-from workbench.option_checks import require_whole
+from workbench.option_checks import NonNegativeInt, PositiveInt, checked, one_of
 
 #: Inputs of a model: a tensor, or a mapping of keyword arguments.
 Inputs: TypeAlias = Tensor | Mapping[str, Tensor]
 
-SPLITS = ("train", "validation")
+Split = Annotated[str, one_of(("train", "validation"))]
 #: Number of token states that are counted for an image, whose number of patches depends on the model.
 STATES_PER_IMAGE = 16
 
@@ -50,7 +49,7 @@ class Task(Protocol):
         `workbench.train`: Trains a model on a task.
     """
 
-    def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
+    def stream(self, start: NonNegativeInt = 0) -> Iterator[tuple[Inputs, Tensor]]:
         """Return the batches (inputs, targets) from number ``start`` on, endless unless the data can be read only once.
 
         The loss must ignore targets of -100.
@@ -65,7 +64,7 @@ class Task(Protocol):
             ((2, 4), (2, 4))
         """
 
-    def probe(self, n_tokens: int) -> Inputs:
+    def probe(self, n_tokens: PositiveInt) -> Inputs:
         """Return inputs with at least ``n_tokens`` token states (or all available ones), always the same.
 
         Args:
@@ -125,7 +124,8 @@ class SeededTask(ABC):
         """Number of different examples that can be held out; None if unlimited."""
         return None
 
-    def stream(self, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    @checked
+    def stream(self, start: NonNegativeInt = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Return an endless iterator over the batches from number ``start`` on.
 
         Args:
@@ -140,14 +140,14 @@ class SeededTask(ABC):
             >>> tuple(inputs.shape)
             (2, 4)
         """
-        require_whole(0, start=start)
         return (self.batch(index) for index in count(start))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return an endless iterator over the batches."""
         return self.stream()
 
-    def probe(self, n_tokens: int) -> Tensor:
+    @checked
+    def probe(self, n_tokens: PositiveInt) -> Tensor:
         """Return held-out inputs; see `held_out`.
 
         Args:
@@ -177,7 +177,6 @@ class SeededTask(ABC):
             >>> tuple(inputs.shape), tuple(targets.shape)
             ((3, 8), (3, 8))
         """
-        require_whole(1, n_tokens=n_tokens)
         n_rows = -(-n_tokens // self.states_per_row)
         changes: dict[str, Any] = {"split": "validation"} if hasattr(self, "split") else {}
         task: Any = self  # every subclass is a dataclass
@@ -241,24 +240,3 @@ def shuffled_rows(n_rows: int, *, batch_size: int, index: int, key: tuple[str | 
         order = torch.randperm(n_rows, generator=torch.Generator().manual_seed(mixed_seed(*key, e)))
         rows[epoch == e] = order[position[epoch == e] % n_rows]
     return rows
-
-
-def require_split(split: str) -> None:
-    """Raise if there is no split of this name.
-
-    Raises:
-        OptionError: Names the existing splits.
-    """
-    if split not in SPLITS:
-        raise OptionError.of("split", split, SPLITS)
-
-
-def require_seed(seed: int) -> None:
-    """Raise if a seed is outside the range of torch's generators.
-
-    Raises:
-        OptionError: Names the range.
-    """
-    require_whole(-(2**32), seed=seed)
-    if seed > 2**32:
-        raise OptionError.of("seed", seed, f"at most {2**32}")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 
 from workbench.errors import OptionError, WorkbenchError
-from workbench.option_checks import require_whole
-from workbench.tasks.task import SequenceTask, batch_generator, require_seed, require_split
+from workbench.option_checks import PositiveInt, Seed, at_least, checked
+from workbench.tasks.task import SequenceTask, Split, batch_generator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _HELD_OUT_FRACTION = 0.1
 
 
+@checked
 @dataclass(frozen=True)
 class TextBytes(SequenceTask):
     """Byte-level language modeling on English text that is part of every CPython.
@@ -47,17 +48,13 @@ class TextBytes(SequenceTask):
     """
 
     name: ClassVar[str] = "text_bytes"
-    length: int = 64
-    batch_size: int = 32
-    seed: int = 0
-    split: str = "train"
-    vocab_size: int = 256
+    length: PositiveInt = 64
+    batch_size: PositiveInt = 32
+    seed: Seed = 0
+    split: Split = "train"
+    vocab_size: Annotated[int, at_least(256)] = 256
 
     def __post_init__(self) -> None:
-        require_whole(1, length=self.length, batch_size=self.batch_size)
-        require_whole(256, vocab_size=self.vocab_size)
-        require_seed(self.seed)
-        require_split(self.split)
         longest = len(split_text("validation")) - 2
         if self.length > longest:
             raise OptionError.of("length", self.length, f"at most {longest}, the length of the validation text")
@@ -108,7 +105,8 @@ def split_text(split: str) -> Tensor:
     return text[:border] if split == "train" else text[border:]
 
 
-def reference_passages(n_passages: int, *, n_characters: int = 400) -> list[str]:
+@checked
+def reference_passages(n_passages: PositiveInt, *, n_characters: PositiveInt = 400) -> list[str]:
     """Return passages of English text, evenly spaced in Python's language reference.
 
     Args:
@@ -131,7 +129,6 @@ def reference_passages(n_passages: int, *, n_characters: int = 400) -> list[str]
         `workbench.tasks.text_bytes`: Creates a task from the same text.
         `workbench.profile`: Measures a language model on text.
     """
-    require_whole(1, n_passages=n_passages, n_characters=n_characters)
     text = _text_bytes().decode()
     stride = len(text) // n_passages
     if stride < n_characters:

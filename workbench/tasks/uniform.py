@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 
-from workbench.option_checks import require_whole
-from workbench.tasks.task import SequenceTask, batch_generator, require_seed
+from workbench.option_checks import PositiveInt, Seed, at_least, checked
+from workbench.tasks.task import SequenceTask, batch_generator
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@checked
 @dataclass(frozen=True)
 class RandomTokens(SequenceTask):
     """Next-token prediction on uniformly random tokens, on which RKSP trains its MoE, Mamba and KAN models.
@@ -40,15 +41,10 @@ class RandomTokens(SequenceTask):
     """
 
     name: ClassVar[str] = "random_tokens"
-    length: int = 64
-    vocab_size: int = 256
-    batch_size: int = 32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_whole(1, length=self.length, batch_size=self.batch_size)
-        require_whole(2, vocab_size=self.vocab_size)
-        require_seed(self.seed)
+    length: PositiveInt = 64
+    vocab_size: Annotated[int, at_least(2)] = 256
+    batch_size: PositiveInt = 32
+    seed: Seed = 0
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Return batch number ``index`` of the stream.

@@ -12,16 +12,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.errors import WorkbenchError
-from workbench.option_checks import require_whole
+from workbench.option_checks import NonNegativeInt, PositiveInt, Seed, checked
 from workbench.tasks.batch_forms import as_batch, looks_like_batch, stack_rows
 from workbench.tasks.merging import checksum, copied, enough_inputs, merged, n_states
 from workbench.tasks.private_draws import OwnGenerators, PrivateDraws
-from workbench.tasks.task import Inputs, Task, mixed_seed, require_seed
+from workbench.tasks.task import Inputs, Task, mixed_seed
 
 _END = object()
 
 
-def as_task(source: Any, *, batch_size: int = 32, seed: int = 0) -> Task:
+@checked
+def as_task(source: Any, *, batch_size: PositiveInt = 32, seed: Seed = 0) -> Task:
     """Create a task from user data.
 
     A batch may be ``(inputs, targets)``; token ids of shape (batch, token), whose targets are the next tokens; or a
@@ -68,8 +69,6 @@ def as_task(source: Any, *, batch_size: int = 32, seed: int = 0) -> Task:
         `workbench.tasks.Task`: Describes the interface of a task.
         `workbench.train`: Trains a model on a task.
     """
-    require_whole(1, batch_size=batch_size)
-    require_seed(seed)
     if isinstance(source, str | bytes | type):
         what = "text" if isinstance(source, str | bytes) else f"the class {source.__name__}"
         raise WorkbenchError(
@@ -117,17 +116,18 @@ class DataTask:
         self._description["first_batch"] = checksum(next(self.stream()))
         self._probes: dict[int, Inputs] = {}
 
-    def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
+    @checked
+    def stream(self, start: NonNegativeInt = 0) -> Iterator[tuple[Inputs, Tensor]]:
         """Return an endless iterator over the batches of all epochs, from number ``start`` on.
 
         Raises:
             OptionError: If ``start`` is negative.
             WorkbenchError: If a batch has an unknown form, or the source is exhausted.
         """
-        require_whole(0, start=start)
         return map(as_batch, islice(self._raw_batches(), start, None))
 
-    def probe(self, n_tokens: int) -> Inputs:
+    @checked
+    def probe(self, n_tokens: PositiveInt) -> Inputs:
         """Return the first batches, merged, of an epoch whose random choices differ from those of training.
 
         They are not held out: a long run is also trained on them. Batches of different lengths are padded at the end if
@@ -139,7 +139,6 @@ class DataTask:
         Raises:
             OptionError: If ``n_tokens`` is below 1.
         """
-        require_whole(1, n_tokens=n_tokens)
         if n_tokens not in self._probes:
             draws = PrivateDraws(self._own_generators)
             draws.begin_epoch(mixed_seed("data", "probe", self._seed))
@@ -203,13 +202,13 @@ class OneShotTask:
         }
         self._description["first_batch"] = checksum(self._read_ahead[0])
 
-    def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
+    @checked
+    def stream(self, start: NonNegativeInt = 0) -> Iterator[tuple[Inputs, Tensor]]:
         """Return an iterator over the batches; it can be called once.
 
         Raises:
             WorkbenchError: If ``start`` is not 0, or on a second call.
         """
-        require_whole(0, start=start)
         if start or self._is_streaming:
             raise WorkbenchError(
                 "A one-shot source can be read only once and from the beginning; to resume or repeat a run, pass one "
@@ -221,14 +220,14 @@ class OneShotTask:
         self._is_streaming = True
         return chain(self._read_ahead, self._batches)
 
-    def probe(self, n_tokens: int) -> Inputs:
+    @checked
+    def probe(self, n_tokens: PositiveInt) -> Inputs:
         """Return the first batches, merged; if training has not begun, they are read ahead and kept for training.
 
         Raises:
             OptionError: If ``n_tokens`` is below 1.
             WorkbenchError: If training has begun and too few batches were read before.
         """
-        require_whole(1, n_tokens=n_tokens)
         known = enough_inputs(self._read_ahead, n_tokens)
         if sum(map(n_states, known)) < n_tokens and not self._has_ended:
             if self._is_streaming:

@@ -26,13 +26,14 @@ from workbench.models.profile import profile
 from workbench.models.residual_check import require_residuals
 from workbench.models.run_checkpoints import latest_checkpoint
 from workbench.models.subject import Subject
-from workbench.option_checks import require_whole
+from workbench.option_checks import PositiveInt, checked
 
 if TYPE_CHECKING:
     import xarray as xr
     from torch import nn
 
 
+@checked
 @dataclass(frozen=True)
 class Recording:
     """Settings of the record of a run; the attributes are arguments of `workbench.train`, documented there.
@@ -49,17 +50,14 @@ class Recording:
     """
 
     store: Path | str | None = None
-    flush_every: int = 200
-    spectra_every: int | None = None
+    flush_every: PositiveInt = 200
+    spectra_every: PositiveInt | None = None
     profile_options: Mapping[str, Any] = field(default_factory=dict)
     probe: Any = None
-    checkpoint_every: int | None = None
+    checkpoint_every: PositiveInt | None = None
     checkpoints: Path | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("flush_every", "spectra_every", "checkpoint_every"):
-            if name == "flush_every" or getattr(self, name) is not None:
-                require_whole(1, **{name: getattr(self, name)})
         if self.checkpoint_every and self.checkpoint_folder is None:
             raise OptionError(
                 "checkpoint_every needs a folder for the checkpoints; pass store= or checkpoints=.",

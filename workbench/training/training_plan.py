@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.option_checks import require_whole
+from workbench.option_checks import Bound, Measured, NonNegativeInt, PositiveFloat, PositiveInt, checked, one_of
 from workbench.training.muon import muon_for
 from workbench.zoo.module_of import module_of
 
@@ -29,6 +28,7 @@ _DECAY_FRACTION = 0.2
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@checked
 @dataclass(frozen=True)
 class TrainingPlan:
     """Settings of a training run; the attributes are arguments of `workbench.train`, documented there.
@@ -44,34 +44,22 @@ class TrainingPlan:
         `workbench.assess`: Assesses a plan before training.
     """
 
-    n_steps: int
-    learning_rate: float | None = None
-    warmup: int = 0
+    n_steps: PositiveInt
+    learning_rate: PositiveFloat | None = None
+    warmup: NonNegativeInt = 0
     schedule: str | Callable[[int], float] = "constant"
     optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW"
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
-    clip_norm: float | None = None
-    precision: str = "float32"
+    clip_norm: PositiveFloat | None = None
+    precision: Annotated[str, one_of(PRECISIONS)] = "float32"
     seed: int = 0
-    loss_limit: float = 50.0
-    grad_norm_limit: float = 500.0
+    loss_limit: Bound = 50.0
+    grad_norm_limit: Bound = 500.0
     stops_at_divergence: bool = True
 
     def __post_init__(self) -> None:
-        require_whole(1, n_steps=self.n_steps)
-        require_whole(0, warmup=self.warmup)
-        for name in ("learning_rate", "clip_norm", "loss_limit", "grad_norm_limit"):
-            value = getattr(self, name)
-            may_be_none, may_be_infinite = name in ("learning_rate", "clip_norm"), name.endswith("_limit")
-            if value is None and may_be_none:
-                continue
-            is_number = isinstance(value, Real | torch.Tensor) and not isinstance(value, bool)
-            if not (is_number and value > 0 and (may_be_infinite or math.isfinite(value))):
-                raise OptionError.of(name, value, "a positive number")
         if not callable(self.schedule) and self.schedule not in SCHEDULES:
             raise OptionError.of("schedule", self.schedule, SCHEDULES, remedy="or pass a function")
-        if self.precision not in PRECISIONS:
-            raise OptionError.of("precision", self.precision, tuple(PRECISIONS))
         if isinstance(self.optimizer, str):
             _optimizer_class(self.optimizer)
         elif self.optimizer_options:
@@ -105,7 +93,7 @@ class TrainingPlan:
             settings["optimizer_options"] = {k: _plain(v) for k, v in self.optimizer.defaults.items()}
         return {name: getattr(v, "__qualname__", None) or str(v) if callable(v) else v for name, v in settings.items()}
 
-    def rate_factor(self, step: int) -> float:
+    def rate_factor(self, step: NonNegativeInt) -> float:
         """Return the learning rate at a step as a fraction of its peak.
 
         Args:
@@ -184,7 +172,7 @@ class TrainingPlan:
                 group["lr"] = self.learning_rate * ratio
         return optimizer
 
-    def cause_of_divergence(self, loss: float, grad_norm: float) -> str:
+    def cause_of_divergence(self, loss: Measured, grad_norm: Measured) -> str:
         """Return the reason why a step has diverged (RKSP's label); empty if it has not.
 
         Args:

@@ -12,11 +12,10 @@ See Also:
     `workbench.monitors`: Monitors of weights along a run.
 """
 
+from workbench.option_checks import publish
 from workbench.weights.eigenvalue_tails import Bulk, PowerLaw, power_law_tail, random_bulk
 from workbench.weights.matrix_spectra import weight_spectra
 
 __all__ = ["Bulk", "PowerLaw", "power_law_tail", "random_bulk", "weight_spectra"]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from workbench.errors import OptionError
+from workbench.option_checks import PositiveInt
 
 #: Minimum number of eigenvalues for an exponent and a bulk; Clauset et al. (2009, section 3.2) require it in a tail.
 MIN_EIGENVALUES = 50
@@ -119,7 +120,7 @@ class Bulk:
     n_spikes: float = np.nan
 
 
-def random_bulk(eigenvalues: np.ndarray, n_rows: int, n_columns: int) -> Bulk:
+def random_bulk(eigenvalues: np.ndarray, n_rows: PositiveInt, n_columns: PositiveInt) -> Bulk:
     """Compare eigenvalues with those of a matrix of independent entries (Marchenko-Pastur).
 
     The variance is that of the random matrix with the same median eigenvalue, which a few spikes hardly change (Gavish

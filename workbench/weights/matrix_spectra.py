@@ -21,6 +21,7 @@ from workbench.models.parametrizations import is_parametrized
 from workbench.models.subject import Subject
 from workbench.models.wrapping import bare
 from workbench.monitors.matrices import effective_rank, frobenius_norm, singular_values, stable_rank, without_rounding
+from workbench.option_checks import PositiveInt, checked
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.weights import WEIGHT_CHANGES, WEIGHT_COORDS, WEIGHTS, validate_weights
 from workbench.weights.eigenvalue_tails import power_law_tail, random_bulk
@@ -34,12 +35,13 @@ if TYPE_CHECKING:
 _ROWS = 8192
 
 
+@checked
 def weight_spectra(
     source: Subject | nn.Module | str | os.PathLike[str],
     *,
     reference: Subject | nn.Module | str | os.PathLike[str] | None = None,
     layers: Collection[int] | None = None,
-    min_size: int = 8,
+    min_size: PositiveInt = 8,
     progress: bool | Callable[[str], None] = True,
 ) -> xr.Dataset:
     """Compute the singular values of every weight matrix, with ranks, norms, heavy tails and spikes.
@@ -94,8 +96,6 @@ def weight_spectra(
         `workbench.weights.power_law_tail`: Fits one tail.
         `workbench.plots.weight_spectra`: Draws the spectra.
     """
-    if isinstance(min_size, bool) or not isinstance(min_size, int) or min_size < 1:
-        raise OptionError.of("min_size", min_size, "an integer of at least 1")
     state, described = _state_of(source)
     before, described_before = (None, "") if reference is None else _state_of(reference)
     planned, left_out = _planned(state, layers, min_size)

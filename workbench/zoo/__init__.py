@@ -16,6 +16,7 @@ See Also:
     `workbench.design`: Describes an architecture that can be built at several sizes.
 """
 
+from workbench.option_checks import publish
 from workbench.zoo.architecture_config import FAMILIES, INITIALIZATIONS, NORMS, ArchitectureConfig, defaults
 from workbench.zoo.blocks import ZooModel
 from workbench.zoo.constructors import (
@@ -64,6 +65,4 @@ __all__ = [
     "vit",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Generic, Literal, Optional, TypeVar, get_args
 
 from workbench.errors import OptionError
+from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
 
 Family = Literal["transformer", "moe", "mamba", "kan", "vit"]
 Norm = Literal["pre_ln", "post_ln", "rms_norm", "deep_norm", "deep_norm_post", "sub_ln", "none"]
@@ -52,15 +52,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-_COUNTS = (
-    "d_model", "n_layers", "vocab_size", "max_length", "n_heads", "n_kv_heads", "window", "mlp_width", "n_experts",
-    "top_k", "state_size", "conv_width", "expand", "n_grid", "spline_order", "image_size", "patch_size", "n_channels",
-    "n_classes",
-)  # fmt: skip
-_NOT_NEGATIVE = ("balance_coefficient", "z_coefficient", "spline_std")
-_FLAGS = ("qk_norm", "is_parallel", "has_bias", "ties_embeddings", "normalizes_top_k", "scales_residual_init")
-_CHOICES = {"norm": NORMS, "position": get_args(Position), "mlp": get_args(MlpKind), "initialization": INITIALIZATIONS}
-
 
 if TYPE_CHECKING:
     Value = TypeVar("Value")
@@ -76,6 +67,7 @@ else:
 DEFAULT: Any = None
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureConfig:
     """All options of an architecture and of its initial parameters.
@@ -155,44 +147,44 @@ class ArchitectureConfig:
     """
 
     family: Family = "transformer"
-    d_model: Option[int] = DEFAULT
-    n_layers: Option[int] = DEFAULT
+    d_model: Option[PositiveInt] = DEFAULT
+    n_layers: Option[PositiveInt] = DEFAULT
     norm: Option[Norm] = DEFAULT
-    norm_eps: float | None = None
-    vocab_size: Option[int] = DEFAULT
-    max_length: Option[int] = DEFAULT
+    norm_eps: PositiveFloat | None = None
+    vocab_size: Option[PositiveInt] = DEFAULT
+    max_length: Option[PositiveInt] = DEFAULT
     ties_embeddings: Option[bool] = DEFAULT
-    n_heads: Option[int] = DEFAULT
-    n_kv_heads: int | None = None
+    n_heads: Option[PositiveInt] = DEFAULT
+    n_kv_heads: PositiveInt | None = None
     position: Option[Position] = DEFAULT
-    rotary_base: float | None = None
+    rotary_base: PositiveFloat | None = None
     qk_norm: Option[bool] = DEFAULT
-    window: int | None = None
+    window: PositiveInt | None = None
     is_parallel: Option[bool] = DEFAULT
     has_bias: Option[bool] = DEFAULT
     mlp: Option[MlpKind] = DEFAULT
-    mlp_ratio: float | None = None
-    mlp_width: int | None = None
-    n_experts: Option[int] = DEFAULT
-    top_k: Option[int] = DEFAULT
+    mlp_ratio: PositiveFloat | None = None
+    mlp_width: PositiveInt | None = None
+    n_experts: Option[PositiveInt] = DEFAULT
+    top_k: Option[PositiveInt] = DEFAULT
     normalizes_top_k: Option[bool] = DEFAULT
-    balance_coefficient: Option[float] = DEFAULT
-    z_coefficient: Option[float] = DEFAULT
-    state_size: Option[int] = DEFAULT
-    conv_width: Option[int] = DEFAULT
-    expand: Option[int] = DEFAULT
-    n_grid: Option[int] = DEFAULT
-    spline_order: Option[int] = DEFAULT
-    spline_range: Option[float] = DEFAULT
-    spline_std: Option[float] = DEFAULT
-    image_size: Option[int] = DEFAULT
-    patch_size: Option[int] = DEFAULT
-    n_channels: Option[int] = DEFAULT
-    n_classes: Option[int] = DEFAULT
+    balance_coefficient: Option[NonNegativeFloat] = DEFAULT
+    z_coefficient: Option[NonNegativeFloat] = DEFAULT
+    state_size: Option[PositiveInt] = DEFAULT
+    conv_width: Option[PositiveInt] = DEFAULT
+    expand: Option[PositiveInt] = DEFAULT
+    n_grid: Option[PositiveInt] = DEFAULT
+    spline_order: Option[PositiveInt] = DEFAULT
+    spline_range: Option[PositiveFloat] = DEFAULT
+    spline_std: Option[NonNegativeFloat] = DEFAULT
+    image_size: Option[PositiveInt] = DEFAULT
+    patch_size: Option[PositiveInt] = DEFAULT
+    n_channels: Option[PositiveInt] = DEFAULT
+    n_classes: Option[PositiveInt] = DEFAULT
     initialization: Option[Initialization] = DEFAULT
-    init_std: Option[float] = DEFAULT
+    init_std: Option[PositiveFloat] = DEFAULT
     scales_residual_init: Option[bool] = DEFAULT
-    seed: Option[int] = DEFAULT
+    seed: Option[NonNegativeInt] = DEFAULT
 
     def __post_init__(self) -> None:
         options = defaults(self.family)
@@ -209,7 +201,7 @@ class ArchitectureConfig:
                 )
             if value is None:
                 value = options.get(name)
-            object.__setattr__(self, name, value if value is None else _checked(name, value))
+            object.__setattr__(self, name, value)
         self._fill_in()
         self._check_combination()
 
@@ -400,29 +392,3 @@ def defaults(family: Family) -> dict[str, Any]:
     if not isinstance(family, str) or family not in _DEFAULTS:
         raise OptionError.of("family", family, FAMILIES)
     return dict(_DEFAULTS[family])
-
-
-def _checked(name: str, value: Any) -> Any:
-    """Return the value as an int, float, bool or str, if it is valid."""
-    if name in _CHOICES:
-        if value not in _CHOICES[name]:
-            raise OptionError.of(name, value, _CHOICES[name])
-        return str(value)
-    if name in _FLAGS:
-        if not isinstance(value, bool):
-            raise OptionError.of(name, value, (True, False))
-        return value
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if name in (*_COUNTS, "seed"):
-        least = 0 if name == "seed" else 1
-        if not is_number or not isinstance(value, Integral):
-            raise OptionError.of(name, value, "an integer")
-        if value < least:
-            raise OptionError.of(name, value, f"at least {least}")
-        return int(value)
-    is_allowed_zero = name in _NOT_NEGATIVE and is_number and value == 0
-    if not is_number or not (0 < value < math.inf or is_allowed_zero):
-        raise OptionError.of(
-            name, value, "a finite number of at least 0" if name in _NOT_NEGATIVE else "a positive number"
-        )
-    return int(value) if isinstance(value, Integral) else float(value)

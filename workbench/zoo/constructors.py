@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,9 +27,6 @@ _CLASSES: dict[str, type[ZooModel]] = {
     "kan": KanTransformer,
     "vit": VisionTransformer,
 }
-
-Parameters = ParamSpec("Parameters")
-Model = TypeVar("Model", bound=ZooModel)
 
 
 def build(config: ArchitectureConfig) -> ZooModel:
@@ -90,24 +85,6 @@ def is_zoo_model(model: HoldsModel | nn.Module) -> bool:
     return isinstance(module_of(model), ZooModel)
 
 
-def _named_options(family: str) -> Callable[[Callable[Parameters, Model]], Callable[Parameters, Model]]:
-    """Return a decorator that lets `ArchitectureConfig` reject options that a constructor does not have."""
-
-    def decorate(constructor: Callable[Parameters, Model]) -> Callable[Parameters, Model]:
-        known = inspect.signature(constructor).parameters
-
-        @wraps(constructor)
-        def checked(*args: Parameters.args, **options: Parameters.kwargs) -> Model:
-            if unknown := {name: value for name, value in options.items() if name not in known}:
-                ArchitectureConfig.from_dict({**unknown, "family": family})
-            return constructor(*args, **options)
-
-        return checked
-
-    return decorate
-
-
-@_named_options("transformer")
 def transformer(
     norm: Norm = "pre_ln",
     *,
@@ -157,7 +134,6 @@ def transformer(
     return _build("transformer", locals())
 
 
-@_named_options("moe")
 def moe(
     norm: Norm = "pre_ln",
     *,
@@ -205,7 +181,6 @@ def moe(
     return _build("moe", locals())
 
 
-@_named_options("mamba")
 def mamba(
     *,
     d_model: int = 128,
@@ -239,7 +214,6 @@ def mamba(
     return _build("mamba", locals())
 
 
-@_named_options("kan")
 def kan(
     norm: Norm = "pre_ln",
     *,
@@ -284,7 +258,6 @@ def kan(
     return _build("kan", locals())
 
 
-@_named_options("vit")
 def vit(
     norm: Norm = "pre_ln",
     *,
@@ -325,7 +298,6 @@ def vit(
     return _build("vit", locals())
 
 
-@_named_options("transformer")
 def gpt2_style(
     *,
     d_model: int = 128,
@@ -368,7 +340,6 @@ def gpt2_style(
     return _build("transformer", locals())
 
 
-@_named_options("transformer")
 def llama_style(
     *,
     d_model: int = 128,
@@ -412,7 +383,6 @@ def llama_style(
     return _build("transformer", locals())
 
 
-@_named_options("moe")
 def mixtral_style(
     *,
     d_model: int = 128,

@@ -24,6 +24,7 @@ from workbench.callbacks.alarms.recorded_observations import observations
 from workbench.callbacks.alarms.replaying import evidence_of, replay
 from workbench.callbacks.alarms.watched import WATCHED, Watched
 from workbench.callbacks.observation import Observation
+from workbench.option_checks import publish
 
 __all__ = [
     "WATCHED",
@@ -43,6 +44,4 @@ __all__ = [
     "replay",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

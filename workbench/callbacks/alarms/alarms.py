@@ -14,6 +14,7 @@ from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.alarms.watched import FALL, RISE
 from workbench.callbacks.observation import Observation
+from workbench.option_checks import NonNegativeInt, PositiveFloat
 
 #: A signal raises another alarm only after its evidence has fallen below this fraction of the threshold.
 _REARM = 0.5
@@ -83,7 +84,7 @@ class Alarms:
     def __init__(
         self,
         *,
-        false_alarms: float = 1.0,
+        false_alarms: PositiveFloat = 1.0,
         calibration: Calibration | None = None,
         attributor: Attributor | None = None,
         on_alarm: Callable[[Alarm], None] | None = None,
@@ -104,7 +105,7 @@ class Alarms:
         check_rate(false_alarms)
         self._false_alarms = false_alarms
 
-    def reset(self, *, step: int = 0) -> None:
+    def reset(self, *, step: NonNegativeInt = 0) -> None:
         """Forget the run so far.
 
         Args:
@@ -136,7 +137,7 @@ class Alarms:
         """Return whether there are observations, all of them from before a step."""
         return bool(self._evidence.latest) and self._last_step < step
 
-    def rest(self, step: int, *, n_steps: int) -> None:
+    def rest(self, step: NonNegativeInt, *, n_steps: NonNegativeInt) -> None:
         """Raise no alarm for some steps, and forget the latest values of each signal but not their spread.
 
         Call it after changing the training, for example its learning rate, in response to an alarm.

@@ -15,6 +15,7 @@ from workbench.errors import OptionError
 from workbench.formatting import percent
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
+from workbench.option_checks import NonNegativeFloat
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
 _FILE = FileKind("an attributor", "pass a file written by Attributor.save()")
@@ -116,7 +117,7 @@ class Attributor:
     bias: np.ndarray
 
     @classmethod
-    def fit(cls, examples: Iterable[tuple[Mapping[str, float], str]], *, penalty: float = 1.0) -> Attributor:
+    def fit(cls, examples: Iterable[tuple[Mapping[str, float], str]], *, penalty: NonNegativeFloat = 1.0) -> Attributor:
         """Fit a model to measurements of runs with faults.
 
         Args:
@@ -187,7 +188,7 @@ class Attributor:
             tuple(_words(self.features[i], float(row[i])) for i in telling) or ("no signal stands out",),
         )
 
-    def save(self, path: Path, *, overwrite: bool = False) -> Path:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the attributor to a JSON file.
 
         Example:
@@ -204,7 +205,7 @@ class Attributor:
         return write_json(content, path, overwrite=overwrite)
 
     @classmethod
-    def open(cls, path: Path) -> Attributor:
+    def open(cls, path: str | Path) -> Attributor:
         """Read a file written by `save`.
 
         Raises:

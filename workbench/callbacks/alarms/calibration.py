@@ -103,7 +103,7 @@ class Calibration:
         check_rate(false_alarms)
         return self.tails.get(signal, _NOMINAL).evidence_at(false_alarms / max(n_signals, 1))
 
-    def save(self, path: Path, *, overwrite: bool = False) -> Path:
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
         """Write the calibration to a JSON file.
 
         Example:
@@ -118,7 +118,7 @@ class Calibration:
         return write_json({"tails": tails, "n_steps": self.n_steps, "about": self.about}, path, overwrite=overwrite)
 
     @classmethod
-    def open(cls, path: Path) -> Calibration:
+    def open(cls, path: str | Path) -> Calibration:
         """Read a file written by `save`.
 
         Raises:

@@ -10,6 +10,7 @@ import numpy as np
 from workbench.callbacks.alarms.alarms import Alarms
 from workbench.callbacks.alarms.recorded_observations import observations
 from workbench.callbacks.alarms.watched import WATCHED
+from workbench.option_checks import NonNegativeInt
 from workbench.schema.runs import EVIDENCE
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
 
 
-def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
+def replay(run: xr.DataTree, alarms: Alarms, *, rest: NonNegativeInt = 0) -> list[Alarm]:
     """Pass a recorded run through alarms, and return the alarms raised.
 
     Args:
@@ -52,7 +53,7 @@ def replay(run: xr.DataTree, alarms: Alarms, *, rest: int = 0) -> list[Alarm]:
     return list(alarms.raised)
 
 
-def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: int = 0) -> xr.Dataset:
+def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: NonNegativeInt = 0) -> xr.Dataset:
     """Compute the part ``evidence`` of a run that was recorded without it, by replaying the record.
 
     ``run["evidence"] = xr.DataTree(wb.alarms.evidence_of(run))`` adds it to a run, for `workbench.plots.timeline` and

@@ -28,6 +28,7 @@ from workbench.callbacks.baselines.penalties import (
 )
 from workbench.callbacks.baselines.penalty_terms import PenaltyTerms
 from workbench.models.parametrizations import SpectralNorm, WeightNorm, plain_copy
+from workbench.option_checks import publish
 
 __all__ = [
     "LAMB",
@@ -48,6 +49,4 @@ __all__ = [
     "plain_copy",
 ]
 
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

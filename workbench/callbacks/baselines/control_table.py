@@ -11,12 +11,13 @@ from workbench.callbacks.baselines.optimizers import LAMB, SAM, Lion
 from workbench.callbacks.baselines.penalties import ActivationVariance, GradientPenalty, JacobianPenalty, RandomL2
 from workbench.errors import OptionError
 from workbench.models.parametrizations import LinearParametrization, SpectralNorm, WeightNorm
-from workbench.option_checks import require_positive
+from workbench.option_checks import PositiveFloat, PositiveInt, checked
 
 if TYPE_CHECKING:
     from torch import nn
 
 
+@checked
 @dataclass(frozen=True)
 class Control:
     """A stability control for a training run.
@@ -45,12 +46,9 @@ class Control:
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     parametrization: LinearParametrization | MuP | None = None
-    rate_factor: float = 1.0
+    rate_factor: PositiveFloat = 1.0
 
-    def __post_init__(self) -> None:
-        require_positive(rate_factor=self.rate_factor)
-
-    def prepare(self, make_model: Callable[[], nn.Module], rate: float) -> tuple[nn.Module, dict[str, Any]]:
+    def prepare(self, make_model: Callable[[], nn.Module], rate: PositiveFloat) -> tuple[nn.Module, dict[str, Any]]:
         """Create a model, and the arguments of `workbench.train` that train it under this control.
 
         Args:
@@ -80,7 +78,7 @@ class Control:
         return model, {**self.settings, "learning_rate": rate}
 
 
-def controls(*, base_width: int = 16, rate_factors: Mapping[str, float] | None = None) -> dict[str, Control]:
+def controls(*, base_width: PositiveInt = 16, rate_factors: Mapping[str, float] | None = None) -> dict[str, Control]:
     """Return the controls of the KSS paper by name, in the order of its tables.
 
     The optimizer is AdamW unless the control is an optimizer. The paper does not state the learning rates of the

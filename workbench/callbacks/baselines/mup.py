@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,12 @@ from torch.nn.utils import parametrize
 
 from workbench.errors import OptionError
 from workbench.models.parametrizations import require_unparametrized, unparametrize
-from workbench.option_checks import require_choice, require_positive, require_whole
+from workbench.option_checks import (
+    PositiveFloat,
+    PositiveInt,
+    checked,
+    one_of,
+)
 from workbench.zoo import Transformer
 from workbench.zoo.module_of import module_of
 
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
+@checked
 @dataclass(frozen=True)
 class MuP:
     """Maximal update parametrization relative to a base width, at which it changes nothing.
@@ -61,13 +67,8 @@ class MuP:
         `workbench.baselines.controls`: Other stability controls.
     """
 
-    base_width: int = 16
-    base_heads: int | None = None
-
-    def __post_init__(self) -> None:
-        require_whole(1, base_width=self.base_width)
-        if self.base_heads is not None:
-            require_whole(1, base_heads=self.base_heads)
+    base_width: PositiveInt = 16
+    base_heads: PositiveInt | None = None
 
     def apply(self, model: Subject | nn.Module) -> Callable[[], None]:
         """Scale the initial values of a new model and add the multipliers, in place.
@@ -117,7 +118,13 @@ class MuP:
         """
         return _checked(module_of(model)).config.d_model / self.base_width
 
-    def optimizer(self, model: Subject | nn.Module, rate: float, name: str = "AdamW", **options: Any) -> MuPOptimizer:
+    def optimizer(
+        self,
+        model: Subject | nn.Module,
+        rate: PositiveFloat,
+        name: Annotated[str, one_of(OPTIMIZERS)] = "AdamW",
+        **options: Any,
+    ) -> MuPOptimizer:
         """Return the optimizer for ``wb.train(optimizer=)``.
 
         The argument ``learning_rate`` of `workbench.train` has to be left out, as it would set all rates to one value.
@@ -138,8 +145,6 @@ class MuP:
             >>> [group["lr"] for group in optimizer(list(model.parameters())).param_groups]
             [0.01, 0.0025]
         """
-        require_choice(tuple(OPTIMIZERS), name=name)
-        require_positive(rate=rate)
         return MuPOptimizer(rate, self.multiplier(model), name, dict(options), module_of(model))
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.option_checks import require_number, require_positive
+from workbench.option_checks import NonNegativeFloat, PositiveFloat, at_least, below, checked
 from workbench.training.training_plan import DEFAULT_RATE
 
 WEIGHT_DECAY = 0.01
+Decay = Annotated[float, at_least(0), below(1)]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class OptimizerFactory(ABC):
         """Return a new optimizer of parameters, or of groups of them."""
 
 
+@checked
 @dataclass(frozen=True)
 class SAM(OptimizerFactory):
     """Sharpness-aware minimization (Foret et al. 2021, arXiv:2010.01412).
@@ -58,12 +60,11 @@ class SAM(OptimizerFactory):
         `workbench.baselines.controls`: Other stability controls.
     """
 
-    rho: float = 0.05
+    rho: PositiveFloat = 0.05
     base: str = "AdamW"
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        require_positive(rho=self.rho)
         base = getattr(torch.optim, self.base, None)
         is_optimizer = isinstance(base, type) and issubclass(base, torch.optim.Optimizer)
         if not is_optimizer or base in (torch.optim.Optimizer, torch.optim.LBFGS):
@@ -82,6 +83,7 @@ class SAM(OptimizerFactory):
         return pytorch_optimizer.SAM(parameters, base, rho=self.rho, **{"lr": DEFAULT_RATE, **self.options})
 
 
+@checked
 @dataclass(frozen=True)
 class Lion(OptimizerFactory):
     """Lion: updates of constant size along the sign of a moving average of the gradient (Chen et al. 2023).
@@ -109,11 +111,8 @@ class Lion(OptimizerFactory):
         `workbench.baselines.controls`: Other stability controls.
     """
 
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = WEIGHT_DECAY
-
-    def __post_init__(self) -> None:
-        _check(self.betas, self.weight_decay)
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
+    weight_decay: NonNegativeFloat = WEIGHT_DECAY
 
     def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer."""
@@ -122,6 +121,7 @@ class Lion(OptimizerFactory):
         return pytorch_optimizer.Lion(parameters, lr=DEFAULT_RATE, betas=self.betas, weight_decay=self.weight_decay)
 
 
+@checked
 @dataclass(frozen=True)
 class LAMB(OptimizerFactory):
     """LAMB: Adam with the update of each tensor scaled to its norm (You et al. 2020, arXiv:1904.00962).
@@ -148,13 +148,9 @@ class LAMB(OptimizerFactory):
         `workbench.baselines.controls`: Other stability controls.
     """
 
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = WEIGHT_DECAY
-
-    def __post_init__(self) -> None:
-        _check(self.betas, self.weight_decay)
-        require_positive(eps=self.eps)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = WEIGHT_DECAY
 
     def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return the optimizer."""
@@ -170,9 +166,3 @@ class LAMB(OptimizerFactory):
             weight_decay=self.weight_decay,
             adam_debias=True,
         )
-
-
-def _check(betas: tuple[float, float], weight_decay: float) -> None:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise OptionError.of("betas", betas, "two numbers of at least 0 and below 1")
-    require_number(0, weight_decay=weight_decay)

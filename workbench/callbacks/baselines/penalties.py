@@ -9,11 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 
-from workbench.option_checks import require_choice, require_fraction, require_number, require_whole
+from workbench.option_checks import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveInt,
+    check_fields,
+    one_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,12 +90,11 @@ class Penalty(ABC):
 
     is_second_order: ClassVar[bool] = False
 
-    coefficient: float = 0.1
-    interval: int = 1
+    coefficient: NonNegativeFloat = 0.1
+    interval: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        require_number(0, coefficient=self.coefficient)
-        require_whole(1, interval=self.interval)
+        check_fields(self)
 
     @abstractmethod
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
@@ -166,11 +171,7 @@ class LayerwisePenalty(Penalty):
         layers: Layers to average over: ``"half"``, drawn in each step as in KSS, or ``"all"``.
     """
 
-    layers: str = "half"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_choice(LAYERS, layers=self.layers)
+    layers: Annotated[str, one_of(LAYERS)] = "half"
 
     def value(self, stream: Stream, task_loss: Tensor, random: torch.Generator) -> Tensor:
         """Return the mean of `of_layer` over the layers, see `Penalty.value`."""
@@ -220,11 +221,7 @@ class RandomL2(LayerwisePenalty):
         `workbench.baselines.Penalty`: Describes the other arguments.
     """
 
-    token_share: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_fraction(token_share=self.token_share)
+    token_share: Fraction = 0.5
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
         """Return the mean square of the entries of the state leaving the block."""
@@ -264,11 +261,7 @@ class JacobianPenalty(LayerwisePenalty):
 
     is_second_order: ClassVar[bool] = True
 
-    n_projections: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_whole(1, n_projections=self.n_projections)
+    n_projections: PositiveInt = 1
 
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
         """Return the estimate of |J|_F^2 / n, unit 1."""

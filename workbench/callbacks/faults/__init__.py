@@ -28,6 +28,7 @@ from workbench.callbacks.faults.fault import Fault
 from workbench.callbacks.faults.flash_attention_mode import Cut, FlashAttentionMode, cut_low_bits, flash_attention
 from workbench.callbacks.faults.injection import Injection
 from workbench.callbacks.faults.low_precision_fault import LowPrecisionAttention
+from workbench.option_checks import publish
 
 low_precision_attention = LowPrecisionAttention
 large_rate = LargeRate
@@ -112,5 +113,4 @@ def catalog() -> dict[str, CatalogEntry]:
     return {kind.kind: CatalogEntry(kind, kind.meaning) for kind in kinds}
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__dir__ = publish(__name__)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from workbench.callbacks.faults.fault import Fault
-from workbench.callbacks.faults.flash_attention_mode import cut_low_bits, require_n_bits
+from workbench.callbacks.faults.flash_attention_mode import Bits, cut_low_bits
 from workbench.errors import OptionError
-from workbench.option_checks import require_choice, require_fraction, require_whole
+from workbench.option_checks import (
+    Fraction,
+    PositiveInt,
+    at_least,
+    one_of,
+)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Gradients of one rank, one per parameter; None for a parameter without gradient.
@@ -52,17 +57,10 @@ class DroppedBucket(Fault):
 
     kind: ClassVar[str] = "dropped_bucket"
     meaning: ClassVar[str] = "buckets of gradients are lost between processes"
-    share: float = 0.25
-    n_buckets: int = 4
-    lost_from: str = "all_ranks"
-    n_ranks: int = 4
-
-    def __post_init__(self) -> None:
-        require_fraction(share=self.share)
-        require_whole(1, n_buckets=self.n_buckets)
-        require_whole(2, n_ranks=self.n_ranks)
-        require_choice(("all_ranks", "one_rank"), lost_from=self.lost_from)
-        super().__post_init__()
+    share: Fraction = 0.25
+    n_buckets: PositiveInt = 4
+    lost_from: Annotated[str, one_of(("all_ranks", "one_rank"))] = "all_ranks"
+    n_ranks: Annotated[int, at_least(2)] = 4
 
     @property
     def effect(self) -> str:
@@ -135,15 +133,11 @@ class LowPrecisionReduction(Fault):
 
     kind: ClassVar[str] = "low_precision_reduction"
     meaning: ClassVar[str] = "gradients of several processes are summed in low precision"
-    n_ranks: int = 4
-    dtype: str = "bfloat16"
-    n_bits: int = 0
+    n_ranks: Annotated[int, at_least(2)] = 4
+    dtype: Annotated[str, one_of(_DTYPES)] = "bfloat16"
+    n_bits: Bits = 0
 
     def __post_init__(self) -> None:
-        require_whole(2, n_ranks=self.n_ranks)
-        require_whole(0, n_bits=self.n_bits)
-        require_choice(tuple(_DTYPES), dtype=self.dtype)
-        require_n_bits(self.n_bits)
         if self.n_bits and self.dtype != "bfloat16":
             raise OptionError.of(
                 "dtype", self.dtype, "'bfloat16' if n_bits is above 0", remedy="leave out dtype, or set n_bits=0"
@@ -215,14 +209,9 @@ class StaleReduction(Fault):
 
     kind: ClassVar[str] = "stale_reduction"
     meaning: ClassVar[str] = "the optimizer receives gradients of earlier steps"
-    delay: int = 1
-    share: float = 1.0
-    n_buckets: int = 4
-
-    def __post_init__(self) -> None:
-        require_whole(1, delay=self.delay, n_buckets=self.n_buckets)
-        require_fraction(share=self.share)
-        super().__post_init__()
+    delay: PositiveInt = 1
+    share: Fraction = 1.0
+    n_buckets: PositiveInt = 4
 
     @property
     def effect(self) -> str:

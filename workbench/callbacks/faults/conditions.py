@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +12,13 @@ from torch import Tensor
 from workbench.callbacks.faults.fault import Fault
 from workbench.errors import OptionError
 from workbench.models.batches import count_examples, take_examples
-from workbench.option_checks import require_choice, require_fraction, require_positive, require_whole
+from workbench.option_checks import (
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    one_of,
+)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -42,13 +48,8 @@ class LargeRate(Fault):
 
     kind: ClassVar[str] = "large_rate"
     meaning: ClassVar[str] = "the learning rate is multiplied"
-    factor: float = 10.0
-    ramp: int = 0
-
-    def __post_init__(self) -> None:
-        require_positive(factor=self.factor)
-        require_whole(0, ramp=self.ramp)
-        super().__post_init__()
+    factor: PositiveFloat = 10.0
+    ramp: NonNegativeInt = 0
 
     @property
     def effect(self) -> str:
@@ -94,11 +95,7 @@ class SmallBatch(Fault):
 
     kind: ClassVar[str] = "small_batch"
     meaning: ClassVar[str] = "only the first examples of each batch are used"
-    n_rows: int = 2
-
-    def __post_init__(self) -> None:
-        require_whole(1, n_rows=self.n_rows)
-        super().__post_init__()
+    n_rows: PositiveInt = 2
 
     @property
     def effect(self) -> str:
@@ -183,13 +180,8 @@ class CorruptedData(Fault):
 
     kind: ClassVar[str] = "corrupted_data"
     meaning: ClassVar[str] = "labels or tokens are replaced by random ones"
-    what: str = "labels"
-    share: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_choice(("labels", "tokens"), what=self.what)
-        require_fraction(share=self.share)
-        super().__post_init__()
+    what: Annotated[str, one_of(("labels", "tokens"))] = "labels"
+    share: Fraction = 1.0
 
     @property
     def effect(self) -> str:

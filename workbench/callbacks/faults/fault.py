@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.callbacks.observers import Observers
 from workbench.errors import OptionError
-from workbench.option_checks import require_whole
+from workbench.option_checks import NonNegativeInt, check_fields
 
 if TYPE_CHECKING:
     import torch
@@ -49,13 +49,11 @@ class Fault:
 
     kind: ClassVar[str]
     meaning: ClassVar[str]
-    start: int | None = None
-    stop: int | None = None
+    start: NonNegativeInt | None = None
+    stop: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
-        for name in ("start", "stop"):
-            if getattr(self, name) is not None:
-                require_whole(0, **{name: getattr(self, name)})
+        check_fields(self)
         if self.stop is not None and self.start is None:
             raise OptionError.of(
                 "stop", self.stop, "None if there is no start", remedy="pass start= too, or set enabled during the run"

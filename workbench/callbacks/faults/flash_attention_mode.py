@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from workbench.errors import OptionError
 from workbench.models.calling import call_model
 from workbench.models.probing import undisturbed, watch
-from workbench.option_checks import require_whole
+from workbench.option_checks import at_least, at_most, checked, one_of
 
 #: Functions during which torch disables the mode.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+#: Bits of bfloat16: seven are the mantissa, and the eighth is of the exponent.
+Bits = Annotated[int, at_least(0), at_most(8)]
 ROUNDINGS = ("truncate", "nearest", "cast")
 
 
@@ -47,7 +48,7 @@ class Cut:
         `workbench.faults.LowPrecisionAttention`: Injects it into training.
     """
 
-    n_bits: int = 0
+    n_bits: Bits = 0
     rounding: str = "truncate"
     output: bool = False
     gradient: bool = False
@@ -56,14 +57,8 @@ class Cut:
 NO_CUT = Cut()
 
 
-def require_n_bits(n_bits: int) -> None:
-    """Raise `OptionError` if a number of bits of bfloat16 is not between 0 and 8."""
-    require_whole(0, n_bits=n_bits)
-    if n_bits > 8:
-        raise OptionError.of("n_bits", n_bits, "0 to 8, as seven bits are mantissa and the eighth is of the exponent")
-
-
-def cut_low_bits(x: Tensor, n_bits: int, rounding: str = "truncate") -> Tensor:
+@checked
+def cut_low_bits(x: Tensor, n_bits: Bits, rounding: Annotated[str, one_of(ROUNDINGS)] = "truncate") -> Tensor:
     """Round values to bfloat16 and set their lowest bits to zero.
 
     Args:

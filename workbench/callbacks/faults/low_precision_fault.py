@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from workbench.callbacks.faults.fault import Fault
-from workbench.callbacks.faults.flash_attention_mode import ROUNDINGS, Cut, require_n_bits
+from workbench.callbacks.faults.flash_attention_mode import ROUNDINGS, Bits, Cut
 from workbench.errors import OptionError
-from workbench.option_checks import require_choice
+from workbench.option_checks import one_of
 
 _TARGETS = {"output": "O", "gradient": "dO"}
 _WHAT = {"truncate": "are cut", "nearest": "are rounded off"}
@@ -56,17 +56,15 @@ class LowPrecisionAttention(Fault):
 
     kind: ClassVar[str] = "low_precision_attention"
     meaning: ClassVar[str] = "bits of O and dO are lost in the backward pass of attention"
-    n_bits: int = 8
-    targets: Collection[str] = ("output", "gradient")
-    rounding: str = "truncate"
+    n_bits: Bits = 8
+    targets: str | Collection[str] = ("output", "gradient")
+    rounding: Annotated[str, one_of(ROUNDINGS)] = "truncate"
 
     def __post_init__(self) -> None:
-        require_n_bits(self.n_bits)
         targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
         if not targets or any(target not in _TARGETS for target in targets):
             raise OptionError.of("targets", self.targets, "'output', 'gradient' or both")
         self.targets = tuple(name for name in _TARGETS if name in targets)
-        require_choice(ROUNDINGS, rounding=self.rounding)
         if self.rounding == "cast" and self.n_bits:
             raise OptionError.of("n_bits", self.n_bits, "0 with rounding='cast', which cuts no bits")
         super().__post_init__()

@@ -8,18 +8,29 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any
+from typing import Annotated, Any
 
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
 from workbench.callbacks.observers import Observers
 from workbench.errors import OptionError
-from workbench.option_checks import require_choice, require_number, require_positive
+from workbench.option_checks import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    above,
+    at_least,
+    at_most,
+    checked,
+    one_of,
+)
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
 SIDES = ("both", "output", "input")
 
 
+@checked
 @dataclass(frozen=True)
 class KSSOptions:
     """Options of KSS that are fixed over a run.
@@ -60,22 +71,13 @@ class KSSOptions:
     """
 
     penalty: PenaltyShape = field(default_factory=PenaltyShape)
-    n_snapshots: int = 512
-    side: str = "both"
-    coupling: str = "gradient"
+    n_snapshots: Annotated[int, at_least(3)] = 512
+    side: Annotated[str, one_of(SIDES)] = "both"
+    coupling: Annotated[str, one_of(COUPLINGS)] = "gradient"
     trust_region: TrustRegion = field(default_factory=TrustRegion)
-    trigger: float = 0.0
-    skip_first: int = 0
+    trigger: NonNegativeFloat = 0.0
+    skip_first: NonNegativeInt = 0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.n_snapshots < 3:
-            raise OptionError.of("n_snapshots", self.n_snapshots, "at least 3")
-        require_choice(SIDES, side=self.side)
-        require_choice(COUPLINGS, coupling=self.coupling)
-        require_number(0, trigger=self.trigger)
-        if self.skip_first < 0:
-            raise OptionError.of("skip_first", self.skip_first, "at least 0")
 
 
 @dataclass(frozen=True)
@@ -115,10 +117,10 @@ class KSSControls:
     def __init__(
         self,
         *,
-        strength: float = 0.15,
-        interval: int = 10,
+        strength: NonNegativeFloat = 0.15,
+        interval: PositiveInt = 10,
         enabled: bool = True,
-        gamma: float = 0.4,
+        gamma: Annotated[float, at_least(0), at_most(1)] = 0.4,
         layers: str | Collection[int] = "half",
         options: KSSOptions | None = None,
         controller: BandController | None = None,
@@ -272,6 +274,7 @@ class KSSControls:
         )
 
 
+@checked
 @dataclass(frozen=True)
 class BandController:
     """Controller that keeps a measure of the spectrum within a band by adjusting the strength of KSS.
@@ -290,21 +293,16 @@ class BandController:
         strongest: Largest strength.
     """
 
-    quantity: str = "spectral_radius"
-    low: float = 1.05
-    high: float = 2.0
-    factor: float = 1.25
-    weakest: float = 1e-3
-    strongest: float = 1e3
+    quantity: Annotated[str, one_of(("spectral_radius", "near_unit_mass"))] = "spectral_radius"
+    low: NonNegativeFloat = 1.05
+    high: NonNegativeFloat = 2.0
+    factor: Annotated[float, above(1)] = 1.25
+    weakest: PositiveFloat = 1e-3
+    strongest: PositiveFloat = 1e3
 
     def __post_init__(self) -> None:
-        require_choice(("spectral_radius", "near_unit_mass"), quantity=self.quantity)
-        require_number(0, low=self.low, high=self.high)
-        require_positive(weakest=self.weakest, strongest=self.strongest)
         if self.low > self.high:
             raise OptionError.of("high", self.high, f"at least low = {self.low}")
-        if not 1 < self.factor < math.inf:
-            raise OptionError.of("factor", self.factor, "above 1 and finite")
         if self.weakest > self.strongest:
             raise OptionError.of("strongest", self.strongest, f"at least weakest = {self.weakest}")
 

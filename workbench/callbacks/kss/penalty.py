@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -14,7 +14,13 @@ from torch.nn.functional import softplus
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
 from workbench.models.device_numbers import read_numbers
-from workbench.option_checks import require_choice, require_number, require_positive
+from workbench.option_checks import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    checked,
+    one_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +32,7 @@ NOT_FINITE, ILL_DEFINED = "not finite", "ill-defined"
 UNSTABLE_TERMS = ("softplus", "log")
 
 
+@checked
 @dataclass(frozen=True)
 class PenaltyShape:
     """The penalty as a function of the moduli a_j = |lambda_j| of one layer.
@@ -54,25 +61,20 @@ class PenaltyShape:
             If it does, the penalty may decrease because the directions turn away from the unstable modes.
     """
 
-    upper: float = 1.05
-    lower: float = 0.90
-    sharpness: float = 20.0
-    unstable: float = 1.0
-    beta: float = 1.0
-    unstable_term: str = "softplus"
-    rank: int | None = 32
-    ridge: float = 1e-5
-    largest_condition: float = 1e6
+    upper: PositiveFloat = 1.05
+    lower: PositiveFloat = 0.90
+    sharpness: PositiveFloat = 20.0
+    unstable: NonNegativeFloat = 1.0
+    beta: NonNegativeFloat = 1.0
+    unstable_term: Annotated[str, one_of(UNSTABLE_TERMS)] = "softplus"
+    rank: PositiveInt | None = 32
+    ridge: NonNegativeFloat = 1e-5
+    largest_condition: PositiveFloat = 1e6
     has_basis_gradient: bool = False
 
     def __post_init__(self) -> None:
-        require_positive(lower=self.lower, upper=self.upper)
         if self.lower >= self.upper:
             raise OptionError.of("upper", self.upper, f"above lower = {self.lower}")
-        require_positive(sharpness=self.sharpness, largest_condition=self.largest_condition)
-        require_number(0, unstable=self.unstable, beta=self.beta)
-        require_choice(UNSTABLE_TERMS, unstable_term=self.unstable_term)
-        DmdOptions(ridge=self.ridge, rank=self.rank)  # checks both
 
     def of_moduli(self, modulus: Tensor, gamma: float) -> Tensor:
         """Return the penalty of one layer.

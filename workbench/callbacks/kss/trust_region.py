@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from workbench.models.device_numbers import read_numbers
-from workbench.option_checks import require_choice, require_fraction, require_number
+from workbench.option_checks import (
+    Fraction,
+    NonNegativeFloat,
+    at_least,
+    checked,
+    one_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
 MEASURES = ("energy_gain", "spectral_radius")
 
 
+@checked
 @dataclass(frozen=True)
 class TrustRegion:
     """The rule by which an update is undone and the following updates are reduced.
@@ -37,17 +44,11 @@ class TrustRegion:
         smallest: Smallest size of an update, as a fraction of the optimizer's update.
     """
 
-    measure: str = "energy_gain"
-    highest: float = 2.0
-    rise: float = 0.25
-    recovery: float = 1.02
-    smallest: float = 0.01
-
-    def __post_init__(self) -> None:
-        require_choice(MEASURES, measure=self.measure)
-        require_number(0, highest=self.highest, rise=self.rise)
-        require_number(1, recovery=self.recovery)
-        require_fraction(smallest=self.smallest)
+    measure: Annotated[str, one_of(MEASURES)] = "energy_gain"
+    highest: NonNegativeFloat = 2.0
+    rise: NonNegativeFloat = 0.25
+    recovery: Annotated[float, at_least(1)] = 1.02
+    smallest: Fraction = 0.01
 
     def outside(self, measured: Mapping[int, float]) -> list[int]:
         """Return the layers above the band, including those with a measure that is not finite."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ from workbench.models.calling import on_device_of
 from workbench.models.process_group import is_shared
 from workbench.models.wrapping import bare
 from workbench.monitors.scalars import SpikeScore
+from workbench.option_checks import PositiveFloat, PositiveInt, checked
 from workbench.schema.events import Event
 from workbench.training.configuration import describe_model, first_difference
 from workbench.training.recording import recorded_configuration
@@ -112,30 +112,24 @@ class Recorder:
         `workbench.monitors`: The measured quantities.
     """
 
+    @checked
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
         *,
         every: Mapping[str, int | None] | int | None = CADENCE,
         probe: Any = None,
-        n_probe_tokens: int = 512,
-        alpha: float = 2.0,
+        n_probe_tokens: PositiveInt = 512,
+        alpha: PositiveFloat = 2.0,
         loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None,
         profile_options: Mapping[str, Any] | None = None,
         log: Any = None,
         plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
         alarms: Alarms | None = None,
-        rows_per_block: int = 200,
+        rows_per_block: PositiveInt = 200,
         overwrite: bool = False,
         resume: bool = False,
     ) -> None:
-        if not 0 < alpha < math.inf:
-            raise OptionError.of("alpha", alpha, "positive and finite", remedy="pass a number such as 2")
-        for name, value in (("n_probe_tokens", n_probe_tokens), ("rows_per_block", rows_per_block)):
-            if value < 1:
-                raise OptionError.of(name, value, "at least 1")
-        if alarms is not None and not isinstance(alarms, Alarms):
-            raise OptionError.of("alarms", alarms, "wb.Alarms or None", remedy="pass alarms=wb.Alarms()")
         self.every = checked_cadence(every)
         if self.every["curvature"] is not None and loss_of is None:
             raise OptionError(

@@ -20,7 +20,7 @@ from workbench.callbacks.recorder.ranks import is_first, of_first_rank
 from workbench.callbacks.watching.run_status import RunStatus
 from workbench.callbacks.watching.status_display import StatusDisplay
 from workbench.models.wrapping import bare
-from workbench.option_checks import require_whole
+from workbench.option_checks import PositiveFloat, PositiveInt, checked
 
 if TYPE_CHECKING:
     import os
@@ -32,18 +32,19 @@ if TYPE_CHECKING:
 _TRAINERS = {"transformers": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
 
 
+@checked
 def watch(
     model: Any,
     optimizer: Any = None,
     *,
     store: str | os.PathLike[str] | None = None,
     every: Mapping[str, int | None] | int | None = CADENCE,
-    false_alarms: float = 1.0,
+    false_alarms: PositiveFloat = 1.0,
     calibration: Calibration | None = None,
     on_alarm: Callable[[Alarm], None] | None = None,
     plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
     shows: bool = True,
-    resume: bool | int = False,
+    resume: bool | PositiveInt = False,
     overwrite: bool = False,
 ) -> Watch:
     """Watch a run with recorder, probes, alarms and a comparison of settings, in any training loop.
@@ -104,8 +105,6 @@ def watch(
         `workbench.Alarms`: Describes the alarms.
         `workbench.diagnose`: Ranks the causes of a failed run.
     """
-    if not isinstance(resume, bool):
-        require_whole(1, resume=resume)
     trainer = _trainer_kind(model)
     module = model.model if trainer == "transformers" else model
     if trainer is None:
