@@ -15,7 +15,7 @@ import numpy as np
 from workbench.errors import CheckpointError
 from workbench.models.checkpoint import ZOO_KEY
 from workbench.models.run_checkpoints import list_checkpoints
-from workbench.models.state_files import CONFIG
+from workbench.models.state_files import read_config
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def _shapes_of_config(place: Path) -> dict[str, tuple[int, ...]] | None:
 
 def _config(place: Path) -> Mapping[str, Any]:
     try:
-        return CONFIG.json(place / "config.json")
+        return read_config(place / "config.json")
     except CheckpointError:
         return {}
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from workbench.errors import StoreError
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
+from workbench.io.metric_names import as_text, stored_names
 from workbench.io.run_parts import Part
 from workbench.schema.events import Event
 from workbench.schema.runs import MONITORS, PARTS
@@ -40,6 +41,7 @@ class RunOutput:
         self.writer = writer
         self._wait_every = wait_every
         self._names: dict[str, frozenset[str]] = {}
+        self._stored: dict[str, str] = {}
         self._late: set[str] = set()
         self._lost: set[str] = set()
         self._n_rows = 0
@@ -64,11 +66,14 @@ class RunOutput:
         if self.writer is None or part in self._lost:
             return
         try:
+            if part == "monitors":  # their names are those of the user
+                self._stored = self._stored or stored_names(values, self.writer.variables(part) or ())
+                values = {self._stored.get(name, name): value for name, value in values.items()}
             if part not in self._names:
                 # A resumed run of an earlier version keeps the variables with which it began.
                 stored = self.writer.variables(part)
                 first = {name: value for name, value in values.items() if stored is None or name in stored}
-                self.writer.declare(_declared(part, first, coords or {}))
+                self.writer.declare(_declared(part, first, coords or {}, self._stored))
                 self._names[part] = frozenset(first)
                 self._late |= values.keys() - first.keys()
             kept = {name: value for name, value in values.items() if name in self._names[part]}
@@ -123,6 +128,7 @@ class RunOutput:
     def _warn_of_late_column(self, step: int, values: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
         for name in values.keys() - kept.keys() - self._late:
             self._late.add(name)
+            name = as_text(name)
             message = (
                 f"'{name}' was first logged at step {step} and is not recorded, as the first row did not have it; log "
                 "it from the first step on, as NaN where it is unknown."
@@ -142,10 +148,15 @@ def issue_warning(sentence: str) -> None:
     warnings.warn(sentence, RecordingWarning, stacklevel=3)
 
 
-def _declared(part: str, values: Mapping[str, Any], coords: Mapping[str, np.ndarray]) -> Part:
+def _declared(
+    part: str, values: Mapping[str, Any], coords: Mapping[str, np.ndarray], stored: Mapping[str, str]
+) -> Part:
     """Return the declaration of a part, derived from its first row."""
     rules = MONITORS if part == "monitors" else PARTS[part]
-    attrs = {name: rules[name].attrs for name in values if name in rules}
+    attrs: dict[str, dict[str, Any]] = {name: dict(rules[name].attrs) for name in values if name in rules}
+    for name, own in stored.items():
+        if name != own and part == "monitors":
+            attrs[own] = {"long_name": as_text(name), "units": "1", "logged_as": as_text(name)}
     dims = {name: rules[name].dims[1:] if name in rules else () for name in values}
     if not any(dims.values()):
         return Part.of_scalars(part, values, attrs)

@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
+from workbench.io.files import FileKind
 from workbench.models.adapters import base_model, kind_of_matrix, merged
 from workbench.models.diffusers_models import diffusers_model
 from workbench.models.folder_weights import folder_weights
 from workbench.models.lazy_state import LazyTensor, lazy_state
-from workbench.models.state_files import CONFIG, STATE_SUFFIXES, check_safetensors
+from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, read_config, require_files
 from workbench.models.state_fit import load_state, matched_state, tied_names, unwrapped_names
 from workbench.models.streaming import StreamedWeights
 from workbench.models.streaming_choice import StreamingChoice
@@ -39,6 +40,7 @@ from workbench.zoo.module_of import module_of
 
 #: Key in the config of a zoo checkpoint that names its tokenizer, if known: "bytes".
 TOKENIZER_KEY = "tokenizer"
+_CHECKPOINT = FileKind("a checkpoint that can be read", "check the path and its permissions", CheckpointError, "source")
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -135,53 +137,55 @@ def open_checkpoint(
             expected=f"a folder, or a file with one of the endings {', '.join((*STATE_SUFFIXES, '.gguf'))}",
         )
     how = StreamingChoice.of(streaming, device)
-    if path.is_dir():
-        path = own_checkpoint(path)
-    if path.is_dir():
-        is_state = is_without_architecture(path, has_module=module is not None)
-    else:
-        is_state = path.is_file() and path.suffix in STATE_SUFFIXES
-    if is_state:
-        return _open_state(path, module, torch_dtype, name, strict, how)
-    if path.is_dir() and is_adapter(path):
-        if streaming is True:
+    with _CHECKPOINT.reading(text):
+        if path.is_dir():
+            path = own_checkpoint(path)
+            require_files(path)
+        if path.is_dir():
+            is_state = is_without_architecture(path, has_module=module is not None)
+        else:
+            is_state = path.is_file() and path.suffix in STATE_SUFFIXES
+        if is_state:
+            return _open_state(path, module, torch_dtype, name, strict, how)
+        if path.is_dir() and is_adapter(path):
+            if streaming is True:
+                raise CheckpointError(
+                    f"{path} is an adapter, which is merged in memory; open it with "
+                    "wb.open_checkpoint(..., streaming=False).",
+                    name="streaming",
+                    value=True,
+                    expected=(False, "auto"),
+                )
+            options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch_dtype, "strict": strict}
+            options |= {"streaming": False, "device": device}
+            opened = open_checkpoint(base_model(path), **options) if module is None else open_checkpoint(module)
+            return _open_adapter(path, opened, torch_dtype, name)
+        if path.is_dir() and not (path / "config.json").exists():
             raise CheckpointError(
-                f"{path} is an adapter, which is merged in memory; open it with "
-                "wb.open_checkpoint(..., streaming=False).",
-                name="streaming",
-                value=True,
-                expected=(False, "auto"),
+                f"{path} has no config.json and is not a checkpoint folder; {_hint(path)}.",
+                name="source",
+                value=text,
+                expected="a checkpoint folder",
             )
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch_dtype, "strict": strict}
-        options |= {"streaming": False, "device": device}
-        opened = open_checkpoint(base_model(path), **options) if module is None else open_checkpoint(module)
-        return _open_adapter(path, opened, torch_dtype, name)
-    if path.is_dir() and not (path / "config.json").exists():
-        raise CheckpointError(
-            f"{path} has no config.json and is not a checkpoint folder; {_hint(path)}.",
-            name="source",
-            value=text,
-            expected="a checkpoint folder",
-        )
-    if module is not None:
-        raise CheckpointError(
-            f"module= is used only with a file of weights, which {text} is not; leave it out.",
-            name="module",
-            value=module,
-            expected="None",
-        )
-    if path.is_dir():
-        return _open_folder(path, trust_remote_code, torch_dtype, name, strict, how)
-    if path.is_file():
-        from workbench.models.gguf_file import GgufFile
+        if module is not None:
+            raise CheckpointError(
+                f"module= is used only with a file of weights, which {text} is not; leave it out.",
+                name="module",
+                value=module,
+                expected="None",
+            )
+        if path.is_dir():
+            return _open_folder(path, trust_remote_code, torch_dtype, name, strict, how)
+        if path.is_file():
+            from workbench.models.gguf_file import GgufFile
 
-        file = GgufFile.read(path)
-        is_streamed = how.is_streamed(file.n_bytes(torch_dtype), why_not=file.why_not_streamed, is_strict=strict)
-        model, unloaded = file.model(dtype=torch_dtype, strict=strict, without_memory=is_streamed)
-        streamed = _stream_pretrained(model.eval(), file.state(), path, how) if is_streamed else None
-        model = model if is_streamed else how.placed(model)
-        return Subject(model, name or path.stem, str(path), path, unloaded, streamed=streamed)
-    return _open_hub(text, trust_remote_code, torch_dtype, name, strict, how)
+            file = GgufFile.read(path)
+            is_streamed = how.is_streamed(file.n_bytes(torch_dtype), why_not=file.why_not_streamed, is_strict=strict)
+            model, unloaded = file.model(dtype=torch_dtype, strict=strict, without_memory=is_streamed)
+            streamed = _stream_pretrained(model.eval(), file.state(), path, how) if is_streamed else None
+            model = model if is_streamed else how.placed(model)
+            return Subject(model, name or path.stem, str(path), path, unloaded, streamed=streamed)
+        return _open_hub(text, trust_remote_code, torch_dtype, name, strict, how)
 
 
 @checked
@@ -224,7 +228,7 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
             value=model,
             expected="a model of wb.zoo",
         )
-    if (folder / "model.safetensors").exists() and not (overwrite and ZOO_KEY in CONFIG.json(folder / "config.json")):
+    if (folder / "model.safetensors").exists() and not (overwrite and ZOO_KEY in read_config(folder / "config.json")):
         raise CheckpointError(
             f"{folder} holds a checkpoint already; pass "
             + ("another folder, as it is not of the zoo." if overwrite else "overwrite=True to replace it."),
@@ -373,7 +377,7 @@ def _open_folder(
     source: str | None = None,
 ) -> Subject:
     config_file = folder / "config.json"
-    config = CONFIG.json(config_file)
+    config = read_config(config_file)
     if not isinstance(model_type := config.get("model_type", ""), str):
         raise CheckpointError(
             f"{config_file} has model_type = {_shortened(repr(model_type))}, expected a name; "

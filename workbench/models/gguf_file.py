@@ -17,6 +17,7 @@ from torch import nn
 from workbench.errors import CheckpointError
 from workbench.models.lazy_tensor import LazyTensor
 from workbench.models.pretrained import errors_in_one_sentence, quiet_transformers, read_misfit, require_fit
+from workbench.models.state_files import WEIGHTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,8 +52,15 @@ class GgufFile:
         """
         from gguf import GGUFReader
 
+        class Reader(GGUFReader):
+            def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+                # The package reads nothing beyond the end, as often as the header states.
+                if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                    raise ValueError("it is shorter than its header states")
+                return super()._get(offset, dtype, count, override_order)
+
         try:
-            reader = GGUFReader(path)
+            reader = Reader(WEIGHTS.check(path))
             end = max((int(t.data_offset) + int(t.n_bytes) for t in reader.tensors), default=0)
             n_blocks = [int(field.parts[-1][0]) for key, field in reader.fields.items() if key.endswith(".block_count")]
             architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
@@ -69,6 +77,10 @@ class GgufFile:
                 name=path.name,
                 value=path.stat().st_size,
                 expected=f"at least {max(end, 1)} bytes long",
+            )
+        if max(n_blocks, default=0) > len(reader.tensors):
+            raise CheckpointError.of(
+                "block_count", max(n_blocks), f"at most {len(reader.tensors)}, one tensor for each"
             )
         return cls(path, tuple(reader.tensors), architecture, max(n_blocks, default=None))
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 WEIGHTS = FileKind("a file of weights", "check the path, or download it again", CheckpointError, "", 1 << 62)
 CONFIG = FileKind("a configuration of a model", "download the checkpoint again", CheckpointError, name="")
 _INDEX = FileKind("an index of a sharded checkpoint", "download it again", CheckpointError, name="")
+#: Options of a configuration for which objects are created one by one, and their largest value.
+_COUNTED, _MOST = re.compile(r"^(?:num|n)_.*(?:layer|block)s?$|layers$|depth"), 2000
 #: File suffixes that `read_state` reads.
 STATE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".tar")
 #: Keys under which training scripts, Lightning, DeepSpeed and PyTorch's distributed checkpoints store the weights.
@@ -40,6 +42,27 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the options of a model, without numbers of layers that no model has.
+
+    Raises:
+        CheckpointError: If the file cannot be read, or building the model would not end.
+    """
+    config = CONFIG.json(path)
+    for options in (config, *(each for each in config.values() if isinstance(each, dict))):
+        for name, value in options.items():
+            if isinstance(value, int) and value > _MOST and _COUNTED.search(name):
+                raise CheckpointError.of(name, value, f"at most {_MOST}", remedy=f"correct it in {path}")
+    return config
+
+
+def require_files(folder: Path) -> None:
+    """Raise `CheckpointError` if a folder holds a pipe or a device, on which a reader would wait forever."""
+    for file in folder.iterdir():
+        if file.exists() and not file.is_file() and not file.is_dir():
+            WEIGHTS.check(file)
 
 
 def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str, Tensor]:

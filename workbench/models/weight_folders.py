@@ -15,6 +15,7 @@ from workbench.models.state_files import (
     WEIGHT_FILES,
     index_files,
     numbered_shards,
+    read_config,
     read_state,
     safetensors_state,
 )
@@ -107,7 +108,7 @@ def diffusers_config(folder: Path) -> dict[str, Any]:
 def _config(folder: Path) -> dict[str, Any]:
     """Return the options in a config.json; empty if it cannot be read."""
     try:
-        return CONFIG.json(folder / "config.json")
+        return read_config(folder / "config.json")
     except CheckpointError:
         return {}
 

@@ -15,6 +15,7 @@ from torch import nn
 from workbench.errors import CheckpointError, OptionError
 from workbench.io.files import FileKind, as_path
 from workbench.models.checkpoint import TOKENIZER_KEY, ZOO_KEY
+from workbench.models.state_files import read_config
 from workbench.models.subject import Subject
 from workbench.option_checks import PositiveInt
 from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
@@ -310,7 +311,8 @@ def _from_file(path: Path) -> tuple[DesignSource, str]:
 
 def _options_in(path: Path) -> dict[str, Any]:
     """Read the options of a configuration file."""
-    return _FILE.json(path)
+    _FILE.check(path)
+    return read_config(path)
 
 
 def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
