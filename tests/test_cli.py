@@ -73,6 +73,8 @@ def test_plans_and_options_are_read_from_files(assessed, tmp_path):
         (["assess", "gpt2", "--out", "there.html"], "there.html exists already; pass --overwrite"),
         (["assess", "gpt2", "--tree", "a.csv"], "'a.csv' has the suffix '.csv', expected one of .nc, .zarr."),
         (["assess", "gpt2", "--plan", "nowhere.toml"], "nowhere.toml"),
+        (["assess", "gpt2", "--tree", "c.nc", "--out", "c.ipynb"], "c.nc would be written twice"),
+        (["assess", "gpt2", "--out", "c.md", "--out", "./c.md"], "c.md would be written twice"),
         (["assess", "gtp2"], "gtp2"),
         (["assess", "broken.toml"], "it is not valid TOML"),
         (["assess", "broken.json"], "it is not valid JSON"),

@@ -55,11 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _assess(given: argparse.Namespace) -> int:
-    from workbench.reports.make_report import check_target
-
-    for path in given.out:
-        check_target(path, overwrite=given.overwrite)
-    _check_tree_path(given.tree, overwrite=given.overwrite)
+    _check_outputs(given)
     import workbench as wb
     from workbench.assessment.assess import assess
 
@@ -72,11 +68,7 @@ def _assess(given: argparse.Namespace) -> int:
 
 
 def _diagnose(given: argparse.Namespace) -> int:
-    from workbench.reports.make_report import check_target
-
-    for path in given.out:
-        check_target(path, overwrite=given.overwrite)
-    _check_tree_path(given.tree, overwrite=given.overwrite)
+    _check_outputs(given)
     from workbench.diagnosis.diagnose import diagnose
 
     run = given.run_path
@@ -182,6 +174,23 @@ def _save(data: Any, path: Path, *, overwrite: bool) -> None:
 def _report_file(given: argparse.Namespace, path: Path) -> None:
     if not given.quiet:
         print(f"wrote {path}", file=sys.stderr, flush=True)
+
+
+def _check_outputs(given: argparse.Namespace) -> None:
+    """Raise before the work if a file exists, cannot be written, or would be written twice."""
+    from workbench.reports.make_report import check_target
+
+    _check_tree_path(given.tree, overwrite=given.overwrite)
+    places = [given.tree, *given.out, *(check_target(path, overwrite=given.overwrite) for path in given.out)]
+    named = [os.path.abspath(place) for place in places if place is not None]
+    if twice := {place for place in named if named.count(place) > 1}:
+        place = min(twice)
+        raise StoreError(
+            f"{place} would be written twice, as a report in .ipynb or .md writes a second file; choose another name.",
+            name="--tree",
+            value=place,
+            expected="other than the files of the reports",
+        )
 
 
 def _check_tree_path(path: Path | None, *, overwrite: bool) -> None:

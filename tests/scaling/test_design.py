@@ -248,10 +248,10 @@ def test_the_nearest_known_name_is_proposed():
 
 
 def test_damaged_files_and_empty_folders_are_rejected(tmp_path):
-    with pytest.raises(CheckpointError, check=about("source", tmp_path / "config.json")):
+    with pytest.raises(CheckpointError, check=about("config.json", tmp_path / "config.json")):
         design(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(CheckpointError, check=about("source", tmp_path / "config.json")):
+    with pytest.raises(CheckpointError, check=about("config.json", tmp_path / "config.json")):
         design(tmp_path)
 
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import CheckpointError
+from workbench.io.files import as_path
 from workbench.models.checkpoint import ZOO_KEY
 from workbench.models.run_checkpoints import list_checkpoints
-from workbench.models.state_files import read_config
+from workbench.models.state_files import CHECKPOINT, read_config
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -80,12 +81,13 @@ def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> di
     Raises:
         CheckpointError: If a folder was given and holds no checkpoint.
     """
-    if folder is not None:
-        return find_checkpoints(folder)
-    if isinstance(run, str | os.PathLike):
-        default = Path(run).with_suffix(".checkpoints")
-        if default.is_dir() and any(default.glob("step-*")):
-            return find_checkpoints(default)
+    with CHECKPOINT.reading(folder or str(run)):
+        if folder is not None:
+            return find_checkpoints(folder)
+        if isinstance(run, str | os.PathLike):
+            default = as_path(run, "run").with_suffix(".checkpoints")
+            if default.is_dir() and any(default.glob("step-*")):
+                return find_checkpoints(default)
     return {}
 
 

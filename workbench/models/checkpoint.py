@@ -18,12 +18,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.io.files import FileKind
 from workbench.models.adapters import base_model, kind_of_matrix, merged
 from workbench.models.diffusers_models import diffusers_model
 from workbench.models.folder_weights import folder_weights
 from workbench.models.lazy_state import LazyTensor, lazy_state
-from workbench.models.state_files import STATE_SUFFIXES, check_safetensors, read_config, require_files
+from workbench.models.state_files import CHECKPOINT, STATE_SUFFIXES, check_safetensors, read_config, require_files
 from workbench.models.state_fit import load_state, matched_state, tied_names, unwrapped_names
 from workbench.models.streaming import StreamedWeights
 from workbench.models.streaming_choice import StreamingChoice
@@ -40,7 +39,6 @@ from workbench.zoo.module_of import module_of
 
 #: Key in the config of a zoo checkpoint that names its tokenizer, if known: "bytes".
 TOKENIZER_KEY = "tokenizer"
-_CHECKPOINT = FileKind("a checkpoint that can be read", "check the path and its permissions", CheckpointError, "source")
 _HUB_NAME = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
@@ -137,7 +135,7 @@ def open_checkpoint(
             expected=f"a folder, or a file with one of the endings {', '.join((*STATE_SUFFIXES, '.gguf'))}",
         )
     how = StreamingChoice.of(streaming, device)
-    with _CHECKPOINT.reading(text):
+    with CHECKPOINT.reading(text):
         if path.is_dir():
             path = own_checkpoint(path)
             require_files(path)

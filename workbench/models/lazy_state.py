@@ -7,6 +7,7 @@ from pathlib import Path
 from workbench.errors import CheckpointError
 from workbench.models.adapters import base_model, is_transposed, merged
 from workbench.models.lazy_tensor import LazyTensor
+from workbench.models.state_files import CHECKPOINT
 from workbench.models.weight_folders import is_adapter, own_checkpoint, place_state, weight_places
 
 __all__ = ["LazyTensor", "lazy_state"]
@@ -28,17 +29,14 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: If the weights are missing, damaged, incomplete, or stored with code.
     """
-    if path.is_dir():
-        return _of_folder(own_checkpoint(path))
-    if not path.is_file():
-        raise CheckpointError(
-            f"There is no file {path}; check the path.", name="path", value=path, expected="an existing file or folder"
-        )
-    if path.suffix == ".gguf":
-        from workbench.models.gguf_file import GgufFile
+    with CHECKPOINT.reading(path):
+        if path.is_dir():
+            return _of_folder(own_checkpoint(path))
+        if path.suffix == ".gguf":
+            from workbench.models.gguf_file import GgufFile
 
-        return GgufFile.read(path).state()
-    return place_state(path)
+            return GgufFile.read(path).state()
+        return place_state(path)
 
 
 def _of_folder(folder: Path) -> dict[str, LazyTensor]:

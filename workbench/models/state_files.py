@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 #: What files of a checkpoint are: of weights, with the options of a model, and with the names of other files.
 WEIGHTS = FileKind("a file of weights", "check the path, or download it again", CheckpointError, "", 1 << 62)
+CHECKPOINT = FileKind("a checkpoint that can be read", "check the path and its permissions", CheckpointError, "source")
 CONFIG = FileKind("a configuration of a model", "download the checkpoint again", CheckpointError, name="")
 _INDEX = FileKind("an index of a sharded checkpoint", "download it again", CheckpointError, name="")
 #: Options of a configuration for which objects are created one by one, and their largest value.

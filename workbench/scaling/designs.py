@@ -296,7 +296,7 @@ def transformers_config(source: Any) -> Any:
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
         path = path / "config.json" if path.is_dir() else path
-        source = _options_in(path) if path.is_file() else None
+        source = read_config(path) if path.is_file() else None
     if isinstance(source, Mapping) and "model_type" in source:
         return _config_of(source)
     return source if _is_of_transformers(source) else None
@@ -304,15 +304,9 @@ def transformers_config(source: Any) -> Any:
 
 def _from_file(path: Path) -> tuple[DesignSource, str]:
     """Return the source of a design, and its name, from a configuration file."""
-    options = _options_in(path)
+    options = read_config(path)
     name = path.parent.resolve().name if path.name == "config.json" else path.stem
     return _from_options(options)[0], str(options.get("_name_or_path") or name).rsplit("/", 1)[-1]
-
-
-def _options_in(path: Path) -> dict[str, Any]:
-    """Read the options of a configuration file."""
-    _FILE.check(path)
-    return read_config(path)
 
 
 def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
