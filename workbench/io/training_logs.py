@@ -97,6 +97,8 @@ def read_log(path: str | os.PathLike[str]) -> xr.Dataset:
         `workbench.open_run`: Opens a run of the workbench.
     """
     path = as_path(path)
+    with _LOG.reading(path):
+        path = path if path.is_dir() else _LOG.check(path)
     rows = LogRows()
     for file, label in _files_of(path):
         read_rows(file, rows, label)
