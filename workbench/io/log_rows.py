@@ -24,7 +24,7 @@ def words_of(name: str) -> tuple[str, ...]:
     return tuple(re.findall(r"[a-zµ]+|\d+", re.sub(r"([a-z\d])([A-Z])", r"\1 \2", name).lower()))
 
 
-_LOG = FileKind("a log that can be read", "pass one in text, CSV, JSON or TensorBoard events", most_bytes=1 << 34)
+LOG = FileKind("a log that can be read", "pass one in text, CSV, JSON or TensorBoard events", most_bytes=1 << 34)
 #: Part of the names of TensorBoard's event files.
 EVENT_FILE = "tfevents"
 #: Words for data on which a model is not trained.
@@ -172,8 +172,8 @@ def read_rows(file: Path, rows: LogRows, label: str = "", *, most: int = _MOST_T
         StoreError: If the file cannot be read, is not text, or has more columns or text than a log has.
         MissingPackageError: If it is a TensorBoard log and the package is not installed.
     """
-    with _LOG.reading(file):
-        if EVENT_FILE in _LOG.check(file).name:
+    with LOG.reading(file):
+        if EVENT_FILE in LOG.check(file).name:
             return _read_events(file, rows, label)
         with file.open("rb") as raw:
             try:

@@ -15,7 +15,7 @@ import numpy as np
 from workbench.errors import SchemaError, StoreError, WorkbenchError
 from workbench.formatting import clipped, counted, listed
 from workbench.io.files import as_path
-from workbench.io.log_rows import COUNTERS, EVENT_FILE, HELD_OUT, LogRows, counter_of, read_rows, words_of
+from workbench.io.log_rows import COUNTERS, EVENT_FILE, HELD_OUT, LOG, LogRows, counter_of, read_rows, words_of
 from workbench.schema.runs import MONITORS
 
 if TYPE_CHECKING:
@@ -97,11 +97,10 @@ def read_log(path: str | os.PathLike[str]) -> xr.Dataset:
         `workbench.open_run`: Opens a run of the workbench.
     """
     path = as_path(path)
-    with _LOG.reading(path):
-        path = path if path.is_dir() else _LOG.check(path)
     rows = LogRows()
-    for file, label in _files_of(path):
-        read_rows(file, rows, label)
+    with LOG.reading(path):
+        for file, label in _files_of(path):
+            read_rows(file, rows, label)
     runs = {label: name for label, columns in rows.runs.items() if (name := _loss_of(columns))}
     if not runs:
         raise _no_loss(path, rows)
