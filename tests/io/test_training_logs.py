@@ -255,6 +255,7 @@ def test_a_folder_of_mlflow_is_read(tmp_path):
         ("a.log", b"", "no numbers"),
         ("a.json", b"[" * 5000, "no numbers"),
         ("a.json", b"null", "no numbers"),
+        ("a.json", b'{\n "log_history": [\n  {\n   "loss": 2.5,\n   "step": 10\n  },\n', "no complete JSON"),
         ("a.csv", b"\x89PNG\r\n\0\0", "binary"),
         ("a.log", os.urandom(50) + b"\0", "binary"),
         ("a.csv", b"step,loss," + b",".join(b"c%d" % i for i in range(100_000)), "100,002 columns"),

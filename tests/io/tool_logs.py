@@ -351,4 +351,67 @@ LOGS = {
         {"loss": [2.5, 2.25, 2.0]},
     ),
     "the step first": ("a.log", "[100] loss: 2.5, lr 0.1\n[200] loss: 2.25, lr 0.2\n", [100, 200], {"loss": [2.5, 2.25], "learning_rate": [0.1, 0.2]}),
+    "MLX": (
+        "mlx.txt",
+        "Starting training..., iters: 1000\nIter 1: Val loss 2.086, Val took 17.177s\n"
+        "Iter 25: Train loss 1.500, Learning Rate 7.000e-05, It/sec 0.999, Tokens/sec 387.697, Trained Tokens 9699, Peak mem 8.104 GB\n"
+        "Iter 50: Train loss 1.250, Learning Rate 7.000e-05, It/sec 0.942, Tokens/sec 369.778, Trained Tokens 19515, Peak mem 8.104 GB\n"
+        "Iter 50: Saved adapter weights to checkpoints/50_adapters.npz.\n",
+        [25, 50],
+        {"loss": [1.5, 1.25], "learning_rate": [7e-5, 7e-5]},
+    ),
+    "a bar with warnings": (
+        "minfm.log",
+        "Training:  78%|###8  | 1556/2000 [6:15:28<1:55:17, 15.58s/step]2025-08-23 06:19:20,889 - trainers - WARNING - Step 1557: detected nan/inf/spiky gradient (norm=2.25); skipping optimizer step.\n"
+        "2025-08-23 06:19:20,890 - trainers - INFO - Step   1557 | Loss: 0.5000 | LR: 3.00e-04 | GradNorm: 2.25 | TPS: 16.88K | Data: 0.007s\n"
+        "2025-08-23 06:20:07,600 - trainers - INFO - Step   1558 | Loss: 0.2500 | LR: 3.00e-04 | GradNorm: 1.50 | TPS: 16.88K | Data: 0.007s\n",
+        [1557, 1558],
+        {"loss": [0.5, 0.25], "learning_rate": [3e-4, 3e-4], "grad_norm": [2.25, 1.5]},
+    ),
+    "BigDL": (
+        "bigdl.log",
+        "2018-04-14 00:58:52 INFO  DistriOptimizer$:392 - [Epoch 149 390144/1281167][Iteration 61991][Wall Clock 90297.102s] Trained 3072 records in 1.402170578 seconds. Throughput is 2190.889 records/second. Loss is 2.5. Current learning rate is 0.125. Current momentum is 0.9.\n"
+        "2018-04-14 00:58:53 INFO  DistriOptimizer$:392 - [Epoch 149 393216/1281167][Iteration 61992][Wall Clock 90298.517s] Trained 3072 records in 1.415734803 seconds. Throughput is 2171.430 records/second. Loss is NaN. Current learning rate is 0.25. Current momentum is 0.9.\n",
+        [61991, 61992],
+        {"loss": [2.5, NAN], "learning_rate": [0.125, 0.25]},
+    ),
+    "char-rnn": (
+        "rnn.txt",
+        "518/9500 (epoch 2.726), train_loss = 1.90625000, grad/param norm = 7.3484e-02, time/batch = 0.1694s\t\n"
+        "519/9500 (epoch 2.732), train_loss = 1.87500000, grad/param norm = 7.2377e-02, time/batch = 0.1703s\t\n",
+        [518, 519],
+        {"loss": [1.90625, 1.875]},
+    ),
+    "LLaMA2-Accessory": (
+        "acc.log",
+        "[03:24:35.668475] Epoch: [0]  [1490/1500]  lr: 0.000026  closs: 1.0625 (1.1312)  grad_norm: 0.5000 (1.1826)  time: 4.5827  data: 0.0002  max mem: 51710\n"
+        "[03:29:13.729627] Epoch: [1]  [0/1500]  lr: 0.000025  closs: 1.0000 (1.0072)  grad_norm: 0.2500 (0.2500)  time: 5.7865  data: 1.2589  max mem: 51710\n",
+        [1490, 1500],
+        {"loss": [1.0625, 1.0], "grad_norm": [0.5, 0.25], "learning_rate": [2.6e-5, 2.5e-5]},
+    ),
+    "Swin": (
+        "swin.txt",
+        "[2024-07-27 03:40:20 tiny] (main.py 295): INFO Train: [30/300][2800/2850]\teta 0:18:22 lr 0.000872\t wd 0.0500\ttime 0.4252 (0.4860)\tloss 2.1250 (1.9664)\tgrad_norm 2.7500 (2.6131)\tloss_scale 32768.0000 (32768.0000)\tmem 16138MB\n"
+        "[2024-07-27 03:40:24 tiny] (main.py 295): INFO Train: [31/300][0/2850]\teta 0:18:16 lr 0.000872\t wd 0.0500\ttime 0.4265 (0.4852)\tloss 2.0625 (1.9666)\tgrad_norm 2.1250 (2.6195)\tloss_scale 32768.0000 (32768.0000)\tmem 16138MB\n",
+        [2800, 2850],
+        {"loss": [2.125, 2.0625], "grad_norm": [2.75, 2.125], "learning_rate": [0.000872] * 2},
+    ),
+    "a fork of nanoGPT": (
+        "fork.log",
+        "step 0: train loss 11.6275, val loss 11.6275\n0 | loss 11.6250 | lr 3.000000e-04 | 104573.61ms\n10 | loss 9.3750 | lr 3.000000e-04 | 13597.70ms\n20 | loss 7.5000 | lr 3.000000e-04 | 13614.83ms\n",
+        [0, 10, 20],
+        {"loss": [11.625, 9.375, 7.5], "learning_rate": [3e-4] * 3},
+    ),
+    "epochs alone": (
+        "epochs.txt",
+        "epoch: 3449 loss: 0.2075\nepoch: 3450 loss: 0.2106\nepoch: 3451 loss: nan\n",
+        [3449, 3450, 3451],
+        {"loss": [0.2075, 0.2106, NAN]},
+    ),
+    "MNIST example of PyTorch": (
+        "mnist.txt",
+        "Train Epoch: 1 [0/1280 (0%)]\tLoss: 2.312500\nTrain Epoch: 1 [640/1280 (50%)]\tLoss: 1.250000\n\nTest set: Average loss: 0.0513, Accuracy: 9830/10000 (98%)\n\nTrain Epoch: 2 [0/1280 (0%)]\tLoss: 0.750000\nTrain Epoch: 2 [640/1280 (50%)]\tLoss: 0.500000\n",
+        [0, 640, 1280, 1920],
+        {"loss": [2.3125, 1.25, 0.75, 0.5]},
+    ),
 }  # fmt: skip

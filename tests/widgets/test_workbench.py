@@ -122,6 +122,21 @@ def test_a_folder_is_searched(folder):
     assert all(source.mark == "" for source in found.sources)
 
 
+def test_logs_of_other_tools_are_listed(tmp_path):
+    for name, text in {
+        "a/train.log": "iter 0: loss 3.5, time 1ms\niter 10: loss 3.25, time 1ms\n",
+        "a/notes.txt": "The loss was 3 at step 10.\n",
+        "a/config.json": '{"z_loss": 0.1, "n_layer": 2, "step": 3}',
+        "b/trainer_state.json": "{}",
+        "c/metrics.jsonl": '{"step": 0, "loss": 3.5}\n{"step": 1, "loss": 3.25}\n',
+        "c/texts.jsonl": '{"text": "loss"}\n{"text": "step 3"}\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = {source.name: source.kind for source in search(tmp_path).sources}
+    assert found == dict.fromkeys(["a/train.log", "b", "c/metrics.jsonl"], "log")
+
+
 def test_hidden_and_deep_folders_are_skipped_and_a_partial_search_says_so(folder, monkeypatch):
     for place in (".hidden", "a/b/c", "a/b/c/d/e"):
         wb.save(spectra_of(0.9, width=8), folder / place / "one.zarr")

@@ -56,11 +56,11 @@ _NUMBER = (
 _WORD = r"[A-Za-z_][\w./@%+*#-]*+(?:\([^()]{0,20}\))?"
 #: A sign and a number: ": 2.5E+00", " 2.5,", "': '2.5'", "=[1e-4,", but no time, date or version; a name before it.
 _VALUE = re.compile(
-    rf"(['\"]?\s*(?:[:=]+|->)\s*(?:\{{['\"]\w+['\"]:\s*)?|\s+)['\"\[(]*(?:tensor\()?({_NUMBER})"
+    rf"(['\"]?\s*(?:[:=]+|->)\s*(?:\{{['\"]\w+['\"]:\s*)?|\s+(?:is\s+)?)['\"\[(]*(?:tensor\()?({_NUMBER})"
     r"(?![:-]\d|\.\d)(%|[A-Za-zµ]+)?",
     re.IGNORECASE,
 )
-_NAME = re.compile(rf"(?<![\w/.@%-]){_WORD}(?: (?:{_WORD}|\([^()]{{1,20}}\))){{0,5}}\Z")
+_NAME = re.compile(rf"(?<![\w/.@%-]){_WORD}(?:(?<!\.) (?:{_WORD}|\([^()]{{1,20}}\))){{0,5}}\Z")
 #: Last words of names that may stand before their number without a sign, as in "loss 2.5".
 _SPOKEN = set(words_of("loss lr rate norm gnorm nll ppl perplexity acc accuracy cost xent"))
 _CELL = re.compile(rf"({_NUMBER})(?:/\d+)?\s?(%|[A-Za-zµ/]+)?", re.IGNORECASE)
@@ -71,7 +71,7 @@ _RANK = re.compile(
     r"(?:\b(?:default|local_rank|rank)[ _:=]*|^\s*(?=\d+: .*\b(?:step|iter)))(\d+)\b\]?:?", re.IGNORECASE
 )
 _FIRST = re.compile(r"\s*\[?(\d+)(?:\s*/\s*\d+)?\]?[:|,]?\s")
-_CONTEXT = re.compile(rf"\b(?:{'|'.join(sorted(HELD_OUT))})\b", re.IGNORECASE)
+_CONTEXT = re.compile(rf"(?<![\w/.-])(?:{'|'.join(sorted(HELD_OUT))})(?![\w/.-])", re.IGNORECASE)
 #: What is no part of a message: colors, date and time, and the line of code.
 _PREFIX = re.compile(
     r"\x1b\[[0-9;?]*[A-Za-z]|\d{4}[-/]\d\d[-/]\d\d[T _-]\d\d:?\d\d:?\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?|"
@@ -189,8 +189,10 @@ def _read(text: io.TextIOWrapper, raw: IO[bytes], file: Path, rows: LogRows, lab
     is_alone = next(lines, None) is None
     text.seek(0)
     if _JSON.match(head) and (is_alone or _parsed(head) is None):
-        if (whole := _parsed(text.read(_LARGEST_JSON))) is not None:
+        if (whole := _parsed(text.read(min(most, _LARGEST_JSON)))) is not None:
             return _read_json(whole, rows, label)
+        if head.strip() in ("{", "[", "[{"):
+            raise ValueError("it is no complete JSON")
         text.seek(0)
     lines = _bounded(text, raw, most)
     cells = max((head.split(by) for by in ",\t;|"), key=len)
@@ -326,7 +328,10 @@ def _numbers_in(line: str, units: dict[str, str], name: str) -> dict[str, Any]:
     for value in _VALUE.finditer(line, 0, _MOST_SEARCHED):
         end = max(pairs[-1][1].end() if pairs else 0, value.start() - _LONGEST_NAME)
         before = _NAME.search(line, end, value.start())
-        if before and (value[1].strip() or counter_of(before[0]) or _SPOKEN.intersection(words_of(before[0])[-1:])):
+        if before is None:
+            continue
+        is_spoken = _SPOKEN.intersection(words_of(before[0])[-1:]) and line[value.end() : value.end() + 1] != ":"
+        if value[1].strip() or is_spoken or counter_of(before[0]):
             pairs.append((before, value))
     of_names = [found.span() for found, _ in pairs if not counter_of(found[0])]
     held_out = (at for at in _CONTEXT.finditer(line) if not any(a <= at.start() < b for a, b in of_names))

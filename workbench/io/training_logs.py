@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     Columns = Mapping[str, tuple[Any, ...]]
 
 #: Words that do not change the meaning of a name.
-_PLAIN = set(words_of("train training trainer metric metrics global avg average mean total step batch iter reduced s"))
+_PLAIN = set(
+    words_of("train training trainer metric metrics global avg average mean total step batch iter reduced current s")
+)
 #: Name of a monitor -> sets of words, one of which its name in a log has, and words that it may have.
 NAMES: dict[str, tuple[tuple[set[str], ...], set[str]]] = {
     "loss": (
@@ -224,17 +226,21 @@ def _named(columns: Columns, words: tuple[tuple[set[str], ...], set[str]]) -> st
     # Names such as "actor/lr" fit as well, if no other one ends so.
     ends = {n: set(words_of(end)) for n, end in zip(columns, last, strict=True) if last.count(end) == 1}
     for each in (own, {name: end for name, end in ends.items() if not HELD_OUT & own[name]}):
-        fit = [name for name, has in each.items() if any(need <= has <= need | allowed | _PLAIN for need in needed)]
+        fit = {  # the place of the words that it has, in the order of the table
+            name: next((i for i, need in enumerate(needed) if need <= has <= need | allowed | _PLAIN), -1)
+            for name, has in each.items()
+        }
+        fit = {name: place for name, place in fit.items() if place >= 0}
         most = max((len(columns[name][0]) for name in fit), default=0)
         often = [name for name in fit if 2 * len(columns[name][0]) >= most]
         if often:
-            return min(often, key=lambda name: (len({"total", "epoch"} & own[name]), len(words_of(name))))
+            return min(often, key=lambda n: (len({"total", "epoch"} & own[n]), fit[n], len(words_of(n))))
     return ""
 
 
 def _loss_of(columns: Columns) -> str:
     """Return the name of the loss of training: a plain one, one of a part, or, if there is no other, held out."""
-    losses = {name: set(words_of(name)) for name in columns if "loss" in words_of(name)}
+    losses = {name: set(words_of(name)) for name in columns if any(word.endswith("loss") for word in words_of(name))}
     parts = [name for name, has in losses.items() if not has & _OTHER_LOSSES]
     held_out = [name for name, has in losses.items() if not has & (_OTHER_LOSSES - HELD_OUT)]
     return _named(columns, NAMES["loss"]) or max(parts or held_out, key=lambda name: len(columns[name][0]), default="")
@@ -257,14 +263,15 @@ def _steps_of(path: Path, rows: LogRows, columns: Columns, loss: str, notes: lis
     for least, ((place, _), names) in itertools.product((0.5, 0.02), sorted(groups.items())):
         found = _filled(rows.n_rows, [columns[name] for name in names])
         at = found[of_loss]
-        if np.isfinite(at).mean() < 0.5 or (len(at) > 1 and (np.diff(at) != 0).mean() < least):
+        known = at[np.isfinite(at)]
+        if 2 * len(known) < len(at) or (len(at) > 1 and (np.diff(known) != 0).sum() < least * (len(known) - 1)):
             continue
         for name in (names[0], loss):
             if name in rows.not_numbers:
                 line, cell = rows.not_numbers[name]
                 remedy = f"correct line {line} of {path}, or leave it empty there"
                 raise SchemaError.of(name, cell, "a number", remedy=remedy)
-        kind, is_whole = COUNTERS[place], not (at[np.isfinite(at)] % 1).any()
+        kind, is_whole = COUNTERS[place], not (known % 1).any()
         if not is_whole and kind not in ("epoch", "epochs"):
             fraction = fraction or (names[0], float(at[np.argmax(at % 1 != 0)]))
         elif is_whole:
