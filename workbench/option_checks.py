@@ -29,44 +29,44 @@ from workbench.errors import CallError, OptionError
 Target = TypeVar("Target", bound=Callable[..., Any])
 
 
-class Limit(NamedTuple):
-    """A limit of a value beyond its type: words that follow the name of the type, and the test."""
+class Range(NamedTuple):
+    """What a value is beyond its type: words that follow the name of the type, and the test."""
 
     words: str
     holds: Callable[[Any], bool]
     values: tuple[Any, ...] = ()
 
 
-def at_least(lowest: float) -> Limit:
+def at_least(lowest: float) -> Range:
     """Return the limit of values that are not below a number."""
-    return Limit(f"of at least {lowest:g}", lambda value: value >= lowest)
+    return Range(f"of at least {lowest}", lambda value: value >= lowest)
 
 
-def above(lowest: float) -> Limit:
+def above(lowest: float) -> Range:
     """Return the limit of values above a number."""
-    return Limit(f"above {lowest:g}", lambda value: value > lowest)
+    return Range(f"above {lowest}", lambda value: value > lowest)
 
 
-def at_most(highest: float) -> Limit:
+def at_most(highest: float) -> Range:
     """Return the limit of values that are not above a number."""
-    return Limit(f"of at most {highest:g}", lambda value: value <= highest)
+    return Range(f"of at most {highest}", lambda value: value <= highest)
 
 
-def below(highest: float) -> Limit:
+def below(highest: float) -> Range:
     """Return the limit of values below a number."""
-    return Limit(f"below {highest:g}", lambda value: value < highest)
+    return Range(f"below {highest}", lambda value: value < highest)
 
 
-def one_of(allowed: Iterable[Any]) -> Limit:
+def one_of(allowed: Iterable[Any]) -> Range:
     """Return the limit of values that are listed."""
     values = tuple(allowed)
-    return Limit("as listed", lambda value: value in values, values)
+    return Range("as listed", lambda value: value in values, values)
 
 
 #: Numbers with limits are finite, and none is NaN, except with these.
-MAY_BE_INFINITE = Limit("", lambda value: True)
-MAY_BE_NAN = Limit("", lambda value: value is not None)
-NOT_EMPTY = Limit("that is not empty", lambda value: len(value) > 0)
+MAY_BE_INFINITE = Range("", lambda value: True)
+MAY_BE_NAN = Range("", lambda value: value is not None)
+NOT_EMPTY = Range("that is not empty", lambda value: len(value) > 0)
 
 
 class Remedy(NamedTuple):
@@ -237,7 +237,7 @@ def _plain_number(value: Any) -> Any:
     return value
 
 
-def _number(kind: type, words: str, default: Any, limits: Sequence[Limit]) -> _Kind:
+def _number(kind: type, words: str, default: Any, limits: Sequence[Range]) -> _Kind:
     may_be_nan = MAY_BE_NAN in limits
     may_be_infinite = may_be_nan or MAY_BE_INFINITE in limits or not limits or default == math.inf
     limits = [limit for limit in limits if limit.words]
@@ -302,7 +302,7 @@ def _collection(words: str, belongs: Callable[[Any], bool], parts: Sequence[_Kin
         for pair in pairs:
             for kind, each in zip(parts, pair, strict=False):
                 if kind is not None and isinstance(kind.admit(each), _Refused):
-                    return _Refused(words, each)
+                    return _Refused() if length else _Refused(words, each)
         return value
 
     return _Kind(words, admit)
@@ -377,17 +377,17 @@ def _union(members: Iterable[Any], default: Any) -> _Kind | None:
             admitted = kind.admit(value)
             if not isinstance(admitted, _Refused):
                 return admitted
-            refused = admitted if admitted.phrase else refused
+            refused = admitted if admitted.phrase and len(named) == 1 else refused
         return refused
 
     return _Kind(named[0].expected if len(named) == 1 else expected, admit)
 
 
-def _kind(annotation: Any, default: Any = None, limits: Sequence[Limit] = ()) -> _Kind | None:
+def _kind(annotation: Any, default: Any = None, limits: Sequence[Range] = ()) -> _Kind | None:
     """Return the kind of an annotation; None if it admits everything."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        kind = _kind(parts[0], default, [*limits, *(each for each in parts[1:] if isinstance(each, Limit))])
+        kind = _kind(parts[0], default, [*limits, *(each for each in parts[1:] if isinstance(each, Range))])
         remedy = "".join(each.words for each in parts[1:] if isinstance(each, Remedy))
         return kind and kind._replace(remedy=remedy or kind.remedy)
     kind = _bare_kind(annotation, origin, parts, default, limits)
@@ -408,7 +408,7 @@ def _of_parts(parts: Iterable[Any]) -> list[_Kind | None]:
     return [_kind(Measured if part is float else part) for part in parts]
 
 
-def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: Sequence[Limit]) -> _Kind | None:
+def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: Sequence[Range]) -> _Kind | None:
     if isinstance(annotation, _Later):
         return _later(annotation)
     if origin in (Union, types.UnionType):
@@ -458,7 +458,10 @@ class _Door:
         self.kinds: dict[str, tuple[_Kind, Any, Any]] = {}
         for parameter in list(self.signature.parameters.values()):
             modules = [base.__module__ for base in owner.__mro__ if parameter.name in _fields(base)] if owner else []
-            kind = _kind(_evaluated(parameter.annotation, (modules or [function.__module__])[0]), parameter.default)
+            annotation = _evaluated(parameter.annotation, (modules or [function.__module__])[0])
+            if annotation is float and next(iter(self.signature.parameters)) == "self" and owner is None:
+                annotation = Measured  # methods also receive what was measured
+            kind = _kind(annotation, parameter.default)
             if parameter.annotation is not parameter.empty and kind is not None:
                 self.kinds[parameter.name] = kind, parameter.default, parameter.kind
 

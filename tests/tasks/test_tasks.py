@@ -142,15 +142,18 @@ def test_batches_are_moved_to_a_device(make):
     assert inputs.device.type == targets.device.type == "meta"
 
 
+_SEEDS = "an integer of at least -4294967296 and at most 4294967296"
+
+
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("batch_size", 0, "at least 1"),
-        ("batch_size", 2.5, "an integer"),
-        ("batch_size", True, "an integer"),
-        ("seed", 2**40, "at most 4294967296"),
-        ("seed", "0", "an integer"),
+        ("batch_size", 0, "an integer of at least 1"),
+        ("batch_size", 2.5, "an integer of at least 1"),
+        ("batch_size", True, "an integer of at least 1"),
+        ("seed", 2**40, _SEEDS),
+        ("seed", "0", _SEEDS),
     ],
 )
 def test_invalid_common_options_are_rejected(make, name, value, expected):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from workbench.callbacks.kss import KSS
 from workbench.errors import OptionError
-from workbench.option_checks import Limit, NonNegativeInt, PositiveInt, Seed, checked, one_of
+from workbench.option_checks import NonNegativeInt, PositiveInt, Range, Seed, checked, one_of
 from workbench.sweeps.planned_runs import describe_plan, plan_of
 from workbench.training.training_plan import TrainingPlan
 from workbench.zoo import ArchitectureConfig, build
@@ -73,7 +73,7 @@ class RunSettings:
     training: Mapping[str, Any]
     seed: Seed = 0
     study: str = ""
-    n_snapshots: Annotated[int, Limit("of 0 or at least 3", lambda n: n == 0 or n >= 3)] = 1024
+    n_snapshots: Annotated[int, Range("of 0 or at least 3", lambda n: n == 0 or n >= 3)] = 1024
     n_evaluations: NonNegativeInt = 0
     kss: Annotated[str, one_of((*KINDS_OF_KSS, ""))] = ""
     _plain: dict[str, Any] = field(init=False, repr=False, compare=False)

@@ -106,12 +106,12 @@ class Digits(SeededTask):
 
 def digits(
     *,
-    image_size: int = _SIDE,
-    n_channels: int = 1,
+    image_size: PositiveInt = _SIDE,
+    n_channels: PositiveInt = 1,
     n_classes: int = _N_DIGITS,
-    batch_size: int = 32,
-    seed: int = 0,
-    split: str = "train",
+    batch_size: PositiveInt = 32,
+    seed: Seed = 0,
+    split: Split = "train",
 ) -> Digits:
     """Create a task of handwritten digits from scikit-learn.
 

@@ -85,7 +85,12 @@ class AssociativeRecall(SequenceTask):
 
 
 def associative_recall(
-    *, length: int = 64, vocab_size: int = 256, n_pairs: int = 4, batch_size: int = 32, seed: int = 0
+    *,
+    length: PositiveInt = 64,
+    vocab_size: PositiveInt = 256,
+    n_pairs: PositiveInt = 4,
+    batch_size: PositiveInt = 32,
+    seed: Seed = 0,
 ) -> AssociativeRecall:
     """Create a task of associative recall.
 

@@ -103,11 +103,11 @@ class SyntheticLM(SequenceTask):
 
 def synthetic_lm(
     *,
-    length: int = 256,
+    length: PositiveInt = 256,
     vocab_size: int = 10_000,
-    batch_size: int = 32,
-    seed: int = 0,
-    split: str = "train",
+    batch_size: PositiveInt = 32,
+    seed: Seed = 0,
+    split: Split = "train",
     n_sequences: int = 20_000,
     n_validation_sequences: int = 2_000,
 ) -> SyntheticLM:

@@ -77,7 +77,9 @@ class TextBytes(SequenceTask):
         return super().describe() | {"text_crc32": zlib.crc32(_text_bytes())}
 
 
-def text_bytes(*, length: int = 64, batch_size: int = 32, seed: int = 0, split: str = "train") -> TextBytes:
+def text_bytes(
+    *, length: PositiveInt = 64, batch_size: PositiveInt = 32, seed: Seed = 0, split: Split = "train"
+) -> TextBytes:
     """Create a task of byte-level language modeling on Python's language reference.
 
     Args:

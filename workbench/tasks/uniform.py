@@ -58,7 +58,9 @@ class RandomTokens(SequenceTask):
         return tokens[:, :-1].to(device), tokens[:, 1:].to(device)
 
 
-def random_tokens(*, length: int = 64, vocab_size: int = 256, batch_size: int = 32, seed: int = 0) -> RandomTokens:
+def random_tokens(
+    *, length: PositiveInt = 64, vocab_size: int = 256, batch_size: PositiveInt = 32, seed: Seed = 0
+) -> RandomTokens:
     """Create a task of uniformly random tokens.
 
     Args:
