@@ -188,7 +188,9 @@ class WorkbenchWidget(ipywidgets.VBox):
             try:
                 yield
             except WorkbenchError as error:
-                self._fail(str(error))
+                self._fail(
+                    str(error).replace("pass overwrite=True", "tick Overwrite")
+                )  # as the box of `ExportBar` says
             except Exception as error:  # noqa: BLE001  (a bug: the widget stays usable, and the log has the traceback)
                 _log.exception("A callback of %s failed.", type(self).__name__)
                 self._fail(f"{type(error).__name__}: {error}")

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from workbench.errors import StoreError
 from workbench.formatting import file_size
 from workbench.widgets.files import with_ending
 
@@ -57,14 +56,7 @@ class ExportBar(ipywidgets.VBox):
 
         def click(ending: str) -> None:
             self.say("")
-            try:
-                path = owner.save(with_ending(self.path.value, ending), overwrite=self.overwrite.value)
-            except StoreError as error:
-                if "pass overwrite=True" not in str(error):
-                    raise
-                words = str(error).replace("pass overwrite=True", f"tick {self.overwrite.description}")
-                raise StoreError(words, name=error.name, value=error.value, expected=error.expected) from error
-            self.say_written(path)
+            self.say_written(owner.save(with_ending(self.path.value, ending), overwrite=self.overwrite.value))
 
         for ending, button in self.buttons.items():
             owner._on_click(button, partial(_ignoring, click, ending))

@@ -392,7 +392,8 @@ def test_the_ratio_of_the_planned_rate_is_that_to_the_limit_that_the_report_stat
     (sentence,) = (each for each in rate_sentences(numbers) if "Published designs" in each.text)
     planned, limit, ratio = (numbers.value("pilot", name) for name in ("planned_rate", "upper_rate_limit", RATE))
     assert planned.value / limit.value == pytest.approx(ratio.value)
-    assert f"({limit.text}); the planned rate is {ratio.text} times this limit" in sentence.text
+    assert f"its limit, three times the upper end; the planned rate is {ratio.text} times this limit" in sentence.text
+    assert limit.value == pytest.approx(3 * numbers.value("pilot", "useful_edge_high").value)
     tree = wb.samples.assessments()["gpt2"].copy(deep=True)
     tree["pilot"] = xr.DataTree(tree["pilot"].to_dataset().drop_vars("upper_rate_limit"))  # as saved earlier
     (sentence,) = (each for each in rate_sentences(Numbers(tree)) if "Published designs" in each.text)

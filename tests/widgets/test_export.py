@@ -60,11 +60,11 @@ def test_files_are_replaced_only_if_the_box_is_checked(comparison, tmp_path):
     bar = comparison.export_bar
     bar.buttons[".html"].click()
     path = tmp_path / "exports" / "table_step0.html"
-    path.write_text("mine")
+    path.write_text("an earlier page of the Stability Workbench")
     bar.buttons[".html"].click()
     assert "exists already; tick Overwrite to replace it" in comparison.error
     assert bar.note.value == ""
-    assert path.read_text() == "mine"
+    assert path.read_text() == "an earlier page of the Stability Workbench"
     bar.overwrite.value = True
     bar.buttons[".html"].click()
     assert comparison.error == ""

@@ -146,8 +146,8 @@ def actions(numbers: Numbers) -> tuple[Sentence, ...]:
 #: Accuracy of rates estimated on proxy models, from the recorded designs (docs/results/assessment.md).
 _PROXY_ACCURACY = (
     "Published designs were trained at 0.1 to 12 times such an estimate from a narrow proxy model (median: 3 times). "
-    "Therefore a rate is flagged only above its limit, three times the upper end ({upper_rate_limit}); the planned "
-    "rate is {rate_over_edge} times this limit."
+    "Therefore a rate is flagged only above its limit, three times the upper end; the planned rate is {ratio} times "
+    "this limit."
 )
 
 
@@ -214,16 +214,9 @@ def rate_sentences(numbers: Numbers) -> list[Sentence]:
             "{planned_rate}.",
             **{name: _of_pilot(numbers, name) for name in names},
         ),
-        *([_proxy_accuracy(numbers)] if is_proxy(numbers) else []),
+        *([sentence_of(_PROXY_ACCURACY, ratio=_of_pilot(numbers, RATE))] if is_proxy(numbers) else []),
         *_trials(numbers),
     ]
-
-
-def _proxy_accuracy(numbers: Numbers) -> Sentence:
-    """Return a sentence on the accuracy of the estimate; trees of earlier versions do not hold the limit."""
-    names = [name for name in (RATE, LIMIT) if name in numbers.node("pilot")]
-    text = _PROXY_ACCURACY if LIMIT in names else _PROXY_ACCURACY.replace(" ({upper_rate_limit})", "")
-    return sentence_of(text, **{name: _of_pilot(numbers, name) for name in names})
 
 
 def _trials(numbers: Numbers) -> list[Sentence]:

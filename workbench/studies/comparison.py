@@ -126,20 +126,14 @@ def compare(
 
 
 def _measured(name: str, run: Any, inputs: Any, progress: bool | Callable[[str], None]) -> Any:
-    """Return a run, or the spectra of a model.
-
-    Raises:
-        SchemaError: If it is a model and there are no inputs.
-    """
+    """Return a run, or the spectra of a model."""
     if not isinstance(run, Subject | nn.Module):
         return run
     if inputs is None:
-        raise SchemaError(
-            f"'{name}' is a model, whose spectra depend on its inputs; pass inputs=, such as texts or a task of "
-            "wb.tasks, or spectra from wb.profile(model, inputs).",
-            name="inputs",
-            expected="given if models are compared",
-        )
+        raise SchemaError.of(
+            "inputs", None, f"given, because '{name}' is a model",
+            remedy="pass inputs=, such as texts or a task of wb.tasks, or spectra from wb.profile(model, inputs)",
+        )  # fmt: skip
     return profile(run, inputs, progress=progress)
 
 

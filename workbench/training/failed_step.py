@@ -57,21 +57,13 @@ def evidence(record: StepRecord, plan: TrainingPlan, place: str) -> dict[str, An
 
 
 def warn_of_divergence(record: StepRecord, plan: TrainingPlan, place: str, store: object) -> None:
-    """Warn whoever iterates over a run that it ends here because it diverged, and name the next call.
+    """Warn whoever iterates over a run that it ends here, and name the next call; arguments as in `evidence`.
 
     Functions of the workbench that train, such as sweeps, report divergences in their results instead.
-
-    Args:
-        record: Record of the step.
-        plan: Plan with the limits.
-        place: Sentence of `place_of_failure`; may be empty.
-        store: Path of the store of the run; None if there is none.
     """
     frame = sys._getframe(1).f_back  # of the generator, and of the code that asks it for the next step
     if frame is not None and str(frame.f_globals.get("__name__")).startswith("workbench."):
         return
     what = evidence(record, plan, place)["message"]
-    call = (
-        f"wb.diagnose({str(store)!r})" if store is not None else "Train with store= and call wb.diagnose(store), which"
-    )
+    call = "Train with store= and call wb.diagnose(store), which" if store is None else f"wb.diagnose({str(store)!r})"
     warnings.warn(f"The run diverged at step {record.step}. {what} {call} names the likely causes.", stacklevel=3)
