@@ -136,9 +136,9 @@ class TensorRule:
         "no gradient, and whether the optimizer holds them"
     )
 
-    value: str
+    value: Any
 
-    def update(self, value: str, moment: Moment) -> Found | None:
+    def update(self, value: Any, moment: Moment) -> Found | None:
         """Process the list at a step, and return a change to report or None."""
         before, self.value = self.value, value
         return None if value == before else Found(before, moment.step, is_back=value == "none")
