@@ -7,6 +7,7 @@
     python data/make_failures.py --only replays       # replays of runs with the changes for their most likely causes
     python data/make_failures.py --only rules         # the rules in workbench/diagnosis/shipped/
     python data/make_failures.py --only collect       # data/failures.nc and diagnosis_accuracy.csv
+    python data/make_failures.py --only unknown       # "another cause" in the rules, and unknown_causes.csv
 
 Setups, faults and the division into sets are in `workbench.studies.failure_cases`, and the labels in
 `workbench.studies.failure_labels`. Runs whose control is not healthy are not used.
@@ -34,6 +35,7 @@ import xarray as xr
 import workbench as wb
 from workbench import diagnosis
 from workbench.diagnosis import CAUSES, Rules, block_at_fault, find_failure, read_record, read_symptoms
+from workbench.diagnosis.causes import UNKNOWN
 from workbench.diagnosis.experiment_runs import Replay
 from workbench.diagnosis.experiments import propose
 from workbench.diagnosis.ranking import REPLAYED, VIEWS, smallest_in_sets
@@ -471,11 +473,106 @@ def settings_alone(runs: list[Run]) -> Iterator[tuple[Case, dict[str, float]]]:
         yield from ((run.case, rules.probabilities(only(run))) for run in runs if run.set == which)
 
 
+# Causes that the rules do not know
+
+
+#: Fraction of the right first causes, of failed and healthy runs, that "another cause" may cost, and log-odds to try.
+COST, LOG_ODDS = 0.02, np.round(np.arange(-2, 4, 0.1), 1)
+#: Symptoms of learning rate and batch size, and those that explain a rise of the loss, see `joint_symptoms`.
+OF_LOG = ("rate_jumps", "rate_is_spent", "starts_at_full_rate", "fails_in_warm_up", "few_rows", "batches_shrink")
+EXPLANATIONS = ("rate_jumps", "updates_leap", "gradients_build_up", "few_rows", "batches_shrink", "loss_noise")
+
+
+def recorded_strengths(table: xr.Dataset) -> list[dict[str, dict[str, float]]]:
+    """Return the strengths of every recorded run by view, from data/failures.nc."""
+    names, found = [str(name) for name in table["symptom"].values], []
+    for rows in zip(table["strength"].values, table["log_strength"].values, strict=True):
+        store, log = ({n: float(v) for n, v in zip(names, row, strict=True) if np.isfinite(v)} for row in rows)
+        recorder = {name: value for name, value in store.items() if not name.endswith("_setting")}
+        of_run = {"store": store, "recorder": recorder, "log": log}
+        for view, whole in (("mechanism", recorder), ("curves", log)):
+            one = {name: value for name, value in whole.items() if name not in OF_LOG}
+            if "rise_out_of_nothing" in one:  # the joint symptom of the remaining ones
+                left = math.prod(1 - min(max(one[name], 0), 1) for name in EXPLANATIONS if name in one)
+                one["rise_out_of_nothing"] = min(one["abrupt"], 1) * min(one["spike_recovers"], 1) * left
+            of_run[view] = one
+        found.append(of_run)
+    return found
+
+
+def judge_unknown() -> None:
+    """Set the log-odds of "another cause", and write how often runs of a kind that was left out get that answer.
+
+    The kinds are left out one at a time, together with the family of the run. The log-odds of each view are the largest
+    that cost at most `COST` of the right first causes of "fit" and "choose".
+    """
+    import pandas as pd
+
+    with xr.open_dataset(OUT / "failures.nc") as data:
+        table = data.load()
+    strengths, sets, families = recorded_strengths(table), table["set"].values, table["family"].values
+    causes = [tuple(np.array([*CAUSES])[row].tolist()) for row in table["is_cause"].values]
+    known = np.flatnonzero(sets != "locked")
+    answers: dict[tuple[str, str, int], dict[str, float]] = {}  # left out, view, run -> log of each probability
+    for left_out in ("", *(cause for cause in CAUSES if cause != "nothing")):
+        for family in ("", *np.unique(families[known])):
+            chosen = [i for i in known if left_out not in causes[i] and families[i] != family]
+            rules = Rules.fit([(one, causes[i]) for i in chosen for one in strengths[i].values()], penalty=PENALTY)
+            for i in np.flatnonzero(families == family if family else sets == "locked"):
+                if not left_out or causes[i] == (left_out,):
+                    for view, one in strengths[i].items():
+                        answers[left_out, view, int(i)] = logits(rules, one)
+    unknown, rows = {}, []
+    for view in VIEWS:
+        of_known = {i: answers["", view, i] for i in range(len(causes))}
+
+        def n_right(value: float, which: Sequence[int], answers: dict[int, dict[str, float]] = of_known) -> int:
+            return sum(first_of(answers[i], value) in causes[i] for i in which)
+
+        allowed = (1 - COST) * n_right(-math.inf, known)
+        unknown[view] = float(max(value for value in LOG_ODDS if n_right(value, known) >= allowed))
+        for name in SETS:
+            failed = [i for i in np.flatnonzero(sets == name) if causes[i] != ("nothing",)]
+            others = [one for (out, of, i), one in answers.items() if out and of == view and sets[i] == name]
+            for given, value in (("named causes alone", -math.inf), ("with another cause", unknown[view])):
+                first = [(first_of(one, value), probability_of(one, value)) for one in others]
+                row = {"set": name, "view": view, "answer": given, "failed": len(failed), "left_out": len(others)}
+                row["right"] = n_right(value, failed) / len(failed)
+                for cause in (UNKNOWN, "nothing"):
+                    row[cause] = np.mean([one == cause for one, _ in first])
+                row["sure_and_wrong"] = np.mean([one not in (UNKNOWN, "nothing") and p >= 0.5 for one, p in first])
+                rows.append(row)
+    place = SHIPPED / "rules.json"
+    content = json.loads(place.read_text()) | {"unknown": unknown}
+    with replacing(place) as partial_file:
+        partial_file.write_text(json.dumps(content, indent=1) + "\n")
+    pd.DataFrame(rows).round(3).to_csv(OUT / "unknown_causes.csv", index=False)
+    print(unknown, flush=True)
+
+
+def logits(rules: Rules, strengths: dict[str, float]) -> dict[str, float]:
+    """Return the log-odds of every cause, which are minus infinity if it is excluded."""
+    given = dict(zip(rules.causes, (rules.evidence(strengths).sum(axis=1) + rules.bias).tolist(), strict=True))
+    return {cause: given[cause] if p else -math.inf for cause, p in rules.probabilities(strengths).items()}
+
+
+def first_of(of_causes: dict[str, float], unknown: float) -> str:
+    """Return the most probable cause with the given log-odds of another cause."""
+    both = of_causes | {UNKNOWN: unknown}
+    return max(both, key=lambda cause: both[cause])
+
+
+def probability_of(of_causes: dict[str, float], unknown: float) -> float:
+    """Return the probability of the most probable cause."""
+    values = np.array([*of_causes.values(), unknown])
+    return float(1 / np.exp(values - values.max()).sum())
+
+
 def main() -> None:
     """Read the command line and record the data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("artifacts/failures"))
-    parser.add_argument("--only", choices=(*SETS, "replays", "rules", "collect"))
+    parser.add_argument("--only", choices=(*SETS, "replays", "rules", "collect", "unknown"))
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     for name in SETS:
@@ -487,6 +584,8 @@ def main() -> None:
         fit(args.work)
     if args.only in (None, "collect"):
         collect(args.work)
+    if args.only in (None, "unknown"):
+        judge_unknown()
 
 
 if __name__ == "__main__":

@@ -48,6 +48,20 @@ def with_interval(rows, name):
     return [f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in values]
 
 
+def unknown():
+    """Return the answers for runs of kinds that the rules were not fitted to, one kind left out at a time."""
+    rows = pd.read_csv(Path(wb.__file__).parent / "data" / "unknown_causes.csv").query("set == 'locked'")
+    rows = rows.set_index("view").loc[["store", "mechanism", "log", "curves"]].reset_index()
+    return pd.DataFrame({
+        "read": rows["view"].map(READ),
+        "answer": rows["answer"],
+        "another cause": rows["unknown"].map("{:.2f}".format),
+        "nothing": rows["nothing"].map("{:.2f}".format),
+        "a wrong cause with at least 50 %": rows["sure_and_wrong"].map("{:.2f}".format),
+        "known kinds: first cause is right": rows["right"].map("{:.2f}".format),
+    })  # fmt: skip
+
+
 def causes():
     """Return the answers from what the failed runs did alone, by true cause."""
     runs = wb.samples.failures()

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -95,6 +97,8 @@ def test_the_set_contains_causes_above_their_thresholds_and_the_first():
     assert rules.set_of({"batch": 0.9, "data": 0.1}, "store") == ("batch",)
     assert rules.set_of({"batch": 0.6, "data": 0.4}, "store") == ("batch", "data")
     assert rules.set_of({"data": 0.95, "batch": 0.05}, "another view") == ("data",)
+    half = {"batch": 0.375, "unknown": 0.5, "data": 0.125}  # the same as the first one, apart from another cause
+    assert rules.set_of(half, "store") == ("batch", "unknown", "data")
 
 
 def test_a_replay_updates_by_bayes_and_is_most_informative_if_answers_differ():
@@ -109,6 +113,32 @@ def test_a_replay_updates_by_bayes_and_is_most_informative_if_answers_differ():
     h = lambda p: -p * np.log2(p) - (1 - p) * np.log2(1 - p)  # noqa: E731
     assert rules.information(before, "batch") == pytest.approx(h(0.6) - (h(0.8) + h(0.4)) / 2)
     assert rules.information({"batch": 1.0, "data": 0.0}, "batch") == pytest.approx(0, abs=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.sampled_from(SYMPTOMS), st.floats(-3, 3)), st.floats(-2, 3))
+def test_another_cause_is_first_where_no_cause_has_more_evidence(strengths, log_odds):
+    rules = Rules.fit(examples())
+    without = rules.probabilities(strengths)
+    rules = replace(rules, unknown={"log": log_odds})
+    assert rules.probabilities(strengths) == rules.probabilities(strengths, "curves") == without
+    given = rules.probabilities(strengths, "log")
+    own = rules.evidence(strengths).sum(axis=1) + rules.bias
+    assert (next(iter(given)) == "unknown") == (log_odds > own.max())
+    assert sum(given.values()) == pytest.approx(1)
+    rest = {cause: p / (1 - given["unknown"]) for cause, p in given.items() if cause != "unknown"}
+    assert rest == pytest.approx(without)
+    assert ("unknown" in rules.set_of(given, "log")) == (given["unknown"] >= 0.1 * next(iter(given.values())))
+
+
+def test_a_replay_keeps_another_cause_possible():
+    rules = replace(Rules.shipped(), unknown={"store": 2.0})
+    before = rules.probabilities({}, "store")
+    for supports in (True, False):
+        after = rules.after(before, "schedule", supports=supports)
+        assert set(after) == set(before)
+        assert (after["schedule"] > before["schedule"]) == supports
+        assert 0 < after["unknown"] < 1
 
 
 def test_routing_is_excluded_without_routers():
@@ -144,7 +174,8 @@ def test_the_view_follows_from_the_record():
 def test_saved_rules_are_read_back(tmp_path):
     rules = Rules.fit(examples(), about="synthetic")
     least, answers = {"log": np.array([0.25, 0.5])}, np.array([[0.75, 0.25], [0.5, 0.5]])
-    rules = Rules(rules.causes, rules.symptoms, rules.weight, rules.usual, rules.bias, least, answers, rules.about)
+    given = (rules.causes, rules.symptoms, rules.weight, rules.usual, rules.bias, least, answers, rules.about)
+    rules = Rules(*given, {"log": 1.2})
     opened = Rules.open(rules.save(tmp_path / "rules.json"))
     assert opened.about == "synthetic"
     assert opened.probabilities({"a": 0.4, "c": 1.0}) == pytest.approx(
@@ -153,6 +184,7 @@ def test_saved_rules_are_read_back(tmp_path):
     np.testing.assert_allclose(opened.least["log"], least["log"], rtol=2e-4)
     assert (opened.least["log"] < least["log"]).all()  # rounded down, so that no run at the limit is lost
     np.testing.assert_allclose(opened.answers, answers)
+    assert opened.unknown == {"log": 1.2}
 
 
 def test_one_cause_is_not_enough():

@@ -71,10 +71,22 @@ def test_every_number_of_the_page(study, locked, recorded):
         f"small and {n_steps} updates long",
     )
     settings = (
-        "95 % intervals", "in 0.90 of the runs and has a mean size below 2", "right in 0.95 after",
-        "and 0.95 of the healthy",
+        "cost at most 2 % of the right", "95 % intervals", "in 0.90 of the runs and has a mean size below 2",
+        "right in 0.95 after", "and 0.95 of the healthy",
     )  # fmt: skip
     check_page(PAGE, claims, settings=settings)
+
+
+def test_the_table_of_unknown_kinds_has_the_recorded_answers():
+    with (ROOT / "data" / "unknown_causes.csv").open() as file:
+        rows = {(row["view"], row["answer"]): row for row in csv.DictReader(file) if row["set"] == "locked"}
+    table = page_module(PAGE).unknown().to_dict("records")
+    views = [view for view in ("store", "mechanism", "log", "curves") for _ in range(2)]
+    for view, row in zip(views, table, strict=True):
+        recorded = rows[view, row["answer"]]
+        assert row["another cause"] == f"{float(recorded['unknown']):.2f}"
+        assert row["nothing"] == f"{float(recorded['nothing']):.2f}"
+        assert row["known kinds: first cause is right"] == f"{float(recorded['right']):.2f}"
 
 
 def test_targets_are_reached_as_stated(recorded):

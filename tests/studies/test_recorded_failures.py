@@ -126,6 +126,39 @@ def test_a_cause_is_missing_from_sets_of_recorded_runs_as_rarely_as_stated(runs)
             assert outside.sum() <= math.floor(0.1 * (has_it.sum() + 1)), (str(view), cause)
 
 
+def unknown_rows():
+    with (DATA / "unknown_causes.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_another_cause_costs_few_right_answers_and_saves_many_sure_and_wrong_ones():
+    rows = {(row["set"], row["view"], row["answer"]): row for row in unknown_rows()}
+    assert set(Rules.shipped().unknown) == {view for _, view, _ in rows}
+    for name, view in {(name, view) for name, view, _ in rows}:
+        alone, other = (rows[name, view, answer] for answer in ("named causes alone", "with another cause"))
+        assert float(alone["unknown"]) == 0
+        assert float(alone["right"]) - 0.03 <= float(other["right"]) <= float(alone["right"])
+        assert float(other["sure_and_wrong"]) < float(alone["sure_and_wrong"])
+        assert float(other["nothing"]) <= float(alone["nothing"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_the_answers_for_kinds_that_were_left_out_are_computed_again(script, tmp_path, monkeypatch):
+    (tmp_path / "failures.nc").write_bytes((DATA / "failures.nc").read_bytes())
+    (tmp_path / "rules.json").write_bytes((script.SHIPPED / "rules.json").read_bytes())
+    monkeypatch.setattr(script, "OUT", tmp_path)
+    monkeypatch.setattr(script, "SHIPPED", tmp_path)
+    script.judge_unknown()
+    assert Rules.open(tmp_path / "rules.json").unknown == Rules.shipped().unknown
+    with (tmp_path / "unknown_causes.csv").open() as file:
+        again = list(csv.DictReader(file))
+    for one, other in zip(again, unknown_rows(), strict=True):
+        assert [one[name] for name in ("set", "view", "answer")] == [other[name] for name in ("set", "view", "answer")]
+        for name in ("right", "unknown", "nothing", "sure_and_wrong"):
+            assert float(one[name]) == pytest.approx(float(other[name]), abs=0.011)  # fits differ between processors
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_repeated_runs_are_diagnosed_as_recorded(script, runs, tmp_path):

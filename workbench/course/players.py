@@ -187,7 +187,7 @@ def _first_cause(patient: Patient) -> tuple[str, float]:
     """Return the most probable cause by what was measured, and its probability."""
     causes = diagnose(patient.record)["causes"].to_dataset()
     causes = causes.isel(cause=np.isin(causes["cause"].values, [*CAUSES]))  # those that a case may have
-    return str(causes["cause"].values[0]), float(causes["probability"].values[0])
+    return str(causes["cause"].values[0]), float(causes["probability"][0] / causes["probability"].sum())
 
 
 def _with_cure(cause: str) -> tuple[str, str | None]:

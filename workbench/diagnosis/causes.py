@@ -70,6 +70,6 @@ UNKNOWN = "unknown"
 ALL_CAUSES: dict[str, Cause] = {
     **CAUSES,
     **OF_FACTS,
-    UNKNOWN: Cause("none of these causes", CauseKind.UNKNOWN, "a fault that the study of recorded runs does not have"),
+    UNKNOWN: Cause("another cause", CauseKind.UNKNOWN, "a fault that the study of recorded runs does not have"),
     "nothing": Cause("nothing found", CauseKind.NONE, "what was recorded looks like that of runs without a fault"),
 }

@@ -75,8 +75,8 @@ def diagnose(
     contradict it. The ranking rules were fitted to recorded runs of small models with injected faults and without.
 
     The ranked answer is a set of one or several causes. It is conformal by class: of the recorded runs of each cause
-    that its limits were set on, 90 % had the cause in their set, under rules fitted without their family. "none of
-    these causes" is more probable than all others if no cause has much evidence. A record never shows that a run is
+    that its limits were set on, 90 % had the cause in their set, under rules fitted without their family. "another
+    cause" is more probable than all of them if none has much evidence. A record never shows that a run is
     healthy: if nothing is found, the summary lists what was recorded, what was not, and what no record can show.
 
     Args:
@@ -265,7 +265,8 @@ def answer_of(
         answer = f"Nothing found in what was recorded ({about.get('recorded', 'see the evidence')})."
         if about.get("shows_failure", 1) or is_named:
             when = "No cause stands out;" if about.get("shows_failure", 1) else "If it learned too little,"
-            answer += f" {when} the closest are {listed(titles[:_N_FOUND])}." if titles else ""
+            known = [title for title, cause in zip(titles, named, strict=True) if cause != UNKNOWN]
+            answer += f" {when} the closest are {listed(known[:_N_FOUND])}." if known else ""
         answer += f"{about.get('not_recorded', '')} {NOT_IN_A_RECORD}"
     by_kind = {
         kind: math.fsum(p for cause, p in probability.items() if ALL_CAUSES[cause].kind == kind) for kind in CauseKind

@@ -79,7 +79,7 @@ class Rules:
             contains every cause with at least a tenth of the probability of the first.
         answers: Probability that the replay with the change for one cause supports that cause, given the actual cause,
             shape (change, cause). Empty if no replays were recorded, in which case replays carry no information.
-        unknown: View -> log-odds of "none of these causes", which no symptom changes: it is first where no cause has
+        unknown: View -> log-odds of "another cause", which no symptom changes: it is first where no cause has
             more evidence. Set on runs of kinds that the rules were not fitted to, one kind left out at a time.
         about: Description of the runs that the rules were fitted to.
     """
@@ -176,7 +176,8 @@ class Rules:
         if view not in self.least:
             return tuple(cause for cause, p in probability.items() if p >= 0.1 * probability[first])
         least = dict.fromkeys(probability, 0.1 * probability[first])
-        least |= zip(self.causes, self.least[view].tolist(), strict=True)
+        known = math.fsum(p for cause, p in probability.items() if cause in self.causes)  # thresholds are among these
+        least |= {cause: known * p for cause, p in zip(self.causes, self.least[view].tolist(), strict=True)}
         return tuple(cause for cause, p in probability.items() if (p >= least[cause] and p > 0) or cause == first)
 
     def answer(self, change: str, cause: str) -> float:

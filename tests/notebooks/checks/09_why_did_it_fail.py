@@ -13,14 +13,14 @@ assert [facts[name]["steps"] < 200 for name in "ABC"] == [True] * 3
 # The answers: each kind occurs once; the first causes of the diagnosis.
 assert sorted(path.stem for path in paths.values()) == sorted(kinds)
 firsts = {name: tree["causes"]["cause"].values[0] for name, tree in trees.items()}
-assert (firsts["A"], firsts["B"], firsts["D"]) == ("architecture", "schedule", "nothing")
-possible = {name: int(tree["causes"]["is_possible"].sum()) for name, tree in trees.items()}
-assert possible["A"] == possible["B"] == 1
-assert float(trees["A"]["causes"]["probability"][0]) > 0.9
-assert float(trees["B"]["causes"]["probability"][0]) > 0.9
-# The record of run C does not exclude several causes, among them precision; after the replays precision is first.
-causes = trees["C"]["causes"].to_dataset().set_index(cause="cause")
-assert possible["C"] > 1
+assert firsts == {"A": "architecture", "B": "schedule", "C": "precision", "D": "nothing"}
+assert {name: tree.attrs["state"] for name, tree in trees.items() if name in "BCD"} == {
+    "B": "likely", "C": "found", "D": "nothing found",
+}  # fmt: skip
+assert "the attention kernel is wrong" in trees["C"].attrs["summary"]
+# Without facts, the record of run C does not exclude several causes, among them precision, which is first afterwards.
+causes = ranked["causes"].to_dataset().set_index(cause="cause")
+assert int(ranked["causes"]["is_possible"].sum()) > 1
 assert bool(causes["is_possible"].sel(cause="precision"))
 assert after["causes"]["cause"].values[0] == "precision"
 decided = after["causes"].to_dataset().set_index(cause="cause")["probability"]
