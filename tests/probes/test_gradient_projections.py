@@ -138,20 +138,27 @@ def test_a_lost_pass_of_emulated_ranks_is_named(n_passes, verdict):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_discarded_passes_are_not_expected(set_to_none):
-    """As in SAM, where only the second pass is used."""
+@pytest.mark.parametrize("moves", [True, False])
+def test_discarded_passes_are_sound_if_the_parameters_have_moved(set_to_none, moves):
+    """As in SAM, where only the second pass is used; otherwise a micro-batch is lost."""
 
     def second(model):
+        with torch.no_grad():
+            for weight in model.parameters() if moves else ():
+                weight.data.add_(0.01)  # leaves no mark on the tensor
         model.zero_grad(set_to_none=set_to_none)
         model(inputs(1)).square().sum().backward()
 
-    assert agreement(small(), [one_pass, second]).verdict == Verdict.AS_COMPUTED
+    found = agreement(small(), [one_pass, second])
+    assert found.verdict == (Verdict.AS_COMPUTED if moves else Verdict.DISCARDED)
 
 
-def test_gradients_from_before_arming_count_if_new_ones_are_added_to_them():
+def test_nothing_is_said_of_gradients_from_before_arming():
+    """They may be of the same update, or of one before that was not cleared."""
     model = small()
     one_pass(model)
-    assert agreement(model, [lambda m: m(inputs(1)).square().sum().backward()]).verdict == Verdict.AS_COMPUTED
+    found = agreement(model, [lambda m: m(inputs(1)).square().sum().backward()])
+    assert (found.verdict, "may be meant" in found.sentence) == (Verdict.NOT_MEASURED, True)
 
 
 def test_a_shared_parameter_is_seen_with_the_sum_of_its_uses():

@@ -24,7 +24,8 @@ def free_memory(device: torch.device | str = "cpu") -> int:
         device: Device; the memory of the host is returned for devices other than CUDA.
     """
     if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps freed memory
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
     import psutil
 
     free = int(psutil.virtual_memory().available)

@@ -51,8 +51,7 @@ def readable(model: nn.Module) -> Iterator[None]:
     afterwards.
     """
     with ExitStack() as stack:
-        for module in [m for m in model.modules() if hasattr(m, "unshard") and hasattr(m, "reshard")]:
-            stack.enter_context(_gathered(module))
+        stack.enter_context(gathered(model))
         for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:
             stack.enter_context(_without_parametrization(model, module))
         for module in [m for m in model.modules() if _weight_norms(m)]:
@@ -67,12 +66,24 @@ def parameters_of_shards(model: nn.Module) -> dict[int, Any]:
     return {id(each.sharded_param): each for group in groups for each in group.fsdp_params}
 
 
+def shards_in(model: nn.Module) -> list[Any]:
+    """Return the modules whose parameters FSDP2 has sharded."""
+    return [module for module in model.modules() if hasattr(module, "unshard") and hasattr(module, "reshard")]
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Gather all parameters that FSDP2 has sharded, so that passes within the context send no messages."""
+    with ExitStack() as stack:
+        for module in shards_in(model):
+            stack.enter_context(_gathered(module))
+        yield
+
+
 def reshard(model: nn.Module) -> None:
     """Release gathered parameters, which FSDP would use even after the optimizer has updated the shards."""
-    for module in model.modules():
-        sharded: Any = module if hasattr(module, "unshard") else None
-        if hasattr(sharded, "reshard"):
-            sharded.reshard()
+    for module in shards_in(model):
+        module.reshard()
 
 
 @contextmanager
@@ -82,7 +93,8 @@ def _gathered(module: Any) -> Iterator[None]:
     if groups and all(group.is_unsharded and group.post_forward_mesh_info is None for group in groups):
         yield  # an outer context has gathered them and will release them
         return
-    before = [(group, group.post_forward_mesh_info) for group in groups]
+    state, before = module._get_fsdp_state(), [(group, group.post_forward_mesh_info) for group in groups]
+    states = [(each, each._training_state) for each in (state, *groups)]
     for group in groups:
         group.post_forward_mesh_info = None  # as set_reshard_after_forward(False, recurse=False) does
     module.unshard()
@@ -91,6 +103,9 @@ def _gathered(module: Any) -> Iterator[None]:
     finally:
         for group, info in before:
             group.post_forward_mesh_info = info
+        for each, training_state in states:  # a pass that raised has left them, and FSDP would skip its next messages
+            each._training_state = training_state
+        state._state_ctx.iter_forward_root = None
         module.reshard()
 
 

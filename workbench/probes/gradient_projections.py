@@ -131,6 +131,7 @@ class GradientProjections:
         self._marks: dict[int, tuple[int, int]] = {}
         self._sums: dict[int, list[Tensor]] = {}
         self._has_moved = False
+        self._problem: Exception | None = None
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     @property
@@ -232,7 +233,27 @@ class GradientProjections:
                 value=False,
                 expected="True",
             )
+        return self.gathered(self.measured())
+
+    def measured(self) -> tuple[np.ndarray, np.ndarray]:
+        """Project the gradients that the optimizer will receive, and remove the hooks; no rank waits for another.
+
+        Returns:
+            The message of this rank, and the gradients of the individual passes.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(3, 2)
+            >>> with wb.probes.GradientProjections(model.parameters()) as projections:
+            ...     model(torch.ones(4, 3)).square().sum().backward()
+            ...     message, passes = projections.measured()
+            >>> len(message), passes.shape  # passes are separate only if there are several
+            (2, (0, 2, 8))
+        """
         self.disarm()
+        if self._problem is not None:
+            raise self._problem
         received = {}
         for number, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -258,7 +279,23 @@ class GradientProjections:
         for number in self._n_passes:
             is_left, n = number in self._left_over, self._n_passes[number]
             flags[number] = n, is_left, n > 1 and is_alone[number], self._has_moved
-        ranks = _of_all_ranks(np.concatenate([found[:, :3].reshape(len(found), -1), flags], axis=1))
+        return np.concatenate([found[:, :3].reshape(len(found), -1), flags], axis=1), passes
+
+    def gathered(self, own: tuple[np.ndarray, np.ndarray]) -> ProjectedGradients:
+        """Gather the messages of all ranks, from `measured`; every rank calls it.
+
+        Example:
+            >>> import torch
+            >>> import workbench as wb
+            >>> model = torch.nn.Linear(3, 2)
+            >>> with wb.probes.GradientProjections(model.parameters()) as projections:
+            ...     model(torch.ones(4, 3)).square().sum().backward()
+            ...     step = projections.gathered(projections.measured())
+            >>> step.n_ranks
+            1
+        """
+        message, passes = own
+        ranks = _of_all_ranks(message)
         computed, accumulated, taken = ranks[..., :-4].reshape(*ranks.shape[:2], 3, -1).transpose(2, 0, 1, 3)
         is_seen = ranks[..., -4] > 0
         is_sharded = np.array([_is_sharded(parameter) for parameter in self.parameters])
@@ -279,9 +316,16 @@ class GradientProjections:
             has_moved=bool((ranks[..., -1] > 0).any()) if self._marked else None,
         )
 
-    @torch.no_grad()
     def _see(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Project the gradient that autograd is about to accumulate."""
+        """Project the gradient that autograd is about to accumulate; an exception would end the backward pass."""
+        try:
+            if self._problem is None:
+                self._take(number, gradients)
+        except Exception as error:  # noqa: BLE001  (it is raised when the step is measured)
+            self._problem = error
+
+    @torch.no_grad()
+    def _take(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         leaf = self._leaf(number)
         gradient, before = gradients[0], None if leaf is None else leaf.grad
         if gradient is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -90,18 +91,23 @@ def update_effect(
                 expected="a parameter of the model, of the same shape",
             )
     holder = _Loss(model, loss_of)
+    parts: list[Tensor] = []
     with undisturbed(model), torch.enable_grad():
-        earlier = {f"model.{name}": weight.detach().clone().requires_grad_() for name, weight in before.items()}
+        earlier = {f"model.{name}": weight.detach().requires_grad_() for name, weight in before.items()}
         first = require_graph(functional_call(holder, earlier))
-        gradients = torch.autograd.grad(first, list(earlier.values()), allow_unused=True) if earlier else ()
+
+        def take(name: str, weight: Tensor) -> None:
+            """Use a gradient as soon as it is complete, and release it: all of them would need a copy of the model."""
+            for slope, new, old in in_pieces(weight.grad, now[name], before[name]):
+                parts.append((slope.double() * (new.double() - old.double())).sum())
+            weight.grad = None
+
+        for name, weight in zip(before, earlier.values(), strict=True):
+            weight.register_post_accumulate_grad_hook(partial(take, name))
+        if earlier:
+            torch.autograd.backward(first, inputs=list(earlier.values()))
         with torch.no_grad():
             last = loss_of(model)
-            parts = [
-                (slope.double() * (new.double() - old.double())).sum()
-                for name, gradient in zip(before, gradients, strict=True)
-                if gradient is not None
-                for slope, new, old in in_pieces(gradient, now[name], before[name])
-            ]
             predicted = torch.stack(parts).sum() if parts else torch.zeros(())
             change = last.double() - first.detach().double()
     return UpdateEffect(*read_numbers([change, predicted]))

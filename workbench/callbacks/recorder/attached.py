@@ -25,10 +25,12 @@ from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import (
     Change,
     changed_on_any,
+    failures,
     measured_by_all,
     of_all_ranks,
     of_first_rank,
     on_every_rank,
+    on_ranks,
 )
 from workbench.callbacks.recorder.reduction import ReductionCollector
 from workbench.callbacks.recorder.settings import SettingsWatch
@@ -326,16 +328,16 @@ class AttachedRecorder:
             if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                 self._take_spectra()
             if is_due(self.step, self._every["optimizer"]):
-                self._guarded("optimizer", lambda collectors: collectors.begin_update())
+                self._guarded("optimizer", lambda collectors: collectors.begin_update(), is_joint=True)
             if is_due(self.step, self._every["update"]):
-                self._guarded("update", lambda collectors: collectors.begin_effect())
+                self._guarded("update", lambda collectors: collectors.begin_effect(), is_joint=True)
 
     def _take_gradients(self) -> None:
         """Compare gradients if every rank can; otherwise a rank would wait forever for the others."""
         collectors = self._collectors
         can_take = collectors is not None and collectors.is_on("reduction") and collectors.reduction.is_ready
         action = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
-        self._guarded("reduction", lambda collectors: action(collectors.reduction))
+        self._guarded("reduction", lambda collectors: action(collectors.reduction), is_joint=True)
 
     def _read_settings(self, collectors: Collectors, optimizer: JointOptimizer) -> None:
         if self._settings is None:
@@ -490,7 +492,7 @@ class AttachedRecorder:
                 around=self.batches.around_pass,
                 loss_of=None if self._run is None else self._run.probe_loss,
             )
-            self._guarded("setup", lambda collectors: collectors.begin(self.step))
+            self._guarded("setup", lambda collectors: collectors.begin(self.step), is_joint=True)
 
     def _is_due(self, part: str) -> bool:
         """Return whether a part is measured after the current update, by its cadence or because of an alarm."""
@@ -499,13 +501,13 @@ class AttachedRecorder:
 
     def _measure(self, collectors: Collectors, parts: list[str], step: int) -> None:
         """Measure some parts and publish them as the row of a step."""
-        probed = self._guarded("probe", lambda collectors: collectors.probed(parts)) or {}
+        probed = self._guarded("probe", lambda collectors: collectors.probed(parts), is_joint=True) or {}
         if not self._has_updated and "router" in probed:
             probed["router"]["routing_change"][:] = math.nan  # the parameters have not changed since then
         measured = {}
         for part in parts:
             measure = partial(Collectors.measure, part=part, step=step, probed=probed.get(part, {}))
-            if (values := self._guarded(part, measure)) is not None:
+            if (values := self._guarded(part, measure, is_joint=True)) is not None:
                 measured[part] = plain(values)
         for part, values in (measured_by_all(measured) if parts else {}).items():
             self._publish(Observation(step, part, values, collectors.coords(part)))
@@ -528,27 +530,36 @@ class AttachedRecorder:
                 self._measure(self._collectors, parts, 0)
 
     def _take_spectra(self) -> None:
-        spectra = self._guarded("spectra", lambda collectors: collectors.spectra(self.step))
+        spectra = self._guarded("spectra", lambda collectors: collectors.spectra(self.step), is_joint=True)
         if spectra is not None:
             self.output.add_dataset("spectra", spectra)
             row = spectra.isel(step=0, drop=True)
             values, coords = ({name: v.values for name, v in part.items()} for part in (row.data_vars, row.coords))
             self.recorder._publish(Observation(self.step, "spectra", values, coords))
 
-    def _guarded(self, part: str, action: Callable[[Collectors], Any]) -> Any:
-        """Run a measurement without stopping the training: if it fails, the part is switched off."""
-        collectors = self._collectors
+    def _guarded(self, part: str, action: Callable[[Collectors], Any], *, is_joint: bool = False) -> Any:
+        """Run a measurement without stopping the training: if it fails, the part is switched off.
+
+        Args:
+            part: What is measured.
+            action: The measurement.
+            is_joint: Whether every rank does it at this moment; if it fails on one, it is then switched off on all.
+        """
+        collectors, value, own = self._collectors, None, ""
         if collectors is None or not collectors.is_on(part):
             return None
         try:
-            return action(collectors)
+            value = action(collectors)
         except Exception as error:  # noqa: BLE001  (training continues after any failure, with an event)
-            collectors.switch_off(part)
-            reason = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
-            message = f"{_WORDS.get(part, part)} cannot be recorded from step {self.step} on ({reason})."
-            self.event("not recorded", source=part, message=message)
-            issue_warning(f"{message} Training continues.")
-            return None
+            own = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
+        if not (failed := failures(own) if is_joint else {0: own} if own else {}):
+            return value
+        collectors.switch_off(part)
+        reason = on_ranks(failed) if is_joint else own
+        message = f"{_WORDS.get(part, part)} cannot be recorded from step {self.step} on ({reason})."
+        self.event("not recorded", source=part, message=message)
+        issue_warning(f"{message} Training continues.")
+        return None
 
     def event(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,16 +18,18 @@ from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.probes import Around, ProbeCollector
 from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
+from workbench.callbacks.recorder.ranks import jointly, of_each_rank, on_ranks
 from workbench.callbacks.recorder.reduction import ReductionCollector
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
+from workbench.io.memory import free_memory
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
 from workbench.models.batches import take_examples
 from workbench.models.calling import on_device_of
 from workbench.models.device_numbers import read_arrays
 from workbench.models.probing import without_own_hooks
-from workbench.models.readable_weights import readable, reshard
+from workbench.models.readable_weights import gathered, local_part, readable, reshard, shards_in
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.wrapping import as_written
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
@@ -41,6 +43,12 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.callbacks.recorder.options import RecorderOptions
+
+
+#: Bytes that are always free.
+_SMALL = 1 << 24
+#: Why the blocks of a model cannot be read whose parameters FSDP1 has replaced by parts of a flat tensor.
+_FLAT = "FSDP1 replaces its weights by parts of flat tensors. Shard it with fully_shard (FSDP2)."
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,7 @@ class Collectors:
     ) -> None:
         self.options, self.optimizer, self.parameters = options, optimizer, parameters
         self.model = self._outermost = subjects[0]
+        self._is_flat = any(hasattr(weight, "_fsdp_flattened") for weight in self.model.parameters())
         self._event = event
         self._off = {part for part, every in options.every.items() if every is None}
         self._reported: set[int] = set()
@@ -125,7 +134,7 @@ class Collectors:
         self._had_attention: np.ndarray | None = None
         self.called: set[str] = set()
         self.probe = None if probe is None else on_device_of(self.model, probe)
-        self.reading = self._read(subjects) if reading is None else reading
+        self.reading = self._agreed(self._read(subjects) if reading is None else reading)
         reading, parameters.model = self.reading, self.model
         self.names = [site.name for site in reading.anatomy.sites] if reading.anatomy is not None else []
         self.routers = [router for router in reading.routers if isinstance(router, Router)]
@@ -166,6 +175,8 @@ class Collectors:
                 self._event("not recorded", source=source, message=reason)
         self._begin_probes()
         taken = self._first_pass()
+        self._off = set().union(*of_each_rank(self._off))
+        taken = taken if self.is_on("probe") else {}
         if self.is_on("attention"):
             self._begin_attention(taken.get("attention", {}))
         if self.is_on("router"):
@@ -179,7 +190,8 @@ class Collectors:
 
     def _begin_probes(self) -> None:
         """Switch off probes that cannot run, without an event: a run needs neither a loss nor unsharded weights."""
-        if self._probes is None or any(hasattr(weight, "to_local") for weight in self.model.parameters()):
+        is_sharded = self._is_flat or any(hasattr(weight, "to_local") for weight in self.model.parameters())
+        if self._probes is None or is_sharded:
             self.switch_off("precision")
             self.switch_off("update")
         elif self.is_on("update"):
@@ -219,9 +231,27 @@ class Collectors:
 
     @contextmanager
     def _passes(self) -> Iterator[None]:
-        """Return the context of passes through the model: uncompiled, and without the hooks of the user."""
-        with as_written(), without_own_hooks(self._outermost):
+        """Return the context of passes through the model: uncompiled, without the hooks of the user, and not sharded.
+
+        A pass that gathers shards on the way would make other ranks wait for ever if it failed on one.
+        """
+        if shards_in(self._outermost):
+            missing = [p for p in self._outermost.parameters() if hasattr(p, "to_local")]
+            jointly(lambda: self._require_memory(_n_bytes(missing) - _n_bytes(map(local_part, missing))))
+        with as_written(), without_own_hooks(self._outermost), gathered(self._outermost):
             yield
+
+    def _require_memory(self, n_bytes: int) -> None:
+        """Raise SnapshotError before a measurement if it needs more memory than is free."""
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        if n_bytes > _SMALL and n_bytes > (free := free_memory(device)):
+            raise SnapshotError(
+                f"It needs {n_bytes / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB are free; measure it on a larger "
+                "device, or switch it off with every=.",
+                name="memory",
+                value=n_bytes,
+                expected=f"at most the {free} bytes that are free",
+            )
 
     def is_on(self, part: str) -> bool:
         """Return whether a part is recorded."""
@@ -300,17 +330,24 @@ class Collectors:
 
     def begin_update(self) -> None:
         """Prepare the measurement of the next update."""
+        self._require_memory(_n_bytes(map(local_part, self.optimizer.parameters)))
         self._update.begin()
 
     def begin_effect(self) -> None:
         """Prepare the measurement of the effect of the next update."""
         if self._probes is not None:
-            self._probes.begin_update()
+            copies = self._update.copies
+            new = [p for p in self.model.parameters() if p.requires_grad and id(p) not in copies]
+            self._require_memory(_n_bytes(new))
+            self._probes.begin_update(copies)
 
     def precision(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the errors of the run's arithmetic."""
         del step, probed
         assert self._probes is not None
+        sites = () if self.reading.anatomy is None else self.reading.anatomy.sites
+        # Parameters and gradients of one block, three times, one of them in float64.
+        self._require_memory(8 * max((_n_bytes(site.module.parameters()) for site in sites), default=0))
         with self._passes():
             return self._probes.precision()
 
@@ -397,15 +434,35 @@ class Collectors:
                 "model instead."
             )
             return ModelReading(None, troubles={"anatomy": reason})
+        if self._is_flat:  # each rank would see other shapes, and would go another way through messages of passes
+            return ModelReading(None, troubles={"anatomy": _FLAT})
         readings = []
-        for subject in subjects:
+        try:
             with self._passes():
-                readings.append(read_model(subject, self.probe))
+                for subject in subjects:
+                    readings.append(read_model(subject, self.probe))
+                    if readings[-1].anatomy is not None:
+                        self.model = subject
+                        return readings[-1]
+        except WorkbenchError as error:  # of memory
+            return ModelReading(None, troubles={"anatomy": str(error)})
+        finally:
             reshard(self._outermost)
-            if readings[-1].anatomy is not None:
-                self.model = subject
-                return readings[-1]
         return readings[0]
+
+    def _agreed(self, reading: ModelReading) -> ModelReading:
+        """Return a reading without the parts that another rank cannot read; a collective operation."""
+        ranks = of_each_rank(dict(reading.troubles))
+        found = {part: {rank: of[part] for rank, of in enumerate(ranks) if part in of} for of in ranks for part in of}
+        missing = {part: on_ranks(why) for part, why in found.items() if part not in reading.troubles}
+        if not missing:
+            return reading
+        return ModelReading(
+            None if "anatomy" in missing else reading.anatomy,
+            [] if {"anatomy", "attention"} & missing.keys() else reading.query_keys,
+            [] if {"anatomy", "router"} & missing.keys() else reading.routers,
+            {**reading.troubles, **missing},
+        )
 
     def _begin_attention(self, probed: Mapping[str, np.ndarray]) -> None:
         unreadable = [reading for reading in self.reading.query_keys if isinstance(reading, Unreadable)]
@@ -442,6 +499,10 @@ class Collectors:
                 self._reported.add(layer)
                 message = f"Layer {layer} ({self.names[layer]}) contains {what} that are not finite."
                 self._event("not finite", source=what, message=message, layer=layer, step=step)
+
+
+def _n_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _loss_on(loss_of: Callable[[nn.Module, Any], Tensor], probe: Any, model: nn.Module) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -69,9 +69,17 @@ class ProbeCollector:
         return {str(name): variable.values for name, variable in errors.data_vars.items()}
 
     @torch.no_grad()
-    def begin_update(self) -> None:
-        """Copy the parameters before an update whose effect is measured."""
-        self._before = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+    def begin_update(self, copies: Mapping[int, Tensor]) -> None:
+        """Copy the trained parameters before an update whose effect is measured.
+
+        Args:
+            copies: Copies of some of them that exist already, flat, by the id of the parameter.
+        """
+        trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        self._before = {
+            name: copies[id(weight)].view(weight.shape) if id(weight) in copies else weight.detach().clone()
+            for name, weight in trained.items()
+        }
 
     def update(self) -> dict[str, float]:
         """Return the variables of ``schema.UPDATE``; NaN if the parameters were not copied before."""

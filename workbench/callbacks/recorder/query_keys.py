@@ -67,9 +67,9 @@ class QueryKeyWindow:
         }
         values = {name: np.full(shape, np.nan) for name in measures}
         broken: dict[int, str] = {}
-        for place, group in enumerate(self._groups):
-            before, now = self._base[place], self._read(group)
-            self._base[place] = now
+        # All are read first: shards are gathered from all ranks, which would wait if a computation failed on one.
+        bases, self._base = self._base, [self._read(group) for group in self._groups]
+        for group, before, now in zip(self._groups, bases, self._base, strict=True):
             for part in _parts(now[0]):
                 layers = [reading.layer for reading in group[part]]
                 spectra = qk_update_spectrum(*(w[part] for w in (*before, *now)))

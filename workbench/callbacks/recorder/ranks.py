@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import distributed
 
+from workbench.errors import OptionError, SnapshotError
 from workbench.formatting import listed
+from workbench.io.run_output import issue_warning
 from workbench.models.process_group import is_shared, message_device
 from workbench.probes.precision import broken_arithmetic
 
@@ -18,6 +21,10 @@ from workbench.probes.precision import broken_arithmetic
 Change = tuple[str, float, str]
 #: Values of the variables of each part that was measured.
 Measured = dict[str, dict[str, np.ndarray]]
+
+T = TypeVar("T")
+#: Seconds after which a rank says that it waits for others, and after which it gives up.
+PATIENCE, LIMIT = 10.0, 120.0
 
 #: Metrics of an update that are averaged over the ranks that have them, and those that are summed.
 MEANS = (
@@ -44,6 +51,76 @@ SUMS = ("batch_size", "n_tokens", "n_changes", "n_unmade")
 def is_first() -> bool:
     """Return whether this process writes the record."""
     return not is_shared() or distributed.get_rank() == 0
+
+
+def meet(call: str) -> None:
+    """Wait until every rank has made a call; no message of the training is sent meanwhile.
+
+    Args:
+        call: Name of the call.
+
+    Raises:
+        OptionError: If a rank does not make it within two minutes.
+    """
+    if not is_shared():
+        return
+    store, n_ranks, rank = (
+        distributed.distributed_c10d._get_default_store(),
+        distributed.get_world_size(),
+        distributed.get_rank(),
+    )
+    number = store.add(f"workbench/calls of {rank}", 1)
+    here, begin, is_told = f"workbench/call {number}", time.monotonic(), False
+    n_here = store.add(here, 1)
+    while n_here < n_ranks:
+        time.sleep(0.05)
+        n_here, waited = store.add(here, 0), time.monotonic() - begin
+        if n_here == n_ranks or waited < (LIMIT if is_told else PATIENCE):
+            continue
+        missing = [other for other in range(n_ranks) if store.add(f"workbench/calls of {other}", 0) < number]
+        sentence = (
+            f"{call} was called on rank {rank} but not on {_in_words(missing)} within {waited:.0f} seconds; call it on "
+            "every rank, outside of conditions such as `if rank == 0`: only rank 0 writes the store."
+        )
+        if is_told and missing:
+            store.add(here, -1)
+            store.add(f"workbench/calls of {rank}", -1)
+            raise OptionError(sentence, name="rank", value=missing, expected="a call on every rank")
+        if missing:
+            issue_warning(f"{sentence} It waits for {LIMIT:.0f} seconds.")
+        is_told = True
+
+
+def failures(own: str) -> dict[int, str]:
+    """Return why something failed, by rank, given the reason of this rank or ""; a collective operation."""
+    if not is_shared():
+        return {0: own} if own else {}
+    if on_every_rank(not own):
+        return {}
+    return {rank: reason for rank, reason in enumerate(of_each_rank(own)) if reason}
+
+
+def jointly(action: Callable[[], T]) -> T:
+    """Run an action without collective operations on every rank, and raise on every rank if it fails on one."""
+    value, problem = None, None
+    try:
+        value = action()
+    except Exception as error:
+        if not is_shared():
+            raise
+        problem = error
+    failed = failures("" if problem is None else str(problem) or type(problem).__name__)
+    if problem is not None:
+        raise problem
+    if failed:
+        raise SnapshotError(on_ranks(failed), name="rank", value=[*failed], expected="no failure on any rank")
+    return value  # type: ignore[return-value]
+
+
+def on_ranks(failed: Mapping[int, str]) -> str:
+    """Return the reasons of a failure with the ranks where it occurred, unless that is the only rank."""
+    reason = next(iter(failed.values()))
+    return f"on {_in_words([*failed])}: {reason}" if is_shared() else reason
 
 
 def of_all_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -103,7 +180,7 @@ def measured_by_all(measured: Measured) -> Measured:
     """
     if not is_shared():
         return measured
-    ranks = _of_each_rank(measured)
+    ranks = of_each_rank(measured)
     found = dict(ranks[0])
     known = [rank for rank, values in enumerate(ranks) if "precision" in values]
     broken = [rank for rank in known if broken_arithmetic(ranks[rank]["precision"]) is not None]
@@ -116,7 +193,7 @@ def changed_on_any(own: list[Change]) -> list[Change]:
     """Return the settings that have changed on any rank, given those of this rank; a collective operation."""
     if not is_shared():
         return own
-    ranks = _of_each_rank(own)
+    ranks = of_each_rank(own)
     found: dict[str, tuple[Change, list[int]]] = {}
     for rank, changes in enumerate(ranks):
         for change in changes:
@@ -129,11 +206,17 @@ def changed_on_any(own: list[Change]) -> list[Change]:
 
 def _on_ranks(ranks: list[int], sentence: str) -> str:
     """Prefix a sentence with ranks, such as "On rank 1 the learning rate rose"."""
-    where = f"rank{'s' if len(ranks) > 1 else ''} {listed([str(rank) for rank in ranks])}"
-    return f"On {where} {sentence[0].lower()}{sentence[1:]}"
+    return f"On {_in_words(ranks)} {sentence[0].lower()}{sentence[1:]}"
 
 
-def _of_each_rank(value: Any) -> list[Any]:
+def _in_words(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed([str(rank) for rank in ranks])}"
+
+
+def of_each_rank(value: Any) -> list[Any]:
+    """Return the values of all ranks; a collective operation."""
+    if not is_shared():
+        return [value]
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, value)
     return found

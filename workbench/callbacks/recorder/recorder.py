@@ -22,7 +22,7 @@ from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, optimiz
 from workbench.callbacks.recorder.loggers import logging_observer
 from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, checked_cadence
 from workbench.callbacks.recorder.probe_text import of_plain, to_plain
-from workbench.callbacks.recorder.ranks import is_first, of_first_rank
+from workbench.callbacks.recorder.ranks import is_first, meet, of_first_rank
 from workbench.errors import AnatomyError, OptionError, StoreError
 from workbench.io.background_writer import BackgroundWriter
 from workbench.io.provenance import versions
@@ -211,6 +211,7 @@ class Recorder:
             array([0, 1, 2])
         """
         self._check_free("attach")
+        meet("Recorder.attach")
         model = module_of(model)
         joint = JointOptimizer(optimizers_in(optimizer))
         parameters = OptimizedParameters(bare(model), joint)

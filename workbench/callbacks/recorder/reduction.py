@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
+from workbench.callbacks.recorder.ranks import jointly
 from workbench.errors import OptionError
 from workbench.models.process_group import is_shared
 from workbench.probes.gradient_agreement import GradientVerdict
@@ -81,7 +82,7 @@ class ReductionCollector:
         return self._values
 
     def _compared(self, projections: GradientProjections) -> dict[str, float]:
-        found = compare_gradients(projections.take())
+        found = compare_gradients(projections.gathered(jointly(projections.measured)))
         measured = [state for state in found.states if state != GradientVerdict.NOT_MEASURED]
         wrong = sum(state.is_fault for state in measured)
         return {

@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 
 from workbench.callbacks.recorder.full_parameters import OptimizedParameters
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
-from workbench.callbacks.recorder.ranks import summed_over_ranks
+from workbench.callbacks.recorder.ranks import jointly, summed_over_ranks
 from workbench.models.device_numbers import in_pieces, read_numbers
 from workbench.models.readable_weights import local_part
 from workbench.monitors.optimizer_health import (
@@ -95,6 +95,12 @@ class UpdateCollector:
         Returns:
             For each variable an array (module,), and a description of layers with values that are not finite.
         """
+        is_sharded = any(_is_sharded(each.weight) for each in self._weights())
+        sums, eps, ages = jointly(self._measured) if is_sharded else self._measured()
+        return self._values(summed_over_ranks(sums) if is_sharded else sums, eps, ages)
+
+    def _measured(self) -> tuple[np.ndarray, list[float], list[tuple[float, float]]]:
+        """Return the sums of this rank, and eps, beta1 and age of the moments of each module."""
         eps = [math.nan] * len(self.module_names)
         ages = [(0.0, 0.0)] * len(self.module_names)  # beta1, and number of updates in the moments
         n_steps = self._read_steps()
@@ -131,9 +137,11 @@ class UpdateCollector:
                     self._add(taken, _FIRST_MOMENT, one / (1 - beta1**done))
                     self._add(taken, _SECOND_MOMENT, (second / correction).clamp_min(0).sqrt())
         self._before = {}
-        sums = self._read_sums()
-        if any(_is_sharded(each.weight) for each in self._weights()):
-            sums = summed_over_ranks(sums)
+        return self._read_sums(), eps, ages
+
+    def _values(
+        self, sums: np.ndarray, eps: list[float], ages: list[tuple[float, float]]
+    ) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         with np.errstate(divide="ignore", invalid="ignore"):
             total, count = sums[..., 0], sums[..., 1]
             rms = np.sqrt(total / np.where(count > 0, count, np.nan))
@@ -155,6 +163,11 @@ class UpdateCollector:
             layer: "weights or gradients" for layer, bad in zip(self.layers, is_bad, strict=True) if bad and layer >= 0
         }
         return values, broken
+
+    @property
+    def copies(self) -> dict[int, Tensor]:
+        """Copies of the parameters from before the update, flat, by the id of the parameter, until it is measured."""
+        return self._before
 
     def forget(self) -> None:
         """Release the copy of the parameters if the update was skipped."""
@@ -329,12 +342,12 @@ def _unscaled(optimizer: JointOptimizer, gradient: Tensor) -> Tensor:
 
 
 def _is_sharded(weight: Any) -> bool:
-    return hasattr(weight, "to_local") and distributed.is_initialized()
+    return (hasattr(weight, "to_local") or hasattr(weight, "_fsdp_flattened")) and distributed.is_initialized()
 
 
 def _part_weight(weight: Any) -> float:
     """Return 1 over the number of ranks that hold the same part of a parameter, for sums over all ranks."""
-    if not _is_sharded(weight):
+    if not _is_sharded(weight) or not hasattr(weight, "to_local"):  # FSDP1 gives each entry to one rank
         return 1.0
     n_parts = math.prod(
         weight.device_mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement.is_shard()

@@ -16,7 +16,7 @@ from workbench.callbacks.alarms import Alarm, Alarms, Calibration
 from workbench.callbacks.recorder import Recorder
 from workbench.callbacks.recorder.joint_optimizer import optimizers_in
 from workbench.callbacks.recorder.options import CADENCE
-from workbench.callbacks.recorder.ranks import is_first, of_first_rank
+from workbench.callbacks.recorder.ranks import is_first, meet, of_first_rank
 from workbench.callbacks.watching.run_status import RunStatus
 from workbench.callbacks.watching.status_display import StatusDisplay
 from workbench.models.wrapping import bare
@@ -109,6 +109,7 @@ def watch(
     module = model.model if trainer == "transformers" else model
     if trainer is None:
         optimizers_in(optimizer)
+    meet("wb.watch")
     path = Path("runs", of_first_rank(_name_of(module))) if store is None else Path(store)
     watched = Watch(
         path,
