@@ -174,9 +174,12 @@ _OF_ATTENTION: tuple[Watched, ...] = (
         Watched("attention", "frobenius_norm", term, follows_rate=term != "W", points_to=words)
         for term, words in _NORMS.items()
     ),
-    Watched("attention", "attention_logit_max", points_to="attention logits grow towards saturation of the softmax"),
     Watched(
-        "attention", "attention_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02,
+        "attention", "attention_logit_max", may_be_missing=True,
+        points_to="attention logits grow towards saturation of the softmax",
+    ),
+    Watched(
+        "attention", "attention_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02, may_be_missing=True,
         points_to="attention narrows to single tokens",
     ),
 )  # fmt: skip

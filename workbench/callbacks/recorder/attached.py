@@ -24,6 +24,7 @@ from workbench.callbacks.recorder.logged_numbers import NUMBERS, as_floats, as_n
 from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
 from workbench.callbacks.recorder.ranks import (
     Change,
+    PeerError,
     changed_on_any,
     failures,
     measured_by_all,
@@ -550,6 +551,8 @@ class AttachedRecorder:
             return None
         try:
             value = action(collectors)
+        except PeerError:
+            value = None
         except Exception as error:  # noqa: BLE001  (training continues after any failure, with an event)
             own = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
         if not (failed := failures(own) if is_joint else {0: own} if own else {}):

@@ -255,7 +255,7 @@ class Collectors:
 
     def is_on(self, part: str) -> bool:
         """Return whether a part is recorded."""
-        return part not in self._off
+        return part not in self._off and not (part == "activations" and "probe" in self._off)
 
     def switch_off(self, part: str) -> None:
         """Stop recording a part."""

@@ -91,6 +91,10 @@ def meet(call: str) -> None:
         is_told = True
 
 
+class PeerError(SnapshotError):
+    """A failure of another rank, which reports it."""
+
+
 def failures(own: str) -> dict[int, str]:
     """Return why something failed, by rank, given the reason of this rank or ""; a collective operation."""
     if not is_shared():
@@ -113,7 +117,7 @@ def jointly(action: Callable[[], T]) -> T:
     if problem is not None:
         raise problem
     if failed:
-        raise SnapshotError(on_ranks(failed), name="rank", value=[*failed], expected="no failure on any rank")
+        raise PeerError(on_ranks(failed), name="rank", value=[*failed], expected="no failure on any rank")
     return value  # type: ignore[return-value]
 
 

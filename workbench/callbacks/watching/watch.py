@@ -53,8 +53,9 @@ def watch(
     training; a terminal shows one line; a log file contains only the alarms. The record is a store for
     `workbench.open_run`, `workbench.widgets.Timeline` and `workbench.diagnose`.
 
-    If several processes train one model, each of them has to call this function. Only rank 0 writes the store and shows
-    the status. Alarms are raised on all ranks at the same step, so that an ``on_alarm`` that ends the training ends it
+    If several processes train one model, each of them has to call this function; those that do not within two minutes
+    are named by an error. A part that fails on one rank is left out on all. Only rank 0 writes the store and shows the
+    status. Alarms are raised on all ranks at the same step, so that an ``on_alarm`` that ends the training ends it
     on all ranks. The arithmetic of parameters that are sharded over ranks is not checked. Their gradients are checked
     if FSDP2 shards them by rows; otherwise the reduction probe tests a sum over ranks.
 
@@ -80,7 +81,7 @@ def watch(
         The watch. It ends when its context is left, when ``close()`` is called, or when a ``Trainer`` ends.
 
     Raises:
-        OptionError: If there is no optimizer, or it updates no parameter of the model.
+        OptionError: If there is no optimizer, it updates no parameter of the model, or a rank does not call this.
         StoreError: If the store exists already and is neither continued nor replaced, or is being written.
 
     Example:
