@@ -195,7 +195,7 @@ def test_wrong_input_is_rejected(runs):
     with pytest.raises(OptionError, check=about("step", 5, ("first", "last"))):
         wb.compare({"bare": runs["bare"]}, at=5)
     for wrong in ("middle", 2.5, True):
-        with pytest.raises(OptionError, check=about("step", wrong)):
+        with pytest.raises(OptionError, check=about("step" if wrong == "middle" else "at", wrong)):
             wb.compare(runs, at=wrong)
     with pytest.raises(SchemaError, check=about("published", "GPT", tuple(ROWS))):
         wb.compare(runs, published={"bare": "GPT"})
