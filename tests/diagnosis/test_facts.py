@@ -101,7 +101,10 @@ PLANTED = {
     "no_label_counts": ({"monitors": LABELS_LOST}, {}, "labels", 300),
     "first_loss_too_high": ({"monitors": curves(descent(N, first=139, last=2))}, NAMED, "", 0),
     "too_good": ({"monitors": curves(descent(N, first=4.85, last=0.01, noise=0.001))}, NAMED, "", None),
-    "only_frequencies": ({"monitors": curves(descent(N, first=4.85, last=3.3))}, NAMED, "", N - 1),
+    "only_frequencies": (
+        {"monitors": curves(descent(N, first=4.85, last=3.3), ignored_labels=np.zeros(N), n_tokens=np.full(N, 2048))},
+        NAMED, "", N - 1,
+    ),
     "softmax_twice": (
         {"monitors": curves(certain_and_wrong(), label_entropy=np.full(N, np.nan))}, PER_CLASS, "labels", 0,
     ),
@@ -335,3 +338,14 @@ def test_the_sample_with_a_failed_probe_is_diagnosed_as_its_timeline_shows_it():
 def test_facts_can_be_left_out():
     assert diagnose(made(*PLANTED["no_label_counts"][:2]), uses=("mechanism", "log")).attrs["state"] != "found"
     assert Rules.shipped().causes == tuple(CAUSES)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"ignored_labels": np.full(N, 0.7), "n_tokens": np.full(N, 384.0)}, {"n_tokens": np.full(N, 8 * 24.0)}],
+    ids=["most are ignored", "short examples"],
+)
+def test_entropy_of_few_labels_is_no_bound_of_the_loss(columns):
+    columns = {"ignored_labels": np.zeros(N), "label_entropy": np.full(N, 1.9)} | columns
+    run = made({"monitors": curves(descent(N, first=4.85, last=2.1), **columns)}, NAMED)
+    assert not [fact for fact in facts_of(run) if fact.is_finding]

@@ -195,7 +195,13 @@ def _of_loss(record: Record, failure: Failure) -> Iterator[RunFact]:
         row = known[min(int(np.argmax(failure.smooth < _TOO_GOOD * entropy)), len(known) - 1)]
         yield _fact(record, "loss", row, last, entropy, sentence, "nothing", name="too_good")
     late = float(np.median(failure.smooth[-len(known) // 4 :]))
-    if len(known) >= _LATE and entropy > 0.5 and late > entropy + failure.floor:
+    # A few labels have less entropy than those of the data, and losses may be means over them; a forward pass has at
+    # least the tokens of one example.
+    ignored, n_examples = record.every("ignored_labels"), record.every("batch_size")
+    is_complete = ignored is not None and n_examples is not None and np.mean(ignored < 0.1) > 0.9
+    length = float(np.median(np.nan_to_num(tokens / n_examples))) if is_complete and tokens is not None else 0.0
+    limit = entropy + math.exp(entropy) / max(length, 1e-9)
+    if len(known) >= _LATE and entropy > 0.5 and late > limit + failure.floor:
         sentence = (
             f"After {len(known)} updates the loss of {late:.3g} nat is not below the entropy of its labels, "
             f"{entropy:.3g} nat: nothing is learned from the inputs."
