@@ -76,8 +76,10 @@ def test_the_logs_of_many_tools_are_read(tmp_path, tool):
     ],
 )
 def test_missing_steps_are_noted(tmp_path, steps, between):
-    log = read_log(write(tmp_path / "log.csv", ["step", "loss"], [[s, 1.0] for s in steps]))
+    path = write(tmp_path / "log.csv", ["step", "loss"], [[s, 1.0] for s in steps])
+    log = read_log(path)
     assert log["step"].values.tolist() == steps
+    assert diagnose(path).attrs["summary"].endswith(log.attrs["notes"])
     assert log.attrs["notes"] == (f"No steps between {between}." if between else "")
 
 
@@ -233,6 +235,14 @@ def test_the_latest_checkpoint_of_a_folder_is_read(tmp_path):
     log = read_log(tmp_path)
     assert log["step"].values.tolist() == list(range(1, 11))
     assert log.identical(read_log(tmp_path / "checkpoint-10").assign_attrs(log.attrs))
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "runs" / "host")) as writer:
+        for step in range(1, 14):
+            writer.add_scalar("train/loss", 3 - step / 8, step)
+    log = read_log(tmp_path)  # the run went on after its last checkpoint
+    assert log["loss"].values.tolist() == [3 - step / 8 for step in range(1, 14)]
+    assert "'runs/host' has the most rows" in log.attrs["notes"]
 
 
 def test_a_folder_of_mlflow_is_read(tmp_path):

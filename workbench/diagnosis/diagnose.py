@@ -94,8 +94,8 @@ def diagnose(
         A tree with attributes ``kind`` ("diagnosis"), ``state`` ("found", "likely" or "nothing found"), ``fault`` (kind
         of the most likely cause), ``failure_kind``, ``failure_step``, ``shows_failure`` (0 if the loss neither diverged
         nor rose), ``view`` (what the record holds: "store", "recorder", "mechanism", "log", "curves" or "other"),
-        ``coverage`` (if it is known for that view), ``summary``, ``recorded`` and ``not_recorded`` (in words), and the
-        children
+        ``coverage`` (if it is known for that view), ``summary``, ``recorded`` and ``not_recorded`` (in words),
+        ``notes`` (of `workbench.read_log`), and the children
 
         - ``causes`` (dim ``cause``, by decreasing probability; "nothing" means that nothing was found, "unknown" none
           of the others): ``title``, ``kind``, ``probability`` (adds up to 1), ``is_possible`` (whether the cause is in
@@ -191,6 +191,7 @@ def _tree(
     about = {
         "what_happened": what_happened, "found": json.dumps(found), "established": json.dumps(established),
         "recorded": recorded, "not_recorded": missing, "shows_failure": int(failure.is_seen),
+        "notes": str(record.parts["monitors"].attrs.get("notes", "")),
     }  # fmt: skip
     answer = answer_of(about, probability, layers, possible)
     tree.attrs = {
@@ -275,7 +276,7 @@ def answer_of(
         "state": state,
         "fault": ALL_CAUSES[first].kind,
         "fault_probabilities": json.dumps({kind: round(p, 4) for kind, p in by_kind.items()}),
-        "summary": f"{about['what_happened']}. {answer.strip()}",
+        "summary": f"{about['what_happened']}. {answer.strip()} {about.get('notes', '')}".strip(),
     }
 
 

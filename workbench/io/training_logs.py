@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,35 +187,30 @@ def is_log(path: str | os.PathLike[str]) -> bool:
     return any(len(columns[loss][0]) > 1 for loss, columns in found if loss)
 
 
-def _files_of(path: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the files of a log, each with the name of its run.
+def _files_of(path: Path) -> list[tuple[Path, str]]:
+    """Return the files of a log, each with the name of its run; empty if there is only one.
 
     Raises:
         StoreError: If a folder holds no log.
     """
     if not path.is_dir():
-        yield path, ""
-        return
+        return [(path, "")]
     files = sorted(itertools.islice((file for file in path.rglob("*") if file.is_file()), _MOST_FILES))
     states = [file for file in files if file.name == _STATE]
-    if states:
-        latest = max(states, key=lambda s: (s.parent == path, int("".join(re.findall(r"\d+$", s.parent.name)) or 0)))
-        yield latest, ""
-        return
-    events = [file for file in files if EVENT_FILE in file.name]
-    metrics = [file for file in files if "metrics" in file.parts and not file.suffix] if not events else []
-    others = [file for file in files if is_log(file)] if not events and not metrics else []
-    for file in events or metrics:
-        place = file.parent if events else Path(*file.parts[: file.parts.index("metrics")])
-        inside = place.relative_to(path).as_posix() if place.is_relative_to(path) else "."
-        yield file, "" if inside == "." else inside
-    for file in others:
-        yield file, file.relative_to(path).as_posix() if len(others) > 1 else ""
-    if not (events or metrics or others):
+    number = {state: int("".join(re.findall(r"\d+$", state.parent.name)) or 0) for state in states}
+    latest = sorted(states, key=lambda state: (state.parent == path, number[state]))[-1:]
+    metrics = [file for file in files if "metrics" in file.parts and not file.suffix]
+    # Events beside the latest checkpoint may go on after it.
+    found = [(file, file) for file in latest] + [(file, file.parent) for file in files if EVENT_FILE in file.name]
+    found = found or [(file, Path(*file.parts[: file.parts.index("metrics")])) for file in metrics]
+    found = found or [(file, file) for file in files if is_log(file)]
+    if not found:
         raise StoreError(
             f"{path} holds no log; pass a folder with TensorBoard events, trainer_state.json, or text, CSV or JSON.",
             name="path", value=path, expected="a folder with a log",
         )  # fmt: skip
+    is_one = len({place for _, place in found}) == 1
+    return [(file, "" if is_one or place == path else place.relative_to(path).as_posix()) for file, place in found]
 
 
 def _named(columns: Columns, words: tuple[tuple[set[str], ...], set[str]]) -> str:
