@@ -36,5 +36,5 @@ replayed = accuracy.set_index("answer").loc["mechanism and one replay"]
 assert replayed["first"] < 0.95
 assert replayed["healthy"] < 0.95
 # The answers are hidden until the reader opens them, and no choice is required.
-assert folded.count("Run ") == 4
+assert folded.count("- **Run ") == 4
 assert set(choice) == set(runs)
