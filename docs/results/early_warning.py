@@ -1,5 +1,7 @@
 """Tables of the page on early warning, from the recorded runs of the test set."""
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 
@@ -61,6 +63,26 @@ def late():
     of["name"] = of["name"].str.removeprefix("late_rms_norm_")
     names = {"name": "run", "harm_step": "visibly worse", "first_step": "first alarm", "lead": "steps before"}
     return written(of, names | {"first_signal": "its signal"})
+
+
+def by_hand():
+    """Return the alarms on faults that were written into a training loop, by fault."""
+    rows = hand_faults().query("fault.notna()")
+    rows = rows.assign(soon=rows["delay"] <= 25, named=rows["cause"] == rows["expected"])
+    of = rows.groupby("fault", sort=False).agg(
+        runs=("soon", "size"), within=("soon", "sum"), delay=("delay", "median"), longest=("delay", "max"),
+        signal=("signal", lambda signals: ", ".join(sorted(set(signals.dropna())))), named=("named", "sum"),
+    )  # fmt: skip
+    names = {
+        "fault": "fault", "runs": "runs", "within": "alarm within 25 steps", "delay": "median delay",
+        "longest": "longest delay", "signal": "first signal", "named": "cause right, or unknown if no known fault",
+    }  # fmt: skip
+    return written(of.reset_index(), names)
+
+
+def hand_faults():
+    """Return the runs with faults written by hand, and their healthy controls."""
+    return pd.read_csv(Path(__file__).parents[2] / "data" / "hand_faults.csv")
 
 
 def written(table, names):

@@ -38,6 +38,28 @@ def n_soon(harmed, step):
     return int((harmed[step] - harmed["start"]).between(0, SOON).sum())
 
 
+def claims_by_hand():
+    """Return what the page says about faults written by hand, and about healthy losses."""
+    rows, floor = (pd.read_csv(ROOT / "data" / f"{name}.csv") for name in ("hand_faults", "loss_floor"))
+    of_mask, healthy = rows[rows["fault"] == "lost mask"], rows[rows["fault"].isna()]
+    at_once = rows[rows["fault"].isin(["random labels", "same batch"])]
+    assert (at_once["delay"] <= 1).all()
+    assert (at_once["cause"] == at_once["expected"]).all()
+    assert (healthy["n_steps"] == 900).all()
+    found = of_mask[of_mask["delay"] <= 25]
+    assert (found["signal"] == "loss rise").all()
+    assert found["delay"].notna().sum() == of_mask["delay"].notna().sum()
+    assert set(floor.query("set == 'locked'")["setup"]) == {"kan recall"}
+    n_false = floor["n_rises"].sum() + floor["n_falls"].sum()
+    return (
+        f"found in {len(found)} of {len(of_mask)} runs within 25 steps",
+        f"The {len(healthy)} healthy runs of 900 updates raise {healthy['n_alarms'].sum()} alarms",
+        f"{n_false} false alarms in {floor['n_steps'].sum():,} healthy steps (`data/loss_floor.csv`)",
+        f"{n_false} false alarms in {floor['n_steps'].sum():,} healthy steps",
+        f"reaches {100 * floor['largest_fall'].max():.0f} % of the threshold",
+    )
+
+
 def test_every_number_of_the_page(runs, faulted, harmed):
     of, healthy, failed_late = len(harmed), runs[runs["kind"] == ""], runs[runs["kind"] == "late"]
     soon = {name: n_soon(harmed, f"{name}_step") for name in ("first", "loss", "grad_norm")}
@@ -81,9 +103,12 @@ def test_every_number_of_the_page(runs, faulted, harmed):
         f"and {kinds['z_loss'].sum()} of {len(kinds['z_loss'])} with z-loss",
         f"visibly worse in {warned} of the {len(fails)}",
         f"first alarm in {int((attention['first_signal'] == 'arithmetic').sum())} of {len(attention)} harmful faults",
+        *claims_by_hand(),
     )
     settings = (
         "standard deviations over 50 steps", "Intervals are 95 %", "an alarm within 50 steps", ", within 20 steps",
+        "(Qwen2, GPT-NeoX, Gemma 2, Qwen3-MoE; width 64, three blocks)", "random step from 400 to 600",
+        "learned abruptly after 2,500 steps",
         "about step 5,000, the spectrum of dW at 13,000, the gradient norm at 21,000, the loss at 22,000",  # published
     )  # fmt: skip
     check_page(PAGE, claims, settings=settings)

@@ -5,12 +5,15 @@ import json
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
+from scipy.stats import chi2
 
 import workbench as wb
 from tests.docs.page_numbers import ROOT, check_page, text_of, visible
 from workbench.callbacks.alarms import Alarms
+from workbench.callbacks.recorder.single_tensors import _EVERY
 from workbench.diagnosis.ranking import COVERAGE
 from workbench.koopman.measures import Thresholds
 from workbench.rates.rate_search import LONGEST_SHARE
@@ -85,10 +88,18 @@ def test_alarms():
         runs = data.load().to_dataframe().query("set == 'locked'")
     healthy = runs[(runs["kind"] == "") & (runs["n_alarms"] > 0)]
     assert set(healthy["first_signal"]) == {"largest_losses"}  # none of a probe or a setting
+    floor = pd.read_csv(ROOT / "data" / "loss_floor.csv")
+    n_false, n_steps = int(floor["n_rises"].sum() + floor["n_falls"].sum()), floor["n_steps"].sum()
+    most = 1e5 * chi2.ppf(0.975, 2 * n_false + 2) / 2 / n_steps
+    claims = (
+        f"{n_false} false alarms in {n_steps:,} healthy steps of the recorded losses, so that the rate is at most "
+        f"{most:.1f} in 100,000 (95 %)",
+    )
     settings = (
         "beyond 10,000", f"in 100,000 healthy steps, {default(Alarms, 'false_alarms'):g} by default", "first 200 steps",
+        f"every {_EVERY} updates", "exactly 0", "a power of 2",
     )  # fmt: skip
-    check_page(f"{FOLDER}/alarms.md", (), settings=settings)
+    check_page(f"{FOLDER}/alarms.md", claims, settings=settings)
 
 
 def test_kss():
