@@ -11,7 +11,7 @@ import torch
 import workbench as wb
 from tests.about import about
 from workbench import errors
-from workbench.errors import OptionError
+from workbench.errors import OptionError, StoreError
 
 PACKAGE = Path(wb.__file__).parent
 CLASSES = frozenset(errors.__all__)
@@ -78,6 +78,14 @@ def test_the_standard_sentence():
     )
     assert str(OptionError.of("norm", "x", ("pre_ln", None))) == "norm must be one of 'pre_ln', None, got 'x'."
     assert str(OptionError.of("model", torch.nn.Linear(1, 1), "a path")) == "model must be a path, got Linear."
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[31mb", "a\u202eb", "a\0b", "\ud800"])
+def test_a_message_is_one_printable_sentence(name):
+    error = StoreError.of(name, name, name)
+    assert str(error).isprintable()
+    assert str(error).isascii()
+    assert (error.name, error.value) == (name, name)
 
 
 def test_a_place_leaves_the_fields_as_they_are():

@@ -1,6 +1,7 @@
 """Figures as files: they are rendered, written atomically, and the state of the libraries is unchanged."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -39,6 +40,14 @@ def test_html_is_self_contained(draw, calm, tmp_path):
     assert "Bokeh.embed.embed_item" in text
     assert "<script src" not in text
     assert "<link" not in text
+
+
+@pytest.mark.parametrize("name", ["<!--<script>", "</script><script>", "<!--"])
+def test_a_name_in_a_figure_does_not_end_its_page(name, calm, tmp_path):
+    text = save(eigenvalue_map({name: calm}), tmp_path / "figure.html").read_text()
+    data = text.rpartition("Bokeh.embed.embed_item(")[2].partition(', "figure").then')[0]
+    assert "<" not in data
+    assert name in json.dumps(json.loads(data))
 
 
 def test_a_figure_has_the_method_that_matplotlib_users_try(calm, tmp_path):

@@ -1,5 +1,6 @@
 """Report files: every sentence links to a row with the same number, and files are written atomically."""
 
+import ast
 import base64
 import re
 import sys
@@ -221,6 +222,26 @@ def test_texts_of_the_tree_cannot_become_markup(tmp_path, without_pictures):
     assert "&lt;script&gt;" in html
     text = report(tree, tmp_path / "a.md").read_text()
     assert text.startswith("# &lt;script>alert(1)&lt;/script> \\| \\[x\\](y) \\*b\\*\n")
+
+
+@pytest.mark.parametrize("name", ['w"] if not ran.append(1) else tree["wide', "w'] + ran.append(1) + ['", "w\\'"])
+def test_a_name_in_the_tree_is_no_code_of_the_notebook(name, tmp_path, without_pictures):
+    import nbformat
+
+    tree = made_trees.comparison()
+    nodes = {node.path.replace("/wide", f"/{name}", 1): node.to_dataset() for node in tree.subtree if node.has_data}
+    designs = [name if each == "wide" else each for each in tree["designs"]["design"].values.tolist()]
+    renamed = xr.DataTree.from_dict(nodes | {"/designs": nodes["/designs"].assign_coords(design=designs)})
+    renamed.attrs = tree.attrs
+    for design, old in zip(designs, ("wide", "deep"), strict=True):
+        renamed[design].attrs = tree[old].attrs
+    cells = nbformat.read(report(renamed, tmp_path / "a.ipynb"), as_version=4).cells
+    codes = [cell.source for cell in cells[2:] if cell.cell_type == "code"]
+    for code in codes:
+        calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+        functions = {ast.unparse(call.func).rpartition("(")[2] for call in calls}
+        assert "ran.append" not in functions
+    assert len(codes) == sum("show(" in code for code in codes) > 0
 
 
 def test_files_are_written_atomically_and_never_over_others(tmp_path, without_pictures, monkeypatch):

@@ -35,6 +35,15 @@ def test_models_planes_and_layers_of_an_explorer(spectra, tmp_path):
     assert content["n_layers"] == 6
 
 
+@pytest.mark.parametrize("name", ["<!--<script>", "</script>"])
+def test_a_name_in_the_page_does_not_end_it(name, spectra, tmp_path):
+    explorer = SpectrumExplorer({name: next(iter(spectra.values()))})
+    page = explorer.save(tmp_path / "a.html").read_text()
+    explorer.close()
+    assert list(content_of(page)["views"][0]["models"]) == [name]
+    assert "<" not in page.partition('id="content">')[2].partition("</script>")[0]
+
+
 @pytest.mark.slow
 def test_every_step_of_every_view_is_there(tmp_path):
     runs = {"Pre-LN": run_of([0, 10, 20]), "wild": run_of([0, 10], n_steps=14, diverges=True, seed=20)}

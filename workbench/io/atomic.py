@@ -20,6 +20,7 @@ from typing import Any
 
 from workbench.errors import StoreError
 from workbench.io.files import FileKind, as_path
+from workbench.io.run_lock import RunLock, has_writer
 from workbench.option_checks import checked
 
 #: What identifies files of the workbench: a mark in pictures and pages, and attributes of its data.
@@ -43,6 +44,9 @@ def check_free(path: str | os.PathLike[str], *, overwrite: bool, keys: Any = Non
         StoreError: If the path exists and ``overwrite`` is False, or the workbench did not write what is there.
     """
     path = as_path(path)
+    parent = next((each for each in path.absolute().parents if os.path.exists(each)), Path("/"))
+    if not os.access(parent, os.W_OK):
+        raise _not_writable(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     if not os.path.lexists(path):
         return
     try:
@@ -57,6 +61,8 @@ def check_free(path: str | os.PathLike[str], *, overwrite: bool, keys: Any = Non
         )
         expected = "a path that does not exist" + overwrite * ", or holds only what the workbench wrote"
         raise StoreError(f"{path} {advice}.", name="path", value=path, expected=expected)
+    if path.is_dir() and has_writer(path):
+        RunLock(path).release()  # raises the error, unless the writer has just ended
 
 
 def write_json(content: Any, path: Path | str, *, overwrite: bool = False) -> Path:
@@ -83,7 +89,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     place = as_path(path)
     try:
-        place = Path(os.path.realpath(place)) if place.is_symlink() else place
+        place = Path(os.path.realpath(place))
         place.parent.mkdir(parents=True, exist_ok=True)
         workplace = Path(tempfile.mkdtemp(prefix=f".{place.name[:50]}.", dir=place.parent))
     except OSError as error:

@@ -21,7 +21,7 @@ import numpy as np
 
 from workbench.errors import StoreError
 from workbench.io.atomic import check_free, replacing
-from workbench.io.run_lock import RunLock, has_writer, owner
+from workbench.io.run_lock import RunLock, owner
 from workbench.schema.runs import ALL_CHUNKS, SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ class RunWriter:
         self._arrays: dict[str, list[zarr.Array]] = {}
         self._attrs = {"schema_version": SCHEMA_VERSION, **attrs, "writer": owner(), ALL_CHUNKS: 1}
         check_free(self.path, overwrite=overwrite)
-        if has_writer(self.path):
-            RunLock(self.path).release()  # raises the error, unless the writer has just ended
         with replacing(self.path) as partial:
             zarr.create_group(partial)
             self._write_root(partial)

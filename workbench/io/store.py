@@ -34,6 +34,7 @@ from workbench.schema.weights import validate_weights
 if TYPE_CHECKING:
     import xarray as xr
 
+_NETCDF = FileKind("a file that can hold the run", "save it with wb.save()")
 _RUN = FileKind("an undamaged run", "check the path, or write it again with wb.save()", most_bytes=1 << 40)
 #: Parts of a run that follow the schema; others are stored unchanged.
 _VALIDATORS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
@@ -157,7 +158,9 @@ def export_netcdf(
     path = Path(path)
     with replacing(path) as partial:
         # Written to memory first, because on a full disk HDF5 raises other errors and keeps the file open.
-        partial.write_bytes(run.to_netcdf(engine="netcdf4", auto_complex=True))
+        with _NETCDF.reading(path):
+            content = run.to_netcdf(engine="netcdf4", auto_complex=True)
+        partial.write_bytes(content)
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from typing import TYPE_CHECKING, Any
 
 from workbench.reports.document import Document, Picture, ReportSection
@@ -48,11 +49,12 @@ def _section_cells(section: ReportSection, tree: xr.DataTree) -> list[Any]:
 
     def mark(picture: Picture) -> str:
         found.append(picture)
-        return f"\0{len(found) - 1}\0"
+        return f"\0{id(found)} {len(found) - 1}\0"  # which no name in the text can be
 
     cells = []
     # Text between two marks becomes one cell; a picture becomes a cell with its code and the image as output.
-    for place, text in enumerate("\n\n".join(section_lines(section, mark)).split("\0")):
+    lines = section_lines(section, mark)
+    for place, text in enumerate(re.split(rf"\x00{id(found)} (\d+)\x00", "\n\n".join(lines))):
         if place % 2 == 0:
             if text.strip():
                 cells.append(v4.new_markdown_cell(text.strip()))

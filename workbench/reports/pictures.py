@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -133,7 +134,8 @@ def _picture(
     **options: Any,
 ) -> Picture:
     """Return a figure of one part by `workbench.plots`; ``prepare`` names a function of this module for its data."""
-    data = f"tree[{path!r}].to_dataset()"  # a path may be a name from a file, and must not become code
+    # A path may contain a name from a file, which must not become code.
+    data = f"tree[{json.dumps(path, ensure_ascii=False)}].to_dataset()"
     data = f"pictures.{prepare}({data})" if prepare else data
     code = f"wb.plots.{figure}({', '.join([data, *(f'{key}={value!r}' for key, value in options.items())])})"
 
