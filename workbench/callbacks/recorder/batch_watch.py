@@ -282,7 +282,7 @@ class BatchWatch:
         """Return the counts since the last call, for the outermost module that was called."""
         seen = next((self._seen[module] for module in self._entrances if module in self._seen), Seen())
         seen.passes, seen.scaler = tuple(self._passes.values()), self._scaler.key
-        self._seen, self._passes = {}, {}
+        self._seen, self._passes, self._calls = {}, {}, {}
         self._waiting.clear()
         return seen
 
@@ -339,13 +339,14 @@ class BatchWatch:
             return
         is_outermost = module is next(entrance for entrance in self._entrances if entrance in self._calls)
         call = self._calls.pop(module)
+        if not is_outermost:  # a pass counts for the outermost module
+            return
         tensors = differentiable_in(output)
         loss = loss_in(output)
         if loss is None:
             loss = next((each for each in tensors if not each.ndim), None)
         call.loss = None if loss is None else loss.detach().reshape(())
-        if is_outermost:
-            call.largest = self._largest_losses(module, call.inputs, output)
+        call.largest = self._largest_losses(module, call.inputs, output)
         logits = None if call.largest else next((each for each in tensors if _may_be_logits(each)), None)
         call.logits = None if logits is None else weakref.ref(logits)
         reference = weakref.ref(self)
