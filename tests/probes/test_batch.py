@@ -96,3 +96,13 @@ def test_random_numbers_are_not_drawn():
     before = torch.get_rng_state()
     BatchProbe().take(torch.arange(6).reshape(2, 3))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_batch_that_comes_again_after_a_resume_is_seen():
+    batches = torch.arange(4 * 3 * 5).reshape(4, 3, 5)
+    before, after = BatchProbe(), BatchProbe()
+    for batch in batches:
+        before.take(batch)
+    after.load_state_dict(before.state_dict())
+    for batch, expected in ((batches[2], 1), (batches[3].flip(0), 0), (batches[0] + 99, 0)):
+        assert float(after.take(batch)["repeated_batch"]) == expected

@@ -95,7 +95,8 @@ class BatchProbe:
         if isinstance(labels, Tensor) and _are_ids(labels):
             found |= self.of_labels(first, labels)
         hashes = self._hashed(first)
-        found["repeated_examples"], found["repeated_batch"] = self._repeated(hashes), self._is_repeated(hashes)
+        is_repeated = self._is_repeated(hashes)  # before the hashes are remembered
+        found["repeated_examples"], found["repeated_batch"] = self._repeated(hashes), is_repeated
         return found
 
     def of_labels(self, inputs: Any, labels: Tensor) -> dict[str, Tensor]:
@@ -150,7 +151,13 @@ class BatchProbe:
         self._hashes = torch.tensor(list(hashes), dtype=torch.int64) if hashes else None
 
     def _is_repeated(self, hashes: Tensor) -> Tensor:
-        whole = (hashes * (2 * torch.arange(len(hashes), device=hashes.device) + 1)).sum().reshape(1)
+        n = len(hashes)
+        factors = 2 * torch.arange(n, device=hashes.device) + 1
+        whole = (hashes * factors).sum().reshape(1)
+        if self._batches is None and self._hashes is not None:  # restored: earlier batches had the same size
+            k = min(_N_BATCHES, len(self._hashes) // n)
+            earlier = self._hashes[len(self._hashes) - k * n :].to(hashes.device)
+            self._batches = (earlier.reshape(k, n) * factors).sum(1)
         known = whole[:0] if self._batches is None else self._batches.to(whole.device)
         self._batches = torch.cat([known, whole])[-_N_BATCHES:]
         return (known == whole).any().double()
