@@ -79,7 +79,7 @@ def test_plans_and_options_are_read_from_files(assessed, tmp_path):
         (["assess", "broken.toml"], "it is not valid TOML"),
         (["assess", "broken.json"], "it is not valid JSON"),
         (["assess", "weights.bin"], "weights.bin does not describe a design"),
-        (["diagnose", "nowhere.zarr"], "There is no run or log at nowhere.zarr; check the path."),
+        (["diagnose", "nowhere.zarr"], "nowhere.zarr is not an undamaged run (there is no such file)"),
         (["profile", "./nowhere"], "There is no file or folder ./nowhere; check the path."),
         (["lab", "notebooks/nothing.ipynb"], "There is no notebook notebooks/nothing.ipynb"),
     ],

@@ -71,15 +71,7 @@ def _diagnose(given: argparse.Namespace) -> int:
     _check_outputs(given)
     from workbench.diagnosis.diagnose import diagnose
 
-    run = given.run_path
-    if not run.exists():
-        raise StoreError(
-            f"There is no run or log at {run}; check the path.",
-            name="RUN",
-            value=run,
-            expected="an existing run or log",
-        )
-    tree = diagnose(run)
+    tree = diagnose(given.run_path)
     _write(tree, given)
     print(tree.attrs["summary"])
     return 0

@@ -116,13 +116,6 @@ def replacing(path: Path) -> Iterator[Path]:
         cause = error if isinstance(error, OSError) else error.__cause__  # of a file within the temporary folder
         if not isinstance(cause, OSError):
             raise
-        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError(
-                f"The disk is full, so {path} was not written and its previous content is unchanged; free some space.",
-                name="path",
-                value=path,
-                expected="on a disk with enough space",
-            ) from error
         raise _not_writable(path, cause) from error
     finally:
         # After an error, threads of the writer may still create files and folders.
@@ -172,9 +165,9 @@ def _is_own(path: Path) -> bool:
 
 def _not_writable(path: Path, error: OSError) -> StoreError:
     """Create the error for a path that cannot be written."""
-    return StoreError(
-        f"{path} cannot be written ({error.strerror or error}); check its folder.",
-        name="path",
-        value=path,
-        expected="a path that can be written",
-    )
+    message = f"{path} cannot be written ({error.strerror or error}); check its folder."
+    expected = "a path that can be written"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        message = f"The disk is full, so {path} was not written and its previous content is unchanged; free some space."
+        expected = "on a disk with enough space"
+    return StoreError(message, name="path", value=path, expected=expected)

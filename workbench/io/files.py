@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from workbench.errors import OptionError, StoreError, WorkbenchError
@@ -18,7 +19,8 @@ from workbench.errors import OptionError, StoreError, WorkbenchError
 _MOST_LEVELS = 100
 #: Errors of code that takes apart damaged content.
 _OF_CONTENT = (
-    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, EOFError, MemoryError
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, EOFError, MemoryError,
+    UnpicklingError,
 )  # fmt: skip
 
 

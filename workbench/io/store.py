@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from workbench.errors import SchemaError, StoreError
+from workbench.errors import SchemaError
 from workbench.io.atomic import check_free, replacing
 from workbench.io.files import FileKind, as_path
 from workbench.io.memory import require_memory
@@ -199,12 +199,7 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     path = as_path(path)
     with _RUN.reading(path):
         if path.exists() and (is_log(path) or (path.is_file() and not _may_be_run(path))):
-            raise StoreError(
-                f"{path} is not a run; if it is a log of another tool, read it with wb.read_log().",
-                name="path",
-                value=path,
-                expected="a run",
-            )
+            raise _RUN.rejected(path, "if it is a log of another tool, read it with wb.read_log()")
         if path.is_dir():
             from workbench.io.watched_store import WatchedStore, guarded
 
@@ -219,12 +214,7 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
                 run = file.load()
         run.attrs.pop(ALL_CHUNKS, None)
         if "schema_version" not in run.attrs:
-            raise StoreError(
-                f"{path} was not written by the workbench; open it with xarray.",
-                name="path",
-                value=path,
-                expected="a run written by the workbench",
-            )
+            raise _RUN.rejected(path, "the workbench did not write it; open it with xarray")
         for node in run.subtree:
             check_version(node)
         if run.attrs.get("state") == RunState.RUNNING and "writer" in run.attrs and has_writer(path) is False:

@@ -9,7 +9,6 @@ from xarray.backends import BackendArray
 from xarray.core import indexing
 from zarr.storage import LocalStore
 
-from workbench.errors import StoreError
 from workbench.io.files import FileKind
 from workbench.io.memory import require_memory
 from workbench.schema.runs import ALL_CHUNKS
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from zarr.core.buffer import Buffer, BufferPrototype
 
 _METADATA = FileKind("the metadata of an undamaged run", "check the path, or write the run again with wb.save()")
-_CHUNK = FileKind("an undamaged part of a run", "copy the run again", most_bytes=1 << 36)
+_OPENED = FileKind("the run that was opened", "open it again, or load() a run before its store is removed")
+_CHUNK = FileKind("an undamaged run", "copy the run again", most_bytes=1 << 36)
 
 
 class WatchedStore(LocalStore):
@@ -55,20 +55,9 @@ class WatchedStore(LocalStore):
         found = await super().get(key, prototype, byte_range)
         # Checked after reading, because bytes that were read before the store was removed are valid.
         if not self._is_there() or (found is None and self._is_array_gone(key)):
-            raise StoreError(
-                f"The run at {self.root} was removed or replaced after it had been opened; open it again, or load() a "
-                "run before its store is removed.",
-                name="path",
-                value=self.root,
-                expected="the store that was opened",
-            )
+            raise _OPENED.rejected(self.root, "it was removed or replaced since")
         if found is None and self._has_all_chunks and _is_chunk(key):
-            raise StoreError(
-                f"The run at {self.root} lacks its file {key}, so its values are lost; copy the run again.",
-                name="path",
-                value=self.root,
-                expected="a store with all of its files",
-            )
+            raise _CHUNK.rejected(self.root, f"it lacks its file {key}, so values are lost")
         return found
 
     def _is_there(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,12 +17,14 @@ from torch import Tensor, nn
 
 from workbench.errors import CheckpointError, StoreError
 from workbench.io.atomic import check_free, replacing
+from workbench.io.files import FileKind
 from workbench.io.run_writer import RunWriter
 from workbench.models.parametrizations import is_parametrized, plain_copy
 from workbench.models.run_checkpoints import list_checkpoints
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "training.pt"
+_SAVED = FileKind("a checkpoint", "remove it to resume from the previous one", CheckpointError, "checkpoints", 1 << 50)
 _FIRST_CALLBACKS = ("kss", "faults", "guard")
 #: Trained tensors of a parametrized model; model.safetensors has the tensors computed from them.
 PARAMETRIZED = "parametrized.safetensors"
@@ -127,16 +128,9 @@ def read_checkpoint(place: Path) -> TrainingState:
     Raises:
         CheckpointError: If the checkpoint is damaged.
     """
-    try:
+    with _SAVED.reading(place):
         # weights_only, so that no code in the checkpoint is run.
-        kept = torch.load(place / _STATE, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"The checkpoint {place} is damaged ({error}); remove it to resume from the previous one.",
-            name="checkpoints",
-            value=place,
-            expected="an undamaged checkpoint",
-        ) from error
+        kept = torch.load(_SAVED.check(place / _STATE), map_location="cpu", weights_only=True)
     callbacks = kept.pop("callbacks", {})
     for name in _FIRST_CALLBACKS:  # format of the first version, without a table of callbacks
         if state := kept.pop(name, None):
