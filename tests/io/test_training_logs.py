@@ -109,7 +109,7 @@ def test_the_later_run_counts_where_steps_overlap(tmp_path_factory, starts, leng
 def test_a_repeated_step_counts_once_and_is_noted(tmp_path):
     log = read_log(write(tmp_path / "log.csv", ["step", "loss"], [[0, 3], [1, 2.5], [1, 2], [2, 1]]))
     assert log["loss"].values.tolist() == [3, 2, 1]
-    assert "1 row" in log.attrs["notes"]
+    assert "(1 left out)" in log.attrs["notes"]
 
 
 @pytest.mark.parametrize(

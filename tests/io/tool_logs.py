@@ -414,4 +414,16 @@ LOGS = {
         [0, 640, 1280, 1920],
         {"loss": [2.3125, 1.25, 0.75, 0.5]},
     ),
+    "what a container printed": (
+        "pod.jsonl",
+        '{"log":"step: 1 loss: 2.5 lr: 0.1\\n","stream":"stdout","time":"2026-01-01T10:00:00.1Z"}\n{"log":"step: 2 loss: 2.25 lr: 0.2\\n","stream":"stdout","time":"2026-01-01T10:00:01.1Z"}\n',
+        [1, 2],
+        {"loss": [2.5, 2.25], "learning_rate": [0.1, 0.2]},
+    ),
+    "two counters without names": (
+        "loop.txt",
+        "1/9 0/100 loss=2.5\n1/9 50/100 loss=2.25\n2/9 0/100 loss=2.0\n2/9 50/100 loss=1.75\n",
+        [0, 50, 100, 150],
+        {"loss": [2.5, 2.25, 2.0, 1.75]},
+    ),
 }  # fmt: skip

@@ -43,6 +43,7 @@ _NAMES = ("metric", "key", "tag", "name", "metricname", "metric_name")
 _VALUES = ("value", "metricvalue", "metric_value")
 _SPLITS = ("split", "mode", "phase", "stage", "subset", "prefix")
 _RUNS = ("run", "run_id", "run_name", "run_uuid", "experiment", "trial", "rank", "local_rank", "process_index")
+_MESSAGES = ("log", "message", "msg")
 #: Contents of a cell that count as empty.
 _EMPTY = frozenset(("", "none", "null", "na", "n/a", "-"))
 #: Limits, so that no file occupies the memory or the user for long.
@@ -297,8 +298,11 @@ def _read_text(lines: Iterable[str], rows: LogRows, label: str, name: str) -> No
     n_broken, most = 0, 0
     for line in lines:
         if line[:1] == "{" and isinstance(parsed := _parsed(line), Mapping):
-            rows.add(parsed, label)
-            continue
+            message = next((parsed[key] for key in _MESSAGES if isinstance(parsed.get(key), str)), "")
+            if not _numbers_in(message, {}, name):
+                rows.add(parsed, label)
+                continue
+            line = message  # as containers keep what a process prints
         n_broken += line[:2] == '{"'
         line = _PREFIX.sub(" ", line)
         if found := _RANK.search(line[:200]):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, StoreError, WorkbenchError
-from workbench.formatting import clipped, counted, listed
+from workbench.formatting import clipped, listed
 from workbench.io.files import as_path
 from workbench.io.log_rows import COUNTERS, EVENT_FILE, HELD_OUT, LOG, LogRows, counter_of, read_rows, words_of
 from workbench.schema.runs import MONITORS
@@ -297,10 +297,12 @@ def _over_epochs(
     """Number steps on that begin again in each epoch, or after a bar was full."""
     at, in_epoch = found[of_loss], np.floor(epoch[of_loss])
     again = np.flatnonzero(np.diff(at) < 0) + 1
-    is_next = (in_epoch[again] > in_epoch[again - 1]) | (at[again - 1] > 0.8 * total)
+    interval = np.median(np.abs(np.diff(at))) if len(at) > 1 else 0
+    is_full = (total < math.inf) & (at[again - 1] + max(interval, 0.2 * total) >= total)
+    is_next = (in_epoch[again] > in_epoch[again - 1]) | is_full
     if not len(again) or not is_next.all():
         return found
-    last = at[again - 1].max() + (np.median(np.abs(np.diff(at))) if at[again].min() == 0 else 0)
+    last = at[again - 1].max() + (interval if at[again].min() == 0 else 0)
     length = last if math.isinf(total) else total
     notes.append(f"The steps begin again in each epoch and are numbered on, {length:.0f} in each.")
     return found + length * np.searchsorted(of_loss[again], np.arange(len(found)), side="right")
@@ -315,7 +317,7 @@ def _later_rows(at: np.ndarray, notes: list[str]) -> tuple[np.ndarray, np.ndarra
         return order[np.append(np.diff(at[order]) > 0, True)], back[:0]
     notes += [f"The run was resumed at step {at[i]:.0f} after step {at[i - 1]:.0f}." for i in back]
     if repeated := int((np.diff(at) == 0).sum()):
-        notes.append(f"{counted(repeated, 'row')} with the step of the next row left out.")
+        notes.append(f"Of rows with the same step the last one counts ({repeated} left out).")
     least = np.minimum.accumulate(at[::-1])[::-1]
     return np.flatnonzero(np.append(at[:-1] < least[1:], True)[: len(at)]), back
 
