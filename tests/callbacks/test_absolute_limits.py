@@ -78,3 +78,15 @@ def test_the_table_is_consistent():
     assert all(1 <= limit.n_rows <= limit.of_last for limit in LIMITS)
     assert {limit.variable for limit in LIMITS} <= set(wb.schema.MONITORS)
     assert all(limit.sentence.format(value=1.0).endswith(".") for limit in LIMITS)
+
+
+def test_batches_at_a_limit_that_alternate_with_others_raise_one_alarm_and_another_limit_its_own():
+    alarms = wb.Alarms()
+    for step in range(120):
+        is_wrong = step % 20 < 10
+        alarms.observe(monitors(step, **({"token_entropy": 0.25} if is_wrong else {})))
+    for step in range(120, 130):
+        alarms.observe(monitors(step, grad_norm=0.0))
+    raised = [(alarm.step, alarm.message) for alarm in alarms.raised if alarm.signal == "limits"]
+    assert [step for step, _ in raised] == [4, 122]
+    assert "exactly 0" in raised[1][1]

@@ -51,6 +51,8 @@ _OF_SETTINGS = {
 _OTHER_SETTING, _LASTS = "changed_setting", 50
 #: Measurements without a fault after which it is considered over; some faults are intermittent.
 _OVER_AFTER = 3
+#: The same for the limits of metrics, in updates, because batches at a limit alternate with others.
+_LIMIT_OVER_AFTER = 100
 #: With fewer significant bits the fault may also be another one than rounding, which remains the most probable.
 _LEAST_BITS = 2
 _UNSURE = ("low_precision_reduction", "stale_reduction", "dropped_bucket")
@@ -121,7 +123,11 @@ class ProbeAlarms:
         of_limits = []
         if observation.part == "monitors":
             self._forget_other_setting(observation.step)
-            of_limits = self._settle(LIMITS_SIGNAL, self._beyond_limits(observation))
+            beyond = self._beyond_limits(observation)
+            own = "" if beyond is None else f"{LIMITS_SIGNAL} {beyond[1][0]}"
+            for other in [each for each in self.standing if each.startswith(LIMITS_SIGNAL) and each != own]:
+                self._settle(other, None, over_after=_LIMIT_OVER_AFTER)
+            of_limits = self._settle(own, beyond) if own else []
         finders = {
             "precision": self._arithmetic,
             "reduction": self._gradients,
@@ -133,11 +139,11 @@ class ProbeAlarms:
             self.checks[signal] = Check(observation.step, signal, "" if found is None else found[0].message)
         return of_limits + self._settle(signal, found)
 
-    def _settle(self, signal: str, found: Finding | None) -> list[Alarm]:
+    def _settle(self, signal: str, found: Finding | None, *, over_after: int = _OVER_AFTER) -> list[Alarm]:
         """Return the alarm of a finding unless it stands already; a fault is over after some measurements without."""
         if found is None:
             self._n_clean[signal] = self._n_clean.get(signal, 0) + 1
-            if self._n_clean[signal] >= _OVER_AFTER:
+            if self._n_clean[signal] >= over_after:
                 self.standing.pop(signal, None)
             return []
         self._n_clean[signal] = 0
