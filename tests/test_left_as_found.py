@@ -273,12 +273,8 @@ def optimizers(of, _):
         mup.optimizer(of.model, 1e-3)([w for w in of.model.parameters() if w.requires_grad])
 
 
-def converted(of, _):
-    convert = {"llama": wb.zoo.from_llama, "gpt2": wb.zoo.from_gpt2}.get(of.name)
-    if convert is not None:
-        convert(of.model)
-    else:
-        assert wb.zoo.is_zoo_model(of.model) == (of.name in ZOO)
+def kind_read(of, _):
+    assert wb.zoo.is_zoo_model(of.model) == (of.name in ZOO)
 
 
 def curved(of, _):
@@ -347,9 +343,6 @@ CALLS = {
     "flow in double precision": Call(
         lambda of, _: wb.flow.measure(of.model, of.inputs, jacobian=False, dtype=torch.float64), only=FEW
     ),
-    "flow along a run": Call(
-        lambda of, _: wb.flow.along_run(checkpoints(of), of.model, of.inputs, jacobian=False), ("flow.along_run",), FEW
-    ),
     "a case": Call(
         lambda of, _: wb.sweeps.measure_case(of.model, of.batches, runs_pilot=of.name == "none", **CASE),
         ("sweeps.measure_case",),
@@ -386,7 +379,7 @@ CALLS = {
     ),
     "optimizers": Call(optimizers, ("TrainingPlan.optimizer_for", *MUP)),
     "copies": Call(lambda of, _: wb.baselines.plain_copy(of.model), ("baselines.plain_copy",)),
-    "kinds": Call(converted, ("zoo.from_gpt2", "zoo.from_llama", "zoo.is_zoo_model")),
+    "kinds": Call(kind_read, ("zoo.is_zoo_model",)),
     "assessment": Call(assessed, ("assess",), frozenset({"llama"}), (0.1,)),
 }
 #: Public calls that train a model or change it on purpose.

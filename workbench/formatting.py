@@ -71,11 +71,6 @@ def number_in_words(value: object, *, is_fraction: bool = False) -> str:
     Args:
         value: A number, a boolean or a text.
         is_fraction: Whether it is a probability or another fraction of 1.
-
-    Example:
-        >>> from workbench.formatting import number_in_words
-        >>> number_in_words(3376.2), number_in_words(1.2e-7), number_in_words(2_500_000)
-        ('3,380', '1.2e-7', '2.5 million')
     """
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
@@ -108,13 +103,7 @@ def _whole(value: int) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """Format a probability in integer percent, "0 %" and "100 %" only if exact; a dash if unknown.
-
-    Example:
-        >>> from workbench.formatting import percent
-        >>> percent(0.374), percent(0.004), percent(0.996)
-        ('37 %', '< 1 %', '> 99 %')
-    """
+    """Format a probability in integer percent, "0 %" and "100 %" only if exact; a dash if unknown."""
     if fraction is None or math.isnan(fraction):
         return DASH
     if 0 < fraction < 0.01:
@@ -123,13 +112,7 @@ def percent(fraction: float | None) -> str:
 
 
 def fine_percent(fraction: float, *, digits: int = 2) -> str:
-    """Format an error, or another fraction that may be small, in percent with significant digits.
-
-    Example:
-        >>> from workbench.formatting import fine_percent
-        >>> fine_percent(0.00123), fine_percent(1.1), fine_percent(2e-6)
-        ('0.12 %', '110 %', '2.0e-06')
-    """
+    """Format an error, or another fraction that may be small, in percent with significant digits."""
     if not math.isfinite(fraction):
         return "not finite"
     if 0 < abs(fraction) < 1e-4:

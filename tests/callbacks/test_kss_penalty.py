@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.about import about
 from tests.oracle import kss_penalty, kss_penalty_precisely
-from workbench.callbacks.kss import PenaltyShape, layer_penalty
-from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE
+from workbench.callbacks.kss import PenaltyShape
+from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE, layer_penalties
 from workbench.errors import OptionError
 from workbench.koopman.moments import SnapshotMoments
 
@@ -49,6 +49,10 @@ def known_operator(blocks, *, seed=0, shear=0.0, noise=0.0, n=60):
     A = operator(blocks, seed, shear)
     X = states(len(A), n, seed)
     return X, X @ A.T + noise * np.random.default_rng(seed + 1).normal(size=X.shape)
+
+
+def layer_penalty(moments, shape, *, gamma):
+    return layer_penalties([moments], shape, gamma=gamma)[0][0]
 
 
 def measure(X, Y, shape, gamma, *, follows=("x", "y")):

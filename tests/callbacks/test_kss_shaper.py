@@ -13,9 +13,9 @@ import workbench as wb
 from tests.about import about
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape, TrustRegion, layer_penalty
+from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape, TrustRegion
 from workbench.callbacks.kss.control import COUPLINGS
-from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE
+from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE, layer_penalties
 from workbench.callbacks.kss.shaper import GRADIENT_NOT_FINITE, NO_GRADIENT
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.moments import SnapshotMoments
@@ -67,7 +67,7 @@ def penalty_of(model, tokens, side="both", layers=(0, 1), shape=EVERYTHING["pena
         pair = (x.detach() if side == "output" else x, y.detach() if side == "input" else y)
         if i in layers:
             moments = SnapshotMoments(x.shape[-1]).update(*(state.flatten(0, 1) for state in pair))
-            total = total + layer_penalty(moments, shape, gamma=0.4).value / len(layers)
+            total = total + layer_penalties([moments], shape, gamma=0.4)[0][0].value / len(layers)
         x = y
     return total
 

@@ -14,7 +14,6 @@ from workbench.errors import OptionError
 from workbench.monitors.matrices import (
     effective_rank,
     frobenius_norm,
-    product_singular_values,
     singular_values,
     spectral_entropy,
     stable_rank,
@@ -70,17 +69,10 @@ def test_everything_is_computed_in_double_precision(dtype):
 def test_a_matrix_that_is_not_finite_does_not_affect_others(bad):
     matrix = draw(3, 6, 4)
     matrix[1, 2, 3] = bad
-    for values in (singular_values(matrix), product_singular_values(matrix, draw(3, 5, 4))):
-        assert values[1].isnan().all()
-        assert values[[0, 2]].isfinite().all()
+    values = singular_values(matrix)
+    assert values[1].isnan().all()
+    assert values[[0, 2]].isfinite().all()
     assert upper_factor(matrix)[1].isnan().all()
-
-
-@pytest.mark.parametrize(("d_a", "d_b", "r"), [(9, 7, 3), (9, 9, 4), (3, 8, 5), (2, 3, 6), (5, 5, 5)])
-def test_product(d_a, d_b, r):
-    a, b = draw(2, d_a, r), draw(2, d_b, r, seed=1)
-    expected = torch.linalg.svdvals(a @ b.mT)[..., : min(d_a, d_b, r)]
-    torch.testing.assert_close(product_singular_values(a, b), expected, rtol=1e-10, atol=1e-12)
 
 
 @given(st.integers(0, 10**6), st.integers(-9, 0), st.booleans())
@@ -114,5 +106,3 @@ def test_invalid_arguments_are_rejected():
         effective_rank(torch.ones(3), alpha=0)
     with pytest.raises(OptionError, check=about("alpha")):
         spectral_entropy(torch.ones(3), alpha=math.nan)
-    with pytest.raises(OptionError, check=about("b", (4, 2))):
-        product_singular_values(torch.ones(4, 3), torch.ones(4, 2))

@@ -12,12 +12,11 @@ See Also:
     `workbench.plots.flow_map`: Draws a flow.
 """
 
-from workbench.flow.checkpoint_flows import along_run
 from workbench.flow.flow_measurement import measure
 from workbench.flow.flow_summary import summarize
 from workbench.option_checks import publish
 from workbench.schema.flows import FLOW
 
-__all__ = ["FLOW", "along_run", "measure", "summarize"]
+__all__ = ["FLOW", "measure", "summarize"]
 
 __dir__ = publish(__name__)

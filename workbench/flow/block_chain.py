@@ -49,15 +49,6 @@ def chain_sizes(
         AnatomyError: If no container has blocks that run once each, in order, with outputs of one shape; or if outputs
             bypass a block.
         SnapshotError: If there is no gradient.
-
-    Example:
-        >>> import workbench as wb
-        >>> from workbench.flow.block_chain import chain_sizes
-        >>> model = wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2)
-        >>> inputs, targets = next(iter(wb.tasks.associative_recall(length=16).stream(0)))
-        >>> sizes, gradients = chain_sizes(model, inputs, targets=targets)
-        >>> sizes.shape, gradients.shape
-        ((3,), (3,))
     """
     blocks = _blocks_of(model, batch)
     cuts: list[tuple[Tensor, Tensor]] = []

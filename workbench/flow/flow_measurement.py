@@ -105,7 +105,6 @@ def measure(
 
     See Also:
         `workbench.flow.summarize`: Summarizes a flow in a few numbers.
-        `workbench.flow.along_run`: Measures the checkpoints of a run.
         `workbench.plots.flow_map`: Draws a flow.
     """
     if dtype is not None and not dtype.is_floating_point:

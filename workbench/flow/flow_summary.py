@@ -91,7 +91,7 @@ def summarize(flow: xr.Dataset) -> xr.Dataset:
     """Summarize a flow in scalar variables, per step if it has steps.
 
     Args:
-        flow: Flow from `measure` or `along_run`.
+        flow: Flow from `measure`.
 
     Returns:
         Dataset of `SUMMARY` with the attributes of the flow, and with the dim ``step`` if the flow has it. Gains are
@@ -111,7 +111,6 @@ def summarize(flow: xr.Dataset) -> xr.Dataset:
 
     See Also:
         `workbench.flow.measure`: Measures a flow.
-        `workbench.flow.along_run`: Measures a flow at the checkpoints of a run.
     """
     import xarray as xr
 

@@ -31,14 +31,6 @@ def eps_fractions(model: nn.Module, inputs: Any) -> np.ndarray:
     Returns:
         Array of shape (call,) in the order of the calls, float64; NaN where the states of a call are not finite. Empty
         if no module is a normalization over the last axis with a known eps.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> from workbench.flow.norm_eps import eps_fractions
-        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, norm_eps=1e6)
-        >>> eps_fractions(model, torch.zeros(1, 8, dtype=torch.int64)).round(2).tolist()
-        [1.0, 1.0, 1.0, 1.0, 1.0]
     """
     seen: list[tuple[nn.Module, Tensor]] = []
 

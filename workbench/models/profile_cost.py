@@ -48,13 +48,6 @@ class ProfileCost:
         free: Bytes of free memory.
         seconds: Time without reading files, estimated from the speed of a matrix product and of an eigenproblem on this
             machine; NaN if it was not requested or the number of tokens is unknown.
-
-    Example:
-        >>> import workbench as wb
-        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-        >>> cost = wb.profile(model, wb.tasks.associative_recall(), dry_run=True)
-        >>> cost.memory < cost.free
-        True
     """
 
     weights: int

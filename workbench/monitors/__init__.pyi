@@ -10,7 +10,6 @@ from .curvature import preconditioned_sharpness as preconditioned_sharpness
 from .curvature import sharpness as sharpness
 from .matrices import effective_rank as effective_rank
 from .matrices import frobenius_norm as frobenius_norm
-from .matrices import product_singular_values as product_singular_values
 from .matrices import singular_values as singular_values
 from .matrices import spectral_entropy as spectral_entropy
 from .matrices import stable_rank as stable_rank

@@ -132,7 +132,6 @@ def singular_values(matrix: Tensor) -> Tensor:
 
     See Also:
         `workbench.monitors.effective_rank`: A measure of the singular values.
-        `workbench.monitors.product_singular_values`: Singular values of a product.
     """
     matrix = widened(matrix)
     is_finite = torch.isfinite(torch.linalg.matrix_norm(matrix))
@@ -141,47 +140,6 @@ def singular_values(matrix: Tensor) -> Tensor:
     s = torch.linalg.svdvals(matrix.masked_fill(~is_finite[..., None, None], 0).cpu()).to(matrix.device)
     s = without_rounding(s, max(matrix.shape[-2:]))
     return s.masked_fill(~is_finite[..., None], float("nan"))
-
-
-def product_singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """Return the singular values of a b' in decreasing order, without forming the product.
-
-    With a = Q_a R_a and b = Q_b R_b, orthonormal columns times a triangular matrix (`upper_factor`), they are those of
-    the small matrix R_a R_b'.
-
-    Args:
-        a: Shape (..., d_a, r).
-        b: Shape (..., d_b, r), with the same leading dimensions.
-
-    Returns:
-        Shape (..., min(d_a, d_b, r)); NaN where a factor or the product is not finite. Values that are zero within
-        rounding are 0, as in `singular_values`.
-
-    Raises:
-        OptionError: If the shapes of the factors do not match.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> a, b = torch.eye(4, 2), 3.0 * torch.eye(5, 2)
-        >>> [round(value, 3) for value in wb.monitors.product_singular_values(a, b).tolist()]
-        [3.0, 3.0]
-
-    See Also:
-        `workbench.monitors.singular_values`: Singular values of one matrix.
-        `workbench.monitors.qk_update_spectrum`: Changes of query-key products.
-    """
-    if a.shape[-1] != b.shape[-1] or a.shape[:-2] != b.shape[:-2]:
-        raise OptionError(
-            f"Factors of shape {tuple(a.shape)} and {tuple(b.shape)} have no product a b'; their last and their "
-            "leading dimensions must be the same.",
-            name="b",
-            value=tuple(b.shape),
-            expected="of the same last and leading dimensions as a",
-        )
-    small = upper_factor(a) @ upper_factor(b).mT
-    n = min(*small.shape[-2:], a.shape[-1])
-    return without_rounding(singular_values(small)[..., :n], max(a.shape[-2], b.shape[-2]))
 
 
 def upper_factor(matrix: Tensor) -> Tensor:

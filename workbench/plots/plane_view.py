@@ -29,13 +29,7 @@ _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def drawn_radius(modulus: ArrayLike) -> np.ndarray:
-    """Return the distance from the origin at which a modulus is drawn: continuous, and the identity up to `KNEE`.
-
-    Example:
-        >>> from workbench.plots.plane_view import drawn_radius
-        >>> drawn_radius([0.5, 1.0, 12.5, 125.0]).tolist()
-        [0.5, 1.0, 1.55, 1.85]
-    """
+    """Return the distance from the origin at which a modulus is drawn: continuous, and the identity up to `KNEE`."""
     values = np.asarray(modulus, float)
     return np.where(values <= KNEE, values, KNEE + PER_DECADE * np.log10(np.maximum(values, KNEE) / KNEE))
 

@@ -23,18 +23,6 @@ def checks_of(run: xr.DataTree) -> list[Check]:
 
     Returns:
         The measurements by increasing step.
-
-    Example:
-        >>> import workbench as wb
-        >>> from workbench.studies.checks import checks_of
-        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8)
-        >>> task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
-        >>> options = {"recorder": wb.Recorder(every={"precision": 4}), "store": "checked.zarr"}
-        >>> fault = wb.faults.low_precision_attention(n_bits=6, start=6)
-        >>> records = list(wb.train(model, task, n_steps=8, faults=[fault], **options))
-        >>> checks = checks_of(wb.open_run("checked.zarr"))
-        >>> [(check.step, check.is_sound) for check in checks if check.signal == "arithmetic"]
-        [(3, True), (7, False)]
     """
     probes, found = ProbeAlarms(), []
     for part in ("precision", "reduction"):

@@ -18,13 +18,6 @@ class LaterBatches:
     Args:
         task: The other task.
         first: Number of its batch with which the stream begins.
-
-    Example:
-        >>> from workbench import tasks
-        >>> from workbench.tasks.later_batches import LaterBatches
-        >>> task = tasks.random_tokens(length=4, batch_size=2)
-        >>> bool((next(LaterBatches(task, 3).stream())[0] == task.batch(3)[0]).all())
-        True
     """
 
     task: Task

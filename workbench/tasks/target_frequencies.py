@@ -19,13 +19,6 @@ def frequency_loss(task: Task, targets: Tensor) -> float:
     Args:
         task: Task whose first 100 batches are counted. One is added to each count, so that no probability is 0.
         targets: Classes to predict, of any shape; negative ones are ignored.
-
-    Example:
-        >>> from workbench import tasks
-        >>> from workbench.tasks.target_frequencies import frequency_loss
-        >>> task = tasks.random_tokens(length=8, vocab_size=2, batch_size=16)
-        >>> round(frequency_loss(task, task.held_out(64)[1]), 1)  # log 2
-        0.7
     """
     known = torch.cat([seen.flatten() for _, seen in islice(task.stream(0), _N_COUNTED)])
     known, targets = known[known >= 0], targets[targets >= 0]

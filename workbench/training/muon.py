@@ -68,16 +68,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
         momentum: Momentum of Muon.
         betas: Coefficients of AdamW.
         eps: Term added to the denominator of AdamW.
-
-    Example:
-        >>> import torch
-        >>> from workbench.training.muon import MuonWithAdamW
-        >>> matrix, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
-        >>> optimizer = MuonWithAdamW([matrix], [bias], lr=0.1)
-        >>> (matrix.sum() + bias.sum()).backward()
-        >>> optimizer.step()
-        >>> [round(value, 3) for value in bias.tolist()]
-        [-0.1, -0.1]
     """
 
     def __init__(
@@ -153,13 +143,6 @@ def muon_for(model: nn.Module, **options: Any) -> MuonWithAdamW:
     Args:
         model: Model whose trainable parameters are updated.
         **options: Arguments of `MuonWithAdamW`.
-
-    Example:
-        >>> import workbench as wb
-        >>> from workbench.training.muon import muon_for
-        >>> optimizer = muon_for(wb.zoo.transformer(d_model=16, n_layers=2), lr=1e-3)
-        >>> [len(group["params"]) for group in optimizer.param_groups]  # 6 matrices in each of 2 blocks
-        [12, 25]
     """
     is_matrix: set[int] = set()
     for stack in model.modules():
@@ -182,13 +165,6 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     Returns:
         Same shape, in bfloat16 on a GPU and float32 on a CPU. Singular values are between 0.68 and 1.21, except those
         that were below 0.0015 of the Frobenius norm. A matrix of zeros stays zero.
-
-    Example:
-        >>> import torch
-        >>> from workbench.training.muon import orthogonalized
-        >>> found = orthogonalized(torch.diag(torch.tensor([4.0, 1.0]))[None])
-        >>> bool((found[0].diagonal() > 0.6).all())
-        True
     """
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     is_tall = x.shape[-2] > x.shape[-1]

@@ -32,7 +32,6 @@ from workbench.zoo.constructors import (
     transformer,
     vit,
 )
-from workbench.zoo.conversion import from_gpt2, from_llama
 from workbench.zoo.decoders import KanTransformer, Transformer
 from workbench.zoo.mixture import MoeTransformer
 from workbench.zoo.state_space import Mamba
@@ -52,8 +51,6 @@ __all__ = [
     "build",
     "count_parameters",
     "defaults",
-    "from_gpt2",
-    "from_llama",
     "gpt2_style",
     "is_zoo_model",
     "kan",

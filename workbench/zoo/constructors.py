@@ -334,7 +334,6 @@ def gpt2_style(
         ('gelu_tanh', True)
 
     See Also:
-        `workbench.zoo.from_gpt2`: Converts a GPT-2 model with its parameters.
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("transformer", locals())
@@ -377,7 +376,6 @@ def llama_style(
         ('rms_norm', 2)
 
     See Also:
-        `workbench.zoo.from_llama`: Converts a Llama model with its parameters.
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("transformer", locals())

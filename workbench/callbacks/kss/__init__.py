@@ -3,7 +3,7 @@
 from workbench.callbacks.kss.control import BandController, ControlValues, KSSOptions
 from workbench.callbacks.kss.kss import KSS
 from workbench.callbacks.kss.kss_callback import KSSCallback
-from workbench.callbacks.kss.penalty import LayerPenalty, PenaltyShape, layer_penalty
+from workbench.callbacks.kss.penalty import LayerPenalty, PenaltyShape
 from workbench.callbacks.kss.shaper import Shaper
 from workbench.callbacks.kss.shaping import Shaping
 from workbench.callbacks.kss.trust_region import TrustRegion
@@ -19,7 +19,6 @@ __all__ = [
     "Shaper",
     "Shaping",
     "TrustRegion",
-    "layer_penalty",
 ]
 
 

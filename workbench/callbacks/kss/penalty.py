@@ -122,28 +122,13 @@ class LayerPenalty:
         return float(self.modulus.numpy().max()) if len(self.modulus) else math.nan
 
 
-def layer_penalty(moments: SnapshotMoments, shape: PenaltyShape, *, gamma: float) -> LayerPenalty:
-    """Compute the KSS penalty of one layer, differentiable in the tensors behind the moments.
-
-    For an operator A = V diag(lambda) V^-1, the derivative of the penalty with respect to A is
-    V^-* diag(dP/dlambda) V^*. It exists where the eigenvalues are simple.
-
-    Args:
-        moments: Moments of the layer.
-        shape: The penalty as a function of the moduli.
-        gamma: Target near-unit mass.
-
-    Returns:
-        The penalty. A layer whose states are constant or not finite, or whose eigenvalues have no gradient, has a
-        reason instead of a value.
-    """
-    return layer_penalties([moments], shape, gamma=gamma)[0][0]
-
-
 def layer_penalties(
     moments: Sequence[SnapshotMoments], shape: PenaltyShape, *, gamma: float, also: Sequence[Tensor] = ()
 ) -> tuple[list[LayerPenalty], list[float]]:
-    """Compute `layer_penalty` of several layers; the host waits for the device only once.
+    """Compute the KSS penalty of layers, differentiable in the tensors behind the moments.
+
+    For an operator A = V diag(lambda) V^-1, the derivative of the penalty with respect to A is
+    V^-* diag(dP/dlambda) V^*. It exists where the eigenvalues are simple. The host waits for the device only once.
 
     Args:
         moments: Moments of each layer.
@@ -152,7 +137,8 @@ def layer_penalties(
         also: Further 0-dim tensors to read from the device at the same time.
 
     Returns:
-        The penalty of each layer, and the values of ``also``.
+        The penalty of each layer, and the values of ``also``. A layer whose states are constant or not finite, or whose
+        eigenvalues have no gradient, has a reason instead of a value.
     """
     options = DmdOptions(ridge=shape.ridge, rank=shape.rank)
     if shape.has_basis_gradient:
