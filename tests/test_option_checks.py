@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import pickle
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.about import about
+from tests.wrong_arguments import callables
 from workbench.errors import CallError, OptionError
 from workbench.option_checks import (
     Bound,
@@ -27,6 +29,7 @@ from workbench.option_checks import (
     PositiveFloat,
     PositiveInt,
     Remedy,
+    _evaluated,
     above,
     at_most,
     check_fields,
@@ -259,3 +262,28 @@ def test_constructor_and_methods_of_a_class_are_checked():
     for call in (lambda: Holder(-1), lambda: Holder(1).plus(0.5), lambda: Holder.of("1"), lambda: Holder.twice(None)):
         with pytest.raises(OptionError, check=about("n")):
             call()
+
+
+def test_every_annotation_of_a_public_call_can_be_read():
+    """An annotation that cannot be evaluated admits everything in silence."""
+    unread = []
+    for name, (owner, _, function) in callables().items():
+        function = inspect.unwrap(function)
+        modules = {function.__module__, *(each.__module__ for each in getattr(owner, "__mro__", ()))} - {"builtins"}
+        for argument, text in function.__annotations__.items():
+            if not {"Any", "Run"} & set(re.findall(r"\w+", str(text))) and all(
+                _evaluated(text, module) is Any for module in modules
+            ):
+                unread.append(f"{name}({argument}: {text})")
+    assert unread == []
+
+
+def test_calls_inside_of_the_package_pass_only_explicit_doors():
+    """A published function is checked where users call it; modules of the package call it directly."""
+    inner = {"__name__": "workbench.inner", "mass_fractions": wb.koopman.mass_fractions, "plan": wb.TrainingPlan}
+    with pytest.raises(AttributeError):
+        exec("mass_fractions(1.0, 3)", inner)
+    with pytest.raises(OptionError, check=about("thresholds", 3)):
+        wb.koopman.mass_fractions([1.0], 3)
+    with pytest.raises(OptionError, check=about("n_steps", 0)):
+        exec("plan(n_steps=0)", inner)

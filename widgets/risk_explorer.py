@@ -12,7 +12,7 @@ from workbench import plots
 from workbench.errors import OptionError
 from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
-from workbench.option_checks import one_of
+from workbench.option_checks import checked, one_of
 from workbench.plots.figure_files import picture_of
 from workbench.rates.find_rate import FoundRates
 from workbench.risk.risk import Risk, over_rates, predict
@@ -210,6 +210,7 @@ class RiskExplorer(MeasuringWidget):
             self._begin("Pilot", job, {"training copies": 1})
             self._start.disabled = True
 
+    @checked
     def figure(self, backend: str = "bokeh", *, kind: Annotated[str, one_of(("curve", "pilot"))] = "curve") -> Any:
         """Return the curve or the pilot as a separate figure, for example for ``workbench.plots.save()``.
 

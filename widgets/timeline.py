@@ -15,7 +15,7 @@ from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import capitalized, counted, listed
 from workbench.io.run_access import named_runs
-from workbench.option_checks import PositiveFloat
+from workbench.option_checks import PositiveFloat, checked
 from workbench.plots.timeline_events import TimelineEvent, alarms_of, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, sentence_alone, timeline
 from workbench.schema.statuses import RunState
@@ -94,6 +94,7 @@ class Timeline(WorkbenchWidget):
 
     kinds = KINDS | {".nc": ("netCDF", "All recorded data of the runs shown, one group per run")}
 
+    @checked
     def __init__(
         self,
         runs: Run | Mapping[str, Run],

@@ -556,7 +556,8 @@ def checked(target: Target) -> Target:
 
 def check_fields(instance: Any) -> None:
     """Check the fields of a dataclass, which may be of a subclass that a user has defined without `checked`."""
-    door = _door_of(type(instance))
+    cls: Any = type(instance)
+    door = _door_of(cls)
     for name, (kind, default, _) in door.kinds.items():
         if (value := getattr(instance, name)) is not default:
             object.__setattr__(instance, name, door.admitted(name, kind, value))
@@ -580,7 +581,7 @@ def _checked_function(function: Any, title: str, owner: type | None = None, *, a
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not always and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "workbench":
+        if not always and _is_inside(sys._getframe(1).f_globals.get("__name__", "")):
             return function(*args, **kwargs)
         if not doors:
             doors.append(_Door(function, title, owner))
@@ -589,6 +590,11 @@ def _checked_function(function: Any, title: str, owner: type | None = None, *, a
 
     call._door = doors  # type: ignore[attr-defined]
     return call
+
+
+def _is_inside(module: str) -> bool:
+    """Return whether a module is of the package, but not the command line, whose arguments are of users."""
+    return module.partition(".")[0] == "workbench" and module != "workbench.cli"
 
 
 def _check_class(cls: type, *, constructor: bool, always: bool) -> None:

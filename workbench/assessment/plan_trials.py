@@ -15,7 +15,6 @@ from workbench.errors import OptionError
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import prediction_of, token_loss
 from workbench.models.probing import undisturbed
-from workbench.option_checks import PositiveInt, checked
 from workbench.tasks import as_task
 from workbench.tasks.later_batches import LaterBatches
 from workbench.training.training_plan import TrainingPlan
@@ -34,14 +33,13 @@ N_UPDATES, N_TRIALS = 60, 2
 _LARGEST_RISE = 10.0
 
 
-@checked
 def try_plan(
     model: nn.Module,
     task: Any,
     plan: TrainingPlan,
     *,
-    n_updates: PositiveInt = N_UPDATES,
-    n_trials: PositiveInt = N_TRIALS,
+    n_updates: int = N_UPDATES,
+    n_trials: int = N_TRIALS,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     kss: Callable[[], KSS] | None = None,
     on_update: Callable[[], object] = lambda: None,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from workbench.errors import SnapshotError
-from workbench.option_checks import PositiveFloat
+from workbench.option_checks import PositiveFloat, checked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,7 @@ _N_CLIMBS = 10
 _TRUSTED_CONDITION = 1e7
 
 
+@checked
 def kreiss_constant(operator: np.ndarray | Tensor, *, tolerance: PositiveFloat = 1e-6) -> float:
     """Compute a lower bound of K(A) = sup over |z| > 1 of (|z| - 1) |(zI - A)^-1|_2 (RKSP).
 

@@ -15,7 +15,7 @@ from workbench.models.config_options import config_options, visible_attention
 from workbench.models.loss_graph import require_graph
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import unwrap
-from workbench.option_checks import NonNegativeFloat, PositiveInt, at_least
+from workbench.option_checks import NonNegativeFloat, PositiveInt, at_least, checked
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LossOf = Callable[[nn.Module], Tensor]
 
 
+@checked
 def sharpness(
     model: Subject | nn.Module,
     loss_of: LossOf,
@@ -77,6 +78,7 @@ def sharpness(
     return _largest_eigenvalue(model, loss_of, weights, None, tolerance, n_vectors, n_products)
 
 
+@checked
 def preconditioned_sharpness(
     model: Subject | nn.Module,
     loss_of: LossOf,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.monitors.matrices import widened
-from workbench.option_checks import NonNegativeFloat, at_least, below
+from workbench.option_checks import NonNegativeFloat, at_least, below, checked
 
 #: One tensor, or all tensors of a module.
 Tensors = Tensor | Iterable[Tensor]
@@ -113,6 +113,7 @@ def n_unchanged(before: Tensor, after: Tensor, gradient: Tensor) -> tuple[Tensor
     return torch.count_nonzero(has_gradient & (before == after)), torch.count_nonzero(has_gradient)
 
 
+@checked
 def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: NonNegativeFloat = 1e-8) -> Tensor:
     """Return sqrt(mean(g^2 / max(v, eps^2))), which is about 1 while Adam's second moment v matches the gradients g.
 
@@ -147,6 +148,7 @@ def adam_staleness(gradients: Tensors, second_moments: Tensors, eps: NonNegative
     return total.sqrt() / _count(gradients) ** 0.5
 
 
+@checked
 def gradient_signal_share(
     first_moments: Tensors,
     second_moments: Tensors,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.monitors.matrices import widened
-from workbench.option_checks import Measured, PositiveFloat, PositiveInt
+from workbench.option_checks import Measured, PositiveFloat, PositiveInt, checked
 
 
 def log_z(logits: Tensor) -> Tensor:
@@ -66,6 +66,7 @@ class SpikeScore:
         `workbench.monitors.spike_score`: Spike score of a full curve.
     """
 
+    @checked
     def __init__(self, *, window: PositiveInt = 1000, n_sigma: PositiveFloat = 7.0, n_least: PositiveInt = 100) -> None:
         if not 2 <= n_least <= window:
             raise OptionError.of("n_least", n_least, f"at least 2 and at most the window, {window}")

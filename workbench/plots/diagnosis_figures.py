@@ -8,7 +8,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.formatting import clipped, percent
-from workbench.option_checks import PositiveInt
+from workbench.option_checks import PositiveInt, checked
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import columns_of
 from workbench.plots.figure_files import redrawable
@@ -86,6 +86,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         return style.laid_out(hv, [panel], backend)
 
 
+@checked
 @redrawable
 def evidence_bars(evidence: xr.Dataset, *, n: PositiveInt = 4, backend: str = "bokeh") -> Any:
     """Draw the evidence of each symptom for a cause (right) or against it (left), grouped by cause.

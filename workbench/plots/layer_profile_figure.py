@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from workbench.formatting import capitalized
-from workbench.option_checks import PositiveInt, one_of
+from workbench.option_checks import PositiveInt, checked, one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -25,6 +25,7 @@ LOGARITHMIC = frozenset({"eigenvector_condition", "kreiss_constant", "covariance
 REFERENCE = {"spectral_radius": 1.0, "energy_gain": 1.0, "kreiss_constant": 1.0}
 
 
+@checked
 @redrawable
 def layer_profile(
     spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree],

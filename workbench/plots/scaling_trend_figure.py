@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.formatting import capitalized
-from workbench.option_checks import one_of
+from workbench.option_checks import checked, one_of
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import by_name, require_variables
 from workbench.plots.figure_files import redrawable
@@ -46,6 +46,7 @@ _TITLES = {
 }
 
 
+@checked
 @redrawable
 def scaling_trend(
     study: xr.Dataset | Mapping[str, xr.Dataset],

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import OptionError
 from workbench.formatting import counted, percent_range
 from workbench.io.run_access import named_runs
-from workbench.option_checks import one_of
+from workbench.option_checks import checked, one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 
+@checked
 @redrawable
 def timeline(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.formatting import capitalized
 from workbench.io.run_access import divergence_step, named_runs, spectra_of
-from workbench.option_checks import one_of
+from workbench.option_checks import checked, one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -37,6 +37,7 @@ _LEAST_FRACTION = 0.5
 _RATIO = 3.2
 
 
+@checked
 @redrawable
 def traces(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],

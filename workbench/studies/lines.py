@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.errors import OptionError
-from workbench.option_checks import PositiveInt
+from workbench.option_checks import PositiveInt, checked
 
 #: A number larger than every step.
 _FAR = 2**31 - 1
 
 
+@checked
 def decimate(
     step: np.ndarray, value: np.ndarray, n: PositiveInt, start: float | None = None, stop: float | None = None
 ) -> tuple[np.ndarray, np.ndarray]:

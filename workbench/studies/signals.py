@@ -25,7 +25,7 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import listed
-from workbench.option_checks import NonNegativeInt, PositiveInt, one_of, publish
+from workbench.option_checks import NonNegativeInt, PositiveInt, checked, one_of, publish
 from workbench.schema.runs import MONITORS, PARTS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
 from workbench.studies.lines import SignalBand, decimate, healthy_band
@@ -236,6 +236,7 @@ def worst(name: str) -> str:
     return "min" if bad_direction(name) == "low" else "max"
 
 
+@checked
 def read(
     run: xr.DataTree,
     name: str,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import OptionError, SweepError
 from workbench.io.progress import Progress, n_cores
-from workbench.option_checks import PositiveInt
+from workbench.option_checks import PositiveInt, checked
 from workbench.sweeps.one_run import make_run
 from workbench.sweeps.run_settings import RunSettings
 from workbench.sweeps.sweep_store import SweepStore, open_sweep
@@ -24,6 +24,7 @@ _MAX_LOST_WORKERS = 10
 _SECONDS_TO_CONNECT = 10
 
 
+@checked
 def run(
     runs: Sequence[RunSettings],
     path: str | os.PathLike[str],
