@@ -201,17 +201,6 @@ class AssessmentReport(MeasuringWidget):
 
         Raises:
             OptionError: If the tree is not a diagnosis, or the model or the task was not given.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
-            >>> try:
-            ...     report.run_experiment(0)
-            ... except wb.WorkbenchError as error:
-            ...     error.name, error.value
-            ('tree', 'assessment')
-            >>> report.close()
         """
         kind = None if self._tree is None else self._tree.attrs.get("kind")
         if kind != "diagnosis":

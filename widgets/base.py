@@ -226,16 +226,7 @@ class WorkbenchWidget(ipywidgets.VBox):
         self._undo.append(action)
 
     def close(self) -> None:
-        """Stop all callbacks, and remove the widget and its children from the page and the kernel.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
-            >>> widget.close()
-            >>> widget.comm is None
-            True
-        """
+        """Stop all callbacks, and remove the widget and its children from the page and the kernel."""
         if not hasattr(self, "_picture"):  # the constructor raised an exception
             return
         self._picture.close()

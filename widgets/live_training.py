@@ -253,14 +253,6 @@ class LiveTraining(WorkbenchWidget):
 
         Args:
             start: Number of the start, from 1 to `n_starts`.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> live = widgets.LiveTraining()
-            >>> live.runs_of(1)
-            {}
-            >>> live.close()
         """
         return {name: open_run(store) for name, store in self._branches.stores(start).items()}
 
@@ -304,17 +296,6 @@ class LiveTraining(WorkbenchWidget):
         Raises:
             StoreError: If there is no checkpoint.
             OptionError: If the checkpoint is not before the last step.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> live = widgets.LiveTraining()
-            >>> try:
-            ...     live.restart()
-            ... except wb.errors.StoreError as error:
-            ...     error.name
-            'checkpoint'
-            >>> live.close()
         """
         checkpoint = checkpoint or best_step(self.checkpoints, self._start, self.canvas.histories)
         if checkpoint is None:
@@ -334,49 +315,19 @@ class LiveTraining(WorkbenchWidget):
         self._after_stop(partial(self._begin, checkpoint))
 
     def pause(self) -> None:
-        """Pause after the current step.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> live = widgets.LiveTraining()
-            >>> live.pause()  # no effect before the start
-            >>> live.state
-            'ready'
-            >>> live.close()
-        """
+        """Pause after the current step."""
         with self.turn:
             if self._runs is not None:
                 self._runs.pause()
 
     def resume(self) -> None:
-        """Continue after a pause.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> live = widgets.LiveTraining()
-            >>> live.resume()  # no effect before the start
-            >>> live.state
-            'ready'
-            >>> live.close()
-        """
+        """Continue after a pause."""
         with self.turn:
             if self._runs is not None:
                 self._runs.resume()
 
     def stop(self) -> None:
-        """End the runs after the current step and close their records, without waiting; a second call kills them.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> live = widgets.LiveTraining()
-            >>> live.stop()  # no effect before the start
-            >>> live.is_running
-            False
-            >>> live.close()
-        """
+        """End the runs after the current step and close their records, without waiting; a second call kills them."""
         with self.turn:
             if self._runs is not None:
                 self._runs.stop()
@@ -397,13 +348,6 @@ class LiveTraining(WorkbenchWidget):
 
         Raises:
             TimeoutError: If the runs have not ended by then.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> live = widgets.LiveTraining()
-            >>> live.wait(timeout=60)
-            >>> live.close()
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while (runs := self._runs) is not None:  # a restart creates others

@@ -182,18 +182,6 @@ class RiskExplorer(MeasuringWidget):
 
         Raises:
             OptionError: If nothing has been measured yet.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=64)
-            >>> explorer = widgets.RiskExplorer(model)
-            >>> try:
-            ...     explorer.run_pilot()
-            ... except wb.WorkbenchError as error:
-            ...     error.name, error.expected
-            ('model', 'measured')
-            >>> explorer.close()
         """
         with self.turn:
             if self._measured is None or self._worker.is_busy:

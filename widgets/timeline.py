@@ -261,16 +261,7 @@ class Timeline(WorkbenchWidget):
         self._refresh()
 
     def poll(self) -> bool:
-        """Read the stores now, and return whether there were new data; the widget does so regularly.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> timeline = widgets.Timeline(wb.samples.failed_run("hyperparameter"))
-            >>> timeline.poll()
-            False
-            >>> timeline.close()
-        """
+        """Read the stores now, and return whether there were new data; the widget does so regularly."""
         is_new = sum(run.poll() for run in self._followed) > 0  # a sum, so that all stores are read
         if is_new:
             if self._has_default_signals:

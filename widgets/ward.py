@@ -152,15 +152,6 @@ class Ward(MeasuringWidget):
 
         Raises:
             OptionError: If there is no such case.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> ward = widgets.Ward()
-            >>> ward.open_case(7, level=2)
-            >>> ward.patient.seed, ward.patient.level
-            (7, 2)
-            >>> ward.close()
         """
         with self.turn:
             case = self._opened(seed, self.patient.level if level is None else level)
@@ -169,17 +160,7 @@ class Ward(MeasuringWidget):
             self._show_case()
 
     def next_case(self) -> None:
-        """Show the case with the next number at the same level.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> ward = widgets.Ward(4)
-            >>> ward.next_case()
-            >>> ward.patient.seed
-            5
-            >>> ward.close()
-        """
+        """Show the case with the next number at the same level."""
         self.open_case(self.patient.seed + 1)
 
     def measure(self, name: str) -> None:
@@ -187,15 +168,6 @@ class Ward(MeasuringWidget):
 
         Raises:
             OptionError: If there is no such measurement, it costs more than remains, or the case is finished.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> ward = widgets.Ward()
-            >>> ward.measure("loss")
-            >>> bool(ward.patient.measurements.loc["loss", "is_taken"])
-            True
-            >>> ward.close()
         """
         with self.turn:
             self._check_idle()
@@ -254,16 +226,6 @@ class Ward(MeasuringWidget):
 
         Raises:
             OptionError: If no cause is given, or a replay is running.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> ward = widgets.Ward()
-            >>> ward.finish(["nothing"])
-            >>> ward.wait()
-            >>> 0 <= ward.patient.score.points <= 100
-            True
-            >>> ward.close()
         """
         with self.turn:
             self._check_idle()

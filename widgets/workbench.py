@@ -190,16 +190,6 @@ class Workbench(MeasuringWidget):
 
         Raises:
             StoreError: If there is no such path, or it is none of these.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> bench = widgets.Workbench()
-            >>> bench.add(wb.samples.failed_run("precision"))
-            'precision'
-            >>> bench.ticked
-            ['precision']
-            >>> bench.close()
         """
         name = self._catalogue.add(source_of(os.fspath(source), self.folder))
         self._fill_list()
@@ -208,18 +198,7 @@ class Workbench(MeasuringWidget):
         return name
 
     def rescan(self) -> None:
-        """Search the folder for sources again, and try again to open those that could not be read.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> bench = widgets.Workbench()
-            >>> run = wb.save(wb.open_run(wb.samples.failed_run("precision")), "mine.zarr")
-            >>> bench.rescan()
-            >>> "mine" in bench.sources
-            True
-            >>> bench.close()
-        """
+        """Search the folder for sources again, and try again to open those that could not be read."""
         with self.turn:
             self._results.forget_failures()
             for source in self._catalogue.sources.values():

@@ -127,17 +127,7 @@ class MeasuringWidget(WorkbenchWidget):
         return self._worker.is_busy
 
     def stop(self) -> None:
-        """Stop the measurement at its next check; the displayed result stays.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
-            >>> report.stop()
-            >>> report.is_measuring
-            False
-            >>> report.close()
-        """
+        """Stop the measurement at its next check; the displayed result stays."""
         with self.turn:
             if not self.is_measuring:
                 return
@@ -154,13 +144,6 @@ class MeasuringWidget(WorkbenchWidget):
 
         Raises:
             TimeoutError: If the measurement takes longer.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
-            >>> report.wait(timeout=60)
-            >>> report.close()
         """
         self._worker.wait(timeout)
 

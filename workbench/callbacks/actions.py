@@ -149,12 +149,6 @@ class Actions:
 
         Raises:
             OptionError: If ``call`` returns an unknown kind of action.
-
-        Example:
-            >>> import workbench as wb
-            >>> alarm = wb.alarms.Alarm(300, "kurtosis", 1, -1, 2.0, 9.0, is_outcome=False, message="It rose.")
-            >>> wb.Actions().answer(alarm, attribution=None, onset=280).kinds
-            ('roll_back', 'cut_rate')
         """
         if alarm.is_outcome and not self.reacts_to_outcome:
             return None

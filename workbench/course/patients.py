@@ -215,13 +215,6 @@ class Patient:
         Raises:
             OptionError: If there is no such measurement, it costs more than what is left, or the case is finished.
 
-        Example:
-            >>> import workbench as wb
-            >>> patient = wb.course.patient(0, level=2)
-            >>> settings = patient.measure("settings")
-            >>> "training.learning_rate" in settings["setting"].values
-            True
-
         See Also:
             `workbench.course.Patient.try_cure`: Replays the run with a change.
         """
@@ -251,14 +244,6 @@ class Patient:
 
         Raises:
             OptionError: If there is no cure for this cause, it costs more than what is left, or the case is finished.
-
-        Example:
-            >>> import workbench as wb
-            >>> patient = wb.course.patient(0, level=1)
-            >>> patient.try_cure("optimizer_eps", progress=False).attrs["sentence"]
-            "The change has no effect: the run's eps is already 1e-8 or smaller."
-            >>> patient.spent == patient.cure_cost
-            True
 
         See Also:
             `workbench.run_experiment`: Replays a run of your own.
@@ -293,13 +278,6 @@ class Patient:
 
         Raises:
             OptionError: If a name is unknown, "nothing" is combined with another cause, or the case is finished.
-
-        Example:
-            >>> import workbench as wb
-            >>> patient = wb.course.patient(0, level=1)
-            >>> score = patient.finish(["schedule", "batch"])
-            >>> score.does_cure_work
-            False
 
         See Also:
             `workbench.course.Score`: The score.

@@ -95,14 +95,7 @@ class Hazard:
     remedy_value: str
 
     def state_of(self, effect: Measured) -> CriterionState:
-        """Return the state of an effect relative to the limits; NaN counts as not measured.
-
-        Example:
-            >>> import workbench as wb
-            >>> hazard = wb.hardware.HAZARDS[0]
-            >>> hazard.healthy_limit < 0.5 < hazard.failing_limit, str(hazard.state_of(0.5))
-            (True, 'at risk')
-        """
+        """Return the state of an effect relative to the limits; NaN counts as not measured."""
         if math.isnan(effect):
             return CriterionState.NOT_MEASURED
         if effect <= self.healthy_limit:

@@ -119,12 +119,6 @@ class AssessmentPlan:
 
         Raises:
             OptionError: If the settings contradict each other or there is no such optimizer.
-
-        Example:
-            >>> import workbench as wb
-            >>> plan = wb.hardware.read_plan({"training": {"n_steps": 50, "optimizer": "SGD"}})
-            >>> plan.training_plan().optimizer
-            'SGD'
         """
         values = {
             item.name: getattr(self.training, item.name)
@@ -163,13 +157,6 @@ class AssessmentPlan:
 
         Raises:
             OptionError: If the task does not fit the model.
-
-        Example:
-            >>> import workbench as wb
-            >>> plan = wb.hardware.read_plan({"task": {"name": "random_tokens"}, "training": {"sequence_length": 8}})
-            >>> tokens, _ = next(plan.make_task(16).stream())
-            >>> tokens.shape
-            torch.Size([32, 8])
         """
         from workbench import tasks
 
@@ -226,15 +213,6 @@ class AssessmentPlan:
 
         Raises:
             OptionError: If a size is impossible; the message states the key and the nearest possible value.
-
-        Example:
-            >>> import workbench as wb
-            >>> plan = wb.hardware.read_plan({"hardware": {"tensor_parallel": 5}})
-            >>> try:
-            ...     plan.check_against(wb.design("gpt2"))
-            ... except wb.errors.OptionError as error:
-            ...     error.name, error.value, error.expected
-            ('tensor_parallel', 5, 'a divisor of the 12 attention heads')
         """
         n = self.n_shares
         if self.batch_size % n:
@@ -274,14 +252,7 @@ class AssessmentPlan:
             )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the sections as values for TOML or JSON, from which `read_plan` creates an equal plan.
-
-        Example:
-            >>> import workbench as wb
-            >>> plan = wb.hardware.read_plan({"hardware": {"data_parallel": 8}})
-            >>> wb.hardware.read_plan(plan.as_dict()) == plan
-            True
-        """
+        """Return the sections as values for TOML or JSON, from which `read_plan` creates an equal plan."""
         sections = {title: getattr(self, title).as_dict() for title in SECTIONS}
         return {title: keys for title, keys in sections.items() if keys}
 

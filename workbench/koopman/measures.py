@@ -67,24 +67,11 @@ class Thresholds:
 
         Args:
             spectra: A spectra dataset.
-
-        Example:
-            >>> import workbench as wb
-            >>> run = wb.open_run(wb.samples.failed_run("architecture"))
-            >>> thresholds = wb.Thresholds.of(run["spectra"].to_dataset())
-            >>> thresholds.near_unit_lower, thresholds.near_unit_upper
-            (0.9, 1.05)
         """
         return cls(**{field.name: float(spectra.attrs[field.name]) for field in fields(cls)})
 
     def as_attrs(self) -> dict[str, float]:
-        """Return the thresholds as attributes of a dataset.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.Thresholds().as_attrs()["reliable_residual"]
-            0.1
-        """
+        """Return the thresholds as attributes of a dataset."""
         return {field.name: float(getattr(self, field.name)) for field in fields(self)}
 
 

@@ -120,11 +120,6 @@ class SnapshotMoments:
         Args:
             n_features: Width of the state.
             device: Device of the moments.
-
-        Example:
-            >>> import workbench as wb
-            >>> bool(wb.koopman.SnapshotMoments.filled_with_nan(4).is_finite)
-            False
         """
         moments = cls(n_features, device=device)
         for sums in (moments.mean_x, moments.mean_d, moments._sum_xx, moments._sum_dx, moments._sum_dd):
@@ -159,13 +154,6 @@ class SnapshotMoments:
 
         Raises:
             SnapshotError: If the shapes disagree or a value is NaN or infinite; nothing is added then.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> x = torch.arange(8.0).reshape(4, 2)
-            >>> wb.koopman.SnapshotMoments(2).update(x, x + 1).mean_d
-            tensor([1., 1.], dtype=torch.float64)
         """
         check_snapshots(x, y, self.n_features, self.name)
         parts = [_Part.of(x[i : i + CHUNK], y[i : i + CHUNK], self.mean_x.device) for i in range(0, len(x), CHUNK)]

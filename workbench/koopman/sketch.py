@@ -121,13 +121,6 @@ class SnapshotSketch:
         Raises:
             SnapshotError: If the shapes disagree, a value is NaN or infinite, or there are more snapshots than features
                 and no rank; nothing is added then.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> x = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
-            >>> wb.koopman.SnapshotSketch(96).update(x, 0.5 * x).n_snapshots
-            8
         """
         check_snapshots(x, y, self.n_features, self.name)
         x, y = x.to(self.device), y.to(self.device)
@@ -200,15 +193,7 @@ class SnapshotSketch:
         return PrincipalMoments(variance, c_dx, c_dd, outside, explained, self.n_features - len(variance))
 
     def total_variance(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the traces of the covariances of states and updates, and the squared norm of the mean state.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> x = torch.tensor([[1.0, 0.0], [3.0, 0.0]])
-            >>> [float(each) for each in wb.koopman.SnapshotSketch(2).update(x, x).total_variance()]
-            [2.0, 0.0, 4.0]
-        """
+        """Return the traces of the covariances of states and updates, and the squared norm of the mean state."""
         totals, n = self._centered()[0], max(self.n_snapshots - 1, 1)
         return totals.total_x / n, totals.total_d / n, totals.mean_x.square().sum()
 

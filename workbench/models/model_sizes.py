@@ -73,12 +73,6 @@ class ModelSizes:
 
         Args:
             n: Number of devices.
-
-        Example:
-            >>> import workbench as wb
-            >>> sizes = wb.hardware.ModelSizes(n_heads=6, inner_width=96)
-            >>> sizes.supports_tensor_parallel(3), sizes.supports_tensor_parallel(4)
-            (True, False)
         """
         if self.n_heads is not None and self.n_heads % n:
             return False

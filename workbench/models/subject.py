@@ -55,13 +55,7 @@ class ByteTokenizer:
         return {"input_ids": [list(text.encode())[: self.model_max_length] for text in texts]}
 
     def decode(self, ids: Sequence[int] | Tensor) -> str:
-        r"""Return the text of one sequence; incomplete characters become the replacement character (U+FFFD).
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.ByteTokenizer().decode([226, 130, 172])
-            '€'
-        """
+        r"""Return the text of one sequence; incomplete characters become the replacement character (U+FFFD)."""
         return bytes(int(i) for i in ids).decode(errors="replace")
 
 

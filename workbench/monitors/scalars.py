@@ -80,13 +80,7 @@ class SpikeScore:
         return self.n_spikes / self.n_evaluated if self.n_evaluated else math.nan
 
     def update(self, value: Measured) -> bool:
-        """Add the next value, and return whether it is a spike.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.monitors.SpikeScore().update(float("nan"))  # a value that is not finite is always a spike
-            True
-        """
+        """Add the next value, and return whether it is a spike."""
         value, is_spike = float(value), False
         if not math.isfinite(value):
             is_spike, is_evaluated = True, True

@@ -53,32 +53,15 @@ class Estimate:
         Args:
             factor: The factor.
             error: Uncertainty of the factor: the interval is widened by this factor on either side.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.rates.Estimate(0.004, 0.002, 0.006).times(0.5)
-            Estimate(value=0.002, low=0.001, high=0.003)
         """
         return Estimate(self.value * factor, self.low * factor / error, self.high * factor * error)
 
     def at_most(self, limit: float) -> Estimate:
-        """Return the estimate with its value and lower end limited from above.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.rates.Estimate(0.004, 0.003, 0.006).at_most(0.002)
-            Estimate(value=0.002, low=0.002, high=0.006)
-        """
+        """Return the estimate with its value and lower end limited from above."""
         return Estimate(min(self.value, limit), min(self.low, limit), self.high)
 
     def at_least(self, limit: float) -> Estimate:
-        """Return the estimate with its value and both ends limited from below.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.rates.Estimate(0.004, 0.003, 0.006).at_least(0.005)
-            Estimate(value=0.005, low=0.005, high=0.006)
-        """
+        """Return the estimate with its value and both ends limited from below."""
         return Estimate(max(self.value, limit), max(self.low, limit), max(self.high, limit))
 
     def probability_below(self, rate: float) -> float:
@@ -89,11 +72,6 @@ class Estimate:
 
         Args:
             rate: A learning rate.
-
-        Example:
-            >>> import workbench as wb
-            >>> round(wb.rates.Estimate(0.004, 0.003, 0.006).probability_below(0.006), 6)
-            0.9
         """
         distance = math.log(rate / self.value)
         reach = math.log(self.low / self.value) if distance < 0 else math.log(self.high / self.value)

@@ -113,13 +113,6 @@ class EdgeModel:
         Raises:
             OptionError: If a learning rate is not positive.
             SchemaError: If a case lacks a value.
-
-        Example:
-            >>> import workbench as wb
-            >>> cases = wb.samples.divergence_sweep("norms").isel(run=slice(0, 2))
-            >>> found = wb.risk.shipped().predict(cases)
-            >>> bool((found.useful_edge_low <= found.useful_edge).all())
-            True
         """
         import xarray as xr
         from scipy.stats import norm
@@ -168,11 +161,6 @@ class EdgeModel:
 
         Raises:
             StoreError: If the path exists, or cannot be written.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.risk.shipped().save("risk.json").name
-            'risk.json'
         """
         content = {
             "kind": _KIND,

@@ -49,13 +49,7 @@ class Probability:
     high: float
 
     def at_most(self, limit: float) -> Probability:
-        """Return the probability with its value and both ends limited from above.
-
-        Example:
-            >>> import workbench as wb
-            >>> print(wb.risk.Probability(0.2, 0.05, 0.43).at_most(0.3))
-            20 % (5 to 30 %)
-        """
+        """Return the probability with its value and both ends limited from above."""
         return Probability(min(self.value, limit), min(self.low, limit), min(self.high, limit))
 
     def __str__(self) -> str:

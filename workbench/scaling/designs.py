@@ -90,12 +90,6 @@ class Design:
 
         Raises:
             OptionError: If there is no model of that size; the message states the nearest width or the reason.
-
-        Example:
-            >>> import workbench as wb
-            >>> narrow = wb.design({"d_model": 64, "n_layers": 4}).build(width=16, depth=2)
-            >>> narrow.config.d_model, len(narrow.blocks)
-            (16, 2)
         """
         width, depth = self._checked(width, depth, vocabulary)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -111,11 +105,6 @@ class Design:
         """Return the number of parameters of a model, with tied parameters counted once.
 
         No memory is allocated, except by a function that itself chooses a device. Arguments and errors as in `build`.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.design("gpt2").n_weights()
-            124439808
         """
         width, depth = self._checked(width, depth, vocabulary)
         with torch.random.fork_rng(devices=[]):
@@ -126,24 +115,12 @@ class Design:
 
         Raises:
             OptionError: If the width is not a positive integer.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.design("gpt2").nearest_width(100)
-            128
         """
         _require_size("width", width)
         return self.source.nearest_width(width)
 
     def describe(self) -> dict[str, Any]:
-        """Return name, target size and all options that determine the size, as JSON values.
-
-        Example:
-            >>> import workbench as wb
-            >>> options = wb.design("gpt2").describe()
-            >>> options["width"], options["depth"], options["vocab_size"]
-            (768, 12, 50257)
-        """
+        """Return name, target size and all options that determine the size, as JSON values."""
         return {"name": self.name, "width": self.width, "depth": self.depth} | self.source.describe(
             self.width, self.depth
         )

@@ -38,27 +38,10 @@ class Parametrization(Protocol):
     """
 
     def apply(self, model: nn.Module) -> Any:
-        """Apply the rules to a model with initial parameters, in place.
-
-        Example:
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=64, n_layers=2, n_heads=4)
-            >>> before = model.blocks[0].mlp.up.weight.std().item()
-            >>> _ = wb.baselines.MuP(base_width=16).apply(model)
-            >>> round(model.blocks[0].mlp.up.weight.std().item() / before, 3)
-            0.5
-        """
+        """Apply the rules to a model with initial parameters, in place."""
 
     def optimizer(self, model: nn.Module, rate: float, name: str = "AdamW", **options: Any) -> Any:
-        """Create an optimizer for a model and a learning rate, as accepted by ``train(optimizer=)``.
-
-        Example:
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=64, n_layers=2, n_heads=4)
-            >>> create = wb.baselines.MuP(base_width=16).optimizer(model, 1e-3)
-            >>> sorted({group["lr"] for group in create(list(model.parameters())).param_groups})
-            [0.00025, 0.001]
-        """
+        """Create an optimizer for a model and a learning rate, as accepted by ``train(optimizer=)``."""
 
 
 @dataclass(frozen=True, order=True)
@@ -165,42 +148,18 @@ class LadderTrainer:
         TrainingPlan(n_steps=1, **self.training)
 
     def model(self, rung: Rung, seed: int) -> nn.Module:
-        """Build a model with initial parameters.
-
-        Example:
-            >>> import workbench as wb
-            >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
-            >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
-            >>> trainer.model(wb.scaling.Rung(16, 2), seed=0).config.d_model
-            16
-        """
+        """Build a model with initial parameters."""
         model = self.design.build(rung.width, rung.depth, seed, vocabulary=self._vocabulary())
         if self.parametrization is not None:
             self.parametrization.apply(model)
         return model
 
     def n_weights(self, rung: Rung) -> int:
-        """Return the number of parameters of the models of a size.
-
-        Example:
-            >>> import workbench as wb
-            >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
-            >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
-            >>> trainer.n_weights(wb.scaling.Rung(16, 2)) < trainer.n_weights(wb.scaling.Rung(32, 2))
-            True
-        """
+        """Return the number of parameters of the models of a size."""
         return self.design.n_weights(rung.width, rung.depth, vocabulary=self._vocabulary())
 
     def task_of(self, seed: int) -> Task:
-        """Return the task of a seed.
-
-        Example:
-            >>> import workbench as wb
-            >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
-            >>> task = lambda seed: wb.tasks.random_tokens(vocab_size=16, length=8, seed=seed)
-            >>> wb.scaling.LadderTrainer(design, task).task_of(3).seed
-            3
-        """
+        """Return the task of a seed."""
         is_function = callable(self.task) and not hasattr(self.task, "stream")
         return as_task(self.task(seed) if is_function else self.task)
 
@@ -215,14 +174,6 @@ class LadderTrainer:
             rate: Peak learning rate.
             n_steps: Number of updates.
             is_rate_constant: Train at a constant learning rate, without warm-up and schedule.
-
-        Example:
-            >>> import workbench as wb
-            >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
-            >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
-            >>> model = trainer.model(wb.scaling.Rung(16, 2), seed=0)
-            >>> [record.step for record in trainer.runs(model, seed=0, rate=1e-3, n_steps=2)]
-            [0, 1]
         """
         training = dict(self.training)
         if is_rate_constant:
@@ -258,14 +209,6 @@ class LadderTrainer:
             rate: Peak learning rate.
             n_steps: Number of updates.
             is_rate_constant: As in `runs`.
-
-        Example:
-            >>> import workbench as wb
-            >>> design = wb.design({"norm": "none", "d_model": 32, "n_layers": 2, "max_length": 8})
-            >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
-            >>> rung = wb.scaling.Rung(16, 2)
-            >>> [trainer.cause_of_divergence(rung, 0, rate, n_steps=3) != "" for rate in (1e-3, 1e3)]
-            [False, True]
         """
         cause = ""
         for record in self.runs(self.model(rung, seed), seed, rate, n_steps, is_rate_constant=is_rate_constant):

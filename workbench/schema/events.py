@@ -45,13 +45,7 @@ class Event:
         return ", ".join(f"{name} {at}" for name, at in (("layer", self.layer), ("head", self.head)) if at >= 0)
 
     def as_row(self) -> dict[str, Any]:
-        """Return all columns except the step.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.schema.Event(step=120, kind="alarm", source="loss").as_row()["source"]
-            'loss'
-        """
+        """Return all columns except the step."""
         row = asdict(self)
         del row["step"]
         return row

@@ -114,29 +114,11 @@ class RunSettings:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> RunSettings:
-        """Create settings from the values that `as_dict` returned.
-
-        Example:
-            >>> import workbench as wb
-            >>> runs = wb.sweeps.grid(
-            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
-            ... )
-            >>> wb.sweeps.RunSettings.from_dict(runs[0].as_dict()) == runs[0]
-            True
-        """
+        """Create settings from the values that `as_dict` returned."""
         return cls(**settings)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON values.
-
-        Example:
-            >>> import workbench as wb
-            >>> runs = wb.sweeps.grid(
-            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
-            ... )
-            >>> runs[0].as_dict()["training"]
-            {'learning_rate': 0.001, 'n_steps': 5}
-        """
+        """Return the settings as JSON values."""
         return json.loads(json.dumps(self._plain))
 
     @property
@@ -159,17 +141,7 @@ class RunSettings:
         return _digest(parts | ({"kss": self.kss} if self.kss else {}))
 
     def describe(self) -> dict[str, Any]:
-        """Return the columns of the row that the settings determine, with the names of ``schema.sweeps.SETTINGS``.
-
-        Example:
-            >>> import workbench as wb
-            >>> runs = wb.sweeps.grid(
-            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
-            ... )
-            >>> row = runs[0].describe()
-            >>> row["architecture"], row["optimizer"], row["n_steps"]
-            ('tiny', 'AdamW', 5)
-        """
+        """Return the columns of the row that the settings determine, with the names of ``schema.sweeps.SETTINGS``."""
         config = {} if "make" in self.model else self._config().as_dict()
         names = {name: getattr(self, name) for name in ("study", "architecture", "configuration", "cell")}
         return {
@@ -200,14 +172,6 @@ class RunSettings:
 
         Raises:
             OptionError: If there is no task of that name, or an option is unknown.
-
-        Example:
-            >>> import workbench as wb
-            >>> runs = wb.sweeps.grid(
-            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
-            ... )
-            >>> runs[0].make_task().describe()["task"]
-            'digits'
         """
         from workbench import tasks
 
@@ -228,16 +192,7 @@ class RunSettings:
         return make(**options, seed=self.seed)
 
     def make_kss(self) -> KSS | None:
-        """Create the callback for Koopman Spectral Shaping, or return None if there is none.
-
-        Example:
-            >>> import workbench as wb
-            >>> runs = wb.sweeps.grid(
-            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
-            ... )
-            >>> runs[0].make_kss() is None
-            True
-        """
+        """Create the callback for Koopman Spectral Shaping, or return None if there is none."""
         return getattr(KSS, self.kss)() if self.kss else None
 
     def plan(self) -> TrainingPlan:
@@ -245,14 +200,6 @@ class RunSettings:
 
         Raises:
             OptionError: If a setting is unknown or invalid.
-
-        Example:
-            >>> import workbench as wb
-            >>> runs = wb.sweeps.grid(
-            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
-            ... )
-            >>> runs[0].plan().n_steps
-            5
         """
         training = self._plain["training"]
         if "learning_rate" not in training:

@@ -75,16 +75,7 @@ class SweepStore:
         self._mark = cast(zarr.Array, self._group[_MARK])
 
     def missing(self) -> list[int]:
-        """Return the indices of the unfinished rows.
-
-        Example:
-            >>> import workbench as wb
-            >>> runs = wb.sweeps.grid(
-            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
-            ... )
-            >>> wb.sweeps.SweepStore("sweep.zarr", runs).missing()
-            [0]
-        """
+        """Return the indices of the unfinished rows."""
         return np.flatnonzero(~np.asarray(self._mark[:])).tolist()
 
     def write(self, index: int, row: Mapping[str, Any]) -> None:

@@ -73,11 +73,6 @@ class SyntheticLM(SequenceTask):
 
         Returns:
             int64, shape (``length`` + 1,).
-
-        Example:
-            >>> import workbench as wb
-            >>> tuple(wb.tasks.synthetic_lm(length=16, vocab_size=64).sequence(0).shape)
-            (17,)
         """
         generator = random.Random(mixed_seed(self.name, self.split, self.seed, row))
         tokens: list[int] = []

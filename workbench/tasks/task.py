@@ -69,21 +69,10 @@ class Task(Protocol):
 
         Args:
             n_tokens: Number of token states.
-
-        Example:
-            >>> import workbench as wb
-            >>> tuple(wb.tasks.random_tokens(length=8).probe(20).shape)
-            (3, 8)
         """
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """Return the settings of the task, with its name as ``"task"``; tasks of equal description have equal batches.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.tasks.random_tokens(length=8).describe()["task"]
-            'random_tokens'
-        """
+        """Return the settings of the task, with its name as ``"task"``; tasks of equal description have equal batches."""
 
 
 class SeededTask(ABC):
@@ -106,12 +95,6 @@ class SeededTask(ABC):
 
         Returns:
             Inputs and targets.
-
-        Example:
-            >>> import workbench as wb
-            >>> inputs, targets = wb.tasks.random_tokens(length=4, batch_size=2).batch(0)
-            >>> tuple(inputs.shape), tuple(targets.shape)
-            ((2, 4), (2, 4))
         """
 
     @property
@@ -133,12 +116,6 @@ class SeededTask(ABC):
 
         Raises:
             OptionError: If ``start`` is negative.
-
-        Example:
-            >>> import workbench as wb
-            >>> inputs, targets = next(wb.tasks.random_tokens(length=4, batch_size=2).stream(start=3))
-            >>> tuple(inputs.shape)
-            (2, 4)
         """
         return (self.batch(index) for index in count(start))
 
@@ -152,11 +129,6 @@ class SeededTask(ABC):
 
         Args:
             n_tokens: Number of token states.
-
-        Example:
-            >>> import workbench as wb
-            >>> tuple(wb.tasks.random_tokens(length=8).probe(20).shape)
-            (3, 8)
         """
         return self.held_out(n_tokens)[0]
 
@@ -170,12 +142,6 @@ class SeededTask(ABC):
 
         Raises:
             OptionError: If ``n_tokens`` is below 1.
-
-        Example:
-            >>> import workbench as wb
-            >>> inputs, targets = wb.tasks.random_tokens(length=8).held_out(20)
-            >>> tuple(inputs.shape), tuple(targets.shape)
-            ((3, 8), (3, 8))
         """
         n_rows = -(-n_tokens // self.states_per_row)
         changes: dict[str, Any] = {"split": "validation"} if hasattr(self, "split") else {}
@@ -183,13 +149,7 @@ class SeededTask(ABC):
         return replace(task, batch_size=min(n_rows, self.n_held_out or n_rows), **changes).batch(-1)
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """Return the name of the task and its fields.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.tasks.random_tokens(length=8).describe()
-            {'task': 'random_tokens', 'length': 8, 'vocab_size': 256, 'batch_size': 32, 'seed': 0}
-        """
+        """Return the name of the task and its fields."""
         task: Any = self
         values = asdict(task).items()
         return {"task": self.name} | {

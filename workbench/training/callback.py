@@ -173,17 +173,7 @@ class Callback:
         return self._run
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the settings that affect the results of a run, as plain values; they must not change when it resumes.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Halved(wb.Callback):
-            ...     rate_factor = 0.5
-            ...     def describe(self):
-            ...         return {"factor": self.rate_factor}
-            >>> Halved().describe()
-            {'factor': 0.5}
-        """
+        """Return the settings that affect the results of a run, as plain values; they must not change when it resumes."""
         return {}
 
     def setup(self, run: TrainingRun) -> None:
@@ -193,16 +183,6 @@ class Callback:
 
         Args:
             run: Run on which to act.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Frozen(wb.Callback):
-            ...     def setup(self, run):
-            ...         super().setup(run)
-            ...         print(type(run.optimizer).__name__)
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Frozen()])
-            AdamW
         """
         self._run = run
 
@@ -227,33 +207,13 @@ class Callback:
         """
 
     def begin(self) -> None:
-        """Attach to the model when training begins; the store of the run does not exist yet.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Begin(wb.Callback):
-            ...     def begin(self):
-            ...         print("begins at step", self.run.step)
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Begin()]))
-            begins at step 0
-        """
+        """Attach to the model when training begins; the store of the run does not exist yet."""
 
     def begin_step(self, step: int) -> None:
         """Act at the beginning of a step.
 
         Args:
             step: Number of updates before this one.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Steps(wb.Callback):
-            ...     def begin_step(self, step):
-            ...         print("step", step)
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Steps()]))
-            step 0
-            step 1
         """
 
     @property
@@ -351,16 +311,6 @@ class Callback:
         Args:
             step: Number of updates before this one.
             numbers: Metrics of the step so far, such as ``loss``.
-
-        Example:
-            >>> import workbench as wb
-            >>> class GradNorms(wb.Callback):
-            ...     def before_update(self, step, numbers):
-            ...         print(numbers["grad_norm"] > 0)
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[GradNorms()]))
-            True
-            True
         """
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any] | None:
@@ -373,33 +323,11 @@ class Callback:
 
         Returns:
             Further metrics to record; None if there are none.
-
-        Example:
-            >>> import math
-            >>> import workbench as wb
-            >>> class Perplexity(wb.Callback):
-            ...     def end_step(self, step, numbers):
-            ...         return {"perplexity": math.exp(numbers["loss"])}
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Perplexity()])
-            >>> [round(math.log(record.numbers["perplexity"]) - record.loss, 6) for record in run]
-            [0.0, 0.0]
         """
         return None
 
     def outcome(self) -> Any:
-        """Return the entry of this callback in `StepRecord.outcomes`, read after `end_step`; None if there is none.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Lengths(wb.Callback):
-            ...     def outcome(self):
-            ...         return len(self.run.targets)
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> run = wb.train(model, wb.tasks.random_tokens(batch_size=8), n_steps=2, callbacks=[Lengths()])
-            >>> [record.outcomes["Lengths"] for record in run]
-            [8, 8]
-        """
+        """Return the entry of this callback in `StepRecord.outcomes`, read after `end_step`; None if there is none."""
         return None
 
     def after_step(self, step: int) -> None:
@@ -407,52 +335,14 @@ class Callback:
 
         Args:
             step: Number of updates so far.
-
-        Example:
-            >>> import workbench as wb
-            >>> class StopEarly(wb.Callback):
-            ...     def after_step(self, step):
-            ...         if step == 2:
-            ...             self.run.stop("by a callback")
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> len(list(wb.train(model, wb.tasks.random_tokens(), n_steps=100, callbacks=[StopEarly()])))
-            2
         """
 
     def to_log(self) -> dict[str, float]:
-        """Return the metrics of the last step for a trainer with its own logs.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Losses(wb.Callback):
-            ...     def end_step(self, step, numbers):
-            ...         self.loss = numbers["loss"]
-            ...     def to_log(self):
-            ...         return {"my_loss": self.loss}
-            >>> losses = Losses()
-            >>> losses.end_step(0, {"loss": 2.5})
-            >>> losses.to_log()
-            {'my_loss': 2.5}
-        """
+        """Return the metrics of the last step for a trainer with its own logs."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, as plain values and tensors.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Count(wb.Callback):
-            ...     n = 0
-            ...     def after_step(self, step):
-            ...         self.n += 1
-            ...     def state_dict(self):
-            ...         return {"n": self.n}
-            >>> count = Count()
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[count]))
-            >>> count.state_dict()
-            {'n': 2}
-        """
+        """Return the state that a resumed run needs, as plain values and tensors."""
         return {}
 
     def take_event(self, event: Event) -> None:
@@ -460,14 +350,6 @@ class Callback:
 
         Args:
             event: The event.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Events(wb.Callback):
-            ...     def take_event(self, event):
-            ...         print(event.kind, event.step)
-            >>> Events().take_event(wb.schema.Event(step=5, kind="alarm"))
-            alarm 5
         """
 
     def end(self, *, is_broken: bool = False) -> None:
@@ -477,17 +359,6 @@ class Callback:
 
         Args:
             is_broken: Whether training was ended by an error.
-
-        Example:
-            >>> import workbench as wb
-            >>> class End(wb.Callback):
-            ...     def end(self, *, is_broken=False):
-            ...         if self.is_running:
-            ...             print("failed" if is_broken else "ended")
-            ...         super().end()
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[End()]))
-            ended
         """
         self._run = None
 

@@ -78,14 +78,7 @@ class TrainingPlan:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values for JSON; functions and optimizers by their names and defaults.
-
-        Example:
-            >>> import workbench as wb
-            >>> plan = wb.TrainingPlan(n_steps=100, learning_rate=1e-3, warmup=10)
-            >>> plan.as_dict()["optimizer"], plan.as_dict()["warmup"]
-            ('AdamW', 10)
-        """
+        """Return the settings as plain values for JSON; functions and optimizers by their names and defaults."""
         settings = {item.name: getattr(self, item.name) for item in fields(self)}
         settings["optimizer_options"] = {k: _plain(v) for k, v in self.optimizer_options.items()}
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -98,12 +91,6 @@ class TrainingPlan:
 
         Args:
             step: Step, counted from 0.
-
-        Example:
-            >>> import workbench as wb
-            >>> plan = wb.TrainingPlan(n_steps=10, learning_rate=1e-3, warmup=4)
-            >>> [plan.rate_factor(step) for step in (0, 1, 3, 9)]
-            [0.25, 0.5, 1.0, 1.0]
         """
         factor = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
         if callable(self.schedule):
@@ -181,12 +168,6 @@ class TrainingPlan:
 
         Returns:
             ``"non-finite"``, ``"loss"``, ``"grad_norm"`` or ``""``.
-
-        Example:
-            >>> import workbench as wb
-            >>> plan = wb.TrainingPlan(n_steps=10)
-            >>> plan.cause_of_divergence(2.0, 1.0), plan.cause_of_divergence(60.0, 1.0)
-            ('', 'loss')
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return "non-finite"

@@ -211,12 +211,6 @@ class ArchitectureConfig:
 
         Raises:
             OptionError: If the configuration is impossible, or an option is unknown.
-
-        Example:
-            >>> import workbench as wb
-            >>> config = wb.zoo.ArchitectureConfig.from_dict({"family": "vit", "image_size": 16})
-            >>> config.family, config.image_size, config.patch_size
-            ('vit', 16, 4)
         """
         known = [field.name for field in fields(cls)]
         unknown = [name for name in options if name not in known]
@@ -230,14 +224,7 @@ class ArchitectureConfig:
         return cls(**options)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the family and all its options as numbers, text and None, which a JSON file can hold.
-
-        Example:
-            >>> import workbench as wb
-            >>> options = wb.zoo.ArchitectureConfig(d_model=32, n_layers=2).as_dict()
-            >>> options["family"], options["n_layers"], "n_experts" in options
-            ('transformer', 2, False)
-        """
+        """Return the family and all its options as numbers, text and None, which a JSON file can hold."""
         return {"family": self.family, **{name: getattr(self, name) for name in defaults(self.family)}}
 
     @property

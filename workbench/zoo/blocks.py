@@ -49,15 +49,7 @@ class ZooModel(nn.Module, ABC):
         self.config = config
 
     def tie(self) -> None:
-        """Tie the weights that the configuration ties: let their modules share one parameter.
-
-        Example:
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, ties_embeddings=True)
-            >>> model.tie()
-            >>> model.head.weight is model.token_embedding.weight
-            True
-        """
+        """Tie the weights that the configuration ties: let their modules share one parameter."""
 
 
 class ResidualBlock(nn.Module, ABC):

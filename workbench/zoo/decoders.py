@@ -43,13 +43,6 @@ class Decoder(ZooModel):
 
         Raises:
             OptionError: If the sequences are longer than ``max_length``.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, vocab_size=32)
-            >>> tuple(model.forward(torch.zeros(2, 8, dtype=torch.long)).shape)
-            (2, 8, 32)
         """
         if tokens.shape[-1] > self.config.max_length:
             raise OptionError(
@@ -73,13 +66,6 @@ class Decoder(ZooModel):
 
         Args:
             config: Configuration of the model.
-
-        Example:
-            >>> import workbench as wb
-            >>> config = wb.zoo.ArchitectureConfig(d_model=16, n_layers=1)
-            >>> block = wb.zoo.Transformer.make_block(config)
-            >>> [type(branch).__name__ for branch in block.branches()]
-            ['Attention', 'Mlp']
         """
 
     def tie(self) -> None:

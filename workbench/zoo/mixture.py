@@ -56,14 +56,6 @@ class MoeTransformer(Decoder):
 
         Raises:
             WorkbenchError: If there was no forward pass yet.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.moe(d_model=16, n_layers=1, n_experts=1, top_k=1)
-            >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
-            >>> model.auxiliary_losses()["balance"].item()
-            1.0
         """
         mlps = [block.mlp for block in self.blocks if isinstance(block, Block)]
         logits = [mlp.logits for mlp in mlps if isinstance(mlp, MoeMlp) and mlp.logits is not None]
@@ -78,16 +70,7 @@ class MoeTransformer(Decoder):
         return {"balance": torch.stack(balance).mean(), "z": torch.stack(z).mean()}
 
     def auxiliary_loss(self) -> Tensor:
-        """Return the sum of `auxiliary_losses`, weighted by ``balance_coefficient`` and ``z_coefficient``; 0-dim.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.moe(d_model=16, n_layers=1, n_experts=1, top_k=1, z_coefficient=0)
-            >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
-            >>> round(model.auxiliary_loss().item(), 6)
-            0.01
-        """
+        """Return the sum of `auxiliary_losses`, weighted by ``balance_coefficient`` and ``z_coefficient``; 0-dim."""
         losses = self.auxiliary_losses()
         return self.config.balance_coefficient * losses["balance"] + self.config.z_coefficient * losses["z"]
 

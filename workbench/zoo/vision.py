@@ -55,13 +55,6 @@ class VisionTransformer(ZooModel):
 
         Raises:
             OptionError: If the images have another shape than the configuration states.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.vit(d_model=16, n_layers=1, image_size=8, n_classes=5)
-            >>> tuple(model.forward(torch.zeros(2, 3, 8, 8)).shape)
-            (2, 5)
         """
         x = self.patch_embedding(self._patches(images))
         if self.position_embedding is not None:

@@ -62,13 +62,6 @@ class Control:
 
         Raises:
             OptionError: If the control cannot be applied to the model.
-
-        Example:
-            >>> import workbench as wb
-            >>> control = wb.baselines.Control("clip", {"clip_norm": 1.0})
-            >>> model, settings = control.prepare(lambda: wb.zoo.transformer(d_model=16, n_layers=1), 1e-3)
-            >>> settings
-            {'clip_norm': 1.0, 'learning_rate': 0.001}
         """
         model, rate = make_model(), self.rate_factor * rate
         if self.parametrization is not None:

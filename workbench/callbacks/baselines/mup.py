@@ -83,14 +83,6 @@ class MuP:
 
         Raises:
             OptionError: If the model is of another kind, or parametrized already.
-
-        Example:
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=64, n_layers=1)
-            >>> remove = wb.baselines.MuP(base_width=16).apply(model)
-            >>> model.head.parametrizations.weight[0]  # logits / m, for m = 4
-            Scaled(factor=0.25)
-            >>> remove()
         """
         transformer = _checked(module_of(model))
         config = transformer.config
@@ -109,13 +101,7 @@ class MuP:
         return lambda: unparametrize(transformer)
 
     def multiplier(self, model: Subject | nn.Module) -> float:
-        """Return the width multiplier m, the ratio of the width to the base width.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.baselines.MuP(base_width=16).multiplier(wb.zoo.transformer(d_model=32, n_layers=1))
-            2.0
-        """
+        """Return the width multiplier m, the ratio of the width to the base width."""
         return _checked(module_of(model)).config.d_model / self.base_width
 
     def optimizer(

@@ -118,13 +118,7 @@ class Penalty(ABC):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Return the settings of the penalty as plain values.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.baselines.RandomL2(coefficient=0.2).describe()
-            {'coefficient': 0.2, 'interval': 1, 'layers': 'half', 'token_share': 0.5}
-        """
+        """Return the settings of the penalty as plain values."""
         return dict(vars(self))
 
 
@@ -190,13 +184,6 @@ class LayerwisePenalty(Penalty):
             entering: State entering the block, shape (batch, ..., feature).
             leaving: State leaving the block, of the same shape.
             random: Generator for random draws.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> state = torch.tensor([[1.0, 2.0], [3.0, 2.0]])
-            >>> wb.baselines.ActivationVariance().of_layer(state, state, torch.Generator()).item()
-            0.5
         """
 
 

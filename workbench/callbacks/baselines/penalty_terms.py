@@ -101,13 +101,6 @@ class PenaltyTerms(Callback):
 
         Raises:
             AnatomyError: If the residual stream cannot be identified with certainty, or there is no model yet.
-
-        Example:
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-            >>> tokens, targets = wb.tasks.associative_recall().batch(0)
-            >>> terms = wb.baselines.PenaltyTerms([wb.baselines.RandomL2()], model=model)
-            >>> terms.read_anatomy(tokens)
         """
         if self.model is None:
             raise AnatomyError(
@@ -189,21 +182,6 @@ class PenaltyTerms(Callback):
 
         Raises:
             AnatomyError: If the blocks are unknown; from the function, if the blocks did not run as modules.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-            >>> tokens, targets = wb.tasks.associative_recall().batch(0)
-            >>> terms = wb.baselines.PenaltyTerms([wb.baselines.RandomL2(interval=2)], model=model)
-            >>> terms.read_anatomy(tokens)
-            >>> for step in range(3):
-            ...     with terms.watch(step) as penalty_of:
-            ...         loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            ...         print(step, penalty_of(loss) is not None)
-            0 True
-            1 False
-            2 True
         """
         due = [(i, p) for i, p in enumerate(self.penalties) if p.coefficient and step % p.interval == 0]
         if not due:

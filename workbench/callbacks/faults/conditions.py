@@ -59,13 +59,7 @@ class LargeRate(Fault):
         )
 
     def rate_factor(self, n_steps_on: int) -> float:
-        """Return the factor on the learning rate, after ``n_steps_on`` steps in which the fault was on.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.faults.LargeRate(factor=10.0).rate_factor(0)
-            10.0
-        """
+        """Return the factor on the learning rate, after ``n_steps_on`` steps in which the fault was on."""
         return 1 + (self.factor - 1) * (min(1.0, (n_steps_on + 1) / self.ramp) if self.ramp else 1.0)
 
 
@@ -109,13 +103,6 @@ class SmallBatch(Fault):
 
         Raises:
             OptionError: If the batch has fewer than ``n_rows`` examples.
-
-        Example:
-            >>> import workbench as wb
-            >>> tokens, targets = wb.tasks.associative_recall(batch_size=8).batch(0)
-            >>> tokens, targets = wb.faults.SmallBatch(n_rows=3).batch(tokens, targets)
-            >>> len(tokens), len(targets)
-            (3, 3)
         """
         if (n_examples := count_examples(inputs)) < self.n_rows:
             raise OptionError.of("n_rows", self.n_rows, f"at most {n_examples}, the number of examples of the batch")
@@ -198,15 +185,6 @@ class CorruptedData(Fault):
 
         Raises:
             OptionError: If the targets are not whole numbers, or the inputs have no token ids.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> tokens, targets = wb.tasks.associative_recall().batch(0)
-            >>> fault = wb.faults.CorruptedData(what="tokens", share=0.5)
-            >>> corrupted, _ = fault.batch(tokens, targets, torch.Generator().manual_seed(0))
-            >>> corrupted.shape == tokens.shape, bool((corrupted != tokens).any())
-            (True, True)
         """
         if self.what == "labels":
             if targets.is_floating_point():

@@ -137,12 +137,6 @@ class Fault:
 
         Args:
             step: Number of updates before the step.
-
-        Example:
-            >>> import workbench as wb
-            >>> fault = wb.faults.LargeRate(start=10, stop=20)
-            >>> [fault.begin_step(step) for step in (9, 10, 20)]
-            [False, True, False]
         """
         is_due = self.start is not None and self.start <= step and (self.stop is None or step < self.stop)
         return self._switch(_by_schedule=is_due)
@@ -164,40 +158,16 @@ class Fault:
         return self._observers.add(observer)
 
     def describe(self) -> dict[str, Any]:
-        """Return all attributes except the switch, as plain values.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.faults.LargeRate(factor=5.0, start=100).describe()
-            {'start': 100, 'stop': None, 'factor': 5.0, 'ramp': 0}
-        """
+        """Return all attributes except the switch, as plain values."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the switch for a checkpoint; ``by_hand`` is None if ``enabled`` was never set.
-
-        Example:
-            >>> import workbench as wb
-            >>> fault = wb.faults.LargeRate(start=100)
-            >>> fault.state_dict()
-            {'by_hand': None}
-            >>> fault.enabled = True
-            >>> fault.state_dict()
-            {'by_hand': True}
-        """
+        """Return the switch for a checkpoint; ``by_hand`` is None if ``enabled`` was never set."""
         return {"by_hand": self._by_hand}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the switch to a state that `state_dict` returned.
-
-        Example:
-            >>> import workbench as wb
-            >>> fault = wb.faults.LargeRate()
-            >>> fault.load_state_dict({"by_hand": True})
-            >>> fault.enabled
-            True
-        """
+        """Set the switch to a state that `state_dict` returned."""
         self._switch(_by_hand=state["by_hand"])
 
     def _switch(self, **change: bool | None) -> bool:

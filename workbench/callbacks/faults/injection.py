@@ -227,17 +227,7 @@ class Injection(Callback):
         return self._on(NoAuxiliaryLoss) is None
 
     def switch_off(self, kind: type[Fault]) -> None:
-        """Switch off the fault of a kind, from the next step on; without such a fault, nothing happens.
-
-        Example:
-            >>> import workbench as wb
-            >>> fault = wb.faults.LargeRate(start=0)
-            >>> injection = wb.faults.Injection([fault])
-            >>> injection.begin_step(0)
-            >>> injection.switch_off(wb.faults.LargeRate)
-            >>> fault.enabled
-            False
-        """
+        """Switch off the fault of a kind, from the next step on; without such a fault, nothing happens."""
         if kind in self._faults:
             self._faults[kind].enabled = False
 

@@ -191,13 +191,6 @@ class KSSControls:
 
         Raises:
             OptionError: If a name is unknown or a value is out of range; nothing is changed then.
-
-        Example:
-            >>> import workbench as wb
-            >>> kss = wb.KSS()
-            >>> kss.set(strength=0.3, interval=20)
-            >>> kss.strength, kss.interval
-            (0.3, 20)
         """
         unknown = [name for name in controls if name not in self.CONTROLS]
         if unknown:
@@ -215,49 +208,21 @@ class KSSControls:
 
         Returns:
             A function that removes the observer.
-
-        Example:
-            >>> import workbench as wb
-            >>> kss = wb.KSS(strength=0.15)
-            >>> remove = kss.observe(print)
-            >>> kss.strength = 0.3
-            strength 0.15 0.3
-            >>> remove()
         """
         return self._observers.add(observer)
 
     def describe(self) -> dict[str, Any]:
-        """Return the options that are fixed over a run, as plain values.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.KSS.recommended().describe()["coupling"]
-            'trust_region'
-        """
+        """Return the options that are fixed over a run, as plain values."""
         fixed = self.options
         options = vars(fixed) | {"penalty": dict(vars(fixed.penalty)), "trust_region": dict(vars(fixed.trust_region))}
         return options | {"controller": None if self.controller is None else dict(vars(self.controller))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of the controls for a checkpoint.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.KSS().state_dict()
-            {'enabled': True, 'strength': 0.15, 'interval': 10, 'gamma': 0.4, 'layers': 'half'}
-        """
+        """Return the values of the controls for a checkpoint."""
         return self._control.as_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the controls to values that `state_dict` returned.
-
-        Example:
-            >>> import workbench as wb
-            >>> kss = wb.KSS()
-            >>> kss.load_state_dict(wb.KSS(strength=0.3).state_dict())
-            >>> kss.strength
-            0.3
-        """
+        """Set the controls to values that `state_dict` returned."""
         self.set(**state)
 
     def __setattr__(self, name: str, value: Any) -> None:

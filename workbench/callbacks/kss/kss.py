@@ -58,12 +58,6 @@ class KSS(KSSControls):
 
         Args:
             **controls: Arguments of `KSS` that differ from these settings.
-
-        Example:
-            >>> import workbench as wb
-            >>> kss = wb.KSS.published(strength=0.10)
-            >>> kss.strength, kss.interval, kss.layers, kss.options.penalty.rank
-            (0.1, 10, 'half', 32)
         """
         return cls(**controls)
 
@@ -77,12 +71,6 @@ class KSS(KSSControls):
 
         Args:
             **controls: Arguments of `KSS` that differ from these settings.
-
-        Example:
-            >>> import workbench as wb
-            >>> kss = wb.KSS.recommended()
-            >>> kss.strength, kss.interval, kss.layers, kss.options.coupling
-            (1.0, 1, 'all', 'trust_region')
         """
         options = KSSOptions(n_snapshots=64, coupling="trust_region", penalty=PenaltyShape(rank=8))
         return cls(**{"strength": 1.0, "interval": 1, "layers": "all", "options": options, **controls})
