@@ -105,11 +105,13 @@ def test_what_the_optimizer_receives(name, task, tmp_path):  # noqa: F811
         for i in range(N_STEPS):
             update(model, kind, lambda number: loss_of(model, task.batch(number)), i, **how)
     reduction = wb.open_run(tmp_path / "a.zarr")["reduction"].to_dataset()
-    is_due = reduction["step"].values % 2 == 1
-    assert {int(each) for each in reduction["gradient_verdict"].values[is_due]} == expected
+    codes = {int(each) for each in reduction["gradient_verdict"].values}
     (code,) = expected
+    # After an alarm the next update is checked too, of which not all is known.
+    assert codes - {UNKNOWN} == expected - {UNKNOWN}
     is_fault = code > GradientVerdict.SCALED.severity
-    assert [alarm.step for alarm in watched.alarms.raised] == [1] * is_fault
+    signals = [alarm.signal for alarm in watched.alarms.raised]
+    assert signals[:1] == ["gradients"] * is_fault, [alarm.message for alarm in watched.alarms.raised]
     if is_fault:
         cause = "gradients_discarded" if code == GradientVerdict.DISCARDED.severity else "gradients_not_cleared"
         assert watched.alarms.attribute().cause == cause

@@ -107,7 +107,7 @@ def test_gradients_that_differ_from_the_computed_ones(name, task):  # noqa: F811
     alarms = wb.Alarms()
     options = {"n_steps": 12, "clip_norm": 0.1, "faults": [fault], "alarms": alarms}
     assert len(list(wb.train(moe(), task, recorder=wb.Recorder(every={"reduction": 2}), **options))) == 12
-    (alarm,) = alarms.raised
+    alarm = alarms.raised[0]
     assert (alarm.signal, words in alarm.message) == ("gradients", True)
     assert alarm.step == 7
     found = alarms.attribute()

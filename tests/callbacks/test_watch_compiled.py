@@ -167,7 +167,9 @@ def test_a_tied_model_stays_one_graph(tmp_path, backend):
                 found.append(loss.item())
         losses.append(found)
     assert losses[0] == losses[1]
-    assert wb.open_run(tmp_path / "a.zarr")["monitors"]["batch_size"].values.tolist() == [2.0] * 3
+    monitors = wb.open_run(tmp_path / "a.zarr")["monitors"]
+    assert monitors["batch_size"].values.tolist() == [2.0] * 3
+    assert monitors["repeated_batch"].values.tolist() == [0.0] * 3  # although several modules receive a batch
 
 
 def test_a_function_that_was_compiled_before_is_explained_in_an_event(task, tmp_path):  # noqa: F811

@@ -311,8 +311,8 @@ class GradientProjections:
             formats=formats,
             n_passes=int(ranks[..., -4].max()),
             passes=passes,
-            is_left_over=(ranks[..., -3] > 0).any(0),
-            is_last_alone=((ranks[..., -2] > 0) | ~is_seen).all(0),
+            is_left_over=np.any(ranks[..., -3] > 0, axis=0),
+            is_last_alone=np.all((ranks[..., -2] > 0) | ~is_seen, axis=0),
             has_moved=bool((ranks[..., -1] > 0).any()) if self._marked else None,
         )
 

@@ -98,6 +98,7 @@ def update_effect(
 
         def take(name: str, weight: Tensor) -> None:
             """Use a gradient as soon as it is complete, and release it: all of them would need a copy of the model."""
+            assert weight.grad is not None
             for slope, new, old in in_pieces(weight.grad, now[name], before[name]):
                 parts.append((slope.double() * (new.double() - old.double())).sum())
             weight.grad = None

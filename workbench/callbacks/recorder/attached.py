@@ -150,6 +150,7 @@ class AttachedRecorder:
         self._optimizer: JointOptimizer | None = optimizer
         self._has_updated = step > 0
         self._check_requested, self._checked_step = False, -1
+        self._n_unmade = 0
         if parameters.are_coarse:
             issue_warning(
                 f"{type(bare(model)).__name__} is trained in low precision without a float32 copy of its parameters; "
@@ -304,7 +305,7 @@ class AttachedRecorder:
         if not is_shared():  # with several ranks, all of them write the row at the next update
             self._write_unmade()
         if self._check_requested:
-            self._check_requested, self._checked_step = False, self.step
+            self._check_requested, self._checked_step = False, self.step - self._n_unmade
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
 
@@ -427,6 +428,7 @@ class AttachedRecorder:
             is_agreed: Whether every rank does so at this moment; all then write the rows of rank 0.
         """
         unmade, self.batches.unmade = self.batches.unmade, []
+        self._n_unmade += len(unmade)
         rows = [as_floats(seen.numbers()) for seen in unmade]
         rows = of_first_rank(rows) if is_agreed else rows
         logged: dict[str, float | Tensor] = {} if is_agreed else self._pending
@@ -497,8 +499,10 @@ class AttachedRecorder:
 
     def _is_due(self, part: str) -> bool:
         """Return whether a part is measured after the current update, by its cadence or because of an alarm."""
-        is_checked = part in _CHECKS and self._checked_step == self.step and self._every[part] is not None
-        return is_checked or is_due(self.step, self._every[part])
+        made = self.step - self._n_unmade
+        is_checked = part in _CHECKS and self._checked_step == made and self._every[part] is not None
+        # Gradients are followed from the first backward pass to the update, whatever is discarded on the way.
+        return is_checked or is_due(made if part == "reduction" else self.step, self._every[part])
 
     def _measure(self, collectors: Collectors, parts: list[str], step: int) -> None:
         """Measure some parts and publish them as the row of a step."""
