@@ -25,6 +25,7 @@ WRONG = {
     "nan": ({"loss": math.nan, "grad_norm": math.nan}, 3, "not finite", "unknown"),
     "scale": ({"loss_scale": 0.25}, 3, "0.25", "loss_scale"),
     "skipped": ({"is_skipped": 1.0, "grad_norm": math.inf}, 12, "skipped", "loss_scale"),
+    "cleared": ({"is_skipped": 1.0, "loss_scale": math.nan}, 12, "cleared without an update", "gradients_discarded"),
 }
 
 

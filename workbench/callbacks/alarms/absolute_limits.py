@@ -91,7 +91,12 @@ LIMITS: tuple[Limit, ...] = (
         "finite, or train in bfloat16.", "loss_scale", counts_skipped=True,
     ),
     Limit(
-        "is_skipped", 12, 20, lambda of: of["is_skipped"] >= 1,
+        "is_skipped", 12, 20, lambda of: of["is_skipped"] >= 1 and math.isnan(of["loss_scale"]),
+        "The gradients of 12 of the last 20 backward passes were cleared without an update: call zero_grad() once an "
+        "update, not once a micro-batch.", "gradients_discarded", counts_skipped=True,
+    ),
+    Limit(
+        "is_skipped", 12, 20, lambda of: of["is_skipped"] >= 1 and math.isfinite(of["loss_scale"]),
         "12 of the last 20 updates were skipped because gradients overflowed in float16: the model hardly learns. "
         "Look for values that are not finite, or train in bfloat16.", "loss_scale", counts_skipped=True,
     ),
