@@ -3,6 +3,7 @@ import signal
 import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -146,3 +147,10 @@ def test_a_folder_is_replaced_where_paths_cannot_be_exchanged(tmp_path, monkeypa
     path = wb.save(run(1), tmp_path / "a.zarr")
     assert value_of(wb.save(run(2), path, overwrite=True)) == 2
     assert [each.name for each in tmp_path.iterdir()] == ["a.zarr"]
+
+
+def test_a_full_disk_leaves_no_open_netcdf_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5000))
+    with pytest.raises(StoreError, check=about("path", tmp_path / "a.nc", "on a disk with enough space")):
+        wb.export_netcdf(run(1), tmp_path / "a.nc")
+    assert not list(tmp_path.iterdir())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import numbers
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,6 +36,8 @@ from workbench.schema.weights import validate_weights
 if TYPE_CHECKING:
     import xarray as xr
 
+#: Approximate size of the description of a variable in a netCDF file.
+_BYTES_PER_VARIABLE = 2048
 _NETCDF = FileKind("a file that can hold the run", "save it with wb.save()")
 _RUN = FileKind("an undamaged run", "check the path, or write it again with wb.save()", most_bytes=1 << 40)
 #: Parts of a run that follow the schema; others are stored unchanged.
@@ -157,10 +161,12 @@ def export_netcdf(
     check_free(path, overwrite=overwrite)
     path = Path(path)
     with replacing(path) as partial:
-        # Written to memory first, because on a full disk HDF5 raises other errors and keeps the file open.
+        # On a disk that becomes full, HDF5 raises other errors and keeps the file open.
+        n_bytes = sum(node.nbytes + _BYTES_PER_VARIABLE * (1 + len(node.variables)) for node in run.subtree)
+        if n_bytes > shutil.disk_usage(partial.parent).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with _NETCDF.reading(path):
-            content = run.to_netcdf(engine="netcdf4", auto_complex=True)
-        partial.write_bytes(content)
+            run.to_netcdf(partial, engine="netcdf4", auto_complex=True)
     return path
 
 
