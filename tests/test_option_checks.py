@@ -132,14 +132,18 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in RIGHT for value in values], ids=str)
+def kind_of(value):
+    return value if isinstance(value, str) else type(value).__name__
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in RIGHT for value in values], ids=kind_of)
 def test_what_the_annotation_says_is_admitted(name, value):
     found = many(**{name: value})[name]
     assert found is value or np.array_equal(found, value, equal_nan=isinstance(found, float))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"), [(name, value, end) for name, values, end in WRONG for value in values], ids=str
+    ("name", "value", "expected"), [(name, value, end) for name, values, end in WRONG for value in values], ids=kind_of
 )
 def test_anything_else_is_one_sentence(name, value, expected):
     with pytest.raises(OptionError) as found:
