@@ -245,6 +245,24 @@ class TestPrecision:
                 optimizer.zero_grad()
         assert column(recorder, "is_skipped").tolist() == [0, 0, 1, 0, 0]
         assert column(recorder, "batch_size").tolist() == [8] * 5
+        assert column(recorder, "repeated_examples").tolist() == [0] * 5
+
+    def test_passes_of_another_model_through_this_one_do_not_count(self):
+        """As those of a generator through the discriminator that is recorded."""
+        discriminator, generator = nn.Linear(4, 1), nn.Linear(2, 4)
+        optimizer, recorder = adam(discriminator), recorder_with(every=None)
+        losses = []
+        with recorder.attach(discriminator, optimizer):
+            for _ in range(4):
+                optimizer.zero_grad()
+                loss = discriminator(torch.randn(8, 4)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+                discriminator(generator(torch.randn(8, 2))).mean().backward()
+        assert column(recorder, "loss").tolist() == losses
+        assert column(recorder, "batch_size").tolist() == [8] * 4
 
     def test_float32_masters_of_a_bfloat16_model(self, task):  # noqa: F811
         """Changes of the float32 copies are recorded, although bfloat16 would hide most of them."""

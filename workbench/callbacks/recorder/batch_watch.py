@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections import deque
@@ -215,6 +216,7 @@ class BatchWatch:
         self._seen: dict[nn.Module, Seen] = {}
         self._contents = BatchProbe()
         self._contents.load_state_dict(recent_examples)
+        self._contents_before = self._contents
         self._labels = labels
         self._pass = PassContext()
         self._calls: dict[nn.Module, Call] = {}  # while a forward runs
@@ -303,16 +305,24 @@ class BatchWatch:
             return
         has_ended = self._scaler.has_ended_step()
         if has_ended is None and versions_of(self._optimized) != self._versions:
-            self.take()
+            self._discard()
             self._n_changed += 1
             if self._n_changed == _MOST_CHANGES:
                 self._loses_sight()
             return
-        if has_ended is None and any(each.is_own for each in self._passes.values()) and are_cleared(self._optimized):
+        if has_ended is None and are_cleared(self._optimized):
+            if not any(each.is_own for each in self._passes.values()):  # they were passes of another model
+                self._discard()
+                return
             self._scaler.search()
             has_ended = True
         if has_ended:
             self.unmade.append(self.take())
+
+    def _discard(self) -> None:
+        """Forget the counts since the last update, and their examples."""
+        self.take()
+        self._contents = self._contents_before
 
     def count_unreached(self) -> None:
         """Count forward passes in training mode if backward passes reached none: gradients may come from elsewhere."""
@@ -383,6 +393,8 @@ class BatchWatch:
         return self._seen.setdefault(module, Seen())
 
     def _count(self, module: nn.Module, call: Call) -> None:
+        if not self._seen:
+            self._contents_before = copy.copy(self._contents)
         call.is_counted, self.has_seen, self._pass = True, True, call.context
         seen, inputs = self._seen_by(module), call.inputs
         seen.n_forwards += 1
