@@ -27,15 +27,14 @@ def test_the_board_has_the_means_of_the_cases(cases):
 
 def test_what_the_page_says_about_the_settings_alone_is_so(cases):
     text = text_of("docs/course.md")
-    assert "more points than the settings alone in levels 1 to 3. In level 4, about as many; in level 5, fewer" in text
+    assert "more points than the settings alone in levels 1 to 4; in level 5, fewer" in text
 
     def lead(name, level):
         """Return by how much the mean of `wb.diagnose` is larger than that of the settings alone."""
         of = cases[f"board_{name}"].isel(patient=cases["level"].values == level)
         return float(of.sel(player="wb.diagnose").mean() - of.sel(player="settings alone").mean())
 
-    assert min(lead("points", level) for level in (1, 2, 3)) > 5
-    assert abs(lead("points", 4)) < 1
+    assert min(lead("points", level) for level in (1, 2, 3, 4)) > 2
     assert lead("points", 5) < -2
-    assert lead("are_causes_right", 5) == pytest.approx(0, abs=1e-6)
+    assert lead("are_causes_right", 5) == pytest.approx(0, abs=0.06)
     assert lead("spent", 5) == pytest.approx(0.45, abs=0.05)
