@@ -131,11 +131,24 @@ def read_checkpoint(place: Path) -> TrainingState:
     with _SAVED.reading(place):
         # weights_only, so that no code in the checkpoint is run.
         kept = torch.load(_SAVED.check(place / _STATE), map_location="cpu", weights_only=True)
-    callbacks = kept.pop("callbacks", {})
-    for name in _FIRST_CALLBACKS:  # format of the first version, without a table of callbacks
-        if state := kept.pop(name, None):
-            callbacks[name] = state
-    return TrainingState(**{**kept, "configuration": json.loads(kept["configuration"]), "callbacks": callbacks})
+    try:
+        callbacks = dict(kept.pop("callbacks", {}))
+        for name in _FIRST_CALLBACKS:  # format of the first version, without a table of callbacks
+            if state := kept.pop(name, None):
+                callbacks[name] = state
+        return TrainingState(**{**kept, "configuration": json.loads(kept["configuration"]), "callbacks": callbacks})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise damaged(place, error) from error
+
+
+def damaged(place: Path, error: Exception) -> CheckpointError:
+    """Return the exception for a checkpoint whose state does not fit the run."""
+    return CheckpointError(
+        f"The checkpoint {place} is damaged ({error}); remove it to resume from the previous one.",
+        name="checkpoints",
+        value=place,
+        expected="an undamaged checkpoint",
+    )
 
 
 @contextmanager

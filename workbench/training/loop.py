@@ -29,7 +29,7 @@ from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
 from workbench.training.callback import Callback, PassFunction, PassResult, TrainingRun
 from workbench.training.callback_group import CallbackGroup
-from workbench.training.checkpoints import TrainingState, read_checkpoint, write_checkpoint
+from workbench.training.checkpoints import TrainingState, damaged, read_checkpoint, write_checkpoint
 from workbench.training.configuration import describe_run, first_difference
 from workbench.training.failed_step import evidence, place_of_failure, warn_of_divergence
 from workbench.training.recording import (
@@ -179,10 +179,13 @@ class Training:
                 value=names,
                 expected=f"with {', '.join(missing)}",
             )
+        try:  # before the parameters, which must not be replaced by those of a damaged checkpoint
+            self.optimizer.load_state_dict(state.optimizer)
+            self.scaler.load_state_dict(state.scaler)
+            self.random.load_state_dict(state.random)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise damaged(place, error) from error
         load_weights(self.model, place)
-        self.optimizer.load_state_dict(state.optimizer)
-        self.scaler.load_state_dict(state.scaler)
-        self.random.load_state_dict(state.random)
         for callback in self.callbacks:
             if callback.name in state.callbacks:
                 callback.load_state_dict(state.callbacks[callback.name])
