@@ -66,7 +66,6 @@ def one_of(allowed: Iterable[Any]) -> Range:
 #: Numbers with limits are finite, and none is NaN, except with these.
 MAY_BE_INFINITE = Range("", lambda value: True)
 MAY_BE_NAN = Range("", lambda value: value is not None)
-NOT_EMPTY = Range("that is not empty", lambda value: len(value) > 0)
 
 
 class Remedy(NamedTuple):
