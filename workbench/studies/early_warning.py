@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
-from workbench.option_checks import NonNegativeInt, checked, one_of
+from workbench.option_checks import NonNegativeInt, checked, one_of, publish
 from workbench.risk.scores import resamples
 
 if TYPE_CHECKING:
@@ -346,3 +346,6 @@ def _need(runs: xr.Dataset, *names: str) -> None:
 
 def __dir__() -> Sequence[str]:
     return sorted(__all__)
+
+
+publish(__name__)
