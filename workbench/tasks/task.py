@@ -72,7 +72,7 @@ class Task(Protocol):
         """
 
     def describe(self) -> dict[str, str | int | float | bool]:
-        """Return the settings of the task, with its name as ``"task"``; tasks of equal description have equal batches."""
+        """Return the settings of the task, with its name as ``"task"``; they determine its batches."""
 
 
 class SeededTask(ABC):

@@ -173,7 +173,7 @@ class Callback:
         return self._run
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the settings that affect the results of a run, as plain values; they must not change when it resumes."""
+        """Return the settings that affect the results of a run, as plain values; resuming requires the same."""
         return {}
 
     def setup(self, run: TrainingRun) -> None:
