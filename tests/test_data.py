@@ -85,8 +85,8 @@ def test_all_architectures_have_a_healthy_and_a_diverged_run(make_runs):
     assert list(diverged) == list(healthy)
     for runs, state in ((healthy, "finished"), (diverged, "diverged")):
         for name, run in runs.items():
-            wb.schema.validate_spectra(run["spectra"].to_dataset())
-            wb.schema.validate_monitors(run["monitors"].to_dataset())
+            wb.schema.runs.validate_spectra(run["spectra"].to_dataset())
+            wb.schema.runs.validate_monitors(run["monitors"].to_dataset())
             assert run.attrs["state"] == state, name
             assert run["spectra"].sizes["step"] >= 2
             assert np.isfinite(run["monitors"]["loss"].values[:-1]).all()

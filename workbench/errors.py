@@ -209,10 +209,10 @@ class SchemaError(WorkbenchError):
         >>> import xarray as xr
         >>> import workbench as wb
         >>> try:
-        ...     wb.schema.validate_spectra(xr.Dataset())
+        ...     wb.signals.read(xr.DataTree(), "loss")
         ... except wb.errors.SchemaError as error:
         ...     error.name
-        'eigenvalue'
+        'name'
 
     See Also:
         `workbench.schema`: Describes the data.

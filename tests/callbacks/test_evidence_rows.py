@@ -82,10 +82,10 @@ def test_alarms_that_rest_have_no_evidence():
 
 def test_the_part_follows_the_schema():
     found = evidence_of(run_of(calm(40)))
-    assert wb.schema.validate_part("evidence", found) is found
+    assert wb.schema.runs.validate_part("evidence", found) is found
     assert found["signal"].values.tolist() == NAMES
     with pytest.raises(SchemaError, check=about("evidence")):
-        wb.schema.validate_part("evidence", found.transpose())
+        wb.schema.runs.validate_part("evidence", found.transpose())
     empty = evidence_of(run_of(calm(3)))
     assert empty["evidence"].shape == (0, len(NAMES))
 
@@ -95,7 +95,7 @@ def test_a_custom_loop_writes_the_same_as_a_replay(parts, tmp_path):  # noqa: F8
     loop(recorder, 47, **parts, rate_from=999, broken_at=33)
     run = wb.open_run(tmp_path / "a.zarr")
     stored = run["evidence"].to_dataset()
-    wb.schema.validate_part("evidence", stored)
+    wb.schema.runs.validate_part("evidence", stored)
     xr.testing.assert_equal(stored, evidence_of(run, alarms_of_exact_p()))
     known = stored["evidence"].notnull().any("step")
     assert {"grad_norm", "update_ratio", "adam_staleness"} <= set(stored["signal"].values[known.values])

@@ -83,7 +83,7 @@ def test_switches_are_events_and_override_the_schedule(make_model, task, tmp_pat
         (8, "large_rate", "large_rate on: the learning rate is multiplied by 40."),
         (9, name, "low_precision_attention off."),
     ]
-    wb.schema.validate_events(wb.open_run(tmp_path / "a.zarr")["events"].to_dataset())
+    wb.schema.runs.validate_events(wb.open_run(tmp_path / "a.zarr")["events"].to_dataset())
 
 
 def test_setting_enabled_overrides_the_schedule_permanently():

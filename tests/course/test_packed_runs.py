@@ -59,7 +59,7 @@ def test_what_is_read_back_is_within_the_stated_bits(runs, packed, name):
         exact = run[part].to_dataset()
         assert back["step"].values.tolist() == exact["step"].values.tolist()
         if part == "spectra":
-            wb.schema.validate_spectra(back)
+            wb.schema.runs.validate_spectra(back)
             for mass in MASSES:
                 np.testing.assert_allclose(back[mass].values, exact[mass].values, atol=1e-12)
         for variable in back.data_vars:

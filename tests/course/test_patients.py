@@ -132,12 +132,12 @@ def test_the_complete_record_is_a_valid_run_that_can_be_diagnosed(data):
     for name in MEASUREMENTS:
         patient.measure(name)
     record = patient.record
-    wb.schema.validate_monitors(record["monitors"].to_dataset())
-    wb.schema.validate_events(record["events"].to_dataset())
+    wb.schema.runs.validate_monitors(record["monitors"].to_dataset())
+    wb.schema.runs.validate_events(record["events"].to_dataset())
     for part in set(record.children) & set(wb.schema.PARTS):
-        wb.schema.validate_part(part, record[part].to_dataset())
+        wb.schema.runs.validate_part(part, record[part].to_dataset())
     if "spectra" in record.children:
-        wb.schema.validate_spectra(record["spectra"].to_dataset())
+        wb.schema.runs.validate_spectra(record["spectra"].to_dataset())
     with case_files.opened_case(1, 0) as case:
         whole = case_files.whole_run(case)
     found, expected = wb.diagnose(record)["causes"], wb.diagnose(whole)["causes"]

@@ -13,7 +13,8 @@ import workbench as wb
 from tests.about import about
 from tests.hardware.known_gradients import Known, batches, summed
 from workbench.errors import OptionError, SnapshotError
-from workbench.hardware import HAZARDS, assess_hardware, read_plan
+from workbench.hardware import assess_hardware, read_plan
+from workbench.hardware.hazards import HAZARDS
 from workbench.schema.statuses import CriterionState
 
 TINY = {"d_model": 16, "n_layers": 2, "vocab_size": 64, "max_length": 16}

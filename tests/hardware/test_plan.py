@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.about import about
 from workbench.errors import OptionError
-from workbench.hardware import AssessmentPlan, model_sizes, read_plan
+from workbench.hardware import AssessmentPlan, read_plan
 from workbench.hardware.plan_sections import DTYPES, ORDERS, SECTIONS
-from workbench.tasks import Digits, RandomTokens, SyntheticLM
+from workbench.models.model_sizes import model_sizes
+from workbench.tasks.images import Digits
+from workbench.tasks.synthetic import SyntheticLM
+from workbench.tasks.uniform import RandomTokens
 from workbench.training.training_plan import SCHEDULES
 
 SIZES = st.integers(1, 4096)

@@ -158,7 +158,7 @@ def test_events_have_a_place(path):
     with begin(path) as writer:
         writer.event(Event(3, "alarm", source="effective_rank D2", score=2.5, message="low", layer=1, head=4))
         writer.event(Event(3, "finished"))
-    events = wb.schema.validate_events(wb.open_run(path)["events"].to_dataset())
+    events = wb.schema.runs.validate_events(wb.open_run(path)["events"].to_dataset())
     assert events["layer"].values.tolist() == [1, -1]
     assert events["head"].values.tolist() == [4, -1]
     assert events["kind"].values.tolist() == ["alarm", "finished"]
@@ -360,7 +360,7 @@ def test_dropped_rows_are_recorded_as_a_gap(path, monkeypatch):
     run = wb.open_run(path).load()
     events = run["events"]
     assert events["kind"].values.tolist() == ["fault", "gap", "gap"]
-    wb.schema.validate_events(events.to_dataset())
+    wb.schema.runs.validate_events(events.to_dataset())
     missing = {}
     for part, every in (("monitors", 1), ("attention", EVERY)):
         missing[part] = sorted(set(range(0, 400, every)) - set(run[part]["step"].values.tolist()))

@@ -39,7 +39,7 @@ def test_a_run_that_is_read_back_is_equal(tmp_path, run, spectra, write, suffix)
     assert found["spectra"].is_reliable.dtype == bool
     assert found.attrs["config"] == '{"norm": "none"}'
     assert found.attrs["schema_version"] == SCHEMA_VERSION
-    assert wb.schema.validate_spectra(found["spectra"].to_dataset())
+    assert wb.schema.runs.validate_spectra(found["spectra"].to_dataset())
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 

@@ -10,9 +10,9 @@ import workbench as wb
 from tests.about import about
 from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
-from workbench.scaling import LadderTrainer, Rung
 from workbench.scaling.coordinate_checks import LARGEST_EXPONENT, coordinate_check, coordinate_sizes, layer_outputs
 from workbench.scaling.designs import design
+from workbench.scaling.size_ladder import LadderTrainer, Rung
 
 pytestmark = pytest.mark.medium
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.scaling import LadderTrainer, Rung, find_edge, pilot_edge
 from workbench.scaling.designs import design
-from workbench.scaling.explosion_edges import explosion_edge
+from workbench.scaling.explosion_edges import explosion_edge, find_edge, pilot_edge
+from workbench.scaling.size_ladder import LadderTrainer, Rung
 
 
 @given(st.floats(-15, 8), st.floats(-15, 8), st.integers(0, 4))

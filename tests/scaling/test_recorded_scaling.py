@@ -9,8 +9,9 @@ import xarray as xr
 
 from tests.data_scripts import load_script
 from workbench.rates.find_rate import _WIDTH_ERROR, _WIDTH_RATIO
-from workbench.scaling import LadderTrainer, Rung, extrapolated
+from workbench.scaling import extrapolated
 from workbench.scaling.designs import design
+from workbench.scaling.size_ladder import LadderTrainer, Rung
 
 pytestmark = pytest.mark.recorded
 

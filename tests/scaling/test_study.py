@@ -10,11 +10,12 @@ import torch
 import workbench as wb
 from tests.about import about
 from workbench.errors import OptionError
-from workbench.scaling import Design, LadderTrainer, Rung, extrapolated, fit_trend, pilot_edge
+from workbench.scaling import Design, extrapolated
 from workbench.scaling.designs import design
-from workbench.scaling.explosion_edges import explosion_edge
+from workbench.scaling.explosion_edges import explosion_edge, pilot_edge
 from workbench.scaling.ladder_study import scaling_study
-from workbench.scaling.size_ladder import rungs_of
+from workbench.scaling.size_ladder import LadderTrainer, Rung, rungs_of
+from workbench.scaling.trend import fit_trend
 
 pytestmark = pytest.mark.medium
 

@@ -11,6 +11,7 @@ from tests.monitored_runs import HEAD, LAYER, monitored_run
 from tests.plots.conftest import run_of
 from workbench.errors import OptionError, SchemaError
 from workbench.studies import signals
+from workbench.studies.lines import decimate, healthy_band
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +137,9 @@ def test_wrong_input_is_rejected(run):
     with pytest.raises(OptionError, check=about("head", 0)):
         signals.read(run, "routing_entropy", head=0)
     with pytest.raises(OptionError, check=about("n", 0)):
-        signals.decimate(np.arange(3), np.zeros(3), 0)
+        decimate(np.arange(3), np.zeros(3), 0)
     with pytest.raises(OptionError, check=about("quantiles", (0.9, 0.1))):
-        signals.healthy_band([], quantiles=(0.9, 0.1))
+        healthy_band([], quantiles=(0.9, 0.1))
 
 
 @settings(deadline=None, max_examples=150)
@@ -155,7 +156,7 @@ def test_decimation_keeps_order_ends_and_every_extreme(n_rows, n, seed, view, is
     value = draws.normal(size=n_rows) * 10.0 ** draws.integers(0, 3, n_rows)
     value[draws.random(n_rows) < 0.1] = np.nan
     start, stop = (None, None) if is_whole else (view[0], view[0] + view[1])
-    kept, found = signals.decimate(step, value, n, start, stop)
+    kept, found = decimate(step, value, n, start, stop)
     assert len(kept) <= 2 * (2**0.5 * n + 4)
     assert (np.diff(kept) > 0).all()
     known = dict(zip(step.tolist(), value.tolist(), strict=True))
@@ -175,7 +176,7 @@ def test_decimation_keeps_order_ends_and_every_extreme(n_rows, n, seed, view, is
 
 def test_every_bucket_keeps_its_lowest_and_highest():
     value = np.random.default_rng(0).normal(size=4096)
-    step, found = signals.decimate(np.arange(4096), value, 64)
+    step, found = decimate(np.arange(4096), value, 64)
     for bucket in range(64):
         own = found[(step >= 64 * bucket) & (step < 64 * (bucket + 1))]
         full = value[64 * bucket : 64 * (bucket + 1)]
@@ -184,7 +185,7 @@ def test_every_bucket_keeps_its_lowest_and_highest():
 
 def test_buckets_do_not_change_while_the_view_moves():
     value = np.random.default_rng(1).normal(size=10_000)
-    here, there = (signals.decimate(np.arange(10_000), value, 50, start, start + 4000)[0] for start in (2000.0, 2100.0))
+    here, there = (decimate(np.arange(10_000), value, 50, start, start + 4000)[0] for start in (2000.0, 2100.0))
     common = (2300, 5800)
     shared = [step[(step > common[0]) & (step < common[1])].tolist() for step in (here, there)]
     assert shared[0] == shared[1]
@@ -196,14 +197,14 @@ def test_the_healthy_band_contains_the_quantiles_of_healthy_runs():
     step = np.arange(0, 5000)
     lines = [(step, 10 - step / 1000 + draws.normal(size=len(step))) for _ in range(6)]
     lines[0][1][::7] = np.nan
-    band = signals.healthy_band(lines, quantiles=(0.1, 0.9))
+    band = healthy_band(lines, quantiles=(0.1, 0.9))
     fresh = 10 - step / 1000 + draws.normal(size=len(step))
     lower, upper = np.interp(step, band.step, band.lower), np.interp(step, band.step, band.upper)
     assert np.mean((fresh >= lower) & (fresh <= upper)) == pytest.approx(0.8, abs=0.02)
     assert (band.step[0], band.step[-1]) == (0, 4999)
-    few = signals.healthy_band([(np.array([3]), np.array([1.0]))])
+    few = healthy_band([(np.array([3]), np.array([1.0]))])
     assert (few.lower.tolist(), few.upper.tolist()) == ([1], [1])
-    assert not len(signals.healthy_band([(np.arange(3), np.full(3, np.nan))]).step)
+    assert not len(healthy_band([(np.arange(3), np.full(3, np.nan))]).step)
 
 
 def test_the_default_signals_include_those_with_alarms_up_to_the_limit(run):

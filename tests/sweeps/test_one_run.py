@@ -11,7 +11,7 @@ from tests.about import about
 from tests.sweeps.small_sweeps import SIZE, TASK, small_grid
 from workbench.errors import OptionError
 from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS
-from workbench.sweeps.one_run import outcome
+from workbench.sweeps.one_run import count_spikes, outcome
 
 pytestmark = pytest.mark.medium
 
@@ -94,12 +94,12 @@ def test_the_predictors_of_a_run_that_ends_in_nan_are_infinite():
 def test_injected_spikes_are_counted():
     rng = np.random.default_rng(1)
     loss = 3 + 0.01 * rng.uniform(-1, 1, 300)  # no value deviates by more than three standard deviations
-    assert wb.sweeps.count_spikes(loss) == 0
+    assert count_spikes(loss) == 0
     for place in (50, 120, 250):
         loss[place] += 1
-    assert wb.sweeps.count_spikes(loss) == 3
+    assert count_spikes(loss) == 3
     loss[280] = np.inf
-    assert wb.sweeps.count_spikes(loss) == 4
+    assert count_spikes(loss) == 4
 
 
 def test_losses_along_the_run_are_those_of_training():

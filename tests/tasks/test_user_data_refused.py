@@ -11,6 +11,7 @@ import workbench as wb
 from tests.about import about
 from tests.tasks.test_user_data import DATA, ROWS, NoisyRows, disturb, first, hugging_face, random_states
 from workbench.errors import OptionError, WorkbenchError
+from workbench.tasks.images import Digits
 
 # Sources that can be read once
 
@@ -62,7 +63,7 @@ def test_the_probe_of_a_generator_removes_no_batches():
     ("source", "error"),
     [
         ("some text", about("source", "some text")),
-        (wb.tasks.Digits, about("source", "Digits")),
+        (Digits, about("source", "Digits")),
         (wb.tasks.digits, about("source", "function")),
         (7, about("source", 7)),
         (

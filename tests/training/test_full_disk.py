@@ -189,7 +189,7 @@ def test_rows_lost_at_the_end_of_a_run_are_recorded_when_it_is_resumed(make_mode
         (12, "resumed", "", "Resumed from the checkpoint of step 12."),
         (12, "gap", "monitors", sentence),
     ]
-    wb.schema.validate_events(run["events"].to_dataset())
+    wb.schema.runs.validate_events(run["events"].to_dataset())
 
 
 class CustomModel(nn.Module):

@@ -94,7 +94,7 @@ def test_a_killed_run_opens_with_all_flushed_rows(trainer, reference, tmp_path, 
     if steps:
         expected = reference["spectra"].sel(step=steps)
         np.testing.assert_array_equal(run["spectra"]["eigenvalue"].values, expected["eigenvalue"].values)
-        wb.schema.validate_spectra(run["spectra"].to_dataset())
+        wb.schema.runs.validate_spectra(run["spectra"].to_dataset())
 
 
 def test_a_killed_run_resumes_exactly(trainer, reference, tmp_path, one_thread):

@@ -120,7 +120,7 @@ def test_spectra_of_fewer_modes_are_padded_with_nan(make_model, tmp_path):
     with pytest.warns(RankWarning, match="span fewer than 64 directions"):
         list(wb.train(model, [(few, few)], n_steps=3, store=tmp_path / "a.zarr", **options))
     spectra = wb.open_run(tmp_path / "a.zarr")["spectra"].to_dataset()
-    wb.schema.validate_spectra(spectra)
+    wb.schema.runs.validate_spectra(spectra)
     assert spectra.sizes == {"step": 3, "layer": 2, "mode": 64}
     assert spectra["rank"].max() < 64
     is_mode = spectra["mode"] < spectra["rank"]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.about import about
 from tests.weights.powerlaw_table import TABLE, samples
 from workbench.errors import OptionError
-from workbench.weights import PowerLaw, power_law_tail, random_bulk
-from workbench.weights.eigenvalue_tails import _median
+from workbench.weights import power_law_tail, random_bulk
+from workbench.weights.eigenvalue_tails import PowerLaw, _median
 
 
 def pareto(alpha, n, seed=0):

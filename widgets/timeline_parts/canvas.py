@@ -18,6 +18,7 @@ from workbench.plots.timeline_figure import own_band
 from workbench.plots.timeline_panels import PanelAxis
 from workbench.plots.timeline_words import no_alarms_in_words
 from workbench.studies import signals as sig
+from workbench.studies.lines import SignalBand, decimate, healthy_band
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.latest_state import script as live_script
 from workbench.widgets.timeline_parts.packing import DASHES, Buffers, described, marked, selected
@@ -109,7 +110,7 @@ class TimelineCanvas(LatestState):
         self.runs, self.settings = runs, settings
         self._healthy, self._quantiles, self._ask = healthy, quantiles, ask
         self._axes: dict[Any, bool] = {}
-        self._bands: dict[Any, sig.SignalBand] = {}
+        self._bands: dict[Any, SignalBand] = {}
         self._token, self._is_held = "", False
         super().__init__()
 
@@ -170,7 +171,7 @@ class TimelineCanvas(LatestState):
             return {"name": name, "is_seen": False}
         lines, marks = [], []
         for line, dash in zip(run_events.evidence.lines, cycle(DASHES.values())):
-            step, value = sig.decimate(line.step, line.value, part.n_points, *part.steps)
+            step, value = decimate(line.step, line.value, part.n_points, *part.steps)
             lines.append(
                 {"run": run.name, "signal": line.signal, "color": line.color, "dash": dash}
                 | buffers.put(step=step, value=value)
@@ -206,7 +207,7 @@ class TimelineCanvas(LatestState):
         found = [(run, line) for run in part.runs if (line := run.line(name, reduce)) is not None]
         lines, values, remarks = [], [np.zeros(0)], []
         for run, line in found:
-            step, value = sig.decimate(line.step, line.value, part.n_points, *part.steps)
+            step, value = decimate(line.step, line.value, part.n_points, *part.steps)
             values.append(value[slice(*np.searchsorted(step, self.view))])
             lines.append({"run": run.name, **buffers.put(step=step, value=value)})
             if line.remark:
@@ -245,7 +246,7 @@ class TimelineCanvas(LatestState):
 
     def _bands_of(
         self, name: str, reduce: str | None, found: Sequence[tuple[FollowedRun, SignalLine]]
-    ) -> list[tuple[str | None, sig.SignalBand]]:
+    ) -> list[tuple[str | None, SignalBand]]:
         if self._healthy is None:
             return []
         if isinstance(self._healthy, int):
@@ -256,7 +257,7 @@ class TimelineCanvas(LatestState):
             if len(self._bands) > 200:
                 self._bands.clear()
             pairs = [(line.step, line.value) for line in lines]
-            self._bands[key] = sig.healthy_band(pairs, quantiles=self._quantiles)
+            self._bands[key] = healthy_band(pairs, quantiles=self._quantiles)
         return [(None, self._bands[key])]
 
     def _marks(self, name: str, found: Sequence[tuple[FollowedRun, SignalLine]]) -> list[dict[str, Any]]:

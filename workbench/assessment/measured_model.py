@@ -22,7 +22,7 @@ from workbench.models.wrapping import unwrap
 from workbench.scaling.designs import Design, design, transformers_config
 from workbench.scaling.transformers_source import build_full_size, cause_of
 from workbench.scaling.width_matching import matched_width
-from workbench.tasks import Digits
+from workbench.tasks.images import Digits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

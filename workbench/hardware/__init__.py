@@ -12,11 +12,9 @@ See Also:
 """
 
 from workbench.hardware.hardware_assessment import assess_hardware
-from workbench.hardware.hazards import HAZARDS, Hazard
 from workbench.hardware.plan_files import AssessmentPlan, read_plan
-from workbench.models.model_sizes import ModelSizes, model_sizes
 from workbench.option_checks import publish
 
-__all__ = ["HAZARDS", "AssessmentPlan", "Hazard", "ModelSizes", "assess_hardware", "model_sizes", "read_plan"]
+__all__ = ["AssessmentPlan", "assess_hardware", "read_plan"]
 
 __dir__ = publish(__name__)

@@ -102,7 +102,6 @@ def assess_hardware(
         (['allreduce_error'], True)
 
     See Also:
-        `workbench.hardware.HAZARDS`: Lists the hazards.
         `workbench.hardware.read_plan`: Reads a plan.
         `workbench.assess`: Includes these hazards.
     """

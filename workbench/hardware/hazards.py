@@ -71,15 +71,6 @@ class Hazard:
         reason: Reason of these limits.
         remedy_setting: Key of the plan to change.
         remedy_value: Proposed value of that key.
-
-    Example:
-        >>> import workbench as wb
-        >>> plan = wb.hardware.read_plan({"hardware": {"data_parallel": 8, "gradient_dtype": "bfloat16"}})
-        >>> [hazard.id for hazard in wb.hardware.HAZARDS if hazard.applies(plan)][:2]
-        ['allreduce_error', 'allreduce_shrinkage']
-
-    See Also:
-        `workbench.hardware.assess_hardware`: Measures the hazards of a plan.
     """
 
     id: str

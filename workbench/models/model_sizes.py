@@ -43,15 +43,6 @@ class ModelSizes:
         image_size: Side length of an image, in pixels.
         n_channels: Number of channels of an image.
         patch_size: Side length of a patch, in pixels.
-
-    Example:
-        >>> import workbench as wb
-        >>> sizes = wb.hardware.ModelSizes(width=64, depth=4, n_heads=4)
-        >>> sizes.width, sizes.n_experts
-        (64, None)
-
-    See Also:
-        `workbench.hardware.model_sizes`: Reads the sizes of a model or design.
     """
 
     n_heads: int | None = None
@@ -88,16 +79,6 @@ def model_sizes(source: Any) -> ModelSizes:
     Args:
         source: An object with ``describe()`` or ``config``, a configuration of the zoo or of transformers, or a mapping
             of its options.
-
-    Example:
-        >>> import workbench as wb
-        >>> sizes = wb.hardware.model_sizes(wb.zoo.transformer(d_model=64, n_layers=4))
-        >>> sizes.width, sizes.depth, sizes.n_experts
-        (64, 4, None)
-
-    See Also:
-        `workbench.hardware.assess_hardware`: Compares sizes with a hardware plan.
-        `workbench.design`: Creates a design.
     """
     found: dict[str, int | None] = {}
     option = _options(source)

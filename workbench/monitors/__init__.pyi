@@ -3,8 +3,6 @@ from .activations import kurtosis as kurtosis
 from .activations import massive_activations as massive_activations
 from .activations import outlier_ratio as outlier_ratio
 from .activations import state_norm as state_norm
-from .attention_health import AttentionHealth as AttentionHealth
-from .attention_health import measure_attention as measure_attention
 from .attention_health import qk_update_spectrum as qk_update_spectrum
 from .curvature import preconditioned_sharpness as preconditioned_sharpness
 from .curvature import sharpness as sharpness
@@ -27,6 +25,5 @@ from .router_health import router_similarity as router_similarity
 from .router_health import routing_change as routing_change
 from .router_health import routing_entropy as routing_entropy
 from .router_health import routing_entropy_share as routing_entropy_share
-from .scalars import SpikeScore as SpikeScore
 from .scalars import log_z as log_z
 from .scalars import spike_score as spike_score

@@ -98,16 +98,6 @@ class AttentionHealth:
             precedes divergence (arXiv:2303.06296).
         entropy_share: Mean over tokens of that entropy over its largest value, log(number of visible tokens), between 0
             and 1; tokens that see only one token are left out. Shape (..., head).
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> health = wb.monitors.measure_attention(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))
-        >>> health.logit_max.tolist(), [round(fraction, 3) for fraction in health.entropy_share.tolist()]
-        ([0.0, 0.0], [1.0, 1.0])
-
-    See Also:
-        `workbench.monitors.measure_attention`: Computes it.
     """
 
     logit_max: Tensor
@@ -145,17 +135,6 @@ def measure_attention(
 
     Raises:
         OptionError: If the number of query heads is not a multiple of that of key heads.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
-        >>> health = wb.monitors.measure_attention(q, q[:, :2], is_causal=True)
-        >>> tuple(health.logit_max.shape), bool((health.entropy_share <= 1).all())
-        ((4,), True)
-
-    See Also:
-        `workbench.monitors.ModelProbe`: Measures the attention of all layers of a model.
     """
     _check_groups(q.shape[-3], k.shape[-3])
     q, k = _at_least_float32(q), _at_least_float32(k)

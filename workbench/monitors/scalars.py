@@ -53,17 +53,6 @@ class SpikeScore:
 
     Raises:
         OptionError: If an option is out of range.
-
-    Example:
-        >>> import workbench as wb
-        >>> spikes = wb.monitors.SpikeScore(n_sigma=3.0, n_least=3)
-        >>> [spikes.update(loss) for loss in (1.0, 1.1, 0.9, 1.0, 9.0)]
-        [False, False, False, False, True]
-        >>> spikes.score
-        0.5
-
-    See Also:
-        `workbench.monitors.spike_score`: Spike score of a full curve.
     """
 
     @checked
@@ -124,7 +113,6 @@ def spike_score(
         0.048
 
     See Also:
-        `workbench.monitors.SpikeScore`: Computes it incrementally.
         `workbench.rates.count_lasting_spikes`: Counts rises of the loss that do not recover.
     """
     tracker = SpikeScore(window=window, n_sigma=n_sigma, n_least=n_least)

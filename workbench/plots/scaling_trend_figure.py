@@ -86,7 +86,6 @@ def scaling_trend(
 
     See Also:
         `workbench.scaling_study`: Measures the ladder and fits the trend.
-        `workbench.scaling.coordinate_check`: Computes the exponents.
     """
     studies = _studies(study)
     first = next(iter(studies.values()))

@@ -20,7 +20,7 @@ from workbench.plots.timeline_matplotlib import TimelinePicture
 from workbench.plots.timeline_panels import RunEvents, SignalPanel
 from workbench.plots.traces_figure import Trace, with_unit
 from workbench.studies import signals as sig
-from workbench.studies.lines import checked_quantiles
+from workbench.studies.lines import SignalBand, checked_quantiles, healthy_band
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,10 +194,10 @@ def _bands(
     name: str,
     reduce: str | None,
     quantiles: tuple[float, float],
-) -> list[tuple[int | None, sig.SignalBand]]:
+) -> list[tuple[int | None, SignalBand]]:
     if references:
         found = [sig.read(run, name, reduce=reduce) for run in references.values() if name in sig.catalogue(run)]
-        return [(None, sig.healthy_band([(line.step, line.value) for line in found], quantiles=quantiles))]
+        return [(None, healthy_band([(line.step, line.value) for line in found], quantiles=quantiles))]
     if healthy is None:
         return []
     return [
@@ -206,13 +206,13 @@ def _bands(
     ]
 
 
-def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[float, float]) -> sig.SignalBand:
+def own_band(step: np.ndarray, value: np.ndarray, before: int, quantiles: tuple[float, float]) -> SignalBand:
     """Return the quantile range of the values of a line before a step, constant over all its steps."""
     start = value[(step < before) & np.isfinite(value)]
     if not len(start):
-        return sig.SignalBand(np.zeros(0), np.zeros(0), np.zeros(0))
+        return SignalBand(np.zeros(0), np.zeros(0), np.zeros(0))
     lower, upper = np.quantile(start, quantiles)
-    return sig.SignalBand(step[[0, -1]].astype(float), np.repeat(lower, 2), np.repeat(upper, 2))
+    return SignalBand(step[[0, -1]].astype(float), np.repeat(lower, 2), np.repeat(upper, 2))
 
 
 def _band_in_words(references: Mapping[str, Any], healthy: Any, quantiles: tuple[float, float]) -> str:

@@ -22,8 +22,8 @@ from workbench.plots.timeline_events import (
 from workbench.plots.timeline_evidence import EvidencePanel
 from workbench.plots.traces_figure import _WIDE as WIDE
 from workbench.plots.traces_figure import BOUNDED, UNBOUNDED, Trace, TracesPanel
-from workbench.studies import signals as sig
 from workbench.studies.checks import Check, checks_of
+from workbench.studies.lines import SignalBand
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +113,7 @@ class SignalPanel:
         name: str,
         lines: list[Trace],
         all_events: Sequence[RunEvents],
-        bands: list[tuple[int | None, sig.SignalBand]],
+        bands: list[tuple[int | None, SignalBand]],
         *,
         shows_all: bool = False,
         span: tuple[float, float] | None = None,

@@ -18,13 +18,11 @@ from workbench.option_checks import publish
 from workbench.rates.drift import Estimate
 from workbench.rates.find_rate import FoundRates
 from workbench.rates.outcomes import count_lasting_spikes, loss_over_rates, rate_outcomes
-from workbench.rates.rate_search import Round
 from workbench.rates.useful_band import UsefulBand, rate_sensitivity, useful_band
 
 __all__ = [
     "Estimate",
     "FoundRates",
-    "Round",
     "UsefulBand",
     "count_lasting_spikes",
     "loss_over_rates",

@@ -49,7 +49,7 @@ def count_lasting_spikes(loss: np.ndarray) -> int:
         1
 
     See Also:
-        `workbench.sweeps.count_spikes`: Counts all spikes.
+        `workbench.rates.rate_outcomes`: Summarizes the runs of a study.
     """
     loss = loss[: int(np.flatnonzero(~np.isnan(loss))[-1]) + 1] if (~np.isnan(loss)).any() else loss[:0]
     count, at = 0, _WINDOWS_BEFORE

@@ -40,16 +40,6 @@ class Round:
             that was stopped: its last loss plus the later change of the loss of the best run.
         best_rate: Best rate; the geometric mean over the last three numbers of updates at which losses were measured.
         useful_edge: Largest useful rate, averaged in the same way; NaN if it lies outside the rates tried.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> one = wb.rates.Round(True, 36, np.array([0.001, 0.003]), np.array([[2.1], [2.3]]), 0.001, 0.002)
-        >>> one.loss.shape
-        (2, 1)
-
-    See Also:
-        `workbench.rates.FoundRates`: Contains the rounds of a pilot.
     """
 
     is_coarse: bool

@@ -20,18 +20,16 @@ from workbench.risk.edge_regression import Edges
 from workbench.risk.features import FEATURES, feature_table
 from workbench.risk.predictors import predictor_scores
 from workbench.risk.risk import Probability, Risk, over_rates, predict
-from workbench.risk.scores import Auroc, auroc, auroc_within, calibration_error, reliability, roc_curve
+from workbench.risk.scores import auroc, calibration_error, reliability, roc_curve
 from workbench.risk.shipped_model import shipped
 
 __all__ = [
     "FEATURES",
-    "Auroc",
     "EdgeModel",
     "Edges",
     "Probability",
     "Risk",
     "auroc",
-    "auroc_within",
     "calibration_error",
     "feature_table",
     "fit",

@@ -25,15 +25,6 @@ class Auroc(NamedTuple):
         value: The area.
         low: Lower end of the interval.
         high: Upper end of the interval.
-
-    Example:
-        >>> import workbench as wb
-        >>> area = wb.risk.auroc([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
-        >>> area
-        Auroc(value=0.75, low=nan, high=nan)
-
-    See Also:
-        `workbench.risk.auroc`: Returns it.
     """
 
     value: float
@@ -76,7 +67,6 @@ def auroc(
 
     See Also:
         `workbench.risk.roc_curve`: Computes the ROC curve.
-        `workbench.risk.auroc_within`: Compares only runs of the same kind.
     """
     return auroc_within(
         score, label, np.zeros(np.size(score), int), n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level
@@ -152,15 +142,6 @@ def auroc_within(
     Raises:
         OptionError: As in `auroc`.
         SchemaError: If in every kind all runs diverged, or none did.
-
-    Example:
-        >>> import workbench as wb
-        >>> score, label = [0.1, 0.4, 5.3, 5.9], [False, True, True, False]
-        >>> wb.risk.auroc_within(score, label, ["a", "a", "b", "b"], n_bootstrap=0).value
-        0.5
-
-    See Also:
-        `workbench.risk.auroc`: Compares all runs.
     """
     scores, labels = _pair(score, label)
     _, strata = np.unique(np.asarray(within), return_inverse=True)

@@ -121,20 +121,6 @@ def coordinate_check(
     Raises:
         OptionError: If the rungs have several depths, or there are no steps.
         AnatomyError: If the residual stream cannot be read.
-
-    Example:
-        >>> import workbench as wb
-        >>> design = wb.design({"d_model": 32, "n_layers": 2, "n_heads": 2, "max_length": 8})
-        >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8))
-        >>> rungs = [wb.scaling.Rung(width, 2) for width in (8, 16, 32)]
-        >>> check = wb.scaling.coordinate_check(trainer, rungs, [0], learning_rate=1e-3, n_steps=2)
-        >>> check["update_size"].dims, check["layer_group"].values[[0, -1]].tolist()
-        (('rung', 'step', 'layer_group'), ['embedding', 'logits'])
-
-    See Also:
-        `workbench.scaling_study`: Includes the check.
-        `workbench.baselines.MuP`: The maximal update parametrization.
-        `workbench.plots.step_grid`: Draws results over steps.
     """
     import xarray as xr
 

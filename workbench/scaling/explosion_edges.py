@@ -26,15 +26,6 @@ class ExplosionEdge:
         low: Largest rate tried without divergence below ``high``; 0 if all rates diverged.
         high: Smallest rate tried with divergence; infinite if no rate diverged.
         n_runs: Number of runs of the search.
-
-    Example:
-        >>> import workbench as wb
-        >>> edge = wb.scaling.ExplosionEdge(low=0.01, high=0.04, n_runs=5)
-        >>> round(edge.middle, 3)
-        0.02
-
-    See Also:
-        `workbench.scaling.explosion_edge`: Measures the edge.
     """
 
     low: float
@@ -68,15 +59,6 @@ def find_edge(
         step: Factor between two successive rates.
         lowest: The search stops below this rate.
         highest: The search stops above this rate.
-
-    Example:
-        >>> import workbench as wb
-        >>> edge = wb.scaling.find_edge(lambda rate: rate > 0.1, start=0.01)
-        >>> edge.low <= 0.1 < edge.high
-        True
-
-    See Also:
-        `workbench.scaling.explosion_edge`: Finds the edge of a design.
     """
     n_runs = 0
 
@@ -122,18 +104,6 @@ def explosion_edge(
         n_steps: Updates of each run.
         start: First rate of the search, such as the edge of another seed; None uses `pilot_edge`.
         n_halvings: As in `find_edge`.
-
-    Example:
-        >>> import workbench as wb
-        >>> design = wb.design({"d_model": 16, "n_layers": 2, "n_heads": 2, "max_length": 8})
-        >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
-        >>> edge = wb.scaling.explosion_edge(trainer, wb.scaling.Rung(8, 2), 0, n_steps=5, start=1.0, n_halvings=0)
-        >>> edge.low < edge.high
-        True
-
-    See Also:
-        `workbench.scaling.pilot_edge`: Finds the edge of very short runs.
-        `workbench.plots.explosion_edge`: Draws explosion edges over sizes.
     """
     if start is None:
         start = pilot_edge(trainer, rung, seed, n_halvings=0).middle
@@ -156,17 +126,6 @@ def pilot_edge(
         seed: Seed of parameters, data and training.
         start: First rate of the search.
         n_halvings: Number of bisections of a step of a factor of 8; four leave a factor of 1.14.
-
-    Example:
-        >>> import workbench as wb
-        >>> design = wb.design({"d_model": 16, "n_layers": 2, "n_heads": 2, "max_length": 8})
-        >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(vocab_size=16, length=8, batch_size=4))
-        >>> edge = wb.scaling.pilot_edge(trainer, wb.scaling.Rung(8, 2), seed=0, n_halvings=0)
-        >>> edge.low < edge.high
-        True
-
-    See Also:
-        `workbench.scaling.explosion_edge`: Finds the edge of longer runs.
     """
 
     def diverges(rate: float) -> bool:

@@ -22,20 +22,7 @@ SMALLEST_DEPTH = 2
 
 
 class Parametrization(Protocol):
-    """Width-dependent rules of initialization and training, such as `workbench.baselines.MuP`.
-
-    Example:
-        >>> import workbench as wb
-        >>> mup = wb.baselines.MuP(base_width=16)
-        >>> design = wb.design({"d_model": 64, "n_layers": 2})
-        >>> trainer = wb.scaling.LadderTrainer(design, wb.tasks.random_tokens(), parametrization=mup)
-        >>> trainer.parametrization.multiplier(design.build(32))
-        2.0
-
-    See Also:
-        `workbench.baselines.MuP`: The maximal update parametrization.
-        `workbench.scaling.LadderTrainer`: Applies a parametrization.
-    """
+    """Width-dependent rules of initialization and training, such as `workbench.baselines.MuP`."""
 
     def apply(self, model: nn.Module) -> Any:
         """Apply the rules to a model with initial parameters, in place."""
@@ -51,15 +38,6 @@ class Rung:
     Attributes:
         width: Width of the residual stream.
         depth: Number of residual blocks.
-
-    Example:
-        >>> import workbench as wb
-        >>> sorted([wb.scaling.Rung(width=16, depth=4), wb.scaling.Rung(width=8, depth=2)])[0]
-        Rung(width=8, depth=2)
-
-    See Also:
-        `workbench.scaling.coordinate_check`: Compares rungs.
-        `workbench.scaling.explosion_edge`: Measures a rung.
     """
 
     width: int
@@ -105,20 +83,6 @@ class LadderTrainer:
 
     Raises:
         OptionError: If a setting is unknown or not supported.
-
-    Example:
-        >>> import workbench as wb
-        >>> design = wb.design({"d_model": 32, "n_layers": 2, "max_length": 8})
-        >>> task = wb.tasks.random_tokens(vocab_size=16, length=8)
-        >>> trainer = wb.scaling.LadderTrainer(design, task, training={"warmup": 2})
-        >>> model = trainer.model(wb.scaling.Rung(width=16, depth=2), seed=0)
-        >>> model.config.d_model, model.config.vocab_size
-        (16, 16)
-
-    See Also:
-        `workbench.scaling.explosion_edge`: Finds the explosion edge of a rung.
-        `workbench.scaling.coordinate_check`: Compares the updates of several widths.
-        `workbench.scaling_study`: Measures a complete ladder.
     """
 
     design: Design

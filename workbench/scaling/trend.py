@@ -52,17 +52,6 @@ class Trend:
         at_target_high: Upper end of the prediction interval.
         is_supported: Whether the ladder supports the value at the target.
         reason: Why it does not; empty if it does.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> widths = np.array([8, 16, 32])
-        >>> trend = wb.scaling.fit_trend(1.0 / widths[:, None] * np.ones(3), widths, np.full(3, 2), (64, 2))
-        >>> trend.is_supported, round(trend.width.slope, 3)
-        (True, -1.0)
-
-    See Also:
-        `workbench.scaling.fit_trend`: Returns it.
     """
 
     scale: str
@@ -118,18 +107,6 @@ def fit_trend(
         largest_reach: Largest factor between the target and the largest rung, in width and in depth, for a supported
             prediction; 1 allows none beyond the ladder.
         level: Level of the intervals.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> widths, depths = np.array([8, 16, 32]), np.full(3, 2)
-        >>> trend = wb.scaling.fit_trend(1.0 / widths[:, None] * np.ones(3), widths, depths, (64, 2))
-        >>> round(trend.width.slope, 3), round(trend.at_target * 64, 3)
-        (-1.0, 1.0)
-
-    See Also:
-        `workbench.scaling.Trend`: Describes the result.
-        `workbench.scaling.extrapolated`: Fits the trends of a study.
     """
     values = np.asarray(values, float)
     is_censored = _is_censored(values, scale)

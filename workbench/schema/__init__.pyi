@@ -14,12 +14,6 @@ from .runs import SPECTRA as SPECTRA
 from .runs import SPECTRA_ATTRS as SPECTRA_ATTRS
 from .runs import SPECTRA_COUNTS as SPECTRA_COUNTS
 from .runs import Variable as Variable
-from .runs import check_version as check_version
-from .runs import validate_events as validate_events
-from .runs import validate_monitors as validate_monitors
-from .runs import validate_part as validate_part
-from .runs import validate_spectra as validate_spectra
 from .weights import WEIGHT_CHANGES as WEIGHT_CHANGES
 from .weights import WEIGHT_COORDS as WEIGHT_COORDS
 from .weights import WEIGHTS as WEIGHTS
-from .weights import validate_weights as validate_weights

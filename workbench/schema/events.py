@@ -27,7 +27,6 @@ class Event:
         'layer 1, head 2'
 
     See Also:
-        `workbench.schema.validate_events`: Validates the events of a run.
         `workbench.Callback`: Writes events during training.
     """
 

@@ -44,7 +44,6 @@ class Variable:
 
     See Also:
         `workbench.schema`: Lists all variables.
-        `workbench.schema.validate_monitors`: Compares a dataset with its variables.
     """
 
     dims: tuple[str, ...]
@@ -463,18 +462,6 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
     Raises:
         SchemaError: If a variable, dimension or attribute is missing or of another kind, if the schema is newer
             than this version of the workbench, or if the masses do not sum to 1.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> states = np.random.default_rng(0).normal(size=(64, 4))
-        >>> spectra = wb.koopman.whitened_dmd(states, 0.9 * states)
-        >>> wb.schema.validate_spectra(spectra).sizes["layer"]
-        1
-
-    See Also:
-        `workbench.profile`: Computes spectra.
-        `workbench.koopman.whitened_dmd`: Computes the spectrum of one layer.
     """
     check_version(spectra)
     missing = [name for name in SPECTRA if name not in spectra]
@@ -533,17 +520,6 @@ def validate_monitors(monitors: xr.Dataset) -> xr.Dataset:
     Raises:
         SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or the steps do not
             increase.
-
-    Example:
-        >>> import xarray as xr
-        >>> import workbench as wb
-        >>> monitors = xr.Dataset({"loss": ("step", [2.0, 1.5])}, {"step": [0, 1]})
-        >>> wb.schema.validate_monitors(monitors).sizes["step"]
-        2
-
-    See Also:
-        `workbench.read_log`: Reads monitors from a log.
-        `workbench.schema.validate_part`: Validates the other parts of a run.
     """
     _check_rows("monitors", monitors, MONITORS)
     return monitors
@@ -562,17 +538,6 @@ def validate_part(part: str, data: xr.Dataset) -> xr.Dataset:
     Raises:
         SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or the steps do not
             increase.
-
-    Example:
-        >>> import xarray as xr
-        >>> import workbench as wb
-        >>> part = xr.Dataset({"sharpness": ("step", [2.0])}, {"step": [0]})
-        >>> wb.schema.validate_part("curvature", part).sizes["step"]
-        1
-
-    See Also:
-        `workbench.Recorder`: Records the parts.
-        `workbench.schema.validate_monitors`: Validates the monitors.
     """
     _check_rows(part, data, PARTS[part])
     return data
@@ -589,15 +554,6 @@ def validate_events(events: xr.Dataset) -> xr.Dataset:
 
     Raises:
         SchemaError: If a variable is missing or of another kind.
-
-    Example:
-        >>> import workbench as wb
-        >>> events = wb.open_run(wb.samples.failed_run("architecture"))["events"].to_dataset()
-        >>> wb.schema.validate_events(events)["kind"].values.tolist()
-        ['divergence']
-
-    See Also:
-        `workbench.schema.Event`: Describes one event.
     """
     check_version(events)
     missing = [name for name in EVENTS if name not in events]
@@ -664,19 +620,6 @@ def check_version(data: xr.Dataset | xr.DataTree) -> None:
 
     Raises:
         SchemaError: If the schema version of the data exceeds ``SCHEMA_VERSION``.
-
-    Example:
-        >>> import workbench as wb
-        >>> run = wb.open_run(wb.samples.failed_run("architecture"))
-        >>> run.attrs["schema_version"] = 99
-        >>> try:
-        ...     wb.schema.check_version(run)
-        ... except wb.errors.SchemaError as error:
-        ...     error.name, error.value
-        ('schema_version', 99)
-
-    See Also:
-        `workbench.open_run`: Checks the version of a run.
     """
     version = data.attrs.get("schema_version")
     if version is not None and int(version) > SCHEMA_VERSION:

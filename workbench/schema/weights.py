@@ -91,16 +91,6 @@ def validate_weights(weights: xr.Dataset) -> xr.Dataset:
     Raises:
         SchemaError: If a variable or coordinate is missing or of another kind, or the schema is newer than this
             version of the workbench.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> weights = wb.weights.weight_spectra(torch.nn.Linear(64, 64), progress=False)
-        >>> wb.schema.validate_weights(weights).sizes["matrix"]
-        1
-
-    See Also:
-        `workbench.weights.weight_spectra`: Computes weight spectra.
     """
     check_version(weights)
     missing = [name for name in (*WEIGHTS, *WEIGHT_COORDS) if name not in weights.variables]

@@ -36,18 +36,6 @@ def decimate(
 
     Raises:
         OptionError: If ``n`` is below 1.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> value = np.zeros(1000)
-        >>> value[500] = 9.0
-        >>> step, value = wb.signals.decimate(np.arange(1000), value, n=10)
-        >>> len(step) < 50, float(value.max())
-        (True, 9.0)
-
-    See Also:
-        `workbench.signals.read`: Reads a signal as a line over steps.
     """
     is_finite = np.isfinite(value)
     if not is_finite.all():
@@ -75,16 +63,6 @@ class SignalBand:
         step: Center of each interval of steps, shape (interval,).
         lower: Lower quantile in each interval, shape (interval,).
         upper: Upper quantile in each interval, shape (interval,).
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> band = wb.signals.healthy_band([(np.arange(100), np.ones(100))], n=2)
-        >>> band.step.shape, band.lower, band.upper
-        ((2,), array([1., 1.]), array([1., 1.]))
-
-    See Also:
-        `workbench.signals.healthy_band`: Computes the band.
     """
 
     step: np.ndarray
@@ -110,18 +88,6 @@ def healthy_band(
 
     Raises:
         OptionError: If the quantiles are not two increasing numbers from 0 to 1.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> lines = [(np.arange(100), np.full(100, level)) for level in (1.0, 2.0, 3.0)]
-        >>> band = wb.signals.healthy_band(lines, quantiles=(0.0, 1.0), n=1)
-        >>> band.lower, band.upper
-        (array([1.]), array([3.]))
-
-    See Also:
-        `workbench.signals.read`: Reads the lines of the runs.
-        `workbench.plots.timeline`: Draws the band behind a run.
     """
     quantiles = checked_quantiles(quantiles, "quantiles")
     finite = [np.isfinite(value) for _, value in lines]

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
-    "DECISION_ZONES",
     "SHARES",
     "architectures",
     "decision_chart",
-    "decision_zones",
     "depth_thirds",
     "largest_stable_rates",
     "normalization_table",
@@ -386,7 +384,6 @@ def decision_chart(*, modest_condition: float | None = None, large_condition: fl
         {'proceed': 0.3, 'high risk': 0.5}
 
     See Also:
-        `workbench.published.decision_zones`: The zones of given models.
         `workbench.plots.decision_chart`: Draws the chart.
     """
     import numpy as np
@@ -419,15 +416,6 @@ def decision_zones(
     Returns:
         "proceed", "caution" or "high risk", with the broadcast shape of the two arguments; empty if a value that is
         needed for the decision is NaN.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.published.decision_zones([0.1, 0.4, 0.7], [10.0, 10.0, 10.0]).tolist()
-        ['proceed', 'caution', 'high risk']
-
-    See Also:
-        `workbench.published.decision_chart`: The thresholds.
-        `workbench.risk.predict`: Predicts the risk of a planned run.
     """
     import numpy as np
 

@@ -2,7 +2,7 @@
 
 A signal is a variable of any part with steps, or one term of a variable with terms: ``"loss"``,
 ``"effective_rank D2"``, ``"routing_entropy"``. A variable with layers, heads, modules or experts is reduced to one
-line, or one layer or head is selected; `workbench.signals.heat` returns all of them at one step.
+line, or one layer or head is selected; `heat` returns all of them at one step.
 
 Example:
     >>> import workbench as wb
@@ -25,29 +25,14 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import listed
-from workbench.option_checks import NonNegativeInt, PositiveInt, checked, one_of, publish
+from workbench.option_checks import NonNegativeInt, PositiveInt, at_least, checked, one_of, publish
 from workbench.schema.runs import MONITORS, PARTS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
-from workbench.studies.lines import SignalBand, decimate, healthy_band
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = [
-    "REDUCTIONS",
-    "Entry",
-    "Signal",
-    "SignalBand",
-    "bad_direction",
-    "catalogue",
-    "decimate",
-    "default_names",
-    "healthy_band",
-    "heat",
-    "names",
-    "read",
-    "worst",
-]
+__all__ = ["Signal", "names", "read", "worst"]
 
 
 REDUCTIONS = ("min", "max", "mean")
@@ -129,16 +114,6 @@ class Entry:
         places: Dimensions besides steps, some of ``layer``, ``head``, ``module``, ``expert``.
         long_name: Title of the quantity.
         unit: Unit; ``"1"`` for dimensionless quantities.
-
-    Example:
-        >>> import workbench as wb
-        >>> run = wb.open_run(wb.samples.failed_run("precision"))
-        >>> entry = wb.signals.catalogue(run)["effective_rank D2"]
-        >>> entry.part, entry.term, entry.places
-        ('attention', 'D2', ('layer', 'head'))
-
-    See Also:
-        `workbench.signals.catalogue`: Describes all signals of a run.
     """
 
     name: str
@@ -164,7 +139,6 @@ def names(run: xr.DataTree) -> list[str]:
 
     See Also:
         `workbench.signals.read`: Reads a signal by its name.
-        `workbench.signals.catalogue`: Describes the signals.
     """
     return list(catalogue(run))
 
@@ -176,16 +150,6 @@ def catalogue(run: xr.DataTree) -> dict[str, Entry]:
 
     Args:
         run: A run, from `workbench.open_run`.
-
-    Example:
-        >>> import workbench as wb
-        >>> run = wb.open_run(wb.samples.failed_run("precision"))
-        >>> wb.signals.catalogue(run)["loss"].part
-        'monitors'
-
-    See Also:
-        `workbench.signals.Entry`: One description.
-        `workbench.signals.names`: The names alone.
     """
     found: dict[str, Entry] = {}
     others = [part for part in run.children if part not in (*_PARTS, "spectra", "events")]
@@ -203,14 +167,6 @@ def bad_direction(name: str) -> str:
 
     Args:
         name: Name of a signal or a variable.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.signals.bad_direction("effective_rank D2"), wb.signals.bad_direction("grad_norm")
-        ('low', 'high')
-
-    See Also:
-        `workbench.signals.worst`: The corresponding reduction over layers and heads.
     """
     return "low" if _variable_of(name) in _LOW_IS_BAD else "high"
 
@@ -242,7 +198,7 @@ def read(
     name: str,
     *,
     reduce: Annotated[str, one_of(REDUCTIONS)] | None = None,
-    layer: NonNegativeInt | None = None,
+    layer: Annotated[int, at_least(-1)] | None = None,
     head: NonNegativeInt | None = None,
     first_row: NonNegativeInt = 0,
 ) -> Signal:
@@ -253,7 +209,7 @@ def read(
         name: One of `workbench.signals.names`.
         reduce: ``"min"``, ``"max"`` or ``"mean"`` over all dimensions besides steps, ignoring NaN; None for
             `workbench.signals.worst`.
-        layer: Number of the layer to select; None for all layers.
+        layer: Number of the layer to select, -1 for modules outside of all layers; None for all.
         head: Number of the head to select; None for all heads.
         first_row: First row to read; a reader that follows a run skips the rows that it already has.
 
@@ -274,8 +230,6 @@ def read(
 
     See Also:
         `workbench.signals.names`: The signals of a run.
-        `workbench.signals.heat`: All layers and heads at one step.
-        `workbench.signals.healthy_band`: The band of several lines.
     """
     entry = _entry(run, name)
     values = _values(run, entry, slice(first_row, None))
@@ -308,15 +262,6 @@ def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
 
     Raises:
         SchemaError: If the run has no such signal, the signal has no row yet, or no dimension besides steps.
-
-    Example:
-        >>> import workbench as wb
-        >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
-        >>> wb.signals.heat(run, "effective_rank D2", step=50).dims
-        ('layer', 'head')
-
-    See Also:
-        `workbench.signals.read`: Reads a signal over all steps.
     """
     entry = _entry(run, name)
     if not entry.places:
@@ -427,16 +372,6 @@ def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), 
 
     Returns:
         Names of signals that at least one run has.
-
-    Example:
-        >>> import workbench as wb
-        >>> run = wb.open_run(wb.samples.failed_run("precision"))
-        >>> wb.signals.default_names({"mine": run}, n=3)
-        ['loss', 'grad_norm', 'effective_rank D2']
-
-    See Also:
-        `workbench.signals.names`: All signals of a run.
-        `workbench.widgets.Timeline`: Shows these signals.
     """
     known = dict.fromkeys(name for run in runs.values() for name in names(run))
     order = ["loss", "grad_norm", *list(dict.fromkeys(name for name in alarmed if name in known))[:3], *_INFORMATIVE]

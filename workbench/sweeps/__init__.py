@@ -17,22 +17,11 @@ See Also:
 from workbench.option_checks import publish
 from workbench.sweeps.case_measures import measure_case
 from workbench.sweeps.execution import run
-from workbench.sweeps.one_run import count_spikes, make_run
+from workbench.sweeps.one_run import make_run
 from workbench.sweeps.planned_runs import replan
 from workbench.sweeps.run_settings import TASKS, RunSettings, grid
 from workbench.sweeps.sweep_store import SweepStore, join
 
-__all__ = [
-    "TASKS",
-    "RunSettings",
-    "SweepStore",
-    "count_spikes",
-    "grid",
-    "join",
-    "make_run",
-    "measure_case",
-    "replan",
-    "run",
-]
+__all__ = ["TASKS", "RunSettings", "SweepStore", "grid", "join", "make_run", "measure_case", "replan", "run"]
 
 __dir__ = publish(__name__)

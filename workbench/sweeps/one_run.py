@@ -152,16 +152,6 @@ def count_spikes(loss: np.ndarray) -> int:
 
     Args:
         loss: Loss of each step, in nats; a value that is not finite counts as a spike.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> loss = np.r_[np.tile([1.0, 1.1], 15), 9.0, np.tile([1.0, 1.1], 5)]
-        >>> wb.sweeps.count_spikes(loss)
-        1
-
-    See Also:
-        `workbench.rates.count_lasting_spikes`: Counts spikes from which a run does not recover soon.
     """
     loss = np.asarray(loss, dtype=float)
     if not len(loss) > _SPIKE_WINDOW:

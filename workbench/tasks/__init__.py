@@ -16,23 +16,17 @@ See Also:
 """
 
 from workbench.option_checks import publish
-from workbench.tasks.images import Digits, digits
-from workbench.tasks.recall import PADDING, AssociativeRecall, associative_recall
-from workbench.tasks.synthetic import SyntheticLM, synthetic_lm
+from workbench.tasks.images import digits
+from workbench.tasks.recall import associative_recall
+from workbench.tasks.synthetic import synthetic_lm
 from workbench.tasks.task import Inputs, Task
-from workbench.tasks.text import TextBytes, reference_passages, text_bytes
-from workbench.tasks.uniform import RandomTokens, random_tokens
+from workbench.tasks.text import reference_passages, text_bytes
+from workbench.tasks.uniform import random_tokens
 from workbench.tasks.user_data import as_task
 
 __all__ = [
-    "PADDING",
-    "AssociativeRecall",
-    "Digits",
     "Inputs",
-    "RandomTokens",
-    "SyntheticLM",
     "Task",
-    "TextBytes",
     "as_task",
     "associative_recall",
     "digits",

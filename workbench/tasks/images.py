@@ -47,17 +47,6 @@ class Digits(SeededTask):
         seed: Seed of the split and the order.
         split: ``"train"`` or ``"validation"``.
         n_classes: Number of classes from 2 to 10; with fewer than 10 the class is the digit modulo this number.
-
-    Example:
-        >>> import workbench as wb
-        >>> task = wb.tasks.Digits(batch_size=4, split="validation")
-        >>> images, labels = task.batch(0)
-        >>> tuple(images.shape), task.n_classes
-        ((4, 1, 8, 8), 10)
-
-    See Also:
-        `workbench.tasks.digits`: Creates the task.
-        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "digits"
@@ -130,7 +119,7 @@ def digits(
         (4, 3, 8, 8)
 
     See Also:
-        `workbench.tasks.Digits`: Describes the task.
+        `workbench.tasks.text_bytes`: Makes a task of text.
     """
     return Digits(image_size, batch_size, seed, split, n_channels, n_classes)
 

@@ -32,17 +32,6 @@ class AssociativeRecall(SequenceTask):
         n_pairs: Pairs in a sequence.
         batch_size: Sequences in a batch.
         seed: Seed of the stream of batches.
-
-    Example:
-        >>> import workbench as wb
-        >>> task = wb.tasks.AssociativeRecall(length=6, vocab_size=16, n_pairs=2, batch_size=4)
-        >>> tokens, targets = task.batch(0)
-        >>> tuple(tokens.shape), (targets != -100).sum(dim=1).tolist()
-        ((4, 6), [1, 1, 1, 1])
-
-    See Also:
-        `workbench.tasks.associative_recall`: Creates the task.
-        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "associative_recall"
@@ -108,6 +97,6 @@ def associative_recall(
         {'task': 'associative_recall', 'length': 6, 'vocab_size': 16, 'n_pairs': 2, 'batch_size': 32, 'seed': 0}
 
     See Also:
-        `workbench.tasks.AssociativeRecall`: Describes the task.
+        `workbench.tasks.synthetic_lm`: Makes a task of synthetic language.
     """
     return AssociativeRecall(length=length, vocab_size=vocab_size, n_pairs=n_pairs, batch_size=batch_size, seed=seed)

@@ -38,17 +38,6 @@ class SyntheticLM(SequenceTask):
         split: ``"train"`` or ``"validation"``.
         n_sequences: Sequences in the training split.
         n_validation_sequences: Sequences in the validation split, generated independently of the training split.
-
-    Example:
-        >>> import workbench as wb
-        >>> task = wb.tasks.SyntheticLM(length=16, vocab_size=64, batch_size=2)
-        >>> tokens, targets = task.batch(0)
-        >>> bool((tokens[:, 1:] == targets[:, :-1]).all())
-        True
-
-    See Also:
-        `workbench.tasks.synthetic_lm`: Creates the task.
-        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "synthetic_lm"
@@ -124,7 +113,7 @@ def synthetic_lm(
         [(2, 16), (2, 16)]
 
     See Also:
-        `workbench.tasks.SyntheticLM`: Describes the task.
+        `workbench.tasks.associative_recall`: Makes a task of recall.
     """
     return SyntheticLM(length, vocab_size, batch_size, seed, split, n_sequences, n_validation_sequences)
 

@@ -34,17 +34,6 @@ class TextBytes(SequenceTask):
         seed: Seed of the stream of batches.
         split: ``"train"``, or ``"validation"`` for the last tenth of the text.
         vocab_size: 256, the values of a byte.
-
-    Example:
-        >>> import workbench as wb
-        >>> task = wb.tasks.TextBytes(length=16, batch_size=2)
-        >>> tokens, targets = task.batch(0)
-        >>> tuple(tokens.shape), task.vocab_size
-        ((2, 16), 256)
-
-    See Also:
-        `workbench.tasks.text_bytes`: Creates the task.
-        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "text_bytes"
@@ -95,7 +84,7 @@ def text_bytes(
         ((2, 16), True)
 
     See Also:
-        `workbench.tasks.TextBytes`: Describes the task.
+        `workbench.tasks.synthetic_lm`: Makes a task of synthetic language.
     """
     return TextBytes(length=length, batch_size=batch_size, seed=seed, split=split)
 

@@ -27,17 +27,6 @@ class RandomTokens(SequenceTask):
         vocab_size: Tokens in the vocabulary, all equally likely.
         batch_size: Sequences in a batch.
         seed: Seed of the stream of batches.
-
-    Example:
-        >>> import workbench as wb
-        >>> task = wb.tasks.RandomTokens(length=8, vocab_size=16, batch_size=2)
-        >>> tokens, targets = task.batch(0)
-        >>> tuple(tokens.shape), bool((tokens < 16).all())
-        ((2, 8), True)
-
-    See Also:
-        `workbench.tasks.random_tokens`: Creates the task.
-        `workbench.train`: Trains a model on it.
     """
 
     name: ClassVar[str] = "random_tokens"
@@ -76,6 +65,6 @@ def random_tokens(
         (4, 8)
 
     See Also:
-        `workbench.tasks.RandomTokens`: Describes the task.
+        `workbench.tasks.synthetic_lm`: Makes a task that can be learned.
     """
     return RandomTokens(length=length, vocab_size=vocab_size, batch_size=batch_size, seed=seed)

@@ -13,9 +13,9 @@ See Also:
 """
 
 from workbench.option_checks import publish
-from workbench.weights.eigenvalue_tails import Bulk, PowerLaw, power_law_tail, random_bulk
+from workbench.weights.eigenvalue_tails import power_law_tail, random_bulk
 from workbench.weights.matrix_spectra import weight_spectra
 
-__all__ = ["Bulk", "PowerLaw", "power_law_tail", "random_bulk", "weight_spectra"]
+__all__ = ["power_law_tail", "random_bulk", "weight_spectra"]
 
 __dir__ = publish(__name__)

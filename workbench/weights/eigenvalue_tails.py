@@ -28,15 +28,6 @@ class PowerLaw:
         distance: Kolmogorov-Smirnov distance between tail and power law.
         start: Smallest value of the tail.
         n_tail: Number of values in the tail.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> wb.weights.power_law_tail(np.ones(100))  # all values are equal
-        PowerLaw(alpha=nan, error=nan, distance=nan, start=nan, n_tail=nan)
-
-    See Also:
-        `workbench.weights.power_law_tail`: Fits it.
     """
 
     alpha: float = np.nan
@@ -105,14 +96,6 @@ class Bulk:
         variance: Variance of the entries of that random matrix.
         edge: 99 % quantile of its largest eigenvalue.
         n_spikes: Number of eigenvalues above the edge.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.weights.random_bulk([3.0] * 60, n_rows=60, n_columns=60).n_spikes  # an orthogonal matrix
-        0.0
-
-    See Also:
-        `workbench.weights.random_bulk`: Computes it.
     """
 
     variance: float = np.nan

@@ -32,21 +32,12 @@ from workbench.zoo.constructors import (
     transformer,
     vit,
 )
-from workbench.zoo.decoders import KanTransformer, Transformer
-from workbench.zoo.mixture import MoeTransformer
-from workbench.zoo.state_space import Mamba
-from workbench.zoo.vision import VisionTransformer
 
 __all__ = [
     "FAMILIES",
     "INITIALIZATIONS",
     "NORMS",
     "ArchitectureConfig",
-    "KanTransformer",
-    "Mamba",
-    "MoeTransformer",
-    "Transformer",
-    "VisionTransformer",
     "ZooModel",
     "build",
     "count_parameters",

@@ -175,7 +175,6 @@ def moe(
         0
 
     See Also:
-        `workbench.zoo.MoeTransformer`: Describes the model.
         `workbench.zoo.mixtral_style`: Builds a model like Mixtral.
     """
     return _build("moe", locals())
@@ -208,7 +207,6 @@ def mamba(
         (1, 8, 256)
 
     See Also:
-        `workbench.zoo.Mamba`: Describes the model.
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("mamba", locals())
@@ -252,7 +250,6 @@ def kan(
         (1, 8, 256)
 
     See Also:
-        `workbench.zoo.KanTransformer`: Describes the model.
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("kan", locals())
@@ -292,7 +289,6 @@ def vit(
         (2, 10)
 
     See Also:
-        `workbench.zoo.VisionTransformer`: Describes the model.
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("vit", locals())
@@ -422,7 +418,6 @@ def mixtral_style(
         (4, 2)
 
     See Also:
-        `workbench.zoo.MoeTransformer`: Describes the model.
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
     return _build("moe", locals())

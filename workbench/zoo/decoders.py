@@ -75,19 +75,7 @@ class Decoder(ZooModel):
 
 
 class Transformer(Decoder):
-    """Decoder-only transformer; by default with learned positions, a GELU MLP and an untied output head.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> model = wb.zoo.Transformer(wb.zoo.ArchitectureConfig(d_model=16, n_layers=2))
-        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
-        (1, 8, 256)
-
-    See Also:
-        `workbench.zoo.transformer`: Builds one with initial parameters.
-        `workbench.zoo.MoeTransformer`: Has a mixture of experts in place of the MLP.
-    """
+    """Decoder-only transformer; by default with learned positions, a GELU MLP and an untied output head."""
 
     @staticmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:
@@ -96,18 +84,7 @@ class Transformer(Decoder):
 
 
 class KanTransformer(Decoder):
-    """Decoder-only transformer whose MLPs are Kolmogorov-Arnold networks (Liu et al. 2024, arXiv:2404.19756).
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> model = wb.zoo.KanTransformer(wb.zoo.ArchitectureConfig(family="kan", d_model=16, n_layers=2))
-        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
-        (1, 8, 256)
-
-    See Also:
-        `workbench.zoo.kan`: Builds one with initial parameters.
-    """
+    """Decoder-only transformer whose MLPs are Kolmogorov-Arnold networks (Liu et al. 2024, arXiv:2404.19756)."""
 
     @staticmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:

@@ -27,18 +27,6 @@ class MoeTransformer(Decoder):
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> model = wb.zoo.MoeTransformer(wb.zoo.ArchitectureConfig(family="moe", d_model=16, n_layers=2, n_experts=4))
-        >>> logits = model(torch.zeros(1, 8, dtype=torch.long))
-        >>> sorted(model.auxiliary_losses())
-        ['balance', 'z']
-
-    See Also:
-        `workbench.zoo.moe`: Builds one with initial parameters.
-        `workbench.monitors.expert_load`: Measures the load of the experts.
     """
 
     @staticmethod

@@ -28,16 +28,6 @@ class Mamba(Decoder):
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> model = wb.zoo.Mamba(wb.zoo.ArchitectureConfig(family="mamba", d_model=16, n_layers=2))
-        >>> tuple(model(torch.zeros(1, 8, dtype=torch.long)).shape)
-        (1, 8, 256)
-
-    See Also:
-        `workbench.zoo.mamba`: Builds one with initial parameters.
     """
 
     @staticmethod

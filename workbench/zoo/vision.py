@@ -25,16 +25,6 @@ class VisionTransformer(ZooModel):
 
     Args:
         config: Configuration, see `ArchitectureConfig`.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> config = wb.zoo.ArchitectureConfig(family="vit", d_model=16, n_layers=2, image_size=8)
-        >>> tuple(wb.zoo.VisionTransformer(config)(torch.zeros(2, 3, 8, 8)).shape)
-        (2, 10)
-
-    See Also:
-        `workbench.zoo.vit`: Builds one with initial parameters.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:

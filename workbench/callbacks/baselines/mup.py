@@ -30,7 +30,7 @@ from workbench.option_checks import (
     checked,
     one_of,
 )
-from workbench.zoo import Transformer
+from workbench.zoo.decoders import Transformer
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ class MuP:
         4.0
 
     See Also:
-        `workbench.scaling.coordinate_check`: Checks how outputs change with the width.
         `workbench.baselines.controls`: Other stability controls.
     """
 

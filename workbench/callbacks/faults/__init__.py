@@ -40,7 +40,6 @@ stale_reduction = StaleReduction
 low_precision_reduction = LowPrecisionReduction
 
 __all__ = [
-    "CatalogEntry",
     "CorruptedData",
     "Cut",
     "DroppedBucket",
@@ -73,15 +72,6 @@ class CatalogEntry(NamedTuple):
     Attributes:
         make: Class of the fault; all arguments are optional.
         meaning: Effect of the fault, in one line.
-
-    Example:
-        >>> import workbench as wb
-        >>> entry = wb.faults.catalog()["large_rate"]
-        >>> entry.make(factor=20.0).effect
-        'the learning rate is multiplied by 20'
-
-    See Also:
-        `workbench.faults.catalog`: Lists all kinds of faults.
     """
 
     make: Callable[..., Fault]
