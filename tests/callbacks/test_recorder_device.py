@@ -20,6 +20,8 @@ OF_PARTS = {
     "precision": {"probes/precision.py": 1},
     "activations": {},  # read together with attention
 }
+#: File that reads the tensors one by one, every 50 updates -> number of waits.
+OF_TENSORS = {"callbacks/recorder/single_tensors.py": 1}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +50,7 @@ def waits(entry):
 def test_the_host_waits_once_for_each_part(found, step, parts):
     assert found[step]["parts"] == ["monitors", *parts]
     expected = OF_UPDATE | {file: n for part in parts for file, n in OF_PARTS[part].items()}
+    expected |= OF_TENSORS if step == "49" else {}
     assert waits(found[step]) == expected
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from workbench.errors import SnapshotError
 
 #: Iterators that `copy.copy` copies with their position.
-_COPIED = (count, type(iter([])), type(iter(())), type(iter(range(0))))
+_COPIED: tuple[type, ...] = (count, type(iter([])), type(iter(())), type(iter(range(0))))
 #: Number of objects that are looked at, entries of a container that are followed, and bytes of an array that is copied.
 _MOST, _LONGEST, _MOST_BYTES = 20_000, 10_000, 1 << 20
 _MISSING = object()

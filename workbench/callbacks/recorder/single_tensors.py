@@ -49,10 +49,10 @@ class SingleTensors:
         if not gradients:
             return
         largest = torch._foreach_norm([*gradients.values()], float("inf"))
-        sizes = dict(zip(gradients, read_numbers(largest), strict=True))
-        norms = dict(
-            zip(tensors, read_numbers(torch._foreach_norm([p.detach() for p in tensors.values()])), strict=True)
-        )
+        lengths = torch._foreach_norm([p.detach() for p in tensors.values()])
+        numbers = read_numbers([*largest, *lengths])  # the host waits once
+        sizes = dict(zip(gradients, numbers, strict=False))
+        norms = dict(zip(tensors, numbers[len(gradients) :], strict=True))
         self._reached |= {name for name, size in sizes.items() if size != 0}
         still = {name for name, norm in norms.items() if norm == self._norms.get(name) and sizes.get(name, 0) != 0}
         for name in tensors:
