@@ -254,16 +254,6 @@ class ArchitectureComparison(WorkbenchWidget):
         Raises:
             SchemaError: If it has no spectra; the widget is then unchanged.
             StoreError: If there is no run at the path.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> runs = wb.samples.recorded_runs()
-            >>> widget = widgets.ArchitectureComparison({"Pre-LN": runs["Pre-LN"]}, view="table")
-            >>> widget.update("Mamba", runs["Mamba"])
-            >>> widget.models
-            ['Pre-LN', 'Mamba']
-            >>> widget.close()
         """
         name = str(name)
         recorded = RecordedRun(name, run)

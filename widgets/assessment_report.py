@@ -166,17 +166,6 @@ class AssessmentReport(MeasuringWidget):
 
         Raises:
             OptionError: If there is no subject.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
-            >>> try:
-            ...     report.measure()
-            ... except wb.WorkbenchError as error:
-            ...     error.name
-            'subject'
-            >>> report.close()
         """
         if self._subject is None:
             raise OptionError(

@@ -92,28 +92,11 @@ class WorkbenchWidget(ipywidgets.VBox):
 
         Args:
             backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
-            >>> wb.plots.save(widget.figure("matplotlib"), "timeline.svg").name
-            'timeline.svg'
-            >>> widget.close()
         """
         raise NotImplementedError
 
     def picture(self) -> bytes:
-        """Return the displayed content as PNG.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
-            >>> widget.picture()[1:4]
-            b'PNG'
-            >>> widget.close()
-        """
+        """Return the displayed content as PNG."""
         return picture_of(self.figure("matplotlib"))
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -155,16 +138,7 @@ class WorkbenchWidget(ipywidgets.VBox):
         return {}
 
     def page(self) -> str:
-        """Return a single HTML page that stays interactive without a kernel and without a network.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
-            >>> widget.page()[:15]
-            '<!DOCTYPE html>'
-            >>> widget.close()
-        """
+        """Return a single HTML page that stays interactive without a kernel and without a network."""
         raise NotImplementedError
 
     def _settle(self) -> None:

@@ -269,14 +269,6 @@ class LiveTraining(WorkbenchWidget):
         Raises:
             WorkbenchError: If the values of the controls are invalid, or the model or the task cannot be sent to the
                 process.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> live = widgets.LiveTraining(n_steps=200)
-            >>> live.start()  # doctest: +SKIP
-            >>> live.wait()
-            >>> live.close()
         """
         self._buttons.start.disabled = True  # at once, because building and sending the models takes seconds
         try:

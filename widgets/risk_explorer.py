@@ -158,17 +158,6 @@ class RiskExplorer(MeasuringWidget):
 
         Raises:
             OptionError: If the values of the controls are invalid.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=64)
-            >>> explorer = widgets.RiskExplorer(model, "random tokens")
-            >>> explorer.measure()
-            >>> explorer.wait()
-            >>> explorer.case.sizes["run"]
-            1
-            >>> explorer.close()
         """
         with self.turn:
             self._worker.drop()

@@ -114,17 +114,6 @@ class SpectrumExplorer(WorkbenchWidget):
 
         Raises:
             OptionError: If the thresholds contradict each other; the widget is then unchanged.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=256)
-            >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
-            >>> widget = widgets.SpectrumExplorer(spectra)
-            >>> widget.update()
-            >>> widget.error
-            ''
-            >>> widget.close()
         """
         reliable_only = bool(self.reliable_only.value)
         measured = {
@@ -154,17 +143,6 @@ class SpectrumExplorer(WorkbenchWidget):
         """Return the selected modes of the displayed layers as dicts.
 
         The keys are model, layer, mode, eigenvalue, modulus, residual and is_reliable.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> model = wb.zoo.transformer(norm="pre_ln", d_model=16, n_layers=2, n_heads=2, vocab_size=256)
-            >>> spectra = wb.profile(model, wb.tasks.associative_recall(), n_snapshots=256, progress=False)
-            >>> widget = widgets.SpectrumExplorer({"Pre-LN": spectra})
-            >>> widget.sources["Pre-LN"].selected.indices = [0, 1]
-            >>> [(row["model"], row["layer"]) for row in widget.selected()]
-            [('Pre-LN', 0), ('Pre-LN', 0)]
-            >>> widget.close()
         """
         rows = []
         for name, picked in self._picked.items():

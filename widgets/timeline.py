@@ -220,16 +220,6 @@ class Timeline(WorkbenchWidget):
 
         Raises:
             SchemaError: If there is no such signal or run.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> run = wb.open_run(wb.samples.failed_run("hyperparameter"))
-            >>> timeline = widgets.Timeline({"failed": run})
-            >>> timeline.select(2, signal="loss")
-            >>> timeline.selection.step
-            2
-            >>> timeline.close()
         """
         if step is None:
             self._settings.selection = None

@@ -177,15 +177,6 @@ class SnapshotMoments:
 
         Raises:
             SnapshotError: If the widths differ.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-            >>> first = wb.koopman.SnapshotMoments(4).update(x[:32], 0.9 * x[:32])
-            >>> second = wb.koopman.SnapshotMoments(4).update(x[32:], 0.9 * x[32:])
-            >>> first.merge(second).n_snapshots
-            64
         """
         if other.n_features != self.n_features:
             raise SnapshotError(

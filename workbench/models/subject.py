@@ -139,13 +139,6 @@ class Subject:
         Raises:
             CheckpointError: If the subject has no tokenizer.
             SnapshotError: If no text has a token.
-
-        Example:
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> subject = wb.Subject(model, name="tiny", source="created here", own_tokenizer=wb.ByteTokenizer())
-            >>> subject.tokenize(["Hi", "Hey"])["attention_mask"].tolist()
-            [[1, 1, 0], [1, 1, 1]]
         """
         tokenizer = self.tokenizer
         texts = [texts] if isinstance(texts, str) else list(texts)

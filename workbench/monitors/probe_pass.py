@@ -129,15 +129,6 @@ class ModelProbe:
         Raises:
             OptionError: If a part is not one of the three.
             AnatomyError: If the residual stream is not where it was when the anatomy was read.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=4)
-            >>> tokens = torch.arange(16).reshape(2, 8)
-            >>> probe = wb.monitors.ModelProbe(model, wb.read_anatomy(model, tokens), tokens)
-            >>> probe.take(["attention"])["attention"]["attention_entropy"].shape  # (layer, head)
-            (2, 4)
         """
         if unknown := [part for part in parts if part not in PARTS]:
             raise OptionError.of("parts", unknown[0], PARTS)

@@ -126,14 +126,7 @@ class Design:
         )
 
     def resized(self, width: PositiveInt | None = None, depth: PositiveInt | None = None) -> Design:
-        """Return the same design with another target size.
-
-        Example:
-            >>> import workbench as wb
-            >>> larger = wb.design("gpt2").resized(width=1536)
-            >>> larger.width, larger.depth
-            (1536, 12)
-        """
+        """Return the same design with another target size."""
         width, depth = self._checked(width, depth, None)
         return Design(self.name, self.source, width, depth)
 

@@ -152,16 +152,7 @@ class RunSettings:
         }
 
     def make_model(self) -> nn.Module:
-        """Create the model with its initial parameters.
-
-        Example:
-            >>> import workbench as wb
-            >>> runs = wb.sweeps.grid(
-            ...     {"tiny": {"d_model": 16}}, learning_rate=[1e-3], n_steps=5, task={"name": "digits"}
-            ... )
-            >>> runs[0].make_model().config.d_model
-            16
-        """
+        """Create the model with its initial parameters."""
         if "make" in self.model:
             options = {name: value for name, value in self._plain["model"].items() if name != "make"}
             return _function(self.model["make"])(**options, seed=self.seed)

@@ -56,12 +56,6 @@ class Task(Protocol):
 
         Args:
             start: Number of the first batch.
-
-        Example:
-            >>> import workbench as wb
-            >>> inputs, targets = next(wb.tasks.random_tokens(length=4, batch_size=2).stream(start=3))
-            >>> tuple(inputs.shape), tuple(targets.shape)
-            ((2, 4), (2, 4))
         """
 
     def probe(self, n_tokens: PositiveInt) -> Inputs:

@@ -112,13 +112,6 @@ class TrainingPlan:
         Raises:
             OptionError: If the model has no trainable parameters, an optimizer object holds other parameters, or a
                 named optimizer does not accept the options.
-
-        Example:
-            >>> import workbench as wb
-            >>> plan = wb.TrainingPlan(n_steps=10, learning_rate=1e-3, optimizer_options={"weight_decay": 0.1})
-            >>> optimizer = plan.optimizer_for(wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2))
-            >>> type(optimizer).__name__, optimizer.param_groups[0]["weight_decay"]
-            ('AdamW', 0.1)
         """
         parameters = [parameter for parameter in module_of(model).parameters() if parameter.requires_grad]
         if not parameters:

@@ -146,14 +146,6 @@ class Fault:
 
         Returns:
             A function that removes the observer.
-
-        Example:
-            >>> import workbench as wb
-            >>> fault = wb.faults.LargeRate()
-            >>> remove = fault.observe(print)
-            >>> fault.enabled = True
-            enabled False True
-            >>> remove()
         """
         return self._observers.add(observer)
 
