@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import workbench as wb
-from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape, TrustRegion
+from workbench.callbacks.kss import KSSOptions, PenaltyShape, TrustRegion
 from workbench.koopman.moments import SnapshotMoments
 
 N_RANKS = 2
@@ -137,8 +137,8 @@ def changed_controls(rank):
 
 
 def uneven(rank):
-    """Train with batches of different sizes on the ranks, and with a controller."""
-    subject, shaping = model(), kss(layers="half", controller=BandController(low=0.0, high=0.5))
+    """Train with batches of different sizes on the ranks."""
+    subject, shaping = model(), kss(layers="half")
     batches = [tuple(part[: 4 - rank * (i % 2)] for part in examples_of(rank, i)) for i in range(6)]
     result = train(subject, shaping, batches, called=DistributedDataParallel(subject))
     return result | {"end": shaping.state_dict()}

@@ -4,12 +4,12 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
 from tests.about import about
-from workbench.callbacks.kss import BandController, ControlValues, KSSOptions, PenaltyShape
+from workbench.callbacks.kss import ControlValues, KSSOptions, PenaltyShape
 from workbench.callbacks.kss.control import COUPLINGS, SIDES
 from workbench.errors import OptionError
 
@@ -50,8 +50,8 @@ def test_a_misspelled_control_is_rejected_with_a_suggestion():
     with pytest.raises(OptionError, check=about("power", expected=wb.KSS.CONTROLS)):
         kss.power = 3
     assert vars(kss) == before
-    kss.controller = controller = BandController()  # existing attributes may be set
-    assert kss.controller is controller
+    kss.options = options = KSSOptions()  # existing attributes may be set
+    assert kss.options is options
 
 
 def test_an_unknown_control_changes_nothing():
@@ -69,12 +69,6 @@ def test_an_unknown_control_changes_nothing():
         (lambda: KSSOptions(coupling="loose"), about("coupling", "loose", COUPLINGS)),
         (lambda: KSSOptions(trigger=-1.0), about("trigger", -1.0)),
         (lambda: KSSOptions(skip_first=-1), about("skip_first", -1)),
-        (lambda: BandController(quantity="loss"), about("quantity", "loss", ("spectral_radius", "near_unit_mass"))),
-        (lambda: BandController(low=-1.0), about("low", -1.0)),
-        (lambda: BandController(low=2.0, high=1.0), about("high", 1.0)),
-        (lambda: BandController(factor=1.0), about("factor", 1.0)),
-        (lambda: BandController(weakest=0.0), about("weakest", 0.0)),
-        (lambda: BandController(weakest=2.0, strongest=1.0), about("strongest", 1.0)),
     ],
 )
 def test_invalid_options_are_rejected(make, error):
@@ -192,30 +186,7 @@ def test_the_state_survives_json(layers):
 
 def test_fixed_options_are_described_as_plain_values():
     options = KSSOptions(penalty=PenaltyShape(rank=None, beta=0.0), coupling="projection")
-    described = wb.KSS(options=options, controller=BandController(high=1.3)).describe()
+    described = wb.KSS(options=options).describe()
     assert json.loads(json.dumps(described)) == described
     assert described["penalty"]["beta"] == 0.0
     assert described["coupling"] == "projection"
-    assert described["controller"]["high"] == 1.3
-    assert wb.KSS().describe()["controller"] is None
-
-
-@given(
-    strength=st.floats(1e-3, 1e3),
-    measure=st.floats(0, 10),
-    edges=st.tuples(st.floats(0, 5), st.floats(0, 5)).map(sorted),
-)
-@settings(max_examples=100)
-def test_a_band_controller_adjusts_the_strength_towards_the_band_within_limits(strength, measure, edges):
-    band = BandController(low=edges[0], high=edges[1])
-    after = band.adjusted(strength, measure)
-    if band.low <= measure <= band.high:
-        assert after == strength
-    elif measure > band.high:
-        assert after == min(strength * band.factor, band.strongest)
-    else:
-        assert after == max(strength / band.factor, band.weakest)
-
-
-def test_a_band_controller_keeps_the_strength_without_a_measurement():
-    assert BandController().adjusted(2.0, math.nan) == 2.0

@@ -10,7 +10,7 @@ from tests.about import about
 from tests.callbacks.test_kss_shaper import hooks_of, kss_with
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape
+from workbench.callbacks.kss import KSSOptions, PenaltyShape
 from workbench.errors import AnatomyError, OptionError, StoreError
 
 SETTINGS = {"n_steps": 12, "learning_rate": 1e-2, "warmup": 3, "seed": 5, "flush_every": 6}
@@ -136,12 +136,10 @@ def test_a_button_in_another_thread_acts_from_the_next_step_on(make_model, task)
     ],
 )
 def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(make_model, task, tmp_path, coupling, stop_at):
-    """Controls are changed before, at and after the interruption, and a controller changes one of them."""
+    """Controls are changed before, at and after the interruption."""
 
     def new():
-        return make_model("none"), small_kss(
-            coupling=coupling, controller=BandController(low=0.0, high=1.0, factor=1.1)
-        )
+        return make_model("none"), small_kss(coupling=coupling)
 
     uninterrupted, kss = new()
     settings = {**SETTINGS, "changes": CHANGES, "checkpoint_every": 5}
@@ -174,7 +172,6 @@ def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(make_model, 
     [
         ({"coupling": "decoupled"}, "kss.coupling", "decoupled"),
         ({"penalty": PenaltyShape(rank=None, beta=2.0)}, "kss.penalty.beta", 2.0),
-        ({"controller": BandController(high=3.0)}, "kss.controller.quantity", "spectral_radius"),
         ({"n_snapshots": 100}, "kss.n_snapshots", 100),
     ],
 )

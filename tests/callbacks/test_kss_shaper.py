@@ -13,7 +13,7 @@ import workbench as wb
 from tests.about import about
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from workbench.callbacks.kss import BandController, KSSOptions, PenaltyShape, TrustRegion
+from workbench.callbacks.kss import KSSOptions, PenaltyShape, TrustRegion
 from workbench.callbacks.kss.control import COUPLINGS
 from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE, layer_penalties
 from workbench.callbacks.kss.shaper import GRADIENT_NOT_FINITE, NO_GRADIENT
@@ -24,12 +24,10 @@ from workbench.koopman.moments import SnapshotMoments
 EVERYTHING = {"penalty": PenaltyShape(rank=None), "n_snapshots": 10_000}
 
 
-def kss_with(*, strength=1.0, interval=1, layers="all", controller=None, enabled=True, **options):
+def kss_with(*, strength=1.0, interval=1, layers="all", enabled=True, **options):
     """KSS that acts in every step."""
     options = KSSOptions(**{**EVERYTHING, **options})
-    return wb.KSS(
-        strength=strength, interval=interval, layers=layers, controller=controller, enabled=enabled, options=options
-    )
+    return wb.KSS(strength=strength, interval=interval, layers=layers, enabled=enabled, options=options)
 
 
 def loss_of(model, batch):
@@ -404,71 +402,6 @@ def test_steps_are_counted_by_updates(unstable, task):
     assert due == [True, False, False, True, False, False, True]
 
 
-@pytest.mark.parametrize(("low", "high", "exponent"), [(0.1, 0.2, 1), (50.0, 60.0, -1), (0.1, 60.0, 0)])
-def test_a_controller_adjusts_the_strength_after_each_application(unstable, task, low, high, exponent):
-    model = unstable()
-    kss = kss_with(strength=1e-3, interval=2, controller=BandController(low=low, high=high, factor=2.0, weakest=1e-6))
-    strengths, changes = [], []
-
-    def note(shaper):
-        strengths.append(kss.strength)
-        changes.extend(shaper.new_changes())
-
-    run(model, sgd(model), task, 5, kss, note)
-    assert strengths == [1e-3 * 2.0 ** (exponent * n) for n in (1, 1, 2, 2, 3)]
-    assert changes == []  # the recorded strengths show the changes by the controller
-
-
-def test_a_change_by_the_user_takes_precedence_over_the_controller(unstable, task):
-    model = unstable()
-    kss = kss_with(strength=1.0, controller=BandController(low=0.0, high=0.1))
-    shaper = kss.attach(model, optimizer := sgd(model))
-    shaper.read_anatomy(task.batch(0)[0])
-    handle = model.blocks[1].register_forward_pre_hook(
-        lambda block, args: None if block.training else kss.set(strength=0.25)
-    )
-    step(model, optimizer, task.batch(0))
-    handle.remove()
-    assert kss.strength == 0.25
-    step(model, optimizer, task.batch(1))
-    assert shaper.new_changes() == ["strength 1.0 -> 0.25"]
-
-
-class Growing(Stack):
-    """Two matrices, for the task of doubling the state in each."""
-
-    def __init__(self):
-        super().__init__([Linear(1.2 * torch.eye(6)) for _ in range(2)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("strength", [0.1, 20.0], ids=["too weak", "too strong"])
-def test_a_controller_keeps_the_radius_within_its_band(strength):
-    """The task increases the radius to 2; the controller finds the strength for 1.5 from both sides."""
-    ends = {}
-    for band in (None, BandController(low=1.4, high=1.6, factor=1.1)):
-        model, generator, radii = Growing(), torch.Generator().manual_seed(1), []
-        optimizer = torch.optim.SGD(model.blocks.parameters(), lr=0.05)
-        kss = kss_with(strength=strength, controller=band, penalty=PenaltyShape(rank=None, beta=0.0))
-        with kss.attach(model, optimizer) as shaper:
-            for _ in range(130 if band else 40):
-                x = torch.randn(4, 16, 6, generator=generator)
-                optimizer.zero_grad()
-                (model(x) - 4 * x).square().mean().backward()
-                optimizer.step()
-                radii.append(shaper.last.spectral_radius)
-        ends[band] = np.array(radii[-30 if band else -10 :])
-    alone, controlled = ends.values()
-    assert (alone > 1.7).all() if strength < 1 else (alone < 1.3).all()
-    assert ((controlled > 1.35) & (controlled < 1.65)).all()
-    assert 1.4 <= controlled.mean() <= 1.6
-
-
 def test_an_update_that_moves_a_layer_out_of_its_band_is_undone(unstable, task):
     region = TrustRegion(measure="spectral_radius", highest=1.5, rise=0.01)
     control, model = unstable(), unstable()
@@ -572,7 +505,7 @@ def test_a_wrapper_around_the_model(unstable, task):
 def test_a_resumed_run_is_identical_to_an_uninterrupted_one(unstable, task):
     def make():
         model = unstable()
-        kss = kss_with(layers="half", n_snapshots=24, interval=2, controller=BandController(low=0.0, high=0.1))
+        kss = kss_with(layers="half", n_snapshots=24, interval=2)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01), kss
 
     uninterrupted, optimizer, kss = make()

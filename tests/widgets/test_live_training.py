@@ -20,8 +20,8 @@ from torch import nn
 
 import workbench as wb
 from tests.about import about
+from tests.callbacks.certain_alarms import certain_alarms
 from tests.waiting import wait_for
-from workbench.callbacks.kss.control import BandController
 from workbench.errors import OptionError, StoreError
 from workbench.widgets import LiveTraining
 from workbench.widgets.live import cells
@@ -140,14 +140,15 @@ def test_kss_switched_by_a_click_and_by_code_acts_from_the_next_step_on_and_stay
 
 @pytest.mark.slow
 def test_what_the_process_changes_of_kss_is_seen_in_the_kernel(make):
-    controller = BandController(low=50, high=100, factor=2)  # the radius is below the band, so the strength decreases
-    live = make(kss=wb.KSS(strength=8, interval=1, controller=controller), n_steps=6)
+    kss, fault = wb.KSS(strength=8, interval=1), wb.faults.large_rate(factor=20, start=12)
+    live = make(
+        kss=kss, faults=[fault], recorder=wb.Recorder(every={"optimizer": 2}), alarms=certain_alarms(), warmup=0,
+        actions=wb.Actions(policy={}, otherwise=("kss",), kss=kss, n_most=1),
+    )  # fmt: skip
     live.start()
     live.wait(120)
-    recorded = monitors(live, WITH_KSS)["kss_strength"].values
-    assert recorded[-1] < 8
-    assert live.kss.strength == pytest.approx(recorded[-1] / 2)
-    assert live._panel.state()[0]["strength"] == live.kss.strength
+    assert live.kss.strength == 16
+    assert live._panel.state()[0]["strength"] == 16
 
 
 @pytest.mark.slow

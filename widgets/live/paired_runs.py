@@ -90,7 +90,7 @@ class PairedRuns:
         for fault in never:
             fault.enabled = False
         return {
-            "kss": KSS(enabled=False, options=self.kss.options, controller=self.kss.controller),
+            "kss": KSS(enabled=False, options=self.kss.options),
             "faults": never,
             "recorder": _alike(self.recorder),
             "alarms": _from_the_start(copy.copy(self.alarms)),
@@ -98,7 +98,7 @@ class PairedRuns:
 
     def of_second(self) -> dict[str, Any]:
         """Return the arguments for a run of another architecture, which is switched like the first."""
-        kss = KSS(options=self.kss.options, controller=self.kss.controller)
+        kss = KSS(options=self.kss.options)
         kss.load_state_dict(self.kss.state_dict())
         faults = tuple(replace(fault) for fault in self.faults)
         for own, fault in zip(faults, self.faults, strict=True):

@@ -1,6 +1,6 @@
 """Koopman Spectral Shaping (KSS, arXiv:2602.22988): regularization of the spectrum of the residual stream."""
 
-from workbench.callbacks.kss.control import BandController, ControlValues, KSSOptions
+from workbench.callbacks.kss.control import ControlValues, KSSOptions
 from workbench.callbacks.kss.kss import KSS
 from workbench.callbacks.kss.kss_callback import KSSCallback
 from workbench.callbacks.kss.penalty import LayerPenalty, PenaltyShape
@@ -10,7 +10,6 @@ from workbench.callbacks.kss.trust_region import TrustRegion
 
 __all__ = [
     "KSS",
-    "BandController",
     "ControlValues",
     "KSSCallback",
     "KSSOptions",

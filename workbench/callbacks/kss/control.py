@@ -17,9 +17,7 @@ from workbench.errors import OptionError
 from workbench.option_checks import (
     NonNegativeFloat,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
-    above,
     at_least,
     at_most,
     checked,
@@ -123,10 +121,8 @@ class KSSControls:
         gamma: Annotated[float, at_least(0), at_most(1)] = 0.4,
         layers: str | Collection[int] = "half",
         options: KSSOptions | None = None,
-        controller: BandController | None = None,
     ) -> None:
         self.options = options or KSSOptions()
-        self.controller = controller
         self._lock = threading.RLock()
         self._observers = Observers()
         self._control = ControlValues.of_dict(
@@ -215,7 +211,7 @@ class KSSControls:
         """Return the options that are fixed over a run, as plain values."""
         fixed = self.options
         options = vars(fixed) | {"penalty": dict(vars(fixed.penalty)), "trust_region": dict(vars(fixed.trust_region))}
-        return options | {"controller": None if self.controller is None else dict(vars(self.controller))}
+        return options | {"controller": None}  # in checkpoints of earlier versions
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the controls for a checkpoint."""
@@ -237,49 +233,6 @@ class KSSControls:
             + ", ".join(f"{name}={value!r}" for name, value in vars(self._control).items())
             + ")"
         )
-
-
-@checked
-@dataclass(frozen=True)
-class BandController:
-    """Controller that keeps a measure of the spectrum within a band by adjusting the strength of KSS.
-
-    After each application the strength is multiplied by ``factor`` if the measure is above the band, divided by it if
-    the measure is below, and left unchanged within the band. This is an integral controller in the logarithm of the
-    strength, which needs no model of how the measure responds.
-
-    Attributes:
-        quantity: Measure to control: ``"spectral_radius"``, the maximum over the measured layers, or
-            ``"near_unit_mass"``, their mean.
-        low: Lower edge of the band.
-        high: Upper edge of the band.
-        factor: Factor of one change of the strength, above 1.
-        weakest: Smallest strength, above 0 so that it can increase again.
-        strongest: Largest strength.
-    """
-
-    quantity: Annotated[str, one_of(("spectral_radius", "near_unit_mass"))] = "spectral_radius"
-    low: NonNegativeFloat = 1.05
-    high: NonNegativeFloat = 2.0
-    factor: Annotated[float, above(1)] = 1.25
-    weakest: PositiveFloat = 1e-3
-    strongest: PositiveFloat = 1e3
-
-    def __post_init__(self) -> None:
-        if self.low > self.high:
-            raise OptionError.of("high", self.high, f"at least low = {self.low}")
-        if self.weakest > self.strongest:
-            raise OptionError.of("strongest", self.strongest, f"at least weakest = {self.weakest}")
-
-    def adjusted(self, strength: float, measure: float) -> float:
-        """Return the strength for the next step, which is unchanged if the measure is NaN."""
-        if measure > self.high:
-            strength *= self.factor
-        elif measure < self.low:
-            strength /= self.factor
-        else:
-            return strength
-        return min(max(strength, self.weakest), self.strongest)
 
 
 def _unknown_control(name: str) -> OptionError:

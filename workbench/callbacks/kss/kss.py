@@ -29,8 +29,6 @@ class KSS(KSSControls):
         layers: Layers to act on: ``"half"``, drawn in each step, as in the paper; ``"all"``; or the numbers of the
             layers.
         options: Options that are fixed over a run; None for the default ones.
-        controller: Controller that adjusts the strength from the measurements, see `BandController`; None if there is
-            none.
 
     Raises:
         OptionError: If a value is out of range.

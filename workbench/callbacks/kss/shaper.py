@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -128,7 +127,7 @@ class Shaper:
         self._read_controls()
 
     def _read_controls(self) -> ControlValues:
-        """Return the controls for the coming step, and note changes that the controller did not make."""
+        """Return the controls for the coming step, and note their changes."""
         control = self.kss.control
         if self._is_shared and (first := control_of_first_rank(control)) != control:
             self.kss.set(**vars(first))
@@ -142,10 +141,7 @@ class Shaper:
         return control
 
     def new_changes(self) -> list[str]:
-        """Return the changes of controls since the last call, such as ``strength 5.0 -> 2.0``.
-
-        Changes by the controller are not included.
-        """
+        """Return the changes of controls since the last call, such as ``strength 5.0 -> 2.0``."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -219,12 +215,6 @@ class Shaper:
             self._is_kss_pass = False
         # Updated only here, because all passes of one step have to use the same examples.
         self._states_per_example = self._last_states_per_example
-        controller, strength = self.kss.controller, control.strength
-        if controller is not None and self.kss.strength == strength:  # unless it was changed in the meantime
-            self.kss.strength = controller.adjusted(strength, getattr(self.last, controller.quantity))
-            # The recorded strength shows the changes by the controller, so that they need no event.
-            before = control if self._control_before is None else self._control_before
-            self._control_before = replace(before, strength=self.kss.strength)
 
     @torch.enable_grad()  # SAM disables gradients in its steps
     def _apply_penalty(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
