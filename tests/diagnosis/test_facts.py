@@ -349,3 +349,9 @@ def test_entropy_of_few_labels_is_no_bound_of_the_loss(columns):
     columns = {"ignored_labels": np.zeros(N), "label_entropy": np.full(N, 1.9)} | columns
     run = made({"monitors": curves(descent(N, first=4.85, last=2.1), **columns)}, NAMED)
     assert not [fact for fact in facts_of(run) if fact.is_finding]
+
+
+def test_a_loss_above_the_entropy_of_its_labels_that_still_falls_is_no_finding():
+    loss = np.linspace(4.85, 4.2, N) + 0.02 * np.random.default_rng(0).standard_normal(N)
+    run = made({"monitors": curves(loss, ignored_labels=np.zeros(N), n_tokens=np.full(N, 2048.0))}, NAMED)
+    assert not [fact for fact in facts_of(run) if fact.is_finding]

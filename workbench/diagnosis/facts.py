@@ -201,7 +201,9 @@ def _of_loss(record: Record, failure: Failure) -> Iterator[RunFact]:
     is_complete = ignored is not None and n_examples is not None and np.mean(ignored < 0.1) > 0.9
     length = float(np.median(np.nan_to_num(tokens / n_examples))) if is_complete and tokens is not None else 0.0
     limit = entropy + math.exp(entropy) / max(length, 1e-9)
-    if len(known) >= _LATE and entropy > 0.5 and late > limit + failure.floor:
+    quarter = failure.smooth[-len(known) // 2 : -len(known) // 4]
+    is_flat = len(quarter) > 0 and late > float(np.median(quarter)) - failure.floor
+    if len(known) >= _LATE and entropy > 0.5 and late > limit + failure.floor and is_flat:
         sentence = (
             f"After {len(known)} updates the loss of {late:.3g} nat is not below the entropy of its labels, "
             f"{entropy:.3g} nat: nothing is learned from the inputs."

@@ -45,7 +45,7 @@ _OF_SETTINGS = {
     ("batch_size", False): "small_batch",
     ("auxiliary_loss", False): "no_auxiliary_loss",
     ("tensors_without_gradient", False): "no_gradient",
-    ("unchanged_tensors", False): "no_gradient",
+    ("unchanged_tensors", False): "updates_lost",
 }
 #: Cause if the changed setting is not a known fault, and number of steps for which later alarms are attributed to it.
 _OTHER_SETTING, _LASTS = "changed_setting", 50

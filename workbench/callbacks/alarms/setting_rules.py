@@ -125,15 +125,15 @@ class GrowingRule:
 
 @dataclass
 class TensorRule:
-    """Rule for lists of tensors with which something is wrong, as text: every change is reported, "none" as its end.
+    """Rule for lists of tensors with which something is wrong, as text: the first one is reported, and its end "none".
 
     Attributes:
         value: The latest list.
     """
 
     reason: ClassVar[str] = (
-        "they require a gradient, and other tensors learn: look for detach(), for checkpointing of inputs that require "
-        "no gradient, and whether the optimizer holds them"
+        "they require a gradient, and other tensors learn: look for detach(), and for checkpointing of inputs that "
+        "require no gradient"
     )
 
     value: Any
@@ -141,7 +141,17 @@ class TensorRule:
     def update(self, value: Any, moment: Moment) -> Found | None:
         """Process the list at a step, and return a change to report or None."""
         before, self.value = self.value, value
-        return None if value == before else Found(before, moment.step, is_back=value == "none")
+        is_new = "none" in (before, value) and value != before
+        return Found(before, moment.step, is_back=value == "none") if is_new else None
+
+
+class UnchangedRule(TensorRule):
+    """The rule for tensors that have gradients but are not changed by updates."""
+
+    reason: ClassVar[str] = (
+        "they have a gradient, and other tensors learn: look whether the number format rounds their updates away, and "
+        "whether the optimizer holds them"
+    )
 
 
 @dataclass

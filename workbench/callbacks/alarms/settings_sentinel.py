@@ -18,6 +18,7 @@ from workbench.callbacks.alarms.setting_rules import (
     Moment,
     PlannedRule,
     TensorRule,
+    UnchangedRule,
 )
 from workbench.callbacks.alarms.settings_change import SettingsChange
 from workbench.errors import OptionError
@@ -38,11 +39,11 @@ _RULES: dict[str, type[Rule]] = {
     "n_optimized": GrowingRule,
     "n_groups": GrowingRule,
     "tensors_without_gradient": TensorRule,
-    "unchanged_tensors": TensorRule,
+    "unchanged_tensors": UnchangedRule,
 }
 _BY_NAME: dict[str, type[Rule]] = {
     rule.__name__: rule
-    for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, GrowingRule, TensorRule, PlannedRule)
+    for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, GrowingRule, TensorRule, UnchangedRule, PlannedRule)
 }
 #: Learning rates that the scheduler has stored: evidence for `RateRule`, not a setting.
 _NOTED = "noted_rates"
