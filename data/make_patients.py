@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from make_failures import CADENCE, in_processes, record
+from recorded_players import RECORDED
 
 import workbench as wb
 from workbench.course import cures, n_patients, packed_runs, patient
@@ -33,7 +34,6 @@ from workbench.course.case_files import FILE, RESULT, Truth, configuration, open
 from workbench.course.cures import recovered_fraction
 from workbench.course.packed_runs import BITS, DEFAULT_BITS
 from workbench.course.patients import MEASUREMENTS
-from workbench.course.players import RECORDED
 from workbench.course.scoring import points_for
 from workbench.diagnosis import CAUSES
 from workbench.io.atomic import replacing

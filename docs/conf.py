@@ -65,7 +65,6 @@ def public_modules():
     package = import_module("workbench")
     found = {"workbench": package}
     found |= {f"workbench.{name}": value for name in dir(package) if inspect.ismodule(value := getattr(package, name))}
-    found |= {"workbench.course.players": import_module("workbench.course.players")}
     return {**found, "workbench.widgets": import_module("workbench.widgets")}
 
 

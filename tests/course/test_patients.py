@@ -11,7 +11,8 @@ import pytest
 
 import workbench as wb
 from tests.about import about
-from workbench.course import case_files, cures, players
+from tests.data_scripts import load_script
+from workbench.course import case_files, cures
 from workbench.course.patients import BUDGETS, MEASUREMENTS
 from workbench.diagnosis import CAUSES
 from workbench.errors import OptionError
@@ -20,6 +21,7 @@ from workbench.studies.failure_labels import verdict
 from workbench.studies.failure_runs import SCHEDULES
 
 LEVELS = tuple(BUDGETS)
+players = load_script("recorded_players")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,3 @@
-from . import players as players
 from .lessons import check as check
 from .lessons import hint as hint
 from .lessons import solution as solution

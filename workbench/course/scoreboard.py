@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
-    from workbench.course.players import Player
-
+#: A player returns the name of a cause, or several, and the cause whose change is the cure; None for no cure.
+Player = Callable[[Patient], tuple[str | Iterable[str], str | None]]
 #: Number of bootstrap samples of families for the intervals.
 _N_BOOTSTRAP = 1000
 #: Column of the board -> recorded variable.
@@ -61,7 +61,6 @@ def play(
 
     See Also:
         `workbench.course.board`: Scores to compare with.
-        `workbench.course.players`: Players to begin with.
     """
     levels = tuple(BUDGETS) if level is None else (level,)
     chosen = None if seeds is None else list(seeds)
@@ -137,7 +136,6 @@ def board() -> pd.DataFrame:
 
     See Also:
         `workbench.course.play`: Scores a program on the same cases.
-        `workbench.course.players`: The programs on the board.
     """
     import pandas as pd
 

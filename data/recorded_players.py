@@ -1,15 +1,6 @@
-"""Programs that play practice cases: `workbench.diagnose`, and the simple baselines to compare it with.
+"""Programs whose scores on the practice cases are recorded: `workbench.diagnose`, and simple baselines.
 
 A player is a function of a `workbench.course.Patient` that returns the causes and the cure.
-
-Example:
-    >>> import workbench as wb
-    >>> wb.course.players.always_nothing(wb.course.patient(0))
-    ('nothing', None)
-
-See Also:
-    `workbench.course.play`: Scores a player.
-    `workbench.course.board`: Scores of these players.
 """
 
 from __future__ import annotations
@@ -19,15 +10,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from workbench.course.patients import Patient
+from workbench.course.scoreboard import Player
 from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_symptoms
 from workbench.diagnosis.diagnose import diagnose
 from workbench.schema.statuses import SymptomKind
 from workbench.studies.samples import failures
 
-__all__ = ["RECORDED", "Player", "always_nothing", "at_random", "most_frequent", "settings_alone", "with_diagnose"]
-
-#: A player returns the name of a cause, or several, and the cause whose change is the cure; None for no cure.
-Player = Callable[[Patient], tuple[str | Iterable[str], str | None]]
 #: Probability of a cause from which on `with_diagnose` takes no further measurement.
 _SURE = 0.8
 #: Symptoms that combine others, also measured ones.
@@ -46,16 +34,6 @@ def with_diagnose(patient: Patient) -> tuple[str, str | None]:
 
     Args:
         patient: The case.
-
-    Example:
-        >>> import workbench as wb
-        >>> patient = wb.course.patient(0)
-        >>> cause, cure = wb.course.players.with_diagnose(patient)
-        >>> patient.spent > 0
-        True
-
-    See Also:
-        `workbench.diagnose`: Ranks the causes.
     """
     costs = patient.measurements["cost"].sort_values(kind="stable")
     _take(patient, costs.index[costs == costs.min()])
@@ -72,17 +50,6 @@ def settings_alone() -> Player:
     """Return a player that reads loss, log and settings, and ranks causes by learning rate, batch size and settings.
 
     Its rules are fitted like those of `workbench.diagnose`, to the same runs, without any measured quantity.
-
-    Example:
-        >>> import workbench as wb
-        >>> player = wb.course.players.settings_alone()
-        >>> patient = wb.course.patient(0)
-        >>> answer = player(patient)
-        >>> patient.spent
-        3
-
-    See Also:
-        `workbench.course.players.with_diagnose`: Reads more measurements, as needed.
     """
     table = failures()
     table = table.isel(run=np.isin(table["set"].values, _KNOWN))
@@ -111,14 +78,6 @@ def most_frequent(patient: Patient) -> tuple[str, str | None]:
 
     Args:
         patient: The case; nothing is measured.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.course.players.most_frequent(wb.course.patient(0))
-        ('schedule', 'schedule')
-
-    See Also:
-        `workbench.course.players.always_nothing`: Finds nothing wrong with any run.
     """
     del patient
     table = failures()
@@ -132,14 +91,6 @@ def always_nothing(patient: Patient) -> tuple[str, str | None]:
 
     Args:
         patient: The case; nothing is measured.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.course.players.always_nothing(wb.course.patient(0))
-        ('nothing', None)
-
-    See Also:
-        `workbench.course.players.at_random`: Returns a random cause.
     """
     del patient
     return "nothing", None
@@ -150,15 +101,6 @@ def at_random(patient: Patient) -> tuple[str, str | None]:
 
     Args:
         patient: The case; nothing is measured.
-
-    Example:
-        >>> import workbench as wb
-        >>> cause, cure = wb.course.players.at_random(wb.course.patient(0))
-        >>> cause in [*wb.course.patient(0).cures, "nothing"]
-        True
-
-    See Also:
-        `workbench.course.players.most_frequent`: Always returns the same cause.
     """
     draw = np.random.default_rng([patient.level, patient.seed])
     return _with_cure(str(draw.choice(list(CAUSES))))
@@ -192,7 +134,3 @@ def _first_cause(patient: Patient) -> tuple[str, float]:
 
 def _with_cure(cause: str) -> tuple[str, str | None]:
     return cause, None if cause == "nothing" else cause
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
