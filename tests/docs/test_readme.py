@@ -25,7 +25,7 @@ TASKS = {
         "wb.compare(spectra)",
     ),
     "train two architectures with the switch": ("wb.LiveTraining()",),
-    "watch a loop of one's own": ("with wb.watch(model, optimizer) as watched:", "watched.log(loss=loss)"),
+    "watch a loop of one's own": ("with wb.watch(model, optimizer) as watched:", "..."),
     "find a rate": (
         'plan = {"n_steps": 2000, "warmup": 50, "schedule": "cosine"}',
         "print(wb.find_rate(model, task, **plan))",

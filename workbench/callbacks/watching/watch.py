@@ -95,7 +95,6 @@ def watch(
         ...         inputs, targets = task.batch(i)
         ...         loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         ...         loss.backward()
-        ...         watched.log(loss=loss)  # only where the model does not return its loss
         ...         optimizer.step()
         ...         optimizer.zero_grad()
         >>> watched.status.step, watched.alarms.raised
