@@ -88,7 +88,6 @@ def test_ranks_with_batches_of_different_size_measure_the_same_layers(ranks):
     assert one["layers"] == other["layers"]
     assert len(set(one["layers"])) > 2
     assert one["end"] == other["end"]
-    assert one["end"]["strength"] > 0.5
 
 
 def test_moments_of_all_ranks_are_the_merged_moments(ranks):
