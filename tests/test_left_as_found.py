@@ -388,9 +388,6 @@ CHANGES = {
     "baselines.MuP.apply": "rescales it",
     "baselines.SpectralNorm.apply": "parametrizes it",
     "baselines.WeightNorm.apply": "parametrizes it",
-    "scaling.Parametrization.apply": "parametrizes it (a protocol)",
-    "scaling.Parametrization.optimizer": "a protocol, implemented by MuP.optimizer",
-    "scaling.LadderTrainer.runs": "trains it",
 }
 
 
