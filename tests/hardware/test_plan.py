@@ -153,7 +153,7 @@ def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     path.write_text("[hardware]\ndata_paralell = 2\n")
     with pytest.raises(OptionError, match=r"^plan.toml: ", check=about("data_paralell")):
         read_plan(path)
-    with pytest.raises(OptionError, check=about("plan", 3)):
+    with pytest.raises(OptionError, check=about("source", 3)):
         read_plan(3)
 
 

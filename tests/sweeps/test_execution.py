@@ -152,7 +152,7 @@ def test_a_scheduler_that_does_not_answer_is_named(tmp_path, monkeypatch):
     ("runs", "options", "name", "value"),
     [
         ([], {}, "runs", ()),
-        ([1], {}, "runs[0]", 1),
+        ([1], {}, "runs", 1),
         (small_grid(seed=[0]) * 2, {}, "runs", (0, 4)),
         (small_grid(seed=[0]), {"n_workers": 0}, "n_workers", 0),
         (small_grid(seed=[0]), {"n_workers": 2, "scheduler": "tcp://a:1"}, "n_workers", 2),

@@ -401,9 +401,10 @@ def test_a_store_that_is_removed_is_said_and_its_data_stay(make, faulted, tmp_pa
     assert timeline.error == sentence
     assert timeline.poll() is False
     # Another run is written to the same path.
-    GrowingRun(faulted, tmp_path / "a.zarr", created="later").grow(120)
+    writing = GrowingRun(faulted, tmp_path / "a.zarr", created="later").grow(120)
     assert timeline.poll() is True
     assert (timeline.error, timeline.states) == ("", {"a": "running"})
+    assert writing.n_done == 120  # alive, otherwise the run ended
     assert page.line("loss", "a")[0][-1] == 119
     assert page.line("routing_entropy", "a")[0][-1] == 110
 
@@ -445,12 +446,14 @@ def test_a_store_that_cannot_be_read_for_a_moment_is_forgiven_and_a_broken_one_s
 
 
 def test_a_silent_run_is_said_to_be_silent(faulted, tmp_path, monkeypatch):
-    GrowingRun(faulted, tmp_path / "a.zarr").grow(60)
+    growing = GrowingRun(faulted, tmp_path / "a.zarr").grow(60)
     run = FollowedRun("a", tmp_path / "a.zarr", 0)
     assert run.state_in_words == "running, up to step 59"
     now = time.time()
     monkeypatch.setattr("workbench.widgets.timeline_parts.followed_run.time.time", lambda: now + 600)
     assert run.state_in_words == "running, silent for 10 min, up to step 59"
+    del growing
+    assert FollowedRun("a", tmp_path / "a.zarr", 0).state_in_words == "ended without being closed, up to step 59"
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def timeline(
     runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
     *,
-    signals: Sequence[str] | None = None,
+    signals: str | Sequence[str] | None = None,
     reduce: Annotated[str, one_of(sig.REDUCTIONS)] | None = None,
     healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None = None,
     band: tuple[float, float] = (0.05, 0.95),
@@ -55,8 +55,8 @@ def timeline(
 
     Args:
         runs: One run, or several by name. They may differ in recorded variables and steps, and need no events.
-        signals: Names from ``wb.signals.names(run)``, such as ``"effective_rank D2"``. None selects loss and gradient
-            norm, the signals with the first alarms, and those that distinguish mechanisms.
+        signals: A name or names from ``wb.signals.names(run)``, such as ``"effective_rank D2"``. None selects loss and
+            gradient norm, the signals with the first alarms, and those that distinguish mechanisms.
         reduce: Reduction over layers, heads and other dimensions: ``"min"``, ``"max"`` or ``"mean"``. None selects the
             worst value: the minimum of ranks and entropies, the maximum of other signals.
         healthy: Healthy runs; the range between two quantiles of their values at each step is shaded. If it is a
