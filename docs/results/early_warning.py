@@ -90,7 +90,7 @@ def written(table, names):
     of = table[[*names]].copy()
     for name in of.columns:
         text = of[name].map(lambda value: known(value) or "none") if of[name].dtype.kind == "f" else of[name]
-        of[name] = text.map(title_of)
+        of[name] = text.astype(str).map(title_of)
     return of.rename(columns=names)
 
 
