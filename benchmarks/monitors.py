@@ -59,8 +59,8 @@ BY_CADENCE = {
 }
 #: Class and method to time, and the name under which the time is counted.
 TIMED: tuple[tuple[type, str, str | Callable[..., str]], ...] = (
-    (AttachedRecorder, "_guarded", lambda recorder, part, action: part),
-    (AttachedRecorder, "_before_step", "hooks"),
+    (AttachedRecorder, "_guarded", lambda recorder, part, action, **_: part),
+    (AttachedRecorder, "_before_update", "hooks"),
     (AttachedRecorder, "_after_step", "hooks"),
     (BatchWatch, "_enter", "batch"),
     (BatchWatch, "_leave", "batch"),

@@ -114,7 +114,10 @@ def test_metrics_logged_by_one_rank_do_not_block_the_others(ranks):
 
 def test_all_ranks_raise_if_the_first_one_cannot_write(ranks):
     for rank in ranks:
-        assert "taken.zarr exists already; pass overwrite=True" in rank["refused"]
+        assert (
+            "taken.zarr exists already; pass resume=True to continue it, overwrite=True to replace it"
+            in rank["refused"]
+        )
 
 
 def test_a_rank_whose_gradients_are_lost_is_named(ranks):

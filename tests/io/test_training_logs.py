@@ -361,7 +361,7 @@ def test_a_log_can_be_saved_as_a_run(log_path, tmp_path):
 
 
 def test_a_log_is_not_opened_as_a_run(log_path):
-    with pytest.raises(StoreError, check=about("path", log_path, "a run")):
+    with pytest.raises(StoreError, check=about("path", log_path, "an undamaged run")):
         open_run(log_path)
 
 

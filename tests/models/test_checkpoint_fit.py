@@ -13,7 +13,7 @@ import workbench as wb
 from tests.about import about
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build
 from tests.models.weight_models import rejection
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, OptionError
 from workbench.models.state_fit import unwrapped_names
 
 TOKENS = torch.randint(3, 97, (20, 7), generator=torch.Generator().manual_seed(0))
@@ -556,7 +556,7 @@ def test_a_subject_is_already_open():
         assert about("dtype", "torch.float16")(rejection(source, dtype="float16"))
 
 
-@pytest.mark.parametrize("dtype", ["float99", 3, "nn", "int8", torch.int8, torch.float8_e4m3fn, "complex64", {}])
+@pytest.mark.parametrize("dtype", ["float99", "nn", "int8", torch.int8, torch.float8_e4m3fn, "complex64"])
 def test_an_unknown_dtype_is_rejected(dtype, saved, tmp_path):
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "linear.pt")
     module = nn.Linear(2, 2)
@@ -576,9 +576,9 @@ def test_a_dtype_applies_to_all_sources(dtype, saved, tmp_path):
 
 def test_other_arguments_of_a_wrong_type_are_rejected(saved):
     _, folder = saved("llama")
-    assert about("name", 3)(rejection(folder, name=3))
-    with pytest.raises(CheckpointError, check=about("module", 3)):
-        wb.open_checkpoint(folder, module=3)
+    for name, value in (("name", 3), ("module", 3), ("dtype", 3)):
+        with pytest.raises(OptionError, check=about(name, value)):
+            wb.open_checkpoint(folder, **{name: value})
     assert about("module", "Linear", "None")(rejection(folder, module=nn.Linear(2, 2)))
     missing = rejection(folder / "missing.pt", module=nn.Linear(2, 2))
     assert about("source", str(folder / "missing.pt"), "an existing file or folder")(missing)

@@ -93,7 +93,6 @@ def test_lists_of_different_lengths_are_separate_sequences(llama):
         ({"tokens": TOKENS}, "cannot run on inputs of tokens int64"),
         (IMAGES, "cannot run on inputs of float32"),
         (torch.randn(2, 5, 32), "pass them as {'inputs_embeds': vectors}"),
-        (None, "The inputs are a NoneType"),
         (b"text", "The inputs are a bytes"),
         (3.5, "The inputs are a float"),
     ],

@@ -91,7 +91,7 @@ def test_the_table_has_the_same_numbers(table):
     [
         (lambda data: predictor_table(data.drop_vars("auroc")), SchemaError, about("auroc")),
         (lambda data: predictor_table(data.isel(predictor=[2])), SchemaError, about("auroc")),
-        (lambda data: predictor_table(data.to_array()), SchemaError, about("table of predictors")),
+        (lambda data: predictor_table(data.to_array()), OptionError, about("table")),
         (lambda data: predictor_table(data, backend="plotly"), OptionError, about("backend", "plotly")),
         (lambda data: predictor_frame(data, digits=0), OptionError, about("digits", 0)),
     ],

@@ -154,7 +154,7 @@ def test_a_fraction_has_a_linear_axis():
     ("given", "options", "error", "check"),
     [
         (study_of(), {"quantity": "height"}, SchemaError, about("quantity", "height", (EDGE, MASS))),
-        (study_of(), {"along": "height"}, OptionError, about("along", "height", ("width", "depth", None))),
+        (study_of(), {"along": "height"}, OptionError, about("along", "height", ("width", "depth"))),
         (xr.Dataset(), {}, SchemaError, about(", ".join(_NEEDED))),
         ({}, {}, SchemaError, about("scaling study", {})),
         (study_of(), {"backend": "paper"}, OptionError, about("backend", "paper")),

@@ -468,7 +468,7 @@ def test_invalid_settings_are_rejected_immediately(make, task):
         ({"n_steps": 0}, about("n_steps", 0)),
         ({"task": "chess"}, about("task", "chess")),
         ({"architecture": "gpt"}, about("architecture", "gpt")),
-        ({"versus": "gpt"}, about("second architecture", "gpt")),
+        ({"versus": "gpt"}, about("versus", "gpt")),
         ({"versus": SMALL, "compare": False}, about("compare", False)),
         ({"versus": vit}, about("versus")),
         ({"theme": "neon"}, about("theme", "neon", ("page", "projector"))),

@@ -189,7 +189,8 @@ def test_rows_of_a_run_that_goes_on_draw_no_picture(tmp_path, monkeypatch):
 
 
 def test_a_run_that_waits_has_a_picture_a_page_and_a_sentence(tmp_path):
-    RunWriter(tmp_path / "a.zarr", {"subject": "a", "state": "running", "created": "now"}).commit()
+    writer = RunWriter(tmp_path / "a.zarr", {"subject": "a", "state": "running", "created": "now"})
+    writer.commit()
     widget = Timeline(tmp_path / "a.zarr", poll_every=3600, theme="projector")
     assert Image.open(io.BytesIO(widget.picture())).size[1] < 150
     expected = "no signal has been recorded yet; the figure appears with the first one."

@@ -109,8 +109,8 @@ class Actions:
         `workbench.train`: Carries out the actions.
     """
 
-    policy: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(POLICY))
-    otherwise: Sequence[str] = OTHERWISE
+    policy: Mapping[str, str | Sequence[str]] = field(default_factory=lambda: dict(POLICY))
+    otherwise: str | Sequence[str] = OTHERWISE
     cut_rate: Annotated[float, above(0), below(1)] = 0.1
     lowest_rate: Annotated[float, above(0), below(1)] = 0.01
     kss: KSS | None = None
@@ -160,7 +160,7 @@ class Actions:
         return request if request.kinds else None
 
 
-def _checked_kinds(name: str, kinds: Sequence[str]) -> tuple[str, ...]:
+def _checked_kinds(name: str, kinds: str | Sequence[str]) -> tuple[str, ...]:
     """Return kinds of action, of which a string is one; raise `OptionError` if one is unknown."""
     checked = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     for kind in checked:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _RIGHT, _WRONG, _MISSING = ("Right", "#2a9d57"), ("Not yet right", "#d1602a"), ("No answer yet", "#7f8790")
 
 
-def check(number: str, answer: object) -> Feedback:
+def check(number: object, answer: object) -> Feedback:
     """Check the answer to an exercise of the course, and explain what is wrong with it.
 
     The right answer is computed from recorded data or a small model, which takes up to a few seconds.
@@ -50,7 +50,7 @@ def check(number: str, answer: object) -> Feedback:
     return Feedback(exercise.number, not message, message or exercise.explanation, *kind)
 
 
-def hint(number: str, place: int = 1) -> Note:
+def hint(number: object, place: int = 1) -> Note:
     """Return a hint for an exercise of the course; later hints say more.
 
     Args:
@@ -78,7 +78,7 @@ def hint(number: str, place: int = 1) -> Note:
     return Note(f"Hint {place} of {len(hints)}: {hints[place - 1]}{more}")
 
 
-def solution(number: str) -> Note:
+def solution(number: object) -> Note:
     """Return the code of a solution of an exercise of the course.
 
     Args:
@@ -157,7 +157,7 @@ def exercises_of(lesson: int) -> tuple[Exercise, ...]:
     return found
 
 
-def find(number: str) -> Exercise:
+def find(number: object) -> Exercise:
     """Return the exercise of a number.
 
     Raises:

@@ -27,7 +27,7 @@ OURS, PUBLISHED = style.MODEL_COLORS[0], style.MODEL_COLORS[1]
 def dose_response(
     outcomes: xr.Dataset,
     *,
-    measures: Sequence[str] = ("divergence_rate", "accuracy"),
+    measures: str | Sequence[str] = ("divergence_rate", "accuracy"),
     reference: str | None = "none",
     published: xr.Dataset | bool = True,
     backend: str = "bokeh",
