@@ -97,10 +97,11 @@ def _delay(multiple: float, *, since: int = 0) -> float:
 
 @cache
 def _n_signals() -> int:
-    """Return the number of signals that the alarms of the faulted run watched."""
+    """Return the number of signals of the faulted run that share the rate of false alarms."""
     watching = Alarms()
     alarms.replay(_run("faulted"), watching)
-    return len(watching.scores())
+    shares = {each.name for each in alarms.WATCHED if math.isnan(each.threshold)}
+    return len(watching.scores().keys() & shares)
 
 
 def _evidence(rate: float, *, n_signals: int) -> float:

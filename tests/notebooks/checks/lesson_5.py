@@ -5,14 +5,14 @@
 # All runs were planned for 200 steps; run C has a single step.
 assert len(logs["C"]) == 1
 assert max(len(log) for log in logs.values()) == 200
-# Both changes help, but only exact arithmetic leaves precision as the single cause.
+# Both changes help, but only exact arithmetic leaves precision as the single known cause.
 for change, cause in changes.items():
     done = trees[change]["experiments"].to_dataset().set_index(experiment="cause").sel(experiment=cause)
     assert bool(done["supports"]), change
 causes = {name: tree["causes"].to_dataset() for name, tree in trees.items()}
 possible = {name: set(data["cause"].values[data["is_possible"].values]) for name, data in causes.items()}
-assert possible["exact arithmetic"] == {"precision"}
-assert len(possible["quarter of the rate"]) > 1
+assert possible["exact arithmetic"] == {"precision", "unknown"}
+assert len(possible["quarter of the rate"] - {"unknown"}) > 1
 # More than one healthy run in ten is called failed; with nine healthy runs in ten, about half of such calls are wrong.
 wrong = 1 - rows["monitors of the run"]["healthy: called healthy"]
 nothing = list(test["ranked_cause"].values).index("nothing")
