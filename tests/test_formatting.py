@@ -15,6 +15,7 @@ from workbench.formatting import (
     fixed,
     percent,
     short,
+    units_in_words,
     with_interval,
 )
 
@@ -34,6 +35,11 @@ def test_three_digits_are_within_half_a_unit_of_the_third(value):
 def test_unknown_values_are_a_dash():
     assert [percent(math.nan), percent(None), fixed(None), fixed(math.nan), compact(math.nan)] == ["–"] * 5
     assert [fixed(math.inf), compact(-math.inf), fine_percent(math.nan)] == ["∞", "-∞", "not finite"]
+
+
+def test_large_errors_have_all_their_digits_and_counts_a_plural():
+    assert [fine_percent(0.0312), fine_percent(9.5), fine_percent(-847.684)] == ["3.1 %", "950 %", "-84,768 %"]
+    assert [units_in_words("measurement", n) for n in (1, 10)] == ["measurement", "measurements"]
 
 
 def test_an_interval_needs_both_ends():

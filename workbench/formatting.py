@@ -19,7 +19,7 @@ NO_BAND = "none known"
 #: Percent sign that is not separated from its number at the end of a line.
 _PERCENT = "\N{NO-BREAK SPACE}%"
 #: Units that have a plural.
-_COUNTED = {"step", "token", "row", "example", "block", "update"}
+_COUNTED = {"step", "token", "row", "example", "block", "update", "measurement"}
 _SCALES = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
 
 
@@ -117,6 +117,8 @@ def fine_percent(fraction: float, *, digits: int = 2) -> str:
         return "not finite"
     if 0 < abs(fraction) < 1e-4:
         return f"{fraction:.1e}"
+    if abs(fraction) >= 10:
+        return f"{100 * fraction:,.0f} %"
     return f"{100 * fraction:.{max(digits, 3) if abs(fraction) >= 0.995 else digits}g} %"
 
 
