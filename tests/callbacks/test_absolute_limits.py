@@ -25,6 +25,7 @@ WRONG = {
     "nan": ({"loss": math.nan, "grad_norm": math.nan}, 3, "not finite", "unknown"),
     "scale": ({"loss_scale": 0.25}, 3, "0.25", "loss_scale"),
     "skipped": ({"is_skipped": 1.0, "grad_norm": math.inf}, 12, "skipped", "loss_scale"),
+    "no mask": ({"lookahead": 0.2, "label_agreement": 1.0}, 10, "causal mask", "unknown"),
     "cleared": ({"is_skipped": 1.0, "loss_scale": math.nan}, 12, "cleared without an update", "gradients_discarded"),
 }
 
@@ -59,6 +60,8 @@ def test_an_alarm_is_raised_once_within_a_few_updates(wrong, start):
         {"loss": math.nan},  # not logged
         {"loss": math.nan, "grad_norm": math.nan, "batch_size": math.nan},  # a log without them
         {"loss_scale": math.nan, "is_skipped": math.nan},
+        {"lookahead": 0.2, "label_agreement": 0.9},  # every token may be seen if labels are not the next ones
+        {"lookahead": 0.01, "label_agreement": 1.0},  # rounding
     ],
 )
 def test_sound_or_unknown_metrics_raise_no_alarm(values):

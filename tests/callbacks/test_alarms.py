@@ -228,6 +228,18 @@ def test_labels_that_are_not_tokens_raise_no_alarm(alarms, agreements):
     assert heard(alarms, labelled(agreements)) == []
 
 
+@pytest.mark.parametrize(("n", "signal", "delay"), [(10, "data", 5), (9, "limits", 19)])
+def test_positions_that_begin_to_see_later_tokens_raise_one_alarm(alarms, n, signal, delay):
+    """Rounding explains 0.005, batches without a pair have NaN, and 0.02 may be either."""
+    values = [0.0, 0.005, np.nan, 0.02] * n + [np.nan, 0.2, 0.02, np.nan, 0.1, 0.3] + [np.nan, 0.4] * 100
+    rows = [{"loss": 2.0, "lookahead": value, "label_agreement": 1.0} for value in values]
+    numbers = [{name: np.array(value) for name, value in row.items()} for row in rows]
+    (alarm,) = heard(alarms, (Observation(i, "monitors", each) for i, each in enumerate(numbers)))
+    assert (alarm.signal, alarm.step) == (signal, 4 * n + delay)
+    assert "causal mask" in alarm.message
+    assert np.isnan(alarms.attribute().score)
+
+
 def test_lead_times_with_missing_alarms():
     assert np.isnan(lead_time([]).steps)
     assert not lead_time([]).is_first

@@ -37,6 +37,7 @@ OF_PARTS = (
     "largest_losses",
     "ignored_labels",
     "repeated_examples",
+    "lookahead",
 )
 
 

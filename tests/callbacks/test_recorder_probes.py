@@ -197,6 +197,30 @@ def test_the_contents_of_batches(task):  # noqa: F811
     assert entropy == pytest.approx(float(-(share * share.log()).sum()), rel=1e-5)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_lost_causal_mask_is_seen_in_the_outputs_unless_there_is_dropout(dropout):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.LlamaConfig(**sizes, vocab_size=9, attention_dropout=dropout)
+    model, recorder = transformers.LlamaForCausalLM(config), recorder_with(every=None)
+    optimizer = adam(model)
+    with recorder.attach(model, optimizer):
+        for i in range(6):
+            model.train(mode=i != 1)
+            ids = torch.randint(9, (8, 12))
+            mask = torch.ones(12, 12, dtype=torch.bool).tril(0 if i < 3 else 20).expand(8, 1, 12, 12)
+            model(input_ids=ids, labels=ids, attention_mask=mask).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = np.array([float(o.values["lookahead"]) for o in of_part(recorder, "monitors")])
+    if dropout:
+        assert found[1] == 0  # in eval mode
+        assert np.isnan(np.delete(found, 1)).all()
+    else:
+        assert (found[:3] < 1e-6).all()
+        assert (found[3:] > 1e-3).all()
+
+
 def test_the_largest_losses(task):  # noqa: F811
     records = recorder_with(every=None)
     model = dense()

@@ -38,7 +38,7 @@ def in_one_process(kind, recorder):
 
 OF_PARTS = (
     "token_entropy", "label_entropy", "label_agreement", "largest_losses", "ignored_labels", "repeated_examples",
-    "update_ratio",
+    "lookahead", "update_ratio",
 )  # fmt: skip
 
 

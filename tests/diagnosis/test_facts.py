@@ -94,6 +94,12 @@ PLANTED = {
     "alarm_of_limits, labels": (
         {"monitors": curves(ignored_labels=(np.arange(N) >= 300).astype(float))}, {}, "labels", 302,
     ),
+    "alarm_of_limits, causal mask": (
+        {"monitors": curves(lookahead=np.full(N, 0.2), label_agreement=np.ones(N))}, {}, "", 9,
+    ),
+    "alarm_of_data": (
+        {"monitors": curves(lookahead=0.2 * (np.arange(N) >= 300), label_agreement=np.ones(N))}, {}, "", 302,
+    ),
     "alarm_of_limits, no gradient": ({"monitors": curves(grad_norm=np.zeros(N))}, {}, "wiring", 2),
     "repeated_examples_is_off": (
         {"monitors": curves(repeated_examples=(np.arange(N) % 4 > 0).astype(float))}, {}, "loader", 1,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.about import about
 from workbench.errors import OptionError
 from workbench.probes import BatchProbe
+from workbench.probes.batch import lookahead
 
 
 def entropy(ids):
@@ -106,3 +107,45 @@ def test_a_batch_that_comes_again_after_a_resume_is_seen():
     after.load_state_dict(before.state_dict())
     for batch, expected in ((batches[2], 1), (batches[3].flip(0), 0), (batches[0] + 99, 0)):
         assert float(after.take(batch)["repeated_batch"]) == expected
+
+
+def averages(ids, *, is_causal):
+    """Outputs that are means of a table's rows of the tokens so far, or of all tokens."""
+    rows = torch.randn(9, 300, generator=torch.Generator().manual_seed(0))[ids]
+    n = torch.arange(1, ids.shape[1] + 1)[:, None]
+    return rows.cumsum(1) / n if is_causal else (rows + rows.mean(1, keepdim=True)) / 2
+
+
+@given(rows, st.booleans())
+def test_lookahead(batch, is_causal):
+    ids = torch.tensor(batch)
+    outputs = averages(ids, is_causal=is_causal)
+    pairs = [
+        (a, b)
+        for a in range(len(batch))
+        for b in range(len(batch))
+        if batch[a][0] == batch[b][0] and batch[a] != batch[b]
+    ]
+    found = lookahead(ids, outputs)
+    if min(ids.shape) < 2:
+        assert found is None
+    elif not pairs:
+        assert math.isnan(found)
+    elif is_causal:
+        assert not found > 0  # NaN if every second token is the first
+    else:
+        kept = outputs[:, :2]
+        scale = (kept[:, 0] - kept[:, 1]).abs().mean()
+        expected = torch.stack([(kept[a, 0] - kept[b, 0]).abs().mean() for a, b in pairs]).mean() / scale
+        assert found.item() == pytest.approx(expected.item(), rel=1e-4, nan_ok=True)
+
+
+def test_lookahead_omits_masked_beginnings_and_other_outputs():
+    ids = torch.tensor([[0, 3, 4], [0, 5, 6], [1, 3, 4], [1, 7, 7]])
+    inputs = {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 1]])}
+    outputs = averages(ids, is_causal=True)
+    outputs[:2, 0] += torch.randn(2, 300, generator=torch.Generator().manual_seed(1))  # those of padding
+    assert lookahead(ids, outputs) > 0.1
+    assert lookahead(inputs, outputs) == 0
+    assert lookahead(ids, outputs[:, :2]) is None
+    assert lookahead(ids.float(), outputs) is None

@@ -116,6 +116,8 @@ def _of_alarms(record: Record, failure: Failure) -> Iterator[RunFact]:
             name, message = _VARIABLES.get(alarm.signal, alarm.signal), alarm.message.rstrip(".")
             faults = next((of for one, of in probes.standing.values() if one is alarm), ())
             cause = "wiring" if len(faults) > 1 else _CAUSES.get(faults[0], "nothing") if faults else "nothing"
+            if alarm.signal == "data" and faults != ("repeated_data",):
+                name = "label_agreement" if faults == ("corrupted_data",) else "lookahead"
             if alarm.signal == LIMITS_SIGNAL:
                 name = next(of.variable for of in LIMITS if of.sentence.format(value=alarm.value) == alarm.message)
                 cause = _OF_LIMITS.get(name, cause)

@@ -16,6 +16,8 @@ IGNORED = -100
 _SEED = 20240917
 #: Number of latest batches with which a batch is compared as a whole.
 _N_BATCHES = 8
+#: Maximum number of examples, tokens and classes of a batch that `lookahead` compares.
+_N_COMPARED, _N_TOKENS, _N_CLASSES = 32, 64, 256
 
 
 class BatchProbe:
@@ -186,6 +188,38 @@ class BatchProbe:
             self._factors = {width: drawn | 1}  # odd, so that no bit is lost
         factors = self._factors[width] = self._factors[width].to(rows.device)
         return (rows.to(torch.int64) * factors).sum(1)
+
+
+@torch.no_grad()
+def lookahead(inputs: Any, outputs: Any) -> Tensor | None:
+    """Return how much outputs depend on tokens that follow, without another pass and without waiting for the device.
+
+    If positions depend on no later ones, examples that begin with the same token have the same output there, whatever
+    follows. A missing causal mask, a norm over time and random numbers such as those of dropout make them differ.
+
+    Args:
+        inputs: Inputs of the model, as for `BatchProbe.take`; examples whose first token is masked are omitted.
+        outputs: Its outputs, shape (example, token, feature).
+
+    Returns:
+        Mean difference between the first outputs of such examples, over that between the first and the second output
+        of an example: 0 without lookahead, about 1 if outputs depend on their own token as little as on later ones.
+        NaN if no two examples begin alike and go on differently; None if inputs are not ids, or shapes differ.
+    """
+    ids = _first(inputs)
+    if ids is None or not _are_ids(ids) or ids.ndim != 2 or type(outputs) is not Tensor or outputs.ndim != 3:
+        return None
+    if outputs.shape[:2] != ids.shape or min(ids.shape) < 2:
+        return None
+    ids = ids[:_N_COMPARED, :_N_TOKENS]
+    few = outputs.detach()[:_N_COMPARED, :2, :: max(1, outputs.shape[2] // _N_CLASSES)].float()
+    is_pair = (ids[:, None, 0] == ids[None, :, 0]) & (ids[:, None] != ids[None]).any(-1)
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        is_seen = mask[:_N_COMPARED, 0] != 0
+        is_pair &= is_seen[:, None] & is_seen
+    difference = (few[:, None, 0] - few[None, :, 0]).abs().mean(-1).where(is_pair, 0.0).sum() / is_pair.sum()
+    return difference / (few[:, 0] - few[:, 1]).abs().mean()
 
 
 def _first(inputs: Any) -> Tensor | None:

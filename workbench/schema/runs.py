@@ -165,6 +165,14 @@ MONITORS: dict[str, Variable] = {
     "repeated_batch": Variable(
         ("step",), "f", "repeated batch", "1", "1 if every batch of the update equals one of the eight before it"
     ),
+    "lookahead": Variable(
+        ("step",),
+        "f",
+        "lookahead",
+        "1",
+        "difference of outputs between examples that begin with the same token, over that between two positions; 0 if "
+        "no position depends on later tokens, NaN with dropout or without such examples",
+    ),
     "update_ratio": Variable(
         ("step",), "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update, over a fixed sample of all parameters"
     ),

@@ -16,6 +16,8 @@ N_LABELS = 32
 LOW_ENTROPY = 0.3
 #: Largest exponent of 2 of a gradient norm that is a loss scale and no limit of a clipping, and its tolerance.
 LARGEST_EXPONENT, EXPONENT_TOLERANCE = -5, 1e-3
+#: Value of ``lookahead`` that no number format explains.
+LOOKAHEAD = 0.03
 
 Numbers = Mapping[str, float]
 
@@ -91,6 +93,11 @@ LIMITS: tuple[Limit, ...] = (
         "finite, or train in bfloat16.", "loss_scale", counts_skipped=True,
     ),
     Limit(
+        "lookahead", 10, 100, lambda of: of["lookahead"] > LOOKAHEAD and of["label_agreement"] >= 1,
+        "Labels are the tokens of the inputs, but examples that begin with the same token have different outputs "
+        "there: positions depend on later tokens, as without a causal mask, or on something random.", "unknown",
+    ),
+    Limit(
         "is_skipped", 12, 20, lambda of: of["is_skipped"] >= 1 and math.isnan(of["loss_scale"]),
         "The gradients of 12 of the last 20 backward passes were cleared without an update: call zero_grad() once an "
         "update, not once a micro-batch.", "gradients_discarded", counts_skipped=True,
@@ -103,7 +110,7 @@ LIMITS: tuple[Limit, ...] = (
 )  # fmt: skip
 _NAMES = (
     "batch_size", "n_tokens", "loss", "grad_norm", "label_entropy", "ignored_labels", "token_entropy", "loss_scale",
-    "is_skipped",
+    "is_skipped", "lookahead", "label_agreement",
 )  # fmt: skip
 
 

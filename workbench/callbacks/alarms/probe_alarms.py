@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.callbacks.alarms.absolute_limits import AbsoluteLimits
+from workbench.callbacks.alarms.absolute_limits import LOOKAHEAD, AbsoluteLimits
 from workbench.callbacks.alarms.alarm import Alarm
-from workbench.callbacks.alarms.label_agreement import LabelAgreement
 from workbench.callbacks.alarms.logit_limit import LIMIT, LogitLimit
 from workbench.callbacks.alarms.repeated_batches import RepeatedBatches
+from workbench.callbacks.alarms.rule_of_task import RuleOfTask
 from workbench.formatting import counted, percent
 from workbench.probes.gradient_agreement import GradientVerdict
 from workbench.probes.precision import broken_arithmetic
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Finding = tuple[Alarm, tuple[str, ...]]
 #: Part -> name of the signal.
 SIGNALS = {"precision": "arithmetic", "reduction": "gradients", "monitors": "data", "attention": "logits"}
+#: Value of ``lookahead`` up to which rounding may explain it.
+_NO_LOOKAHEAD = 0.01
 #: Signal of the limits of metrics.
 LIMITS_SIGNAL = "limits"
 #: Verdict on gradients -> faults that cause it; several if they cannot be distinguished.
@@ -99,7 +101,10 @@ class ProbeAlarms:
         self._n_clean: dict[str, int] = {}
         self._changes_gradients: bool | None = None
         self._batches = RepeatedBatches()
-        self._labels = LabelAgreement()
+        self._labels = RuleOfTask("label_agreement", lambda value: value >= 1, lambda value: value < 1)
+        self._causality = RuleOfTask(
+            "lookahead", lambda value: value < _NO_LOOKAHEAD, lambda value: value > LOOKAHEAD, n_broken=3
+        )
         self._logits = LogitLimit()
         self._limits = AbsoluteLimits()
         self.is_in_doubt = False
@@ -173,13 +178,22 @@ class ProbeAlarms:
             del self.standing["settings"]
 
     def _data(self, observation: Observation) -> Finding | None:
-        if self._labels.update(observation.values):
+        is_broken = self._labels.update(observation.values), self._causality.update(observation.values)
+        if is_broken[0]:
             fraction = 1 - float(observation.values["label_agreement"])
             message = (
                 f"{percent(fraction)} of the labels differ from the tokens of their inputs, whereas all labels of the "
                 f"{self._labels.n_before:,} batches before agreed: check the code that prepares the data."
             )
             return _alarm(observation, score=math.inf, value=fraction, message=message), ("corrupted_data",)
+        if is_broken[1]:
+            value = float(observation.values.get("lookahead", math.nan))
+            message = (
+                "In the last 3 updates, examples that begin with the same token had different outputs there, and equal "
+                f"ones in {self._causality.n_before:,} updates before: positions depend on later tokens, as without a "
+                "causal mask, or on something random."
+            )
+            return _alarm(observation, score=math.inf, value=value, message=message), ("unknown",)
         if not self._batches.update(observation.values):
             return None
         n = self._batches.n_in_a_row
@@ -189,7 +203,7 @@ class ProbeAlarms:
 
     def _beyond_limits(self, observation: Observation) -> Finding | None:
         found = self._limits.update(observation.values)
-        if found is None:
+        if found is None or (found[0].variable == "lookahead" and SIGNALS["monitors"] in self.standing):
             return None
         limit, value = found
         message = limit.sentence.format(value=value)

@@ -31,13 +31,15 @@ from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import named_arguments
 from workbench.models.losses import are_classes, largest_losses, loss_in, prediction_of, targets_of, tensors_in
 from workbench.models.wrapping import bare, entrances
-from workbench.probes.batch import IGNORED, BatchProbe
+from workbench.probes.batch import IGNORED, BatchProbe, lookahead
 
 #: Argument by which a Hugging Face Trainer passes the number of labels in all batches of an update; the losses are then
 #: summed.
 _LABELS_OF_UPDATE = "num_items_in_batch"
 #: Maximum number of forward passes that may turn out to be training although no backward pass reaches them.
 _MOST_WAITING = 32
+#: Words in the names of rates of dropout and noise, with which outputs are random.
+_RANDOM = ("drop", "jitter", "noise")
 #: Number of changes of the parameters without an update, one after the other, after which another optimizer is sought.
 _MOST_CHANGES = 3
 
@@ -102,6 +104,7 @@ class Seen:
         are_parts: Whether the losses are summands of the update's loss, instead of means over their batches.
         weights: Derivatives of the differentiated losses by those in the outputs, 0-dim, each with its pass.
         contents: Sums over the calls of the results of `BatchProbe` and `largest_losses`.
+        lookahead: Result of `lookahead` for each call.
         passes: Backward passes.
         scaler: Key of the gradient scaler; None without one.
     """
@@ -113,6 +116,7 @@ class Seen:
     are_parts: bool = False
     weights: tuple[tuple[Tensor, Pass], ...] = ()
     contents: dict[str, float | Tensor] = field(default_factory=dict)
+    lookahead: tuple[Tensor, ...] = ()
     passes: tuple[Pass, ...] = ()
     scaler: int | None = None
 
@@ -128,6 +132,8 @@ class Seen:
         """
         found: dict[str, float | Tensor] = {"batch_size": self.n_examples, "n_tokens": self.n_tokens}
         found |= {name: total / self.n_forwards for name, total in self.contents.items()}
+        if self.lookahead:
+            found["lookahead"] = torch.stack(self.lookahead).nanmean()
         if self.losses:
             found["loss"] = _sum(self.losses) / (1 if self.are_parts else len(self.losses))
             if self.weights:
@@ -154,6 +160,7 @@ class Call:
         loss: Loss in the output; None if there is none.
         logits: Output of which the gradient shows the labels, if they are unknown.
         largest: Mean of the largest losses; empty if the labels are unknown.
+        lookahead: Result of `lookahead`; None if it is not defined.
     """
 
     inputs: Any
@@ -162,6 +169,7 @@ class Call:
     loss: Tensor | None = None
     logits: weakref.ref[Tensor] | None = None
     largest: dict[str, Tensor] = field(default_factory=dict)
+    lookahead: Tensor | None = None
     is_counted: bool = False
 
 
@@ -222,6 +230,7 @@ class BatchWatch:
         self._calls: dict[nn.Module, Call] = {}  # while a forward runs
         self._waiting: deque[tuple[nn.Module, Call]] = deque(maxlen=_MOST_WAITING)  # in training mode, not reached
         self._modules: dict[nn.Module, list[nn.Module]] = {}
+        self._is_random: dict[nn.Module, bool] = {}
         self._passes: dict[int, Pass] = {}
         self._first: dict[nn.Module, Any] = {}
         enter, leave = ModelHook(self._enter), ModelHook(self._leave)
@@ -339,7 +348,10 @@ class BatchWatch:
         if self._counts(module):
             self.note_unmade()
             self._begin()
-            modules = self._modules.setdefault(module, [*module.modules()])
+            if module not in self._modules:
+                self._modules[module] = [*module.modules()]
+                self._is_random[module] = any(_draws(each) for each in self._modules[module])
+            modules = self._modules[module]
             is_training = sum(each.training for each in modules) / len(modules)
             inputs = named_arguments(bare(module), args, kwargs)
             self._calls[module] = Call(inputs, PassContext.of(module), is_training)
@@ -357,6 +369,8 @@ class BatchWatch:
             loss = next((each for each in tensors if not each.ndim), None)
         call.loss = None if loss is None else loss.detach().reshape(())
         call.largest = self._largest_losses(module, call.inputs, output)
+        if not (call.is_training and self._is_random[module]):
+            call.lookahead = next((e for t in tensors if (e := lookahead(call.inputs, t)) is not None), None)
         logits = None if call.largest else next((each for each in tensors if _may_be_logits(each)), None)
         call.logits = None if logits is None else weakref.ref(logits)
         reference = weakref.ref(self)
@@ -405,6 +419,7 @@ class BatchWatch:
         seen.n_tokens = seen.n_tokens + count_tokens(inputs)
         seen.are_parts = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
         seen.losses += () if call.loss is None else (call.loss,)
+        seen.lookahead += () if call.lookahead is None else (call.lookahead,)
         seen.add({"is_training": call.is_training} | (contents := self._contents_of(inputs)) | call.largest)
         if self.probe is None and module not in self._first:
             self._first[module] = few_examples(inputs, self._n_probe_tokens)
@@ -447,6 +462,16 @@ class BatchWatch:
             return False
         # Lightning under DDP replaces forward by a function whose arguments are not those of the model.
         return not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__")
+
+
+def _draws(module: nn.Module) -> bool:
+    """Return whether a module has a rate of dropout or noise above 0, as an attribute or in its configuration."""
+    rates = [module.p] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+    for holder in (module, getattr(module, "config", None)):
+        given = getattr(holder, "__dict__", {})
+        names = [name for name in given if any(word in name for word in _RANDOM) and "classifier" not in name]
+        rates += [given[name] for name in names]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 def _may_be_logits(tensor: Tensor) -> bool:

@@ -32,6 +32,7 @@ NUMBERS = (
     "loss_scale",
     "is_skipped",
     "repeated_batch",
+    "lookahead",
     "update_ratio",
     "spike_score",
 )

@@ -43,6 +43,7 @@ MEANS = (
     "is_training",
     "loss_scale",
     "is_skipped",
+    "lookahead",
     "update_ratio",
 )
 SUMS = ("batch_size", "n_tokens", "n_changes", "n_unmade")
