@@ -186,7 +186,7 @@ def test_a_complete_healthy_record_holds_no_finding_and_what_it_lacks_is_named()
     summary = found.attrs["summary"]
     assert "Nothing found in what was recorded (loss," in summary
     assert "Not recorded: activations, gradients that reach the optimizer and effect of an update" in summary
-    assert "No record shows labels that are shifted twice, a missing causal mask" in summary
+    assert "Not visible in this record: labels shifted twice, a missing causal mask" in summary
     assert "%" not in summary
 
 

@@ -19,6 +19,7 @@ from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import Failure, find_failure
 from workbench.diagnosis.ranking import COVERAGE, Rules, view_of
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
+from workbench.diagnosis.unseen import unseen_in
 from workbench.errors import OptionError
 from workbench.formatting import capitalized, counted, listed, percent
 from workbench.io.provenance import versions
@@ -51,11 +52,6 @@ _PARTS = {
     "optimizer": "updates", "attention": "attention", "activations": "activations", "precision": "arithmetic",
     "reduction": "gradients that reach the optimizer", "update": "effect of an update",
 }  # fmt: skip
-NOT_IN_A_RECORD = (
-    "No record shows labels that are shifted twice, a missing causal mask, padding in the loss, or means over unequal "
-    "micro-batches: change the last token of an input and check that no output before it moves, and compute the loss "
-    "of one batch by hand. wb.assess(model, task) measures the design itself."
-)
 
 
 def diagnose(
@@ -91,11 +87,12 @@ def diagnose(
             step), ``"configuration"``, ``"fact"``.
 
     Returns:
-        A tree with attributes ``kind`` ("diagnosis"), ``state`` ("found", "likely" or "nothing found"), ``fault`` (kind
-        of the most likely cause), ``failure_kind``, ``failure_step``, ``shows_failure`` (0 if the loss neither diverged
-        nor rose), ``view`` (what the record holds: "store", "recorder", "mechanism", "log", "curves" or "other"),
-        ``coverage`` (if it is known for that view), ``summary``, ``recorded`` and ``not_recorded`` (in words),
-        ``notes`` (of `workbench.read_log`), and the children
+        A tree with attributes ``kind`` ("diagnosis"), ``state`` ("found", "likely", "no cause found" if the loss
+        diverged or rose for good, or "nothing found"), ``fault`` (kind of the most likely cause), ``failure_kind``,
+        ``failure_step``, ``shows_failure`` (0 if the loss neither diverged nor rose), ``has_recovered`` (whether a rise
+        did), ``view`` (what the record holds: "store", "recorder", "mechanism", "log", "curves" or "other"),
+        ``coverage`` (if it is known for that view), ``summary``, ``recorded``, ``not_recorded`` and ``unseen`` (in
+        words), ``notes`` (of `workbench.read_log`), and the children
 
         - ``causes`` (dim ``cause``, by decreasing probability; "nothing" means that nothing was found, "unknown" none
           of the others): ``title``, ``kind``, ``probability`` (adds up to 1), ``is_possible`` (whether the cause is in
@@ -107,7 +104,8 @@ def diagnose(
           the number in the run (``path``, ``variable``, ``selection`` as JSON; empty if it comes from configuration,
           checkpoint or several symptoms);
         - ``experiments`` (dim ``experiment``, in order of information per cost): ``cause``, ``title``, ``change``,
-          ``n_steps``, ``from_step``, the expected outcomes, ``cost`` and ``information``.
+          ``n_steps``, ``from_step``, the expected outcomes, ``cost`` and ``information``;
+        - ``unseen`` (dim ``unseen``, faults that this record does not show): ``check`` (how to find each by hand).
 
     Raises:
         StoreError: If there is no run at the path.
@@ -188,9 +186,12 @@ def _tree(
     described = task.describe() if hasattr(task, "describe") else {}
     found = [fact.sentence for fact in facts if fact.is_finding]
     recorded, missing = in_the_record(record)
+    unseen = unseen_in(record)
+    tree["unseen"] = xr.DataTree(unseen)
     about = {
         "what_happened": what_happened, "found": json.dumps(found), "established": json.dumps(established),
         "recorded": recorded, "not_recorded": missing, "shows_failure": int(failure.is_seen),
+        "has_recovered": int(failure.has_recovered), "unseen": listed(unseen["unseen"].values.tolist()),
         "notes": str(record.parts["monitors"].attrs.get("notes", "")),
     }  # fmt: skip
     answer = answer_of(about, probability, layers, possible)
@@ -234,8 +235,8 @@ def answer_of(
 
     Args:
         about: Attributes of the diagnosis: ``what_happened``, ``found`` (sentences of the facts, as JSON),
-            ``established`` (their causes), ``shows_failure``, ``recorded`` and ``not_recorded``; trees of older
-            versions have only the first.
+            ``established`` (their causes), ``shows_failure``, ``recorded``, ``not_recorded`` and ``unseen``;
+            trees of older versions have only the first.
         probability: Probability of each cause, in decreasing order.
         layers: Block at fault by cause; -1 for no specific block.
         possible: Causes in the set.
@@ -262,13 +263,18 @@ def answer_of(
         state = DiagnosisState.LIKELY
         answer = likely + (" The symptoms also occur in runs without a fault." if "nothing" in possible else "")
     else:
-        state = DiagnosisState.NOTHING_FOUND
-        answer = f"Nothing found in what was recorded ({about.get('recorded', 'see the evidence')})."
-        if about.get("shows_failure", 1) or is_named:
-            when = "No cause stands out;" if about.get("shows_failure", 1) else "If it learned too little,"
+        has_failed = about.get("shows_failure", 1)
+        is_down = has_failed and not about.get("has_recovered", 0)
+        state = DiagnosisState.NO_CAUSE if is_down else DiagnosisState.NOTHING_FOUND
+        answer = f"{capitalized(state.value)} in what was recorded ({about.get('recorded', 'see the evidence')})."
+        if has_failed or is_named:
+            when = "No cause stands out;" if has_failed else "If it learned too little,"
             known = [title for title, cause in zip(titles, named, strict=True) if cause != UNKNOWN]
             answer += f" {when} the closest are {listed(known[:_N_FOUND])}." if known else ""
-        answer += f"{about.get('not_recorded', '')} {NOT_IN_A_RECORD}"
+        answer += (
+            f"{about.get('not_recorded', '')} Not visible in this record: {about.get('unseen', 'other faults')}. "
+            'tree["unseen"] states how to check each; wb.assess(model, task) measures the design itself.'
+        )
     by_kind = {
         kind: math.fsum(p for cause, p in probability.items() if ALL_CAUSES[cause].kind == kind) for kind in CauseKind
     }

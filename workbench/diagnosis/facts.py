@@ -22,6 +22,7 @@ from workbench.diagnosis.causes import UNKNOWN
 from workbench.diagnosis.failed_run import Record
 from workbench.diagnosis.failure import Failure
 from workbench.diagnosis.symptoms import Symptom
+from workbench.diagnosis.unseen import labels_of_probe
 from workbench.formatting import counted, listed, percent, short
 from workbench.schema.statuses import SymptomKind
 
@@ -83,7 +84,7 @@ class RunFact(Symptom):
 
 def read_facts(record: Record, failure: Failure) -> list[RunFact]:
     """Return the facts of a run, findings first, by their first step."""
-    groups = (_of_alarms, _of_batches, _of_loss, _of_updates, _of_attention, _of_sound_arithmetic)
+    groups = (_of_alarms, _of_labels, _of_batches, _of_rate, _of_loss, _of_updates, _of_attention, _of_sound_arithmetic)
     found = [fact for group in groups for fact in group(record, failure)]
     return sorted(found, key=lambda fact: (not fact.is_finding, fact.step, not fact.is_for))
 
@@ -136,6 +137,26 @@ def _of_alarms(record: Record, failure: Failure) -> Iterator[RunFact]:
         more = f" {counted(len(of_watch) - 1, 'more alarm')} followed." if event in of_watch and of_watch[1:] else ""
         sentence = f"The watch raised an alarm at step {event.step}: {event.message.rstrip('.')}.{more}"
         yield RunFact("alarm_of_the_watch", 1.0, event.score, 1.0, sentence, step=event.step, layer=event.layer)
+
+
+def _of_labels(record: Record, failure: Failure) -> Iterator[RunFact]:
+    for sentence in filter(None, labels_of_probe(record).values()):
+        yield RunFact("labels_of_the_probe", 1.0, math.nan, math.nan, sentence, step=0, cause="labels", is_for=True)
+
+
+def _of_rate(record: Record, failure: Failure) -> Iterator[RunFact]:
+    """Yield whether the rate was 0 for longer at the end than the last update of a schedule."""
+    rate, ratio = record.every("learning_rate"), record.every("update_ratio")
+    if rate is None or ratio is None:
+        return
+    is_off = (rate <= 1e-9 * np.nanmax(rate)) & ~(ratio > 0)  # other groups may have another rate
+    n_off = int(np.argmin(is_off[::-1])) if not is_off.all() else 0
+    if n_off > max(_N_ROWS, len(rate) // 20):
+        sentence = (
+            f"The learning rate is 0 in the last {n_off} of {len(rate)} updates, which change nothing: the schedule is "
+            "shorter than the run, or was stepped more than once an update."
+        )
+        yield _fact(record, "learning_rate", len(rate) - n_off, 0.0, float(np.nanmax(rate)), sentence, "schedule")
 
 
 def _of_batches(record: Record, failure: Failure) -> Iterator[RunFact]:

@@ -33,8 +33,8 @@ PARTS = (
 )  # fmt: skip
 _LEAST_STEPS = 5
 #: A run whose last loss or gradient norm exceeds these limits has diverged (RKSP's label, as in
-#: `workbench.TrainingPlan`).
-_LOSS_LIMIT, _NORM_LIMIT = 50.0, 500.0
+#: `workbench.TrainingPlan`), if it exceeds their median by this factor too: those of sums are always large.
+_LOSS_LIMIT, _NORM_LIMIT, _RISE = 50.0, 500.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Record:
         diverged_at: Step of the recorded divergence; None if there is none.
         weights: Norms of each block's weights from a checkpoint; None if there is no checkpoint.
         source: Path of the run; empty if it was not read from a path.
+        probe: Stored inputs of the probe that are integers of shape (example, token), by name.
     """
 
     parts: Mapping[str, xr.Dataset]
@@ -59,6 +60,7 @@ class Record:
     diverged_at: int | None = None
     weights: WeightMeasurement | None = None
     source: str = ""
+    probe: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def n_classes(self) -> int | None:
@@ -180,6 +182,7 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
         weights=weights,
         source=source,
         tree=tree,
+        probe=_probe(run.attrs),
     )
 
 
@@ -190,6 +193,16 @@ def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
     except ValueError:
         return {}
     return {name: value for name, value in found.items() if name != "faults"} if isinstance(found, dict) else {}
+
+
+def _probe(attrs: Mapping[Any, Any]) -> dict[str, np.ndarray]:
+    """Return the inputs of the probe that are tables of integers; empty if they have no names."""
+    try:
+        named = json.loads(attrs.get("probe", "{}"))["mapping"].items()
+        found = {name: np.array(each["values"]) for name, each in named if isinstance(each, dict) and "values" in each}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    return {name: each for name, each in found.items() if each.ndim == 2}
 
 
 def _events(run: xr.DataTree) -> xr.Dataset | None:
@@ -216,8 +229,9 @@ def _divergence(run: xr.DataTree) -> int | None:
     monitors = run.children["monitors"].to_dataset(inherit=False)
     steps, loss = monitors["step"].values, monitors["loss"].values.astype(np.float64)
     norm = monitors["grad_norm"].values.astype(np.float64) if "grad_norm" in monitors else np.full(len(loss), np.nan)
-    if loss[-1] > _LOSS_LIMIT or norm[-1] > _NORM_LIMIT:
-        return int(steps[-1])
+    for one, limit in ((loss, _LOSS_LIMIT), (norm, _NORM_LIMIT)):
+        if one[-1] > limit and (len(one) < _LEAST_STEPS or one[-1] > _RISE * np.nanmedian(one)):
+            return int(steps[-1])
     good = np.flatnonzero(np.isfinite(loss))
     if not len(good):
         return int(steps[0]) if "grad_norm" in monitors and not np.isfinite(norm).any() else None

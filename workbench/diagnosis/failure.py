@@ -80,6 +80,11 @@ class Failure:
         return bool(self.rise > _VISIBLE * abs(best[np.argmax(self.smooth - best)]))
 
     @property
+    def has_recovered(self) -> bool:
+        """Whether most of the rise was recovered by the end."""
+        return self.recovered > 0.7
+
+    @property
     def words(self) -> str:
         """The failure as a clause without a capital letter or a period."""
         if not self.has_loss:
@@ -88,7 +93,7 @@ class Failure:
             return f"the loss began to rise at step {self.step} and the run diverged"
         if self.kind is FailureKind.SPIKE and self.is_seen:
             return f"the loss rose by {self.rise:.3g} nat after step {self.step}" + (
-                " and recovered" if self.recovered > 0.7 else ""
+                " and recovered" if self.has_recovered else ""
             )
         if self.kind is FailureKind.SPIKE:
             return f"the loss did not diverge, and it rose by at most {self.rise:.2g} nat, after step {self.step}"

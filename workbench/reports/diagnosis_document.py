@@ -102,10 +102,17 @@ def _is_nothing(numbers: Numbers) -> bool:
     return numbers.names("causes", "cause")[0] == "nothing"
 
 
+def _is_unexplained(numbers: Numbers) -> bool:
+    """Return whether the loss shows a failure for which no cause was found."""
+    return numbers.has_attribute("state") and numbers.attribute("state").text == DiagnosisState.NO_CAUSE
+
+
 def _verdict(numbers: Numbers, possible: list[int]) -> str:
     """Return the causes in the set as a headline."""
     if _is_nothing(numbers):
         return _NOTHING
+    if _is_unexplained(numbers):
+        return "No cause found in what was recorded"
     if _is_open(numbers):
         return "No failure observed"
     names = numbers.names("causes", "cause")
@@ -184,6 +191,8 @@ def decisions(numbers: Numbers) -> ReportSection:
     lead = "Recommended actions, in order. Each states the numbers that support it."
     if _is_nothing(numbers):
         lead = "Nothing was found. If the run should have learned more, in order:"
+    elif _is_unexplained(numbers):
+        lead = "No cause was found. To find it, in order:"
     blocks: list[Block] = [Lead(lead)]
     if rows := _experiments_in_order(numbers):
         items = tuple(_experiment(numbers, row) for row in rows)
@@ -211,7 +220,7 @@ def _experiments_in_order(numbers: Numbers) -> list[int]:
 
 
 def _correction(numbers: Numbers) -> Sentence:
-    if _is_nothing(numbers):
+    if _is_nothing(numbers) or _is_unexplained(numbers):
         return sentence_of(
             "None of {n} symptoms stands out: make the checks that the summary names, which no record replaces.",
             n=numbers.attribute("n_symptoms", meaning="symptoms that were read"),

@@ -128,7 +128,9 @@ class DiagnosisState(StrEnum):
     FOUND = "found"
     #: The symptoms indicate causes.
     LIKELY = "likely"
-    #: No failure is visible, and no cause stands out.
+    #: The loss diverged, or rose and did not recover, but no cause stands out.
+    NO_CAUSE = "no cause found"
+    #: No lasting failure is visible, and no cause stands out.
     NOTHING_FOUND = "nothing found"
 
 
