@@ -235,3 +235,26 @@ def test_a_schedule_that_ended_before_the_run_is_found():
 )
 def test_a_rate_that_ends_at_0_or_is_that_of_another_group_is_no_finding(part):
     assert not [fact for fact in facts_of(made({"monitors": part})) if fact.is_finding]
+
+
+def test_a_loss_that_shows_no_failure_has_likely_causes_only_if_it_learned_too_little():
+    """Warm restarts: a rate that returns to its peak is what the planned schedule does, and a fault in another run."""
+    rate = 5e-4 * (1 + np.cos(np.pi * (np.arange(N) % 100) / 100))
+    loss = 2 + 2.5 * np.exp(-np.arange(N) / 80) + 0.03 * np.random.default_rng(0).standard_normal(N)
+    found = wb.diagnose(made({"monitors": monitors(loss, rate=rate)}))
+    assert (found.attrs["state"], found.attrs["shows_failure"]) == ("likely", 0)
+    assert "If it learned too little: likely cause: schedule" in found.attrs["summary"]
+    assert diagnosis_document(found).verdict == "If it learned too little: schedule"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_batches_of_another_kind_are_no_rise(seed):
+    """A third of the batches have a larger loss; by chance they fill a window."""
+    draws = np.random.default_rng(seed)
+    loss = 2 + 2 * np.exp(-np.arange(600) / 80) + 0.9 * (draws.random(600) < 0.3) + 0.05 * draws.standard_normal(600)
+    failure = find_failure(read_record(made({"monitors": monitors(loss)})))
+    assert failure.kind == "stalled"
+    loss[450:] += 1.5
+    failure = find_failure(read_record(made({"monitors": monitors(loss)})))
+    assert failure.kind == "spike"
+    assert 400 < failure.step < 465

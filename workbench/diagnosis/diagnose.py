@@ -21,7 +21,7 @@ from workbench.diagnosis.ranking import COVERAGE, Rules, view_of
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
 from workbench.diagnosis.unseen import unseen_in
 from workbench.errors import OptionError
-from workbench.formatting import capitalized, counted, listed, percent
+from workbench.formatting import capitalized, counted, listed, lowered, percent
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import CauseKind, DiagnosisState, SymptomKind
@@ -243,7 +243,8 @@ def answer_of(
     """
     found, first = json.loads(about.get("found", "[]")), next(iter(probability))
     is_named = first not in ("nothing", UNKNOWN)
-    is_sure = bool(about.get("shows_failure", 1)) or probability[first] >= _SURE
+    has_failed = bool(about.get("shows_failure", 1))
+    is_sure = has_failed or probability[first] >= _SURE
     named = [cause for cause in possible if cause != "nothing"]
     titles = []
     for cause in named:
@@ -256,14 +257,14 @@ def answer_of(
         more = f" The evidence has {counted(len(found) - _N_FOUND, 'more finding')}." if len(found) > _N_FOUND else ""
         if sure := [ALL_CAUSES[cause].title for cause in json.loads(about["established"])]:
             likely = f"{'Cause' if len(sure) == 1 else 'Causes'}: {listed(sure)}."
-        elif not is_sure or not about["shows_failure"]:
+        elif not has_failed:
             likely = ""  # where the loss shows no failure, symptoms explain no finding
         answer = f"Found: {' '.join(found[:_N_FOUND])}{more} {likely}"
     elif is_named and is_sure:
         state = DiagnosisState.LIKELY
-        answer = likely + (" The symptoms also occur in runs without a fault." if "nothing" in possible else "")
+        answer = likely if has_failed else f"If it learned too little: {lowered(likely)}"
+        answer += " The symptoms also occur in runs without a fault." if "nothing" in possible else ""
     else:
-        has_failed = about.get("shows_failure", 1)
         is_down = has_failed and not about.get("has_recovered", 0)
         state = DiagnosisState.NO_CAUSE if is_down else DiagnosisState.NOTHING_FOUND
         answer = f"{capitalized(state.value)} in what was recorded ({about.get('recorded', 'see the evidence')})."
@@ -297,8 +298,9 @@ def in_the_record(record: Record) -> tuple[str, str]:
         for part, title in _PARTS.items()
         if part not in record.parts
     ]
-    how = "wb.watch(model, optimizer) records it" + "; pass the loss to watched.log(loss=loss)" * ("loss" in missing)
-    return listed([*found, *parts]), f" Not recorded: {listed(missing)}; {how}." if missing else ""
+    how = "; wb.watch(model, optimizer) records it" if any("(" not in name for name in missing) else ""
+    how += "; pass the loss to watched.log(loss=loss)" * ("loss" in missing)
+    return listed([*found, *parts]), f" Not recorded: {listed(missing)}{how}." if missing else ""
 
 
 def causes_table(

@@ -17,6 +17,8 @@ _LEAST_RISE = 0.3
 _OF_MEDIAN = 1.25
 #: A rise by less than this fraction of the loss is not a failure.
 _VISIBLE = 0.05
+#: A level that this fraction of the losses reached before, such as those of another kind of batch, is no rise.
+_USUAL = 0.1
 #: A stalled run has stopped learning once the loss has completed this fraction of its decrease.
 _MOST = 0.9
 
@@ -124,7 +126,10 @@ def find_failure(record: Record) -> Failure:
         row = _last_good(smooth, best, noise / np.sqrt(window), peak)
         after = float(np.min(smooth[peak:]))
         recovered = float(np.clip((smooth[peak] - after) / rise, 0, 1))
-        return Failure(FailureKind.SPIKE, int(steps[row]), row, rise, smooth, noise, recovered)
+        low = int(np.argmax(smooth <= smooth[peak] - rise / 2))  # first row of the time before the rise
+        before = filled[low : max(row + 1 - window, 0)]  # without the rows of the rise that the median had not shown
+        if np.count_nonzero(before >= smooth[peak] - noise) < max(_USUAL * len(before), 1):
+            return Failure(FailureKind.SPIKE, int(steps[row]), row, rise, smooth, noise, recovered)
     row = int(np.argmax(smooth <= smooth[0] - _MOST * learned)) if learned > 0 else 0
     return Failure(FailureKind.STALLED, int(steps[row]), row, rise, smooth, noise, 0.0, bool(known.any()))
 

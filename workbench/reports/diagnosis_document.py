@@ -121,7 +121,9 @@ def _verdict(numbers: Numbers, possible: list[int]) -> str:
         titles = [lowered(numbers.text("causes", "title", cause=names.index(name))) for name in established]
         return f"Found: {listed(titles)}" if titles else "Something is wrong, by a fact about the run"
     titles = [lowered(numbers.text("causes", "title", cause=row)) for row in possible if names[row] != "nothing"]
-    return f"Likely cause: {listed(titles, 'or')}" if len(titles) < _MANY else f"One of {len(titles)} causes"
+    if len(titles) >= _MANY:
+        return f"One of {len(titles)} causes"
+    return f"{'Likely cause' if _is_shown(numbers) else 'If it learned too little'}: {listed(titles, 'or')}"
 
 
 def observed(numbers: Numbers) -> ReportSection:
@@ -476,10 +478,13 @@ def _how_it_failed(numbers: Numbers) -> Sentence:
     return sentence_of("The loss shows no failure; the symptoms are evaluated at step {step}.", step=step)
 
 
+def _is_shown(numbers: Numbers) -> bool:
+    """Return whether the loss shows a failure; trees of earlier versions imply it."""
+    return not numbers.has_attribute("shows_failure") or bool(numbers.attribute("shows_failure").value)
+
+
 def _has_failed(numbers: Numbers) -> bool:
-    """Return whether the record shows a failure; trees of earlier versions imply it."""
-    is_shown = not numbers.has_attribute("shows_failure") or bool(numbers.attribute("shows_failure").value)
-    return is_shown and _has_step(numbers)
+    return _is_shown(numbers) and _has_step(numbers)
 
 
 def _has_step(numbers: Numbers) -> bool:
