@@ -85,7 +85,8 @@ def _is_summed(record: Record) -> bool:
 UNSEEN: tuple[tuple[str, str, Callable[[Record], bool]], ...] = (
     ("labels shifted twice", "Print each label next to the input tokens: output i is compared with token i + 1. Models "
      "of transformers shift the labels themselves.", _is_language_model),
-    ("a missing causal mask", "Change the last token of an input: no output before it may move.", _is_language_model),
+    ("a missing causal mask", "Change the last token of an input: no output before it may move.",
+     lambda of: _is_language_model(of) and of.every("lookahead") is None),
     ("padding in the loss", "Replace padding by other tokens: neither loss nor outputs of the other tokens may move.",
      _has_tokens),
     ("ends of texts without a label", "Count the labels that are the end-of-text token: one for each complete text.",
