@@ -52,6 +52,21 @@ def closure():
     return grow
 
 
+class Registry(OrderedDict):
+    """A table that makes its entries when they are read."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+
+REGISTRY = Registry(helper=Helper)
+
+
+def of_registry(_):
+    assert REGISTRY["helper"] is not REGISTRY["helper"]
+    return 1
+
+
 def in_total(_):
     TOTALS["n"] += 1
     return TOTALS["n"]
@@ -79,6 +94,7 @@ KINDS = {
     "globals and defaults": lambda m: counted(),
     "a dictionary of the module": in_total,
     "subclasses of containers": lru,
+    "a registry": of_registry,
     "a tensor that is no buffer": lambda m: float(m.plain.add_(1)),
 }
 

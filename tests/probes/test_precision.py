@@ -77,6 +77,16 @@ def test_torchs_own_kernels_have_no_excess():
     assert 1e-4 < float(errors["gradient_error"].min()) < float(errors["gradient_error"].max()) < 0.1
 
 
+def test_frozen_queries_have_no_errors_and_the_rest_of_the_block_has():
+    model = zoo()
+    for block in model.blocks[:2]:
+        block.attention.requires_grad_(requires_grad=False)
+    errors = wb.probes.precision_errors(model, loss_of)
+    is_known = np.isfinite(errors["query_gradient_error"].values)
+    assert is_known.tolist() == [[False] * 4, [False] * 4, [True] * 4]
+    assert np.isfinite(errors["gradient_error"]).all()
+
+
 def test_errors_are_those_against_the_model_in_float64():
     model = zoo()
     with torch.autocast("cpu", torch.bfloat16):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from itertools import chain, count
@@ -110,15 +110,21 @@ class KeptState:
             self._waiting += [vars(value), type(value)]
 
     def _keep_contents(self, value: Any) -> None:
-        before = value.copy()
-        is_table = isinstance(value, dict)
-        self._waiting += (before.values() if is_table else before) if len(before) <= _LONGEST else ()
-        places = value.items() if is_table else enumerate(value) if isinstance(value, list | deque) else ()
+        # Read as the built-in type does: the items of a subclass, such as a registry of classes, may be made anew.
+        kind: Any = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(value, kind))
+        is_table = issubclass(kind, dict)
+
+        def read() -> list[Any]:
+            return [(key, dict.__getitem__(value, key)) if is_table else key for key in kind.__iter__(value)]
+
+        then = read()
+        self._waiting += ([item[1] for item in then] if is_table else then) if len(then) <= _LONGEST else ()
+        places = then if is_table else enumerate(then) if kind is not set else ()
         for place, held in [(place, held) for place, item in places if (held := _held(item)) is not item]:
             value[place] = held
 
         def restore() -> None:
-            now, then = ([*each.items()] if is_table else [*each] for each in (value, before))
+            now = read()
             flat_now, flat_then = (list(chain(*each)) if is_table else each for each in (now, then))
             if len(now) != len(then) or any(a is not b for a, b in zip(flat_now, flat_then, strict=True)):
                 value.clear()

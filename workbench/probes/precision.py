@@ -319,7 +319,7 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
             torch.maximum(output_error, gradient_error) / (_MOST_EPS * eps),
         ]
     )
-    by_head = [torch.empty(0)] * 3
+    by_head = [torch.full((0 if query_key is None else len(query_key.query),), torch.nan)] * 3
     if (rows := _query_rows(call, query_key, names)) is not None:
         true, found, usual = rows(exact.gradients), rows(own.gradients), rows(plain.gradients)
         size, error = true.norm(dim=1), (found - true).norm(dim=1)
