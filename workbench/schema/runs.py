@@ -123,7 +123,7 @@ MONITORS: dict[str, Variable] = {
     "accuracy": Variable(("step",), "f", "accuracy", "1", "fraction of targets with the largest probability"),
     "grad_norm": Variable(("step",), "f", "gradient norm", "1", "norm of all gradients together, before clipping"),
     "learning_rate": Variable(("step",), "f", "learning rate", "1", "largest rate of the optimizer's groups"),
-    "batch_size": Variable(("step",), "f", "batch size", "example", "examples of this update"),
+    "batch_size": Variable(("step",), "f", "batch size", "example", "examples of this update on all ranks"),
     "n_tokens": Variable(
         ("step",), "f", "tokens", "token", "tokens of the batch without padding; NaN if its examples are not sequences"
     ),

@@ -189,11 +189,11 @@ class Collectors:
         self._report_unreadable()
 
     def _begin_probes(self) -> None:
-        """Switch off probes that cannot run, without an event: a run needs neither a loss nor unsharded weights."""
+        """Switch off probes that cannot run, without an event if only the model returns no loss."""
         is_sharded = self._is_flat or any(hasattr(weight, "to_local") for weight in self.model.parameters())
         if self._probes is None or is_sharded:
-            self.switch_off("precision")
-            self.switch_off("update")
+            for part in ("precision", "update"):
+                self._miss(part, "The weights are sharded over ranks; the probe needs whole blocks on one of them.")
         elif self.is_on("update"):
             try:
                 with self._passes():

@@ -139,7 +139,9 @@ def of_all_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
     own = [float(numbers.get(name, math.nan)) for name in names]
     is_known = [name in numbers and not math.isnan(value) for name, value in zip(names, own, strict=True)]
     # A loss that is NaN on one rank is NaN for all.
-    is_broken = [name in numbers and math.isnan(value) for name, value in zip(names, own, strict=True)]
+    is_broken = [
+        name in numbers and name != "lookahead" and math.isnan(value) for name, value in zip(names, own, strict=True)
+    ]
     sums = summed_over_ranks(np.array([np.where(is_known, own, 0.0), is_known, is_broken], dtype=np.float64))
     found = dict(numbers)
     for name, total, count, n_broken in zip(names, *sums, strict=True):
