@@ -391,11 +391,7 @@ def experiments_table(experiments: list[Experiment]) -> xr.Dataset:
         "expected_if_right": ([e.if_right for e in experiments], "", "expected outcome if it is this cause"),
         "expected_if_wrong": ([e.if_wrong for e in experiments], "", "expected outcome if it is another cause"),
         "cost": ([e.cost for e in experiments], "1", "steps of both replays over the steps of the run"),
-        "information": (
-            [e.information for e in experiments],
-            "bit",
-            "mutual information of the outcome and the cause",
-        ),
+        "information": ([e.information for e in experiments], "bit", "mutual information of the outcome and the cause"),
     }
     variables = {
         name: ("experiment", np.array(values), _about(name.replace("_", " "), units, meaning))

@@ -144,11 +144,7 @@ def _change(cause: str, record: Record, failure: Failure, layer: int) -> tuple[s
             {"setting": "architecture", "layer": layer, "limit": 1.0}, False,
         )  # fmt: skip
     if cause == "precision":
-        return (
-            "attention, reductions and parameters in float32",
-            {"setting": "precision", "value": "float32"},
-            False,
-        )
+        return ("attention, reductions and parameters in float32", {"setting": "precision", "value": "float32"}, False)
     if cause == "routing":
         return (
             "small router weights and a balance loss with the usual coefficient",

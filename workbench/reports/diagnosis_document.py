@@ -36,8 +36,11 @@ _LEAD = (
     "All data of the diagnosis. Tables with numbered rows contain the numbers that the sentences of this report cite; "
     "collapsed tables contain all others."
 )
-#: Headline of a diagnosis without a finding. No probability of health is stated anywhere.
-_NOTHING = "Nothing found in what was recorded"
+#: State of a diagnosis without a cause -> how its decisions begin. No probability of health is stated anywhere.
+_WITHOUT_CAUSE = {
+    DiagnosisState.NOTHING_FOUND: "Nothing was found. If the run should have learned more, in order:",
+    DiagnosisState.NO_CAUSE: "No cause was found. To find it, in order:",
+}
 _N_ACTIONS = 3
 #: Number of observed symptoms in the text; the table lists all.
 _N_LISTED = 10
@@ -64,7 +67,8 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
     """
     numbers = Numbers(tree)
     texts = (observed(numbers), cause(numbers), decisions(numbers))
-    possible, is_nothing, is_open = _possible(numbers), _is_nothing(numbers), _is_open(numbers)
+    possible, is_open = _possible(numbers), _is_open(numbers)
+    is_nothing = _state(numbers) == DiagnosisState.NOTHING_FOUND
     first = () if is_nothing or is_open else _first_actions(numbers)
     summary = numbers.attribute("summary").text
     is_old = "state" not in numbers.tree.attrs  # whose summaries state a probability that nothing is wrong
@@ -75,7 +79,7 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
         subject=numbers.attribute("subject").text,
         verdict=_verdict(numbers, possible),
         state=CriterionState.NOT_MEASURED if is_nothing or is_open else CriterionState.FAILING,
-        summary=f"{_NOTHING}." if is_old and is_nothing and not is_open else summary,
+        summary=f"{_verdict(numbers, possible)}." if is_old and is_nothing and not is_open else summary,
         facts=(),  # the summary states the causes with their probabilities, and the step
         actions=first,
         sections=(texts[0], texts[1], _effect_space(numbers, cited), texts[2]),
@@ -95,28 +99,22 @@ def _is_open(numbers: Numbers) -> bool:
     return "is_possible" not in numbers.node("causes") and not _has_failed(numbers)
 
 
-def _is_nothing(numbers: Numbers) -> bool:
-    """Return whether nothing was found; trees of earlier versions state it by the first cause."""
+def _state(numbers: Numbers) -> str:
+    """Return the state of a diagnosis; that of trees of earlier versions follows from their first cause."""
     if numbers.has_attribute("state"):
-        return numbers.attribute("state").text == DiagnosisState.NOTHING_FOUND
-    return numbers.names("causes", "cause")[0] == "nothing"
-
-
-def _is_unexplained(numbers: Numbers) -> bool:
-    """Return whether the loss shows a failure for which no cause was found."""
-    return numbers.has_attribute("state") and numbers.attribute("state").text == DiagnosisState.NO_CAUSE
+        return numbers.attribute("state").text
+    is_nothing = numbers.names("causes", "cause")[0] == "nothing"
+    return DiagnosisState.NOTHING_FOUND if is_nothing else DiagnosisState.LIKELY
 
 
 def _verdict(numbers: Numbers, possible: list[int]) -> str:
     """Return the causes in the set as a headline."""
-    if _is_nothing(numbers):
-        return _NOTHING
-    if _is_unexplained(numbers):
-        return "No cause found in what was recorded"
+    if (state := _state(numbers)) in _WITHOUT_CAUSE:
+        return f"{capitalized(state)} in what was recorded"
     if _is_open(numbers):
         return "No failure observed"
     names = numbers.names("causes", "cause")
-    if numbers.has_attribute("state") and numbers.attribute("state").text == DiagnosisState.FOUND:
+    if state == DiagnosisState.FOUND:
         established = json.loads(numbers.attribute("established").text)
         titles = [lowered(numbers.text("causes", "title", cause=names.index(name))) for name in established]
         return f"Found: {listed(titles)}" if titles else "Something is wrong, by a fact about the run"
@@ -190,12 +188,8 @@ def cause(numbers: Numbers) -> ReportSection:
 
 def decisions(numbers: Numbers) -> ReportSection:
     """Return section 4: the experiments in the order of the tree, with the outcomes of those that were run."""
-    lead = "Recommended actions, in order. Each states the numbers that support it."
-    if _is_nothing(numbers):
-        lead = "Nothing was found. If the run should have learned more, in order:"
-    elif _is_unexplained(numbers):
-        lead = "No cause was found. To find it, in order:"
-    blocks: list[Block] = [Lead(lead)]
+    usual = "Recommended actions, in order. Each states the numbers that support it."
+    blocks: list[Block] = [Lead(_WITHOUT_CAUSE.get(_state(numbers), usual))]
     if rows := _experiments_in_order(numbers):
         items = tuple(_experiment(numbers, row) for row in rows)
         blocks += [Heading("Experiments that distinguish the causes"), Items(items, is_ordered=True)]
@@ -222,7 +216,7 @@ def _experiments_in_order(numbers: Numbers) -> list[int]:
 
 
 def _correction(numbers: Numbers) -> Sentence:
-    if _is_nothing(numbers) or _is_unexplained(numbers):
+    if _state(numbers) in _WITHOUT_CAUSE:
         return sentence_of(
             "None of {n} symptoms stands out: make the checks that the summary names, which no record replaces.",
             n=numbers.attribute("n_symptoms", meaning="symptoms that were read"),
