@@ -269,9 +269,9 @@ def answer_of(
         state = DiagnosisState.NO_CAUSE if is_down else DiagnosisState.NOTHING_FOUND
         answer = f"{capitalized(state.value)} in what was recorded ({about.get('recorded', 'see the evidence')})."
         if has_failed or is_named:
-            when = "No cause stands out;" if has_failed else "If it learned too little,"
+            when = "The" if has_failed else "If it learned too little, the"
             known = [title for title, cause in zip(titles, named, strict=True) if cause != UNKNOWN]
-            answer += f" {when} the closest are {listed(known[:_N_FOUND])}." if known else ""
+            answer += f" {when} closest are {listed(known[:_N_FOUND])}." if known else ""
         answer += (
             f"{about.get('not_recorded', '')} Not visible in this record: {about.get('unseen', 'other faults')}. "
             'tree["unseen"] states how to check each; wb.assess(model, task) measures the design itself.'
