@@ -176,7 +176,7 @@ def test_a_fact_is_the_same_in_a_stored_run(name, tmp_path):
 
 def test_a_complete_healthy_record_holds_no_finding_and_what_it_lacks_is_named():
     parts = {
-        "monitors": curves(),
+        "monitors": curves(label_agreement=np.ones(N)),
         "precision": precision(),
         "optimizer": optimizer(),
         "attention": attention(30.0, 0.4),

@@ -128,11 +128,12 @@ def test_a_probe_without_names_decides_nothing(text):
         ("summed micro-batches", {"loss_weight": np.ones(N)}),
         ("a missing causal mask", {"lookahead": np.zeros(N)}),
         (PADDING, {"token_entropy": np.full(N, np.nan)}),  # images
+        (TWICE, {"label_agreement": np.full(N, np.nan)}),  # a label for each example
     ],
 )
 def test_a_fault_is_listed_unless_the_monitors_exclude_it(fault, covered):
-    other = {"loss_weight": np.full(N, 4.0)}
-    assert [fault in names(curves(**each)) for each in (other, covered)] == [True, False]
+    other = {"loss_weight": np.full(N, 4.0), "label_agreement": np.ones(N)}
+    assert [fault in names(curves(**(other | each))) for each in ({}, covered)] == [True, False]
 
 
 def names(part, configuration=None):
@@ -144,7 +145,6 @@ def names(part, configuration=None):
     [
         ("experts without a balance loss", NAMED),
         ("dropout that differs in recomputed activations", {"model": {"name": "GPT", "config": {"dropout": 0.0}}}),
-        ("a missing causal mask", {"model": {"name": "BertForSequenceClassification", "config": {}}}),
         ("a schedule of wrong length or unit", {"training": {"warmup": 20}}),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_restart_is_listed_for_a_run_that_continues():
 
 
 def test_the_summary_and_the_table_list_the_same_and_the_page_has_a_check_of_each():
-    found = wb.diagnose(made({"monitors": curves()}))
+    found = wb.diagnose(made({"monitors": curves(label_agreement=np.ones(N))}))
     listed = found["unseen"]["unseen"].values.tolist()
     assert len(listed) > 9
     assert all(name in found.attrs["summary"] for name in listed)

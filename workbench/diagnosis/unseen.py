@@ -62,7 +62,9 @@ def _has_tokens(record: Record) -> bool:
 
 
 def _is_language_model(record: Record) -> bool:
-    return _has_tokens(record) and "Classification" not in str(record.setting("model", "name"))
+    """Return whether each token may have a label: if none has, labels are known but not compared with tokens."""
+    is_compared = record.every("label_entropy") is None or record.every("label_agreement") is not None
+    return _has_tokens(record) and is_compared
 
 
 def _may_have(record: Record, what: str) -> bool:

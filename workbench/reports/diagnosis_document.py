@@ -37,7 +37,7 @@ _LEAD = (
     "collapsed tables contain all others."
 )
 #: State of a diagnosis without a cause -> how its decisions begin. No probability of health is stated anywhere.
-_WITHOUT_CAUSE = {
+_WITHOUT_CAUSE: dict[str, str] = {
     DiagnosisState.NOTHING_FOUND: "Nothing was found. If the run should have learned more, in order:",
     DiagnosisState.NO_CAUSE: "No cause was found. To find it, in order:",
 }
