@@ -13,7 +13,7 @@ import workbench as wb
 from tests.diagnosis.records import descent, monitors, optimizer, tree
 from workbench.diagnosis import CAUSES, Rules, find_failure, read_facts, read_record
 from workbench.diagnosis.causes import ALL_CAUSES, UNKNOWN
-from workbench.diagnosis.diagnose import diagnose
+from workbench.diagnosis.diagnose import diagnose, in_the_record
 from workbench.diagnosis.facts import settle
 
 N, V, ENTROPY = 400, 128, 3.0
@@ -185,9 +185,22 @@ def test_a_complete_healthy_record_holds_no_finding_and_what_it_lacks_is_named()
     assert (found.attrs["state"], json.loads(found.attrs["found"])) == ("nothing found", [])
     summary = found.attrs["summary"]
     assert "Nothing found in what was recorded (loss," in summary
-    assert "Not recorded: activations, gradients that reach the optimizer and effect of an update" in summary
+    assert "Not recorded: activations, gradients that reach the optimizer and effect of an update (the" in summary
+    assert "return its loss); wb.watch(model, optimizer) records it." in summary
     assert "Not visible in this record: labels shifted twice, a missing causal mask" in summary
     assert "%" not in summary
+
+
+def test_what_the_watch_cannot_record_here_is_not_advised():
+    rest = {"activations": activations(2.0), "reduction": activations(2.0).rename(log_z="gradient_verdict")}
+    parts = {
+        "monitors": curves(),
+        "precision": precision(),
+        "optimizer": optimizer(),
+        "attention": attention(30.0, 0.4),
+    }
+    _, missing = in_the_record(read_record(made(parts | rest)))
+    assert missing == " Not recorded: effect of an update (the model has to return its loss)."
 
 
 @pytest.mark.parametrize(

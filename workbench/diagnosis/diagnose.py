@@ -292,12 +292,9 @@ def in_the_record(record: Record) -> tuple[str, str]:
     found = [name.replace("_", " ") for name in _CURVES if record.every(name) is not None]
     parts = [title for part, title in _PARTS.items() if part in record.parts]
     missing = [name.replace("_", " ") for name in _CURVES if record.every(name) is None]
-    failed = {event.source for event in record.events_of("not recorded")}
-    missing += [
-        f"{title}{' (not possible here; its event states why)' if part in failed else ''}"
-        for part, title in _PARTS.items()
-        if part not in record.parts
-    ]
+    why = {"update": " (the model has to return its loss)"}
+    why |= {event.source: " (not possible here; its event states why)" for event in record.events_of("not recorded")}
+    missing += [f"{title}{why.get(part, '')}" for part, title in _PARTS.items() if part not in record.parts]
     how = "; wb.watch(model, optimizer) records it" if any("(" not in name for name in missing) else ""
     how += "; pass the loss to watched.log(loss=loss)" * ("loss" in missing)
     return listed([*found, *parts]), f" Not recorded: {listed(missing)}{how}." if missing else ""
