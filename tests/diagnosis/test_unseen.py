@@ -125,7 +125,7 @@ def test_a_probe_without_names_decides_nothing(text):
     ("fault", "covered"),
     [
         ("data repeated after 1,024 examples", {"batch_size": np.full(N, 2.0)}),
-        ("summed micro-batches", {"loss_weight": np.ones(N)}),
+        ("gradients of a scaled or summed loss", {"loss_weight": np.ones(N)}),
         ("a missing causal mask", {"lookahead": np.zeros(N)}),
         (PADDING, {"token_entropy": np.full(N, np.nan)}),  # images
         (TWICE, {"label_agreement": np.full(N, np.nan)}),  # a label for each example

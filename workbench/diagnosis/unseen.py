@@ -104,8 +104,8 @@ UNSEEN: tuple[tuple[str, str, Callable[[Record], bool]], ...] = (
      "across a restart.", _are_many),
     ("means over unequal micro-batches", "Compute the loss of one update by hand: the sum over all its labels, divided "
      "by their number.", lambda of: True),
-    ("summed micro-batches", "Print loss_weight of the part monitors: 1 for a mean, n for the sum of n batches.",
-     _is_summed),
+    ("gradients of a scaled or summed loss", "Print loss_weight of the part monitors: 1 for the mean loss, n for the "
+     "sum of n micro-batches, the loss scale if nothing removes it.", _is_summed),
     ("weight decay on norms and biases", "Print weight_decay and the shapes of the parameters of each group in "
      "optimizer.param_groups.", lambda of: True),
     ("dropout that differs in recomputed activations", "Compute the gradient of one batch with and without "
