@@ -77,6 +77,12 @@ def certain_and_wrong():
     return math.log(3 + math.e) - 1 + np.random.default_rng(0).integers(1, 7, N) / 8
 
 
+def rounded(share):
+    part = optimizer(unchanged=share)
+    moves = xr.DataArray(1 + 0.1 * np.sin(np.arange(part.sizes["step"])), dims="step")
+    return part.assign(unchanged_share=(part["unchanged_share"] * moves).transpose("step", "module"))
+
+
 PER_CLASS = {"model": {"name": "BertForSequenceClassification", "config": {"id2label": dict.fromkeys("0123")}}}
 LABELS_LOST = curves(at(300, np.nan, 2.5), grad_norm=at(300, 0, 1.3), label_entropy=np.full(N, np.nan))
 #: Name of a fact -> parts of a run, its configuration, the cause, and the first step.
@@ -123,7 +129,9 @@ PLANTED = {
         "wiring", 9,
     ),
     "no_update": ({"monitors": curves(), "optimizer": optimizer(ratio=0.0)}, {}, "wiring", 9),
-    "rounded_away": ({"monitors": curves(), "optimizer": optimizer(unchanged=0.4)}, {}, "precision", 9),
+    "rounded_away": ({"monitors": curves(), "optimizer": rounded(0.4)}, {}, "precision", 9),
+    "rounded_away, all": ({"monitors": curves(), "optimizer": optimizer(unchanged=1.0)}, {}, "precision", 9),
+    "rounded_away, whole tensors": ({"monitors": curves(), "optimizer": optimizer(unchanged=0.4)}, {}, "", 9),
     "attention_saturates": ({"monitors": curves(), "attention": attention(4000.0, 0.01)}, {}, "", 99),
 }  # fmt: skip
 

@@ -259,3 +259,12 @@ def test_batches_of_another_kind_are_no_rise(seed):
     failure = find_failure(read_record(made({"monitors": monitors(loss)})))
     assert failure.kind == "spike"
     assert 400 < failure.step < 465
+
+
+def test_losses_that_are_suddenly_not_finite_have_not_risen():
+    failure = find_failure(read_record(made({"monitors": diverging()})))
+    assert "the loss had not risen by step" in failure.words
+    part = diverging()
+    part["loss"].values[297:300] = [4, 8, 16]
+    failure = find_failure(read_record(made({"monitors": part})))
+    assert failure.words == "the loss began to rise at step 296 and the run diverged"

@@ -48,6 +48,8 @@ _N_MEASURED, _N_ROWS = 3, 10
 #: Median fraction of weights that updates leave unchanged, above which the number format is too coarse for them, and
 #: below which it is not.
 _LOST, _KEPT = 0.25, 0.05
+#: Largest difference between such fractions of one module if they are those of whole tensors.
+_SAME = 1e-3
 #: Relative size of an update below which float32 rounds it away too, as at the end of a schedule.
 _TINY = 1e-6
 #: Gradient RMS over eps in every block and measurement, above which eps is not the cause.
@@ -275,11 +277,16 @@ def _of_updates(record: Record, failure: Failure) -> Iterator[RunFact]:
             sentence = f"None of {counted(len(ratio), 'measured update')} at a rate above 0 changed a weight."
             yield _of_modules(record, "update_ratio", 0.0, 0.0, sentence, "wiring", name="no_update")
     if (unchanged := _unchanged(record)) > _LOST:
+        late = record.values("optimizer", "unchanged_share")[len(ratio) // 2 :]
+        is_same = len(late) >= _N_ROWS // 2 and np.nanmax(np.nanmax(late, axis=0) - np.nanmin(late, axis=0)) < _SAME
+        why, cause = "because the number format rounds updates away. Keep the parameters in float32.", "precision"
+        if is_same and unchanged < 0.99:  # that of whole tensors
+            why, cause = "the same at each update: look whether the optimizer holds and writes all tensors.", "nothing"
         sentence = (
-            f"In the median, an update leaves {percent(unchanged)} of the weights with a nonzero gradient unchanged: "
-            "the number format rounds updates away. Keep the parameters in float32."
+            f"In the median, an update leaves {percent(unchanged)} of the weights with a nonzero gradient unchanged, "
+            f"{why}"
         )
-        yield _of_modules(record, "unchanged_share", unchanged, _LOST, sentence, "precision", name="rounded_away")
+        yield _of_modules(record, "unchanged_share", unchanged, _LOST, sentence, cause, name="rounded_away")
     if record.has("optimizer", "gradient_rms_over_eps"):
         least = float(np.nanmin(record.values("optimizer", "gradient_rms_over_eps")))
         if least > _OVER_EPS:
@@ -354,5 +361,5 @@ def _of_modules(
     """Return a fact about all measurements of the optimizer."""
     return RunFact(
         name, 1.0, value, reference, sentence, step=int(record.steps_of("optimizer")[0]), path="/optimizer",
-        variable=variable, cause=cause, is_for=True,
+        variable=variable, cause=cause, is_for=cause != "nothing",
     )  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.diagnosis.failed_run import Record
+from workbench.formatting import percent
 from workbench.schema.statuses import FailureKind
 
 #: Longest window of the running median that removes noise, in steps; for short runs a tenth of the run.
@@ -15,6 +16,8 @@ _WINDOW = 15
 _LEAST_RISE = 0.3
 #: Standard deviation of a median over that of a mean.
 _OF_MEDIAN = 1.25
+#: Multiple of the noise from which on a single loss has risen.
+_OUTLIER = 4.0
 #: A rise by less than this fraction of the loss is not a failure.
 _VISIBLE = 0.05
 #: A level that this fraction of the losses reached before, such as those of another kind of batch, is no rise.
@@ -33,7 +36,8 @@ class Failure:
         step: Step at which the failure began. For a divergence or a spike, the last step at which the loss was still
             low; for a stalled run, the step at which most of the decrease of the loss was complete.
         row: Row of the monitors at that step.
-        rise: Largest rise of the smoothed loss above its lowest level so far, in nat.
+        rise: Largest rise of the smoothed loss above its lowest level so far, in nat. Of a run that diverged, that of
+            single losses, and 0 if noise explains it.
         smooth: Running median of the loss, shape (step,).
         noise: Robust standard deviation of the loss from step to step, from the median difference of successive losses,
             in nat.
@@ -83,8 +87,8 @@ class Failure:
 
     @property
     def has_recovered(self) -> bool:
-        """Whether most of the rise was recovered by the end."""
-        return self.recovered > 0.7
+        """Whether nearly all of the rise was recovered by the end."""
+        return self.recovered > 0.9
 
     @property
     def words(self) -> str:
@@ -92,11 +96,11 @@ class Failure:
         if not self.has_loss:
             return "no loss was recorded"
         if self.kind is FailureKind.DIVERGED:
-            return f"the loss began to rise at step {self.step} and the run diverged"
+            how = "the loss began to rise at" if self.rise else "the loss had not risen by"
+            return f"{how} step {self.step} and the run diverged"
         if self.kind is FailureKind.SPIKE and self.is_seen:
-            return f"the loss rose by {self.rise:.3g} nat after step {self.step}" + (
-                " and recovered" if self.has_recovered else ""
-            )
+            back = f", of which {percent(self.recovered)} was recovered" if self.recovered > _LEAST_RISE else ""
+            return f"the loss rose by {self.rise:.3g} nat after step {self.step}{back}"
         if self.kind is FailureKind.SPIKE:
             return f"the loss did not diverge, and it rose by at most {self.rise:.2g} nat, after step {self.step}"
         return (
@@ -119,6 +123,8 @@ def find_failure(record: Record) -> Failure:
     if record.diverged_at is not None:
         end = int(np.searchsorted(steps, record.diverged_at))
         row = _last_good(filled, best, noise, min(end, len(loss) - 1))
+        rise = float(np.max(filled[row:]) - best[row])  # of single losses, since the last ones are few
+        rise = rise if rise > _OUTLIER * noise else 0.0
         return Failure(FailureKind.DIVERGED, int(steps[row]), row, rise, smooth, noise, 0.0)
     learned = float(smooth[0] - best[-1])
     is_early = int(np.argmin(smooth[: peak + 1])) < window - 1  # the low loss is a median of few, or a single one

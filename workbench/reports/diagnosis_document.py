@@ -465,7 +465,7 @@ def _change_in_words(change: str) -> str:
 def _how_it_failed(numbers: Numbers) -> Sentence:
     step = _failure_step(numbers)
     if _has_failed(numbers):
-        return sentence_of("The loss began to rise at step {step}.", step=step)
+        return sentence_of("The failure began at step {step}.", step=step)
     if numbers.has_attribute("what_happened"):
         what = clause(numbers.attribute("what_happened").text)
         return sentence_of("{what}; the symptoms are evaluated at step {step}.", what=what, step=step)
