@@ -96,8 +96,9 @@ class Failure:
         if not self.has_loss:
             return "no loss was recorded"
         if self.kind is FailureKind.DIVERGED:
-            how = "the loss began to rise at" if self.rise else "the loss had not risen by"
-            return f"{how} step {self.step} and the run diverged"
+            if not self.rise:
+                return f"the run diverged after step {self.step} without an earlier rise of the loss"
+            return f"the loss began to rise at step {self.step} and the run diverged"
         if self.kind is FailureKind.SPIKE and self.is_seen:
             back = f", of which {percent(self.recovered)} was recovered" if self.recovered > _LEAST_RISE else ""
             return f"the loss rose by {self.rise:.3g} nat after step {self.step}{back}"
