@@ -51,6 +51,14 @@ def attention(logit, entropy, n=10):
     return xr.Dataset({name: (("step", "layer", "head"), values) for name, values in data.items()}, coords)
 
 
+def router(n_dead, n_experts=4, n=10):
+    dead = np.tile([0.0, n_dead], (n, 1))
+    dead[: n // 2] = 0
+    data = {"dead_experts": (("step", "layer"), dead)}
+    data["expert_load"] = (("step", "layer", "expert"), np.full((n, 2, n_experts), 1 / n_experts))
+    return xr.Dataset(data, {"step": np.arange(n) * 10 + 9, "layer": [0, 1], "expert": np.arange(n_experts)})
+
+
 def activations(log_z, n=8):
     return xr.Dataset({"log_z": ("step", np.full(n, log_z))}, {"step": np.arange(n) * 50 + 49})
 
@@ -132,6 +140,7 @@ PLANTED = {
     "rounded_away": ({"monitors": curves(), "optimizer": rounded(0.4)}, {}, "precision", 9),
     "rounded_away, all": ({"monitors": curves(), "optimizer": optimizer(unchanged=1.0)}, {}, "precision", 9),
     "rounded_away, whole tensors": ({"monitors": curves(), "optimizer": optimizer(unchanged=0.4)}, {}, "", 9),
+    "experts_receive_nothing": ({"monitors": curves(), "router": router(2)}, {}, "routing", 59),
     "attention_saturates": ({"monitors": curves(), "attention": attention(4000.0, 0.01)}, {}, "", 99),
 }  # fmt: skip
 
@@ -223,6 +232,11 @@ def test_what_the_watch_cannot_record_here_is_not_advised():
 )
 def test_what_healthy_loops_do_is_no_finding(columns):
     assert not [fact for fact in facts_of(made({"monitors": curves(**columns)}, NAMED)) if fact.is_finding]
+
+
+@pytest.mark.parametrize("part", [router(1), router(20, n_experts=32), router(2).isel(step=slice(0, 7))])
+def test_experts_without_a_token_for_a_while_are_no_finding(part):
+    assert not [fact for fact in facts_of(made({"monitors": curves(), "router": part})) if fact.is_finding]
 
 
 def test_frozen_blocks_are_no_finding():

@@ -263,6 +263,8 @@ def test_batches_of_another_kind_are_no_rise(seed):
 
 def test_losses_that_are_suddenly_not_finite_have_not_risen():
     failure = find_failure(read_record(made({"monitors": diverging()})))
+    finite = made({"monitors": diverging().isel(step=slice(300))})
+    assert failure.noise == pytest.approx(find_failure(read_record(finite)).noise)
     assert "without an earlier rise of the loss" in failure.words
     part = diverging()
     part["loss"].values[297:300] = [4, 8, 16]

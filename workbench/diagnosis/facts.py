@@ -61,6 +61,8 @@ _TOO_HIGH = 2.0
 _TOO_GOOD, _LATE = 0.05, 300
 #: Fraction of the largest entropy below which attention considers a single token.
 _FOCUS = 0.05
+#: Number of experts up to which the tokens of a probe are many for each of them.
+_N_EXPERTS = 16
 #: Times that new batches follow repeated ones, which a further epoch does not have, and examples of such a batch.
 _N_RETURNS, _N_EXAMPLES = 3, 4
 
@@ -86,7 +88,17 @@ class RunFact(Symptom):
 
 def read_facts(record: Record, failure: Failure) -> list[RunFact]:
     """Return the facts of a run, findings first, by their first step."""
-    groups = (_of_alarms, _of_labels, _of_batches, _of_rate, _of_loss, _of_updates, _of_attention, _of_sound_arithmetic)
+    groups = (
+        _of_alarms,
+        _of_labels,
+        _of_batches,
+        _of_rate,
+        _of_loss,
+        _of_updates,
+        _of_attention,
+        _of_routing,
+        _of_sound_arithmetic,
+    )
     found = [fact for group in groups for fact in group(record, failure)]
     return sorted(found, key=lambda fact: (not fact.is_finding, fact.step, not fact.is_for))
 
@@ -313,6 +325,25 @@ def _of_attention(record: Record, failure: Failure) -> Iterator[RunFact]:
         yield RunFact(
             "attention_saturates", 1.0, largest, LIMIT / 10, sentence, step=int(record.steps_of("attention")[-1]),
             layer=layer, path="/attention", variable="attention_logit_max",
+        )  # fmt: skip
+
+
+def _of_routing(record: Record, failure: Failure) -> Iterator[RunFact]:
+    """Yield whether half of the few experts of a block receive no token in any late measurement."""
+    if not record.has("router", "dead_experts"):
+        return
+    steps, n_experts = record.steps_of("router"), record.parts["router"].sizes["expert"]
+    late = np.nan_to_num(record.values("router", "dead_experts"))[len(steps) // 2 :]
+    at, n_dead = int(np.argmax(late.min(axis=0))), int(late.min(axis=0).max())
+    if len(late) >= _N_MEASURED and n_experts <= _N_EXPERTS and n_dead >= n_experts / 2:
+        layer = int(record.parts["router"]["layer"].values[at])
+        sentence = (
+            f"{n_dead} of {n_experts} experts of block {layer} receive no token in any of the last {len(late)} "
+            "measurements: a balance loss is missing or too weak."
+        )
+        yield RunFact(
+            "experts_receive_nothing", 1.0, n_dead, 0.0, sentence, step=int(steps[-len(late)]), layer=layer,
+            path="/router", variable="dead_experts", cause="routing", is_for=True,
         )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def find_failure(record: Record) -> Failure:
     filled = np.interp(np.arange(len(loss)), np.flatnonzero(known), loss[known]) if known.any() else np.zeros(len(loss))
     window = _window(len(loss))
     smooth = running_median(filled, window)
-    noise = float(np.median(np.abs(np.diff(filled)))) / np.sqrt(2) * 1.48 if len(filled) > 2 else 0.0
+    noise = float(np.median(np.abs(np.diff(loss[known])))) / np.sqrt(2) * 1.48 if known.sum() > 2 else 0.0
     best = np.minimum.accumulate(smooth)
     rises = smooth - best
     peak = int(np.argmax(rises))
