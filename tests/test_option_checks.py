@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
 from tests.about import about
 from tests.wrong_arguments import callables
-from workbench.errors import CallError, OptionError
+from workbench.errors import AnatomyError, CallError, OptionError
 from workbench.option_checks import (
     Bound,
     Fraction,
@@ -46,6 +47,8 @@ Half = Annotated[float, above(0), at_most(0.5)]
 
 
 _ARRAY = np.zeros(1)
+_DATA = xr.Dataset()
+_MODEL = torch.nn.Linear(1, 1)
 
 
 @checked
@@ -74,6 +77,8 @@ def many(
     tensor: torch.Tensor | None = None,
     module: nn.Module | None = None,
     thing: Thing | None = None,
+    data: xr.Dataset = _DATA,
+    model: wb.Subject | nn.Module = _MODEL,
     unknown: Absent = None,  # noqa: F821  # type: ignore[name-defined]
     anything: Any = None,
 ):
@@ -119,11 +124,13 @@ WRONG = [
     ("kind", ["c", None, 1, ["a"]], ("a", "b")),
     ("choice", ["c", None, 1, np.ones(2)], ("a", "b")),
     ("names", ["x", 3, {"x": 1}, {"x"}, None, object()], "a sequence of elements, each text"),
-    ("numbers", ["1", 3], "a sequence of elements, each an integer"),
+    ("numbers", ["1", 3, np.ones((2, 2)), torch.ones(2)], "a sequence of elements, each an integer"),
     ("pair", [(1,), (1, 2, 3), 1.0, "ab"], "a sequence of 2 elements, each a number"),
     ("table", [[], "x", 3], "a mapping"),
+    ("data", [{}, [], 3], "an xarray Dataset"),
+    ("model", [torch.ones(1), [], None], "an nn.Module or a subject"),
     ("each", [3, "x"], "an iterable of elements, each an integer"),
-    ("call", [3, "print"], "a function"),
+    ("call", [3, "print", lambda: 0, lambda x, y: 0], "a function of 1 argument"),
     ("array", ["x", None, {}, object(), [object()], len], "an array of numbers"),
     ("own_array", ["x", ["y"], 3], "an array of numbers"),
     ("tensor", [[1.0], np.ones(1), 3], "a torch tensor"),
@@ -146,12 +153,12 @@ def test_what_the_annotation_says_is_admitted(name, value):
     ("name", "value", "expected"), [(name, value, end) for name, values, end in WRONG for value in values], ids=kind_of
 )
 def test_anything_else_is_one_sentence(name, value, expected):
-    with pytest.raises(OptionError) as found:
+    with pytest.raises((OptionError, AnatomyError)) as found:
         many(**{name: value})
     assert found.value.name == name
     is_huge = isinstance(value, int) and value > 2**64
     assert found.value.expected == ("a number of 64 bits" if is_huge else expected)
-    assert str(found.value).startswith(f"{name} must be ")
+    assert str(found.value).startswith((f"{name} must be ", "The model is "))
     assert str(found.value).endswith(".")
 
 

@@ -18,6 +18,7 @@ from collections import Counter
 
 import numpy as np
 import torch
+import xarray as xr
 
 import workbench as wb
 from tests.test_docstrings import MODULES, examples_of, module_of, public
@@ -26,6 +27,7 @@ WRONG = {
     "None": None, "'x'": "x", "-1": -1, "0": 0, "1.5": 1.5, "nan": float("nan"), "inf": float("inf"), "True": True,
     "[]": [], "{}": {}, "()": (), "object": object(), "lambda": lambda: None, "b''": b"", "array": np.array([[0.5]]),
     "tensor": torch.ones(2), "huge": 10**30, "'False'": "False",
+    "Dataset": xr.Dataset(),
 }  # fmt: skip
 #: Longest time of one call; a wrong argument is refused before work begins.
 SECONDS = 2.0

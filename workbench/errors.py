@@ -313,3 +313,27 @@ def require_lab(what: str, *packages: str) -> None:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def held_module(model: Any) -> Any:
+    """Return the module that a subject holds as ``model``; anything with ``get_parameter`` is returned unchanged.
+
+    Raises:
+        AnatomyError: If it is neither.
+    """
+    if isinstance(model, type):
+        raise AnatomyError(
+            f"The model is the class {model.__name__}; pass an instance of it, such as {model.__name__}(...).",
+            name="model",
+            value=model,
+            expected="a model rather than a class",
+        )
+    module = model if hasattr(model, "get_parameter") else getattr(model, "model", None)
+    if not hasattr(module, "get_parameter"):
+        raise AnatomyError(
+            f"The model is a {type(model).__name__}, expected an nn.Module or a subject from wb.open_checkpoint().",
+            name="model",
+            value=model,
+            expected="an nn.Module or a subject",
+        )
+    return module

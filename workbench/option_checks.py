@@ -9,22 +9,23 @@ imported: a value cannot be an instance of a class whose module is not.
 from __future__ import annotations
 
 import ast
-import builtins
+import contextlib
 import difflib
 import functools
 import importlib
 import inspect
 import math
+import operator
 import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from itertools import islice
 from numbers import Complex, Integral, Real
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
-from workbench.errors import CallError, OptionError
+from workbench.errors import AnatomyError, CallError, OptionError, held_module
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -37,24 +38,15 @@ class Range(NamedTuple):
     values: tuple[Any, ...] = ()
 
 
-def at_least(lowest: float) -> Range:
-    """Return the limit of values that are not below a number."""
-    return Range(f"of at least {lowest}", lambda value: value >= lowest)
+def _limit(words: str, holds: Callable[[Any, float], bool]) -> Callable[[float], Range]:
+    return lambda limit: Range(f"{words} {limit}", lambda value: holds(value, limit))
 
 
-def above(lowest: float) -> Range:
-    """Return the limit of values above a number."""
-    return Range(f"above {lowest}", lambda value: value > lowest)
-
-
-def at_most(highest: float) -> Range:
-    """Return the limit of values that are not above a number."""
-    return Range(f"of at most {highest}", lambda value: value <= highest)
-
-
-def below(highest: float) -> Range:
-    """Return the limit of values below a number."""
-    return Range(f"below {highest}", lambda value: value < highest)
+#: Limits of numbers, such as ``at_least(1)``.
+at_least = _limit("of at least", operator.ge)
+above = _limit("above", operator.gt)
+at_most = _limit("of at most", operator.le)
+below = _limit("below", operator.lt)
 
 
 def one_of(allowed: Iterable[Any]) -> Range:
@@ -124,25 +116,26 @@ _PHRASES = {
     "Dataset": "an xarray Dataset", "DataTree": "an xarray DataTree",
     "DataArray": "an xarray DataArray", "str": "text", "bytes": "bytes", "dict": "a mapping", "type": "a class",
 }  # fmt: skip
-#: Models in any wrapper, of which `module_of` says what is wrong.
+#: Models in any wrapper, of which `held_module` says what is wrong.
 _MODELS = ("Subject", "HoldsModel")
 #: Elements of a collection that are checked, so that a long one costs no time.
 _MAX_CHECKED = 1000
 _ABSENT = object()
 
 
-class _Refused(NamedTuple):
-    """The result of a check that fails; the phrase replaces the general one if it says more."""
+class _RefusedError(Exception):
+    """A value is not what its annotation says; the phrase replaces the general one if it says more."""
 
-    phrase: str = ""
-    #: The element of a collection that is wrong.
-    part: Any = _ABSENT
+    def __init__(self, phrase: str = "", part: Any = _ABSENT) -> None:
+        super().__init__(phrase)
+        #: ``part`` is the element of a collection that is wrong.
+        self.phrase, self.part = phrase, part
 
 
 class _Kind(NamedTuple):
     """What an annotation says: a phrase that completes "must be", or the allowed values, and the check.
 
-    ``admit`` returns the value, a plain number for a scalar of NumPy or torch, or `_Refused`.
+    ``admit`` returns the value, as a plain number or list if it is of NumPy or torch, or raises `_RefusedError`.
     """
 
     expected: str | tuple[Any, ...]
@@ -154,34 +147,42 @@ class _Kind(NamedTuple):
         return self.expected if isinstance(self.expected, str) else f"one of {', '.join(map(repr, self.expected))}"
 
 
-def _kind_of(expected: str | tuple[Any, ...], holds: Callable[[Any], bool]) -> _Kind:
-    return _Kind(expected, lambda value: value if holds(value) else _Refused())
+def _kind_of(
+    expected: str | tuple[Any, ...], holds: Callable[[Any], bool], plain: Callable[[Any], Any] = lambda x: x
+) -> _Kind:
+    def admit(value: Any) -> Any:
+        if not holds(value := plain(value)):
+            raise _RefusedError
+        return value
+
+    return _Kind(expected, admit)
 
 
 class _Later(type):
     """A name that a module imports for type checkers alone: a class without instances, so that unions may hold it."""
 
-    module: str
     path: tuple[str, ...]
 
     @classmethod
-    def of(cls, module: str, *path: str) -> _Later:
-        return cls(path[-1] if path else module, (), {"module": module, "path": path})
+    def of(cls, *path: str) -> _Later:
+        """Return the name at the end of a path, which begins with a module."""
+        return cls(path[-1], (), {"path": path})
 
     def __getattr__(cls, name: str) -> _Later:
         if name.startswith("__"):
             raise AttributeError(name)
-        return cls.of(cls.module, *cls.path, name)
+        return cls.of(*cls.path, name)
 
     def __getitem__(cls, item: object) -> _Later:
         return cls
 
     def resolved(cls) -> Any:
         """Return the object; `_ABSENT` if the module of another library is not imported."""
-        if cls.module not in sys.modules and cls.module.partition(".")[0] != "workbench":
+        module = cls.path[0]
+        if module not in sys.modules and module.partition(".")[0] != "workbench":
             return _ABSENT
         try:
-            return functools.reduce(getattr, cls.path, importlib.import_module(cls.module))
+            return functools.reduce(getattr, cls.path[1:], importlib.import_module(module))
         except AttributeError:
             return _ABSENT
 
@@ -193,27 +194,15 @@ def _typing_imports(module: str) -> dict[str, _Later]:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, KeyError):
         return {}
-    found: dict[str, _Later] = {}
-    for block in tree.body:
-        if isinstance(block, ast.If) and getattr(block.test, "id", "") == "TYPE_CHECKING":
-            for node in block.body:
-                for alias in getattr(node, "names", ()):
-                    origin = [getattr(node, "module", None), alias.name]
-                    found[alias.asname or alias.name] = _Later.of(*filter(None, origin))
-    return found
-
-
-class _Names(dict[str, Any]):
-    """Names for annotations: those of the module come first."""
-
-    def __init__(self, module: str) -> None:
-        super().__init__()
-        self.module = module
-
-    def __missing__(self, name: str) -> Any:
-        if name in vars(sys.modules[self.module]) or hasattr(builtins, name):
-            raise KeyError(name)
-        return _typing_imports(self.module)[name]
+    blocks = [
+        each for each in tree.body if isinstance(each, ast.If) and getattr(each.test, "id", "") == "TYPE_CHECKING"
+    ]
+    return {
+        alias.asname or alias.name: _Later.of(*filter(None, [getattr(node, "module", None), alias.name]))
+        for block in blocks
+        for node in block.body
+        for alias in getattr(node, "names", ())
+    }
 
 
 def _evaluated(text: Any, module: str) -> Any:
@@ -221,55 +210,31 @@ def _evaluated(text: Any, module: str) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        return eval(text, vars(sys.modules[module]), _Names(module))
+        return eval(text, {**_typing_imports(module), **vars(sys.modules[module])})
     except Exception:  # noqa: BLE001  # a name that only type checkers know
         return Any
 
 
-def _plain_number(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     """Return a scalar of NumPy or torch as a number of Python, anything else unchanged."""
     if getattr(value, "shape", None) == () and callable(getattr(value, "item", None)):
-        try:
+        with contextlib.suppress(Exception):  # a tensor without data
             return value.item()
-        except Exception:  # noqa: BLE001  # a tensor without data
-            return value
     return value
 
 
-def _number(kind: type, words: str, default: Any, limits: Sequence[Range]) -> _Kind:
-    may_be_nan = MAY_BE_NAN in limits
-    may_be_infinite = may_be_nan or MAY_BE_INFINITE in limits or not limits or default == math.inf
-    limits = [limit for limit in limits if limit.words]
-    ending = " and ".join(limit.words for limit in limits).replace(" and of ", " and ")
-    words = words if kind is not Real or may_be_infinite else f"a finite {words.removeprefix('a ')}"
-
+def _number(kind: type, words: str, *, may_be_nan: bool, may_be_infinite: bool) -> _Kind:
     def admit(value: Any) -> Any:
-        value = _plain_number(value)
+        value = _plain(value)
         if not isinstance(value, kind) or isinstance(value, bool):
-            return _Refused()
+            raise _RefusedError
         if isinstance(value, Integral) and not -(2**63) <= int(value) < 2**64:
-            return _Refused("a number of 64 bits")
+            raise _RefusedError("a number of 64 bits")
         if not may_be_nan and (value != value or (not may_be_infinite and value in (math.inf, -math.inf))):
-            return _Refused()
-        return value if all(limit.holds(value) for limit in limits) else _Refused()
+            raise _RefusedError
+        return value
 
-    return _Kind(f"{words} {ending}".strip(), admit)
-
-
-def _flag(value: Any) -> Any:
-    plain = value if isinstance(value, bool) else _plain_number(value)
-    return plain if isinstance(plain, bool) else _Refused()
-
-
-def _device(value: Any) -> Any:
-    import torch
-
-    if isinstance(value, str):
-        try:
-            torch.device(value)
-        except RuntimeError:
-            return _Refused()
-    return value if isinstance(value, str | torch.device) else _Refused()
+    return _Kind(words, admit)
 
 
 def _is_sequence(value: Any) -> bool:
@@ -282,26 +247,27 @@ def _is_iterable(value: Any) -> bool:
     return not isinstance(value, str | bytes | type) and (hasattr(value, "__iter__") or _is_sequence(value))
 
 
-def _collection(words: str, belongs: Callable[[Any], bool], parts: Sequence[_Kind | None], length: int = 0) -> _Kind:
-    """Return the kind of a collection whose elements (of a mapping: keys and values) are of given kinds."""
-    inner = parts[-1] if parts else None
+def _collection(words: str, belongs: Callable[[Any], bool], parts: Iterable[Any], length: int = 0) -> _Kind:
+    """Return the kind of a collection whose elements (of a mapping: keys and values) are as annotated."""
+    kinds = [_kind(Measured if part is float else part) for part in parts]  # they may be measured
+    inner = kinds[-1] if kinds else None
     if inner is not None and words != "a mapping":
         words = f"{words} of {f'{length} elements' if length else 'elements'}, each {inner.phrase}"
 
     def admit(value: Any) -> Any:
         if not belongs(value) or (length and len(value) != length):
-            return _Refused()
-        dtype = getattr(value, "dtype", None)
-        if isinstance(value, Mapping):
-            pairs: Iterable[Sequence[Any]] = islice(value.items(), _MAX_CHECKED)
-        elif dtype is not None or not isinstance(value, Collection):
-            return value  # an array; or an iterator, which can be read only once
-        else:
-            pairs = ((each,) for each in islice(value, _MAX_CHECKED))
-        for pair in pairs:
-            for kind, each in zip(parts, pair, strict=False):
-                if kind is not None and isinstance(kind.admit(each), _Refused):
-                    return _Refused() if length else _Refused(words, each)
+            raise _RefusedError
+        if inner is not None and hasattr(value, "dtype"):
+            value = value.tolist() if hasattr(value, "tolist") else value.values.tolist()
+        if inner is None or not isinstance(value, Collection):
+            return value  # an iterator can be read only once
+        for pair in islice(value.items() if isinstance(value, Mapping) else zip(value), _MAX_CHECKED):
+            for kind, each in zip(kinds, pair, strict=False):
+                try:
+                    if kind is not None:
+                        kind.admit(each)
+                except _RefusedError:
+                    raise _RefusedError if length else _RefusedError(words, each) from None
         return value
 
     return _Kind(words, admit)
@@ -313,31 +279,60 @@ def _array(*, converts: bool) -> _Kind:
     def admit(value: Any) -> Any:
         import numpy as np
 
-        if isinstance(value, np.ndarray | np.generic):
-            return value if value.dtype.kind in ("biufc" if converts else "biufcUO") else _Refused()
-        if hasattr(value, "__array__"):  # a tensor or a DataArray
+        is_array = isinstance(value, np.ndarray | np.generic)
+        if hasattr(value, "__array__") and not is_array and not isinstance(value, Mapping):  # a tensor or a DataArray
             return value
-        is_number = isinstance(value, Complex) and not isinstance(value, bool)
+        is_number = isinstance(value, Complex) and not isinstance(value, bool) and not converts
         try:
-            array = np.asarray(value if _is_sequence(value) or (is_number and not converts) else None)
+            array = np.asarray(value if is_array or is_number or _is_sequence(value) else None)
         except (TypeError, ValueError, OverflowError):
-            return _Refused()
-        is_right = array.dtype.kind in ("biufc" if converts else "biufcU")
-        return (array if converts else value) if is_right else _Refused()
+            raise _RefusedError from None
+        if array.dtype.kind not in ("biufc" if converts else "biufcUO" if is_array else "biufcU"):
+            raise _RefusedError
+        return array if converts else value
 
     return _Kind("an array of numbers", admit)
+
+
+def _function(arguments: Any) -> _Kind:
+    """Return the kind of functions that can be called with as many arguments as a list has, if it is one."""
+    n_arguments = len(arguments) if isinstance(arguments, list) else None
+
+    def holds(value: Any) -> bool:
+        if callable(value) and n_arguments is not None:
+            try:
+                inspect.signature(value).bind(*arguments)
+            except TypeError:
+                return False
+            except ValueError:  # a builtin without signature
+                return True
+        return callable(value)
+
+    return _kind_of(
+        "a function" + (f" of {n_arguments} argument{'s' * (n_arguments > 1)}" if n_arguments else ""), holds
+    )
+
+
+def _is_device(value: Any) -> bool:
+    torch = sys.modules["torch"]
+    try:
+        return isinstance(value, torch.device) or (isinstance(value, str) and bool(torch.device(value)))
+    except RuntimeError:
+        return False
 
 
 def _phrase(name: str) -> str:
     return _PHRASES.get(name, f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}")
 
 
-def _class(cls: type) -> _Kind | None:
-    if cls.__name__ in _MODELS:
-        return None
+def _class(cls: type) -> _Kind:
     phrase = _phrase(cls.__name__)
+    if cls.__name__ in _MODELS:
+        return _kind_of("an nn.Module or a subject", lambda value: held_module(value) is not None)
+    if cls.__name__ == "device":
+        return _kind_of(phrase, _is_device)
     if not getattr(cls, "_is_protocol", False):
-        return _kind_of(phrase, lambda value: isinstance(value, cls))
+        return _kind_of(phrase, lambda value: isinstance(value, (str, cls) if phrase == "a path" else cls))
     bases = [base for base in cls.__mro__ if getattr(base, "_is_protocol", False)]
     names = {each for base in bases for each in (*vars(base), *vars(base).get("__annotations__", ()))}
     members = [each for each in names if not each.startswith("_") or each == "__call__"]
@@ -345,41 +340,45 @@ def _class(cls: type) -> _Kind | None:
 
 
 def _later(name: _Later) -> _Kind | None:
-    if name.__name__ in ("ArrayLike", "Any", *_MODELS):
-        return _array(converts=False) if name.__name__ == "ArrayLike" else None
+    if name.__name__ == "Any":
+        return None
+    if name.__name__ == "ArrayLike":
+        return _array(converts=False)
+    if name.__name__ in _MODELS:
+        return _class(name)
 
     def admit(value: Any) -> Any:
         if (target := name.resolved()) is _ABSENT:
-            return _Refused()
+            raise _RefusedError
         kind = _kind(target)
         return value if kind is None else kind.admit(value)
 
     return _Kind(_phrase(name.__name__), admit)
 
 
+#: Phrase of a member of a union -> those that it includes.
+_INCLUDED = {"a path": ("text",), "a torch.device": ("text",), "an nn.Module or a subject": ("a torch.nn.Module",)}
+
+
 def _union(members: Iterable[Any], default: Any) -> _Kind | None:
-    found = [_kind(member, default) for member in members]
-    kinds = [kind for kind in found if kind is not None]
-    if len(kinds) < len(found):
+    kinds = {kind and kind.phrase: kind for kind in (_kind(member, default) for member in members)}
+    if None in kinds:
         return None
-    named = [kind for kind in kinds if kind.expected != "None"] or kinds  # a value that is refused is not None
-    phrases = list(dict.fromkeys(kind.phrase for kind in named))
-    if "text" in phrases and "a path" in phrases:
-        phrases.remove("text")
-    if "a torch.device" in phrases:
-        kinds = [_Kind("a torch.device", _device), *(kind for kind in kinds if kind.phrase == "None")]
-    expected = " or ".join([*([", ".join(phrases[:-1])] if phrases[1:] else []), phrases[-1]])
+    for included in [each for phrase in kinds for each in _INCLUDED.get(phrase, ())]:
+        kinds.pop(included, None)
+    named = [kind for phrase, kind in kinds.items() if phrase != "None"]  # a value that is refused is not None
 
     def admit(value: Any) -> Any:
-        refused = _Refused()
-        for kind in kinds:
-            admitted = kind.admit(value)
-            if not isinstance(admitted, _Refused):
-                return admitted
-            refused = admitted if admitted.phrase and len(named) == 1 else refused
-        return refused
+        error: Exception = _RefusedError()
+        for kind in kinds.values():
+            try:
+                return kind.admit(value)
+            except (_RefusedError, AnatomyError) as refused:
+                error = refused if named == [kind] else error
+        raise error
 
-    return _Kind(named[0].expected if len(named) == 1 else expected, admit)
+    *others, last = [kind.phrase for kind in named or kinds.values()]
+    return _Kind(f"{', '.join(others)} or {last}" if others else (named or [*kinds.values()])[0].expected, admit)
 
 
 def _kind(annotation: Any, default: Any = None, limits: Sequence[Range] = ()) -> _Kind | None:
@@ -390,21 +389,18 @@ def _kind(annotation: Any, default: Any = None, limits: Sequence[Range] = ()) ->
         remedy = "".join(each.words for each in parts[1:] if isinstance(each, Remedy))
         return kind and kind._replace(remedy=remedy or kind.remedy)
     kind = _bare_kind(annotation, origin, parts, default, limits)
-    ending = " and ".join(limit.words for limit in limits if limit.words)
-    if kind is None or not ending or annotation in (int, float):
+    words = " and ".join(limit.words for limit in limits if limit.words).replace(" and of ", " and ")
+    if kind is None or not words:
         return kind
 
     def admit(value: Any) -> Any:
         value = kind.admit(value)
-        return value if isinstance(value, _Refused) or all(each.holds(value) for each in limits) else _Refused()
+        if not all(limit.holds(value) for limit in limits):
+            raise _RefusedError
+        return value
 
-    values = next((each.values for each in limits if each.values), ())
-    return _Kind(values or f"{kind.phrase} {ending}", admit)
-
-
-def _of_parts(parts: Iterable[Any]) -> list[_Kind | None]:
-    """Return the kinds of the elements of a collection, which may hold measured numbers."""
-    return [_kind(Measured if part is float else part) for part in parts]
+    values = next((limit.values for limit in limits if limit.values), ())
+    return _Kind(values or f"{kind.phrase} {words}", admit)
 
 
 def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: Sequence[Range]) -> _Kind | None:
@@ -412,17 +408,19 @@ def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: S
         return _later(annotation)
     if origin in (Union, types.UnionType):
         return _union(parts, default)
-    if annotation is None or annotation is types.NoneType:
+    if annotation in (None, types.NoneType):
         return _kind_of("None", lambda value: value is None)
     if annotation is bool:
-        return _Kind((True, False), _flag)
+        return _kind_of((True, False), lambda value: isinstance(value, bool), _plain)
     if annotation is int:
-        return _number(Integral, "an integer", default, limits)
+        return _number(Integral, "an integer", may_be_nan=False, may_be_infinite=True)
     if annotation is float:
-        return _number(Real, "a number", default, limits)
+        may_be_nan = MAY_BE_NAN in limits
+        may_be_infinite = may_be_nan or MAY_BE_INFINITE in limits or not limits or default == math.inf
+        words = "a number" if may_be_infinite else "a finite number"
+        return _number(Real, words, may_be_nan=may_be_nan, may_be_infinite=may_be_infinite)
     if origin is Literal:
-        allowed = [(type(each), each) for each in parts]
-        return _kind_of(parts, lambda value: (type(value), value) in allowed)
+        return _kind_of(parts, lambda value: (type(value), value) in [(type(each), each) for each in parts])
     if annotation is getattr(sys.modules.get("numpy.typing"), "ArrayLike", _ABSENT):
         return _array(converts=False)
     base = origin or annotation
@@ -432,20 +430,16 @@ def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: S
         return _array(converts=True)
     if base is type:
         return _kind_of("a class", lambda value: isinstance(value, type))
-    if issubclass(base, Mapping):
-        return _collection("a mapping", lambda value: isinstance(value, Mapping), _of_parts(parts))
+    if base is dict or base in (Mapping, MutableMapping):
+        return _collection("a mapping", lambda value: isinstance(value, Mapping), parts)
     if base is tuple:
-        fixed = len(parts) if parts and parts[-1] is not Ellipsis and len(set(map(str, parts))) == 1 else 0
-        inner = _of_parts(parts[:1]) if fixed or parts[-1:] == (Ellipsis,) else []
-        return _collection("a sequence", _is_sequence, inner, fixed)
-    if base is Sequence or base is list:
-        return _collection("a sequence", _is_sequence, _of_parts(parts))
-    if base is Callable:
-        return _kind_of("a function", callable)
+        length = len(parts) if parts and parts[-1] is not Ellipsis and len(set(map(str, parts))) == 1 else 0
+        return _collection("a sequence", _is_sequence, parts[:1] if length or parts[-1:] == (Ellipsis,) else (), length)
+    if base in (Sequence, list):
+        return _collection("a sequence", _is_sequence, parts)
     if base in (Iterable, Collection):
-        words = "a sequence" if base is Collection else "an iterable"
-        return _collection(words, _is_iterable, _of_parts(parts))
-    return _class(base)
+        return _collection("a sequence" if base is Collection else "an iterable", _is_iterable, parts)
+    return _function(*parts[:1] or [None]) if base is Callable else _class(base)
 
 
 class _Door:
@@ -495,43 +489,43 @@ class _Door:
 
     @staticmethod
     def admitted(name: str, kind: _Kind, value: Any) -> Any:
-        admitted = kind.admit(value)
-        if isinstance(admitted, _Refused):
-            value = value if admitted.part is _ABSENT else admitted.part
-            raise OptionError.of(name, value, admitted.phrase or kind.expected, remedy=kind.remedy)
-        return admitted
+        try:
+            return kind.admit(value)
+        except _RefusedError as error:
+            value = value if error.part is _ABSENT else error.part
+            raise OptionError.of(name, value, error.phrase or kind.expected, remedy=kind.remedy) from None
 
     def _misfit(self, problem: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallError:
         """Return the exception for a call that does not fit the signature, as `inspect` describes it."""
         known = {name: each for name, each in self.signature.parameters.items() if name not in ("self", "cls")}
-        quoted = problem.partition("'")[2].rpartition("'")[0]
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        if unknown := [] if takes_any else [name for name in kwargs if name not in known]:
-            problem, quoted = "unexpected", unknown[0]
-        if "unexpected" in problem:
-            usual = [name for name, others in USUAL_NAMES.items() if quoted in others.split() and name in known]
-            near = [*usual, *difflib.get_close_matches(quoted, known, n=1)]
+        unknown = [] if takes_any else [name for name in kwargs if name not in known]
+        name = unknown[0] if unknown else problem.partition("'")[2].rpartition("'")[0]
+        value, expected = kwargs.get(name), "passed once"
+        if unknown:
+            usual = [each for each, others in USUAL_NAMES.items() if name in others.split() and each in known]
+            near = [*usual, *difflib.get_close_matches(name, known, n=1)]
             hint = f"use {near[0]}" if near else f"its arguments are {', '.join(known)}"
-            hint = f'pass optimizer_options={{"{quoted}": ...}}' if near[:1] == ["optimizer_options"] else hint
-            sentence = f"{self.title} has no argument {quoted}; {hint}."
-            return CallError(sentence, name=quoted, value=kwargs[quoted], expected=tuple(known))
-        if "missing" in problem:
-            found = re.search(rf"^\s*{quoted}: ([^.;,(]+)", self._documentation(), re.MULTILINE)
+            hint = f'pass optimizer_options={{"{name}": ...}}' if near[:1] == ["optimizer_options"] else hint
+            sentence, expected = f"has no argument {name}; {hint}", tuple(known)
+        elif "missing" in problem:
+            found = re.search(rf"^\s*{name}: ([^.;,(]+)", self._documentation(), re.MULTILINE)
             meaning = " ".join(found.group(1).split()) if found else ""
-            sentence = f"{self.title} needs the argument {quoted}{f' ({meaning})' if meaning else ''}."
-            return CallError(sentence, name=quoted, expected=meaning or "an argument")
-        if "multiple" in problem:
-            sentence = f"{self.title} received {quoted} by its position and by its name; pass it once."
-            return CallError(sentence, name=quoted, value=kwargs[quoted], expected="passed once")
-        first = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
-        n_given = len(args) - (len(self.signature.parameters) - len(known))
-        rest = [name for name in known if name not in first]
-        sentence = f"{self.title} takes {', '.join(first) or 'no argument'} by position, got {n_given} values"
-        sentence += (
-            f"; name the others, which may be {', '.join(rest[:8])}{', ...' * (len(rest) > 8)}." if rest else "."
-        )
-        expected = f"at most {len(first)} arguments by position"
-        return CallError(sentence, name=(rest or first or [""])[0], value=args[-1], expected=expected)
+            sentence, expected = (
+                f"needs the argument {name}{f' ({meaning})' if meaning else ''}",
+                meaning or "an argument",
+            )
+        elif "multiple" in problem:
+            sentence = f"received {name} by its position and by its name; pass it once"
+        else:
+            first = [each for each in known if known[each].kind <= inspect.Parameter.POSITIONAL_OR_KEYWORD]
+            rest = [each for each in known if each not in first]
+            n_given = len(args) - (len(self.signature.parameters) - len(known))
+            sentence = f"takes {', '.join(first) or 'no argument'} by position, got {n_given} values"
+            if rest:
+                sentence += f"; name the others, which may be {', '.join(rest[:8])}{', ...' * (len(rest) > 8)}"
+            name, value, expected = (rest or first or [""])[0], args[-1], f"at most {len(first)} arguments by position"
+        return CallError(f"{self.title} {sentence}.", name=name, value=value, expected=expected)
 
     def _documentation(self) -> str:
         documentation = self.function.__doc__ or ""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from workbench.errors import AnatomyError
+from workbench.errors import AnatomyError, held_module
 
 
 class HoldsModel(Protocol):
@@ -25,21 +25,7 @@ def module_of(model: HoldsModel | nn.Module) -> nn.Module:
     Raises:
         AnatomyError: If it is not a module, or is one that runs no hooks.
     """
-    if isinstance(model, type):
-        raise AnatomyError(
-            f"The model is the class {model.__name__}; pass an instance of it, such as {model.__name__}(...).",
-            name="model",
-            value=model,
-            expected="a model rather than a class",
-        )
-    module: Any = model if hasattr(model, "get_parameter") else getattr(model, "model", None)
-    if not hasattr(module, "get_parameter"):
-        raise AnatomyError(
-            f"The model is a {type(model).__name__}, expected an nn.Module or a subject from wb.open_checkpoint().",
-            name="model",
-            value=model,
-            expected="an nn.Module or a subject",
-        )
+    module: Any = held_module(model)
     if isinstance(module, torch.jit.ScriptModule):
         raise AnatomyError(
             f"{getattr(module, 'original_name', type(module).__name__)} is compiled by TorchScript, which runs no "
