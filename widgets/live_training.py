@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import OptionError, StoreError
 from workbench.io.store import open_run
-from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt
+from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.plots.figure_files import save as save_figure
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
@@ -332,7 +332,7 @@ class LiveTraining(WorkbenchWidget):
                 self._sentences.append(f"This training was ended: {reason}.")
                 self._runs.stop()
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: NonNegativeFloat | None = None) -> None:
         """Wait until the runs have ended; the kernel runs no other cell meanwhile, but the figure is updated.
 
         Args:

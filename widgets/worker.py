@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import torch
 
+from workbench.option_checks import NonNegativeFloat
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.measuring import MeasuringProgress, status_html
 
@@ -60,7 +61,7 @@ class BackgroundWorker:
         self.drop()
         self._future = self._pool.submit(self._work, self._number, job)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: NonNegativeFloat | None = None) -> None:
         """Wait until no job is running or waiting.
 
         Raises:
@@ -136,7 +137,7 @@ class MeasuringWidget(WorkbenchWidget):
             self._end(f"Stopped{at}; the partial result was discarded.")
             self._show_end()
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: NonNegativeFloat | None = None) -> None:
         """Wait until the measurement has ended. The page does not respond meanwhile; in a notebook use `finished`.
 
         Args:

@@ -49,6 +49,11 @@ at_most = _limit("of at most", operator.le)
 below = _limit("below", operator.lt)
 
 
+def n_dims(number: int) -> Range:
+    """Return the limit of arrays with a number of dimensions."""
+    return Range(f"with {number} dimension{'s' * (number > 1)}", lambda value: value.ndim == number)
+
+
 def one_of(allowed: Iterable[Any]) -> Range:
     """Return the limit of values that are listed."""
     values = tuple(allowed)
@@ -251,7 +256,10 @@ def _collection(words: str, belongs: Callable[[Any], bool], parts: Iterable[Any]
     """Return the kind of a collection whose elements (of a mapping: keys and values) are as annotated."""
     kinds = [_kind(Measured if part is float else part) for part in parts]  # they may be measured
     inner = kinds[-1] if kinds else None
-    if inner is not None and words != "a mapping":
+    phrases = list(dict.fromkeys(kind.phrase if kind else "anything" for kind in kinds))
+    if len(phrases) > 1 and length:
+        words = f"{words} of {' and '.join(phrases)}"
+    elif inner is not None and words != "a mapping":
         words = f"{words} of {f'{length} elements' if length else 'elements'}, each {inner.phrase}"
 
     def admit(value: Any) -> Any:
@@ -261,7 +269,8 @@ def _collection(words: str, belongs: Callable[[Any], bool], parts: Iterable[Any]
             value = value.tolist() if hasattr(value, "tolist") else value.values.tolist()
         if inner is None or not isinstance(value, Collection):
             return value  # an iterator can be read only once
-        for pair in islice(value.items() if isinstance(value, Mapping) else zip(value), _MAX_CHECKED):
+        pairs = [value] if length else value.items() if isinstance(value, Mapping) else zip(value)
+        for pair in islice(pairs, _MAX_CHECKED):
             for kind, each in zip(kinds, pair, strict=False):
                 try:
                     if kind is not None:
@@ -281,7 +290,7 @@ def _array(*, converts: bool) -> _Kind:
 
         is_array = isinstance(value, np.ndarray | np.generic)
         if hasattr(value, "__array__") and not is_array and not isinstance(value, Mapping):  # a tensor or a DataArray
-            return value
+            return value.numpy(force=True) if converts and hasattr(value, "numpy") else value
         is_number = isinstance(value, Complex) and not isinstance(value, bool) and not converts
         try:
             array = np.asarray(value if is_array or is_number or _is_sequence(value) else None)
@@ -433,8 +442,8 @@ def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: S
     if base is dict or base in (Mapping, MutableMapping):
         return _collection("a mapping", lambda value: isinstance(value, Mapping), parts)
     if base is tuple:
-        length = len(parts) if parts and parts[-1] is not Ellipsis and len(set(map(str, parts))) == 1 else 0
-        return _collection("a sequence", _is_sequence, parts[:1] if length or parts[-1:] == (Ellipsis,) else (), length)
+        is_open = parts[-1:] == (Ellipsis,)
+        return _collection("a sequence", _is_sequence, parts[:1] if is_open else parts, 0 if is_open else len(parts))
     if base in (Sequence, list):
         return _collection("a sequence", _is_sequence, parts)
     if base in (Iterable, Collection):
@@ -445,16 +454,16 @@ def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: S
 class _Door:
     """The check of the calls of one function."""
 
-    def __init__(self, function: Callable[..., Any], title: str, owner: type | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], title: str, owner: type | None = None, *, measures: bool = False
+    ) -> None:
         self.function, self.title = function, title
         self.signature = inspect.signature(function)
         self.kinds: dict[str, tuple[_Kind, Any, Any]] = {}
         for parameter in list(self.signature.parameters.values()):
             modules = [base.__module__ for base in owner.__mro__ if parameter.name in _fields(base)] if owner else []
             annotation = _evaluated(parameter.annotation, (modules or [function.__module__])[0])
-            if annotation is float and next(iter(self.signature.parameters)) == "self" and owner is None:
-                annotation = Measured  # methods also receive what was measured
-            kind = _kind(annotation, parameter.default)
+            kind = _kind(Measured if annotation is float and measures else annotation, parameter.default)
             if parameter.annotation is not parameter.empty and kind is not None:
                 self.kinds[parameter.name] = kind, parameter.default, parameter.kind
 
@@ -542,7 +551,7 @@ def checked(target: Target) -> Target:
     public methods are checked in calls from outside of the workbench.
     """
     if isinstance(target, type):
-        _check_class(target, constructor=True, always=True)
+        _check_class(target, always=True)
         return target
     return _checked_function(target, target.__qualname__)
 
@@ -566,8 +575,13 @@ def _fields(cls: type) -> dict[str, Any]:
     return vars(cls).get("__annotations__", {}) if "__dataclass_fields__" in vars(cls) else {}
 
 
-def _checked_function(function: Any, title: str, owner: type | None = None, *, always: bool = True) -> Any:
-    """Return a function with the door before it; calls from the package pass it only if ``always``."""
+def _checked_function(
+    function: Any, title: str, owner: type | None = None, *, always: bool = True, measures: bool = False
+) -> Any:
+    """Return a function with the door before it; calls from the package pass it only if ``always``.
+
+    With ``measures``, numbers without limits may be NaN or infinite.
+    """
     if not inspect.isfunction(function) or hasattr(function, "_door"):
         return function
     doors: list[_Door] = []
@@ -577,7 +591,7 @@ def _checked_function(function: Any, title: str, owner: type | None = None, *, a
         if not always and _is_inside(sys._getframe(1).f_globals.get("__name__", "")):
             return function(*args, **kwargs)
         if not doors:
-            doors.append(_Door(function, title, owner))
+            doors.append(_Door(function, title, owner, measures=measures))
         args, kwargs = doors[0].admit(args, kwargs)
         return function(*args, **kwargs)
 
@@ -590,37 +604,44 @@ def _is_inside(module: str) -> bool:
     return module.partition(".")[0] == "workbench" and module != "workbench.cli"
 
 
-def _check_class(cls: type, *, constructor: bool, always: bool) -> None:
+def _check_class(cls: type, *, always: bool) -> None:
     torch = sys.modules.get("torch")
     is_torch = torch is not None and issubclass(cls, torch.nn.Module | torch.optim.Optimizer)
     skipped = ("forward", "step") if is_torch else ()  # torch compiles and wraps them
     if issubclass(cls, BaseException) or getattr(cls, "_is_protocol", False):
         return
+    is_result = not always and hasattr(cls, "__dataclass_fields__") and not hasattr(cls, "__post_init__")
     package = cls.__module__.partition(".")[0]
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] != package or getattr(base, "_is_protocol", False):
             continue
         for name, value in list(vars(base).items()):
+            title = f"{base.__name__}.{name}"
+            if isinstance(value, property) and value.fset and not name.startswith("_"):
+                setattr(base, name, value.setter(_checked_function(value.fset, title, always=False)))
+                continue
             inner = getattr(value, "__func__", value)
-            is_wanted = constructor if name == "__init__" else not (name.startswith("_") or name in skipped)
-            if is_wanted and inspect.isfunction(inner) and not hasattr(inner, "_door"):
-                title = base.__name__ if name == "__init__" else f"{base.__name__}.{name}"
-                owner, is_always = (base, always) if name == "__init__" else (None, False)
-                call = _checked_function(inner, title, owner, always=is_always)
-                setattr(base, name, call if inner is value else type(value)(call))
+            if not inspect.isfunction(inner) or hasattr(inner, "_door") or name in skipped:
+                continue
+            if name == "__init__":
+                call = _checked_function(inner, base.__name__, base, always=always, measures=is_result)
+            elif not name.startswith("_"):
+                call = _checked_function(inner, title, always=False, measures=True)
+            else:
+                continue
+            setattr(base, name, call if inner is value else type(value)(call))
 
 
 def published(value: Any) -> Any:
     """Put the door before an object that becomes public, and return it.
 
-    A function is replaced in its module too, so that it has one identity. A dataclass that checks nothing when it is
-    created is a result of the library, whose values may be anything that was measured; only its methods are checked.
+    A function is replaced in its module too, so that it has one identity. Methods also receive what was measured, and a
+    dataclass that checks nothing when it is created is a result of the library, whose numbers were measured.
     """
     if not getattr(value, "__module__", "").startswith("workbench"):
         return value
     if isinstance(value, type):
-        is_result = hasattr(value, "__dataclass_fields__") and not hasattr(value, "__post_init__")
-        _check_class(value, constructor=not is_result, always=False)
+        _check_class(value, always=False)
         return value
     name = getattr(value, "__name__", "")
     call = _checked_function(value, name, always=False)

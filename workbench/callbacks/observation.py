@@ -39,7 +39,7 @@ class Observation:
     step: int
     part: str
     values: Mapping[str, np.ndarray]
-    coords: Mapping[str, np.ndarray] = field(default_factory=dict)
+    coords: Mapping[str, Any] = field(default_factory=dict)
 
 
 def changed_setting(step: int, setting: str, factor: float, message: str) -> Observation:

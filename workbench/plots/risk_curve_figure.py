@@ -9,6 +9,7 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent
+from workbench.option_checks import PositiveFloat
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import require_variables
 from workbench.plots.figure_files import redrawable
@@ -25,7 +26,7 @@ _PROBABILITIES = ("failure", "failure_low", "failure_high", "explosion")
 
 @redrawable
 def risk_curve(
-    risk: xr.Dataset | Mapping[str, xr.Dataset], *, learning_rate: float | None = None, backend: str = "bokeh"
+    risk: xr.Dataset | Mapping[str, xr.Dataset], *, learning_rate: PositiveFloat | None = None, backend: str = "bokeh"
 ) -> Any:
     """Draw the probability of not learning well against the learning rate, for one planned run or several designs.
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+
+from workbench.errors import OptionError
+from workbench.option_checks import n_dims
 
 #: Fraction of the updates after which the best rate has the loss that a useful rate must reach after all updates.
 REFERENCE_SHARE = 0.8
@@ -49,7 +53,11 @@ class UsefulBand:
 
 
 def useful_band(
-    rate: np.ndarray, loss: np.ndarray, earlier: np.ndarray, *, reference: np.ndarray | None = None
+    rate: np.ndarray,
+    loss: Annotated[np.ndarray, n_dims(2)],
+    earlier: np.ndarray,
+    *,
+    reference: np.ndarray | None = None,
 ) -> UsefulBand:
     """Find the band of useful learning rates of one design.
 
@@ -83,6 +91,12 @@ def useful_band(
         `workbench.rates.rate_outcomes`: Finds the bands of a sweep.
         `workbench.find_rate`: Estimates the band of a planned training.
     """
+    for name, values, axes in (
+        ("rate", rate, loss.shape[:1]),
+        ("earlier", earlier, loss.shape),
+        ("reference", reference, loss.shape[1:]),
+    ):
+        _require_shape(name, values, axes)
     n_tried = (~np.isnan(loss)).sum(axis=1)
     mean = mean_over_seeds(loss)
     compared = np.where(np.isfinite(mean) & (n_tried == n_tried.max()), mean, math.inf)
@@ -95,6 +109,11 @@ def useful_band(
     is_useful = is_own or not excess[best] > 0
     ends = [_end(np.log(rate), excess, best, step) if is_useful else math.nan for step in (-1, 1)]
     return UsefulBand(float(rate[best]), float(mean[best]), math.exp(ends[0]), math.exp(ends[1]), excess)
+
+
+def _require_shape(name: str, values: np.ndarray | None, shape: tuple[int, ...]) -> None:
+    if values is not None and values.shape != shape:
+        raise OptionError.of(name, values.shape, f"of shape {shape}, like loss")
 
 
 def largest_useful_loss(loss: np.ndarray, earlier: np.ndarray) -> np.ndarray:
@@ -136,7 +155,9 @@ def _end(log_rate: np.ndarray, excess: np.ndarray, best: int, step: int) -> floa
     return math.nan
 
 
-def rate_sensitivity(rate: np.ndarray, loss: np.ndarray, *, start_loss: float, over: tuple[float, float]) -> float:
+def rate_sensitivity(
+    rate: np.ndarray, loss: Annotated[np.ndarray, n_dims(1)], *, start_loss: float, over: tuple[float, float]
+) -> float:
     """Compute the learning-rate sensitivity: the mean excess of the loss over the best one, over a range of rates.
 
     It is the mean of min(loss, start_loss) - best loss over the logarithm of the rate (Wortsman et al. 2023,
@@ -161,6 +182,7 @@ def rate_sensitivity(rate: np.ndarray, loss: np.ndarray, *, start_loss: float, o
     See Also:
         `workbench.rates.rate_outcomes`: Computes the sensitivity of each cell of a sweep.
     """
+    _require_shape("rate", rate, loss.shape)
     is_known = ~np.isnan(loss)
     rate, loss = rate[is_known], loss[is_known]
     if not len(rate):

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.attribution import UNKNOWN, Attribution, Attributor
-from workbench.callbacks.alarms.calibration import Calibration, check_rate
+from workbench.callbacks.alarms.calibration import Calibration, FalseAlarms
 from workbench.callbacks.alarms.evidence_rows import EvidenceRows
 from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.alarms.watched import FALL, RISE
 from workbench.callbacks.observation import Observation
-from workbench.option_checks import NonNegativeInt, PositiveFloat
+from workbench.option_checks import NonNegativeInt
 
 #: A signal raises another alarm only after its evidence has fallen below this fraction of the threshold.
 _REARM = 0.5
@@ -85,7 +85,7 @@ class Alarms:
     def __init__(
         self,
         *,
-        false_alarms: PositiveFloat = 1.0,
+        false_alarms: FalseAlarms = 1.0,
         calibration: Calibration | None = None,
         attributor: Attributor | None = None,
         on_alarm: Callable[[Alarm], None] | None = None,
@@ -102,8 +102,7 @@ class Alarms:
         return self._false_alarms
 
     @false_alarms.setter
-    def false_alarms(self, false_alarms: float) -> None:
-        check_rate(false_alarms)
+    def false_alarms(self, false_alarms: FalseAlarms) -> None:
         self._false_alarms = false_alarms
 
     def reset(self, *, step: NonNegativeInt = 0) -> None:

@@ -15,7 +15,7 @@ from workbench.errors import OptionError
 from workbench.formatting import percent
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
-from workbench.option_checks import NonNegativeFloat
+from workbench.option_checks import PositiveFloat
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
 _FILE = FileKind("an attributor", "pass a file written by Attributor.save()")
@@ -117,7 +117,7 @@ class Attributor:
     bias: np.ndarray
 
     @classmethod
-    def fit(cls, examples: Iterable[tuple[Mapping[str, float], str]], *, penalty: NonNegativeFloat = 1.0) -> Attributor:
+    def fit(cls, examples: Iterable[tuple[Mapping[str, float], str]], *, penalty: PositiveFloat = 1.0) -> Attributor:
         """Fit a model to measurements of runs with faults.
 
         Args:

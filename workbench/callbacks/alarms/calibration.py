@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from workbench.callbacks.alarms.run_evidence import RunEvidence
 from workbench.errors import OptionError
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
+from workbench.option_checks import PositiveInt, Remedy, above
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,6 +34,10 @@ _LEAST_EVIDENCE = 1.0
 _NOMINAL_EXCESS = 1 / math.log(10)
 #: Weight of the base calibration, in stretches, relative to the user's own runs.
 _PRIOR = 50.0
+
+
+#: Rate of false alarms of all signals together.
+FalseAlarms = Annotated[float, above(0), Remedy("pass a rate per 100,000 steps, such as 1")]
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Calibration:
     n_steps: int
     about: str = ""
 
-    def threshold(self, signal: str, false_alarms: float, *, n_signals: int) -> float:
+    def threshold(self, signal: str, false_alarms: FalseAlarms, *, n_signals: PositiveInt) -> float:
         """Return the evidence at which a signal raises an alarm, for a rate of false alarms of all signals together.
 
         Args:
@@ -91,16 +96,12 @@ class Calibration:
             false_alarms: Rate for all signals together, per 100,000 steps.
             n_signals: Number of signals, among which the rate is divided equally.
 
-        Raises:
-            OptionError: If ``false_alarms`` is not positive.
-
         Example:
             >>> import workbench as wb
             >>> calibration = wb.alarms.Calibration({}, n_steps=0)  # exact p values
             >>> round(calibration.threshold("loss", 1.0, n_signals=10), 3)  # -log10 of 1e-6
             6.0
         """
-        check_rate(false_alarms)
         return self.tails.get(signal, _NOMINAL).evidence_at(false_alarms / max(n_signals, 1))
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -145,13 +146,6 @@ class Calibration:
             True
         """
         return cls.open(_SHIPPED)
-
-
-def check_rate(false_alarms: float) -> None:
-    """Raise OptionError if a rate of false alarms is not positive and finite."""
-    if not 0 < false_alarms < math.inf:
-        remedy = "pass a rate per 100,000 steps, such as 1"
-        raise OptionError.of("false_alarms", false_alarms, "positive and finite", remedy=remedy)
 
 
 def calibrate(

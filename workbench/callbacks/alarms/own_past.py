@@ -9,6 +9,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from workbench.errors import OptionError
+
 #: Lengths of the windows, in measurements. A window of n measurements is compared with the trend of the _BEFORE * n
 #: measurements before it.
 WINDOWS = np.array([1, 2, 4, 8, 16, 32, 64, 128])
@@ -141,6 +143,8 @@ class OwnPast:
             >>> found.rise > 6, found.fall > 6
             (array([ True, False]), array([False,  True]))
         """
+        if values.shape != self._first.shape:
+            raise OptionError.of("values", values.shape, f"of shape {self._first.shape}, one value for each series")
         is_finite = np.isfinite(values)
         values = np.clip(values, -_LARGEST, _LARGEST)
         begins = is_finite & np.isnan(self._first)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.models.calling import call_model
 from workbench.models.probing import undisturbed, watch
-from workbench.option_checks import at_least, at_most, checked, one_of
+from workbench.option_checks import at_least, at_most, below, checked, one_of
 
 #: Functions during which torch disables the mode.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
@@ -100,7 +100,7 @@ def flash_attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
+    dropout_p: Annotated[float, at_least(0), below(1)] = 0.0,
     is_causal: bool = False,
     *,
     scale: float | None = None,

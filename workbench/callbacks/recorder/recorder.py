@@ -421,6 +421,8 @@ class Recorder:
             array([0, 1])
         """
         self._check_free("load_state_dict")
+        if not {"step", "probe"} <= state.keys():
+            raise OptionError.of("state", tuple(state), "from state_dict()")
         self._step, self._is_loaded = state["step"], True
         self.recent_examples = state.get("recent_examples", [])
         self.settings_state = state.get("settings", {})

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.recorder.attached import AttachedRecorder
 
 #: Library of each module with a class ``Trainer``.
-_TRAINERS = {"transformers": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
+_TRAINERS = {"transformers.trainer": "transformers", "lightning.pytorch": "lightning", "pytorch_lightning": "lightning"}
 
 
 @checked
