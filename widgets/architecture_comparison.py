@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import OptionError, SchemaError, require_listed
 from workbench.formatting import listed
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.comparison.eigenvalues import EigenvalueView
@@ -225,8 +225,7 @@ class ArchitectureComparison(WorkbenchWidget):
 
     def _check_view(self, name: str) -> None:
         """Raise an exception if there is no such view."""
-        if name not in self.views:
-            raise OptionError.of("view", name, tuple(self.views))
+        require_listed("view", [name], self.views)
 
     @property
     def scene(self) -> Scene:

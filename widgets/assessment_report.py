@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_listed
 from workbench.formatting import capitalized, counted
 from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
@@ -157,8 +157,7 @@ class AssessmentReport(MeasuringWidget):
 
     @view.setter
     def view(self, name: str) -> None:
-        if name not in self._view.options:
-            raise OptionError.of("view", name, tuple(self._view.options))
+        require_listed("view", [name], self._view.options)
         self._view.value = name
 
     def measure(self) -> None:

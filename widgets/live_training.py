@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import OptionError, StoreError
+from workbench.errors import OptionError, StoreError, require_known
 from workbench.io.store import open_run
 from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.plots.figure_files import save as save_figure
@@ -153,13 +153,7 @@ class LiveTraining(WorkbenchWidget):
         super().__init__(theme=theme)
         known = [f.name for cls in (TrainingPlan, Recording) for f in fields(cls) if f.name not in _TAKEN]
         known += ["loss", "penalties"]
-        if unknown := [name for name in settings if name not in known]:
-            raise OptionError(
-                f"LiveTraining has no setting '{unknown[0]}'; the further settings are {', '.join(known)}.",
-                name=unknown[0],
-                value=settings[unknown[0]],
-                expected=tuple(known),
-            )
+        require_known("LiveTraining", settings, known, word="setting")
         self._pair = PairedRuns(kss, faults, recorder, alarms, actions, is_off=versus is not None)
         self.kss, self.faults = self._pair.kss, self._pair.faults
         self.setup = Setup(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from workbench.errors import OptionError
+from workbench.errors import require_listed
 from workbench.plots.style import model_style
 
 if TYPE_CHECKING:
@@ -121,16 +121,7 @@ class Tags(anywidget.AnyWidget):
             OptionError: If a name does not exist, or no name is given.
         """
         names = [names] if isinstance(names, str) else list(names)
-        unknown = [name for name in names if name not in self.names]
-        if unknown or not names:
-            raise OptionError(
-                f"The {self.label} do not include '{unknown[0]}'; choose from {', '.join(self.names)}."
-                if unknown
-                else f"None of the {self.label} is chosen; choose from {', '.join(self.names)}.",
-                name=self.label,
-                value=unknown[0] if unknown else None,
-                expected=tuple(self.names),
-            )
+        require_listed(self.label, names or [None], self.names)
         self.value = [name for name in self.names if name in names]
 
 

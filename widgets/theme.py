@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from workbench.errors import OptionError
+from workbench.errors import require_listed
 
 if TYPE_CHECKING:
     from bokeh.models import LayoutDOM
@@ -19,8 +19,7 @@ def check_theme(theme: str) -> None:
     Raises:
         OptionError: If there is no such theme.
     """
-    if theme not in THEMES:
-        raise OptionError.of("theme", theme, tuple(THEMES))
+    require_listed("theme", [theme], THEMES)
 
 
 def enlarge_text(root: LayoutDOM, theme: str) -> None:

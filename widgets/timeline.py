@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.callbacks.alarms.probe_alarms import SIGNALS
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import OptionError, SchemaError, require_listed
 from workbench.formatting import capitalized, counted, listed
 from workbench.io.run_access import named_runs
 from workbench.option_checks import PositiveFloat, checked
@@ -161,9 +161,7 @@ class Timeline(WorkbenchWidget):
 
     @reduce.setter
     def reduce(self, reduce: str) -> None:
-        choice = ("worst", *sig.REDUCTIONS)
-        if reduce not in choice:
-            raise OptionError.of("reduce", reduce, choice)
+        require_listed("reduce", [reduce], ("worst", *sig.REDUCTIONS))
         self._settings.reduce = None if reduce == "worst" else reduce
         self._refresh()
 

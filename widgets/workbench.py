@@ -9,7 +9,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.errors import OptionError, StoreError, WorkbenchError
+from workbench.errors import StoreError, WorkbenchError, require_listed
 from workbench.formatting import listed
 from workbench.io.atomic import replacing
 from workbench.widgets.base import known
@@ -142,13 +142,7 @@ class Workbench(MeasuringWidget):
     @ticked.setter
     def ticked(self, names: str | Iterable[str]) -> None:
         names = [names] if isinstance(names, str) else list(names)
-        if unknown := [name for name in names if name not in self._catalogue.sources]:
-            raise OptionError(
-                f"There is no '{unknown[0]}' in the list of sources; add it with add().",
-                name="ticked",
-                value=unknown[0],
-                expected=tuple(self._catalogue.sources),
-            )
+        require_listed("ticked", names, self._catalogue.sources, remedy="add others with add()")
         self._room.sources.value = names
 
     @property

@@ -17,9 +17,10 @@ See Also:
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any, Self
 
@@ -337,3 +338,21 @@ def held_module(model: Any) -> Any:
             expected="an nn.Module or a subject",
         )
     return module
+
+
+def require_listed(name: str, chosen: Iterable[Any], listed: Iterable[Any], *, remedy: str = "") -> None:
+    """Raise `OptionError` for the first of the chosen values of an argument that is not listed."""
+    listed = tuple(listed)
+    for each in chosen:
+        if not any(isinstance(each, type(known)) and each == known for known in listed):
+            raise OptionError.of(name, each, listed, remedy=remedy)
+
+
+def require_known(owner: str, given: Mapping[Any, Any], known: Iterable[str], *, word: str = "option") -> None:
+    """Raise `OptionError` for the first name of given options that their owner does not know."""
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"use '{near[0]}'" if near else f"its {word}s are {', '.join(known)}"
+            raise OptionError(f"{owner} has no {word} '{name}'; {hint}.", name=name, value=given[name], expected=known)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 
 from workbench import tasks, zoo
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_listed
 from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt, checked
 from workbench.tasks.user_data import OneShotTask
 from workbench.widgets.live.architecture_controls import LABEL, NARROW, NATURAL, ROW, ArchitectureControls, names_of
@@ -79,8 +79,8 @@ class Setup:
         control: str = "without KSS",
     ) -> None:
         self.first = ArchitectureControls(_DEFAULT if architecture is None else architecture)
-        if isinstance(task, str) and task not in _TASKS:
-            raise OptionError.of("task", task, tuple(_TASKS), remedy="choose one of these names or pass a task")
+        if isinstance(task, str):
+            require_listed("task", [task], _TASKS, remedy="choose one of these names or pass a task")
         if versus is not None and not compare:
             raise OptionError(
                 "versus= adds a second run, but compare=False requests one run only; omit one of them.",

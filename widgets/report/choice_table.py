@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import traitlets
 
-from workbench.errors import OptionError
+from workbench.errors import require_listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -54,13 +54,7 @@ class ChoiceTable(anywidget.AnyWidget):
             OptionError: If there is no such row.
         """
         names = [row["id"] for row in self.rows]
-        if name not in names:
-            raise OptionError(
-                f"The table '{self.label}' has no row '{name}'; choose from {', '.join(names)}.",
-                name=self.label,
-                value=name,
-                expected=tuple(names),
-            )
+        require_listed(self.label, [name], names)
         self.value = name
 
 

@@ -10,7 +10,7 @@ import ipywidgets
 from torch import nn
 
 from workbench import tasks, zoo
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_listed
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.subject import Subject
 
@@ -155,8 +155,8 @@ class ModelChoice:
                 expected="a wb.zoo.ArchitectureConfig, a path, a checkpoint or a module",
             )
         known = (*_TASKS, _DIGITS, _ENGLISH)
-        if isinstance(task, str) and task not in known:
-            raise OptionError.of("task", task, known, remedy="choose one of these names or pass a task")
+        if isinstance(task, str):
+            require_listed("task", [task], known, remedy="choose one of these names or pass a task")
         self._config = model if isinstance(model, zoo.ArchitectureConfig) else _DEFAULT
         self._given = model if isinstance(model, nn.Module | Subject) else None
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
@@ -168,8 +168,7 @@ class ModelChoice:
         self.adapt()
         if isinstance(task, str):
             offered = [name for name, _ in self.task.options]
-            if task not in offered:
-                raise OptionError.of("task", task, tuple(offered), remedy="choose a task that fits the model")
+            require_listed("task", [task], offered, remedy="choose a task that fits the model")
             self.task.value = task
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_listed
 from workbench.option_checks import NonNegativeInt, PositiveInt, above, below, checked
 
 if TYPE_CHECKING:
@@ -163,12 +163,5 @@ class Actions:
 def _checked_kinds(name: str, kinds: str | Sequence[str]) -> tuple[str, ...]:
     """Return kinds of action, of which a string is one; raise `OptionError` if one is unknown."""
     checked = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    for kind in checked:
-        if kind not in KINDS:
-            raise OptionError(
-                f"{name} names the unknown action {kind!r}; choose from {', '.join(KINDS)}.",
-                name=name,
-                value=kind,
-                expected=KINDS,
-            )
+    require_listed(name, checked, KINDS)
     return checked

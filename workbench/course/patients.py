@@ -12,7 +12,7 @@ import numpy as np
 from workbench.course import case_files, cures, packed_runs, scoring
 from workbench.course.scoring import Score
 from workbench.diagnosis import CAUSES
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_listed
 from workbench.io.progress import Progress
 from workbench.option_checks import NonNegativeInt, checked
 from workbench.schema.runs import SCHEMA_VERSION
@@ -218,8 +218,7 @@ class Patient:
         See Also:
             `workbench.course.Patient.try_cure`: Replays the run with a change.
         """
-        if name not in MEASUREMENTS:
-            raise OptionError.of("name", name, tuple(MEASUREMENTS))
+        require_listed("name", [name], MEASUREMENTS)
         if name not in self._taken:
             self._check_budget(name, self._costs[name])
             with self._opened() as case:
@@ -248,8 +247,7 @@ class Patient:
         See Also:
             `workbench.run_experiment`: Replays a run of your own.
         """
-        if cause not in cures.CURES:
-            raise OptionError.of("cause", cause, tuple(cures.CURES))
+        require_listed("cause", [cause], cures.CURES)
         if cause not in self._tried:
             self._check_budget("cure", self.cure_cost)
             self._tried[cause] = self._replay(cause, progress)
@@ -283,14 +281,11 @@ class Patient:
             `workbench.course.Score`: The score.
         """
         named = (causes,) if isinstance(causes, str) else tuple(dict.fromkeys(causes))
-        for cause in named:
-            if cause not in CAUSES:
-                raise OptionError.of("causes", cause, tuple(CAUSES))
+        require_listed("causes", named, CAUSES)
         if not named or ("nothing" in named and len(named) > 1):
             raise OptionError.of("causes", named, "one or several causes, or 'nothing' alone")
         cure = None if cure == "nothing" else cure
-        if cure is not None and cure not in cures.CURES:
-            raise OptionError.of("cure", cure, (*cures.CURES, None))
+        require_listed("cure", [cure], (*cures.CURES, None))
         self._check_open()
         with self._opened() as case:
             truth, run = case_files.truth_of(case), case_files.whole_run(case)
@@ -330,8 +325,7 @@ class Patient:
 
 
 def _checked(level: int) -> int:
-    if isinstance(level, bool) or level not in BUDGETS:
-        raise OptionError.of("level", level, tuple(BUDGETS))
+    require_listed("level", [level], BUDGETS)
     return int(level)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_listed
 from workbench.hardware.emulation import Emulation, Finding
 from workbench.hardware.hazards import HAZARDS, Hazard
 from workbench.hardware.plan_files import AssessmentPlan, read_plan
@@ -163,17 +163,7 @@ def _chosen(names: Collection[str] | None) -> list[Hazard]:
     Raises:
         OptionError: If a name is unknown.
     """
-    from workbench.hardware.plan_sections import nearest
-
-    known = tuple(hazard.id for hazard in HAZARDS)
-    for name in names or ():
-        if name not in known:
-            raise OptionError(
-                f"There is no hazard '{name}'; the nearest is '{nearest(str(name), known)}', of {', '.join(known)}.",
-                name="hazards",
-                value=name,
-                expected=known,
-            )
+    require_listed("hazards", names or (), [hazard.id for hazard in HAZARDS])
     return [hazard for hazard in HAZARDS if names is None or hazard.id in names]
 
 

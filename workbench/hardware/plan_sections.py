@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_known
 from workbench.sweeps.run_settings import TASKS
 from workbench.training.training_plan import PRECISIONS, SCHEDULES
 
@@ -313,16 +313,7 @@ def _read_task(keys: Mapping[str, Any]) -> TaskSection:
             name="name",
             expected=TASKS,
         )
-    known = task_options(section.name) if section.name else ()
-    for name in options:
-        if name not in known:
-            raise OptionError(
-                f"[task]: {section.name} has no option '{name}'; the nearest is '{nearest(name, known)}', of "
-                f"{', '.join(known)}.",
-                name=name,
-                value=options[name],
-                expected=known,
-            )
+    require_known(f"[task]: {section.name}", options, task_options(section.name) if section.name else ())
     return section
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import OptionError
+from workbench.errors import require_listed
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import inputs_of
@@ -130,8 +130,7 @@ class ModelProbe:
             OptionError: If a part is not one of the three.
             AnatomyError: If the residual stream is not where it was when the anatomy was read.
         """
-        if unknown := [part for part in parts if part not in PARTS]:
-            raise OptionError.of("parts", unknown[0], PARTS)
+        require_listed("parts", parts, PARTS)
         run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
         taken: dict[str, dict[str, _Column]] = {}
         if "attention" in parts and (attention := self._attention(self._with_attention(run))):

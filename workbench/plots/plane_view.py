@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import OptionError
+from workbench.errors import require_listed
 from workbench.plots.style import depth_colors
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ def view_of(modes: Mapping[str, Mapping[str, np.ndarray]], zoom: str = "all mode
     Raises:
         OptionError: If the zoom does not exist.
     """
-    if zoom not in ZOOMS:
-        raise OptionError.of("zoom", zoom, ZOOMS)
+    require_listed("zoom", [zoom], ZOOMS)
     largest = max((float(columns["modulus"].max(initial=0)) for columns in modes.values()), default=0.0)
     decades = int(np.ceil(np.log10(max(largest, 1.0)) - 1e-9))
     return PlaneView(min(max(decades, 1), FARTHEST), zoom == "near 1")

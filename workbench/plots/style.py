@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import OptionError, require_lab
+from workbench.errors import OptionError, require_lab, require_listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,8 +107,7 @@ def drawing(backend: str) -> Iterator[Any]:
         OptionError: If the backend does not exist.
         MissingPackageError: If its packages are not installed.
     """
-    if backend not in BACKENDS:
-        raise OptionError.of("backend", backend, BACKENDS)
+    require_listed("backend", [backend], BACKENDS)
     require_lab("Figures", "holoviews", backend)
     import holoviews as hv
     import pandas  # noqa: F401  (holoviews imports it lazily, which fails when two threads draw first)

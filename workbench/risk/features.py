@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import OptionError, SchemaError, require_listed
 from workbench.koopman.measures import STATISTICS
 from workbench.schema.runs import SPECTRA
 
@@ -152,14 +152,7 @@ def column(cases: xr.Dataset, name: str) -> np.ndarray:
 
 def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the values of features, shape (run, feature), and where they are missing."""
-    for name in names:
-        if name not in FEATURES:
-            raise OptionError(
-                f"There is no feature '{name}'; choose from wb.risk.FEATURES.",
-                name="features",
-                value=name,
-                expected="names of wb.risk.FEATURES",
-            )
+    require_listed("features", names, FEATURES)
     needs = {need for name in names for need in FEATURES[name].needs}
     if missing := sorted(need for need in needs if need not in cases.variables):
         raise SchemaError(

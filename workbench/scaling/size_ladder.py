@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from torch import nn
 
 from workbench.callbacks.train import train
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_known
 from workbench.scaling.designs import Design
 from workbench.tasks import Task, as_task
 from workbench.training.low_precision import quick_products
@@ -94,14 +94,7 @@ class LadderTrainer:
     def __post_init__(self) -> None:
         run_options = ("n_steps", "learning_rate", "seed")
         known = tuple(item.name for item in fields(TrainingPlan) if item.name not in run_options)
-        for name in self.training:
-            if name not in known:
-                raise OptionError(
-                    f"The short runs have no setting '{name}'; their settings are {', '.join(known)}.",
-                    name=name,
-                    value=self.training[name],
-                    expected=known,
-                )
+        require_known("A short run", self.training, known, word="setting")
         if self.parametrization is not None and not isinstance(self.training.get("optimizer", "AdamW"), str):
             raise OptionError(
                 "A parametrization creates the optimizer itself; pass the name of the optimizer.",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import SchemaError, require_listed
 from workbench.option_checks import NonNegativeInt, checked, one_of, publish
 from workbench.risk.scores import resamples
 
@@ -60,10 +60,7 @@ def of_set(runs: xr.Dataset, *names: str) -> xr.Dataset:
         `workbench.early_warning.goals`: Evaluates the runs of a set.
     """
     _need(runs, "set")
-    known = sorted(set(runs["set"].values.tolist()))
-    for name in names:
-        if name not in known:
-            raise OptionError.of("set", name, tuple(known))
+    require_listed("set", names, sorted(set(runs["set"].values.tolist())))
     return runs.isel(run=np.flatnonzero(np.isin(runs["set"].values, names)))
 
 

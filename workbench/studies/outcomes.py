@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import SchemaError, require_listed
 from workbench.option_checks import Fraction, Level, NonNegativeInt, checked, publish
 from workbench.risk.features import column
 from workbench.risk.predictors import predictor_scores
@@ -314,8 +314,7 @@ def _two_controls(outcomes: xr.Dataset, control: str, reference: str) -> tuple[p
     runs = _table(outcomes)
     known = runs["control"].unique()
     for argument, name in (("control", control), ("reference", reference)):
-        if name not in known:
-            raise OptionError.of(argument, name, tuple(known))
+        require_listed(argument, [name], known)
     ours, other = (runs[runs["control"] == name].set_index(_CELL) for name in (control, reference))
     cells = ours.index.intersection(other.index).sort_values()
     return ours.loc[cells], other.loc[cells]

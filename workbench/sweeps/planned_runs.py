@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_known
 from workbench.schema.sweeps import SETTINGS, dtype_of
 from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingPlan
 
@@ -27,14 +27,7 @@ def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
         OptionError: If a setting is unknown, missing or invalid.
     """
     known = tuple(item.name for item in fields(TrainingPlan))
-    for name in training:
-        if name not in known:
-            raise OptionError(
-                f"A training run has no setting '{name}'; its settings are {', '.join(known)}.",
-                name=name,
-                value=training[name],
-                expected=known,
-            )
+    require_known("A training run", training, known, word="setting")
     if "n_steps" not in training:
         raise OptionError(
             "A planned run needs n_steps, the number of updates; add it to its training plan.",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 from workbench.callbacks.kss import KSS
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_known, require_listed
 from workbench.option_checks import NonNegativeInt, PositiveInt, Range, Seed, checked, one_of
 from workbench.sweeps.planned_runs import describe_plan, plan_of
 from workbench.training.training_plan import TrainingPlan
@@ -168,18 +168,10 @@ class RunSettings:
 
         options = dict(self._plain["task"])
         name = options.pop("name", None)
-        if name not in TASKS:
-            raise OptionError.of("task", name, TASKS)
+        require_listed("task", [name], TASKS)
         make = getattr(tasks, name)
         known = tuple(item for item in inspect.signature(make).parameters if item != "seed")
-        for option in options:
-            if option not in known:
-                raise OptionError(
-                    f"The task {name} has no option '{option}'; its options are {', '.join(known)}.",
-                    name=option,
-                    value=options[option],
-                    expected=known,
-                )
+        require_known(f"The task {name}", options, known)
         return make(**options, seed=self.seed)
 
     def make_kss(self) -> KSS | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Optional, TypeVar, get_args
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_known, require_listed
 from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
 
 Family = Literal["transformer", "moe", "mamba", "kan", "vit"]
@@ -213,14 +213,7 @@ class ArchitectureConfig:
             OptionError: If the configuration is impossible, or an option is unknown.
         """
         known = [field.name for field in fields(cls)]
-        unknown = [name for name in options if name not in known]
-        if unknown:
-            raise OptionError(
-                f"'{unknown[0]}' is not an option of an architecture, expected one of {', '.join(known)}.",
-                name=unknown[0],
-                value=options[unknown[0]],
-                expected=tuple(known),
-            )
+        require_known("An architecture", options, known)
         return cls(**options)
 
     def as_dict(self) -> dict[str, Any]:
@@ -376,6 +369,5 @@ def defaults(family: Family) -> dict[str, Any]:
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    if not isinstance(family, str) or family not in _DEFAULTS:
-        raise OptionError.of("family", family, FAMILIES)
+    require_listed("family", [family], FAMILIES)
     return dict(_DEFAULTS[family])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks.baselines.mup import MuP
 from workbench.callbacks.baselines.optimizers import LAMB, SAM, Lion
 from workbench.callbacks.baselines.penalties import ActivationVariance, GradientPenalty, JacobianPenalty, RandomL2
-from workbench.errors import OptionError
+from workbench.errors import require_listed
 from workbench.models.parametrizations import LinearParametrization, SpectralNorm, WeightNorm
 from workbench.option_checks import PositiveFloat, PositiveInt, checked
 
@@ -112,13 +112,7 @@ def controls(*, base_width: PositiveInt = 16, rate_factors: Mapping[str, float] 
         Control("muP", parametrization=MuP(base_width)),
     ]
     table = {control.name: control for control in all_controls}
+    require_listed("rate_factors", rate_factors or (), table)
     for name, factor in (rate_factors or {}).items():
-        if name not in table:
-            raise OptionError(
-                f"rate_factors names the unknown control '{name}'; choose from {', '.join(table)}.",
-                name="rate_factors",
-                value=name,
-                expected=tuple(table),
-            )
         table[name] = Control(name, table[name].settings, table[name].parametrization, factor)
     return table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_listed
 from workbench.io.run_output import issue_warning
 
 if TYPE_CHECKING:
@@ -43,15 +43,7 @@ def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, i
     if every is None:
         return dict.fromkeys(CADENCE)
     if isinstance(every, Mapping):
-        unknown = [name for name in every if name not in CADENCE]
-        if unknown:
-            parts = ", ".join(CADENCE)
-            raise OptionError(
-                f"A recorder has no part '{unknown[0]}'; choose from {parts}.",
-                name="every",
-                value=unknown[0],
-                expected=tuple(CADENCE),
-            )
+        require_listed("every", every, CADENCE)
         given = dict(every)
     else:
         given = {name: every for name, default in CADENCE.items() if default is not None}
