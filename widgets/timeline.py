@@ -20,7 +20,7 @@ from workbench.plots.timeline_events import TimelineEvent, alarms_of, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, sentence_alone, timeline
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
-from workbench.studies.lines import checked_quantiles
+from workbench.studies.lines import Quantiles
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.export import ExportBar
 from workbench.widgets.files import KINDS, export_runs
@@ -102,7 +102,7 @@ class Timeline(WorkbenchWidget):
         signals: Sequence[str] | None = None,
         reduce: str = "worst",
         healthy: xr.DataTree | Mapping[str, Run] | int | None = None,
-        band: tuple[float, float] = (0.05, 0.95),
+        band: Quantiles = (0.05, 0.95),
         poll_every: PositiveFloat = 1.0,
         theme: str = "page",
     ) -> None:
@@ -110,7 +110,6 @@ class Timeline(WorkbenchWidget):
         self._standing = ""
         self._thread: threading.Thread | None = None
         self._is_closed = threading.Event()
-        quantiles = checked_quantiles(band)
         self.runs = _followed(runs)
         references: list[FollowedRun] | int | None
         if isinstance(healthy, str | os.PathLike | Mapping):
@@ -120,13 +119,13 @@ class Timeline(WorkbenchWidget):
         else:
             healthy_runs(healthy)
             references = healthy
-        self._healthy, self._band = healthy, quantiles
+        self._healthy, self._band = healthy, band
         self._has_default_signals = signals is None
         # Runs that have recorded nothing yet may record any signal later.
         chosen = chosen_signals(self._trees(), self._all_events(), signals) if self.names else list(signals or ())
         self._settings = ViewSettings(chosen, list(self.runs))
         self.reduce = reduce
-        self.canvas = TimelineCanvas(self.runs, self._settings, references, quantiles, self._guarded(self._obey))
+        self.canvas = TimelineCanvas(self.runs, self._settings, references, band, self._guarded(self._obey))
         self.export_bar = ExportBar(self, self.kinds)
         self.export_bar.suggest("exports/timeline")
         self._fill([self.canvas, self.export_bar])

@@ -119,7 +119,7 @@ _PHRASES = {
     "Tensor": "a torch tensor", "ndarray": "a NumPy array", "Module": "a torch.nn.Module", "Generator": "a generator",
     "dtype": "a torch.dtype", "device": "a torch.device", "PathLike": "a path", "Path": "a pathlib.Path",
     "Dataset": "an xarray Dataset", "DataTree": "an xarray DataTree",
-    "DataArray": "an xarray DataArray", "str": "text", "bytes": "bytes", "dict": "a mapping", "type": "a class",
+    "DataArray": "an xarray DataArray", "Dimensioned": "a figure of wb.plots", "str": "text", "bytes": "bytes", "dict": "a mapping", "type": "a class",
 }  # fmt: skip
 #: Models in any wrapper, of which `held_module` says what is wrong.
 _MODELS = ("Subject", "HoldsModel")
@@ -135,6 +135,11 @@ class _RefusedError(Exception):
         super().__init__(phrase)
         #: ``part`` is the element of a collection that is wrong.
         self.phrase, self.part = phrase, part
+
+
+def _require(holds: bool, phrase: str = "", part: Any = _ABSENT) -> None:
+    if not holds:
+        raise _RefusedError(phrase, part)
 
 
 class _Kind(NamedTuple):
@@ -156,8 +161,7 @@ def _kind_of(
     expected: str | tuple[Any, ...], holds: Callable[[Any], bool], plain: Callable[[Any], Any] = lambda x: x
 ) -> _Kind:
     def admit(value: Any) -> Any:
-        if not holds(value := plain(value)):
-            raise _RefusedError
+        _require(holds(value := plain(value)))
         return value
 
     return _Kind(expected, admit)
@@ -231,12 +235,9 @@ def _plain(value: Any) -> Any:
 def _number(kind: type, words: str, *, may_be_nan: bool, may_be_infinite: bool) -> _Kind:
     def admit(value: Any) -> Any:
         value = _plain(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise _RefusedError
-        if isinstance(value, Integral) and not -(2**63) <= int(value) < 2**64:
-            raise _RefusedError("a number of 64 bits")
-        if not may_be_nan and (value != value or (not may_be_infinite and value in (math.inf, -math.inf))):
-            raise _RefusedError
+        _require(isinstance(value, kind) and not isinstance(value, bool))
+        _require(not isinstance(value, Integral) or -(2**63) <= int(value) < 2**64, "a number of 64 bits")
+        _require(may_be_nan or (value == value and (may_be_infinite or abs(value) != math.inf)))
         return value
 
     return _Kind(words, admit)
@@ -263,11 +264,10 @@ def _collection(words: str, belongs: Callable[[Any], bool], parts: Iterable[Any]
         words = f"{words} of {f'{length} elements' if length else 'elements'}, each {inner.phrase}"
 
     def admit(value: Any) -> Any:
-        if not belongs(value) or (length and len(value) != length):
-            raise _RefusedError
-        if inner is not None and hasattr(value, "dtype"):
+        _require(belongs(value) and (not length or len(value) == length))
+        if any(kinds) and hasattr(value, "dtype"):
             value = value.tolist() if hasattr(value, "tolist") else value.values.tolist()
-        if inner is None or not isinstance(value, Collection):
+        if not any(kinds) or not isinstance(value, Collection):
             return value  # an iterator can be read only once
         pairs = [value] if length else value.items() if isinstance(value, Mapping) else zip(value)
         for pair in islice(pairs, _MAX_CHECKED):
@@ -296,8 +296,7 @@ def _array(*, converts: bool) -> _Kind:
             array = np.asarray(value if is_array or is_number or _is_sequence(value) else None)
         except (TypeError, ValueError, OverflowError):
             raise _RefusedError from None
-        if array.dtype.kind not in ("biufc" if converts else "biufcUO" if is_array else "biufcU"):
-            raise _RefusedError
+        _require(array.dtype.kind in ("biufc" if converts else "biufcUO" if is_array else "biufcU"))
         return array if converts else value
 
     return _Kind("an array of numbers", admit)
@@ -357,8 +356,7 @@ def _later(name: _Later) -> _Kind | None:
         return _class(name)
 
     def admit(value: Any) -> Any:
-        if (target := name.resolved()) is _ABSENT:
-            raise _RefusedError
+        _require((target := name.resolved()) is not _ABSENT)
         kind = _kind(target)
         return value if kind is None else kind.admit(value)
 
@@ -404,8 +402,7 @@ def _kind(annotation: Any, default: Any = None, limits: Sequence[Range] = ()) ->
 
     def admit(value: Any) -> Any:
         value = kind.admit(value)
-        if not all(limit.holds(value) for limit in limits):
-            raise _RefusedError
+        _require(all(limit.holds(value) for limit in limits))
         return value
 
     values = next((limit.values for limit in limits if limit.values), ())

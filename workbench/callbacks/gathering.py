@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from workbench.callbacks.actions import Actions
@@ -16,9 +15,11 @@ from workbench.callbacks.recorder import Recorder
 from workbench.errors import OptionError
 from workbench.training.callback import Callback, checked
 
+AnyCallback = Callback | KSS | Fault | Penalty | Recorder | Alarms | Actions
+
 
 def gather(
-    callbacks: Sequence[Any] | None,
+    callbacks: Sequence[AnyCallback] | None,
     *,
     kss: KSS | None = None,
     faults: Sequence[Fault] | None = (),
@@ -47,21 +48,15 @@ def gather(
         stack: Stack of the blocks that penalties act on; see `workbench.read_anatomy`.
 
     Raises:
-        OptionError: If an argument is not a callback, or two arguments exclude each other.
+        OptionError: If two arguments exclude each other.
     """
-    if isinstance(callbacks, Callback | KSS | Fault | Penalty | Recorder | Alarms | Actions):
-        raise OptionError.of("callbacks", callbacks, "a sequence of callbacks", remedy="pass a list")
     found: dict[type, list[Any]] = {kind: [] for kind in (KSS, Fault, Penalty, Recorder, Alarms, Actions)}
     of_user: list[Callback] = []
-    for callback in _as_list("callbacks", callbacks):
+    for callback in callbacks or ():
         kind = next((kind for kind in found if isinstance(callback, kind)), None)
         (of_user if kind is None else found[kind]).append(callback)
     for kind, given in ((KSS, kss), (Recorder, recorder), (Alarms, alarms), (Actions, actions)):
         name = kind.__name__
-        if given is not None and not isinstance(given, kind):
-            is_path = kind is Recorder and isinstance(given, str | os.PathLike)
-            remedy = f"pass {name.lower()}=wb.{name}(){', and the path as store=' * is_path}"
-            raise OptionError.of(name.lower(), given, f"a wb.{name} or None", remedy=remedy)
         found[kind] = [*([] if given is None else [given]), *found[kind]]
         if (n_found := len(found[kind])) > 1:
             raise OptionError(
@@ -71,14 +66,8 @@ def gather(
                 expected="at most one",
             )
     kss, recorder, alarms, actions = (next(iter(found[kind]), None) for kind in (KSS, Recorder, Alarms, Actions))
-    injection = Injection(
-        faults if isinstance(faults, Fault) else [*_as_list("faults", faults), *found[Fault]], seed=seed
-    )
-    terms = PenaltyTerms(
-        penalties if isinstance(penalties, Penalty) else [*_as_list("penalties", penalties), *found[Penalty]],
-        seed=seed,
-        stack=stack,
-    )
+    injection = Injection([*(faults or ()), *found[Fault]], seed=seed)
+    terms = PenaltyTerms([*(penalties or ()), *found[Penalty]], seed=seed, stack=stack)
     guard = Guard(recorder, alarms, actions, injection)
     gathered = [
         KSSCallback(kss) if kss is not None else None,
@@ -88,32 +77,3 @@ def gather(
         guard if recorder is not None else None,
     ]
     return checked([callback for callback in gathered if callback is not None])
-
-
-def _as_list(name: str, given: Any) -> list[Any]:
-    """Return a sequence of callbacks, faults or penalties as a list, which is empty for None.
-
-    Raises:
-        OptionError: If it is not a sequence, or contains a class or another sequence.
-    """
-    if given is None:
-        return []
-    if isinstance(given, type) or not isinstance(given, Iterable):
-        raise OptionError.of(name, given, f"a sequence of {name}", remedy=f"pass {name}=[...]")
-    listed = list(given)
-    for item in listed:
-        if isinstance(item, type):
-            raise OptionError(
-                f"{name} contains the class {item.__name__} instead of an instance; pass {item.__name__}().",
-                name=name,
-                value=item,
-                expected=f"a sequence of {name}",
-            )
-        if isinstance(item, list | tuple):
-            raise OptionError(
-                f"{name} contains a {type(item).__name__}; pass its elements one by one.",
-                name=name,
-                value=item,
-                expected=f"a sequence of {name}",
-            )
-    return listed

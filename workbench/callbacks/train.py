@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from workbench.callbacks.gathering import gather
+from workbench.callbacks.gathering import AnyCallback, gather
 from workbench.errors import OptionError
 from workbench.models.losses import token_loss
 from workbench.models.streaming import require_in_memory
@@ -58,7 +58,7 @@ def train(
     checkpoints: Path | str | None = None,
     resume: bool = False,
     overwrite: bool = False,
-    callbacks: Sequence[Any] | None = (),
+    callbacks: Sequence[AnyCallback] | None = (),
     kss: KSS | None = None,
     penalties: Sequence[Penalty] | None = (),
     faults: Sequence[Fault] | None = (),

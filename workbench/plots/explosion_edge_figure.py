@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.option_checks import Fraction
+from workbench.option_checks import Fraction, NonNegativeInt
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.studies.outcomes import divergence_rates, largest_rate_without_explosion
@@ -32,7 +32,7 @@ def explosion_edge(
     outcomes: xr.Dataset,
     *,
     below: Fraction = 0.20,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw the fraction of runs that diverged against the learning rate: one line per control, with Wilson intervals.

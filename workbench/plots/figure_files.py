@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import PIL.Image
+    from holoviews.core import Dimensioned
 
 F = TypeVar("F", bound="Callable[..., Any]")
 
@@ -36,7 +37,7 @@ _PICTURE_DPI, _N_COLORS = 100, 200
 _BACKEND_OF = {".png": "matplotlib", ".svg": "matplotlib", ".pdf": "matplotlib", ".html": "bokeh"}
 
 
-def save(figure: Any, path: str | os.PathLike[str], *, overwrite: bool = False, dpi: PositiveInt = 200) -> Path:
+def save(figure: Dimensioned, path: str | os.PathLike[str], *, overwrite: bool = False, dpi: PositiveInt = 200) -> Path:
     """Write a figure to a file atomically.
 
     Args:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from workbench.formatting import capitalized
-from workbench.option_checks import PositiveInt, checked, one_of
+from workbench.option_checks import NonNegativeInt, PositiveInt, checked, one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -34,7 +34,7 @@ def layer_profile(
     measures: Sequence[str] = DEFAULT_MEASURES,
     depth: Annotated[str, one_of(("index", "fraction"))] | None = None,
     columns: PositiveInt = 2,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw each measure against depth: one panel per measure, one line per model.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.option_checks import PositiveInt
+from workbench.option_checks import NonNegativeInt, PositiveInt
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.radar_axes import RadarAxis, RadarChart, Texts, axes_of, labeled_points, outline
@@ -31,7 +31,7 @@ def radar(
     measures: Sequence[str] | None = None,
     overlay: bool = False,
     columns: PositiveInt = 3,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw a comparison as radar charts (after RKSP Fig. 6): one axis per measure, increasing outwards.

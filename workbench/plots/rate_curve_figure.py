@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
+from workbench.option_checks import NonNegativeInt
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import require_variables
 from workbench.plots.figure_files import redrawable
@@ -31,7 +32,7 @@ _BAR = 0.022
 def rate_curve(
     outcome: xr.Dataset | Mapping[str, xr.Dataset],
     *,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw the held-out loss against the learning rate: one line for each design, one dot for each run.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
+from workbench.option_checks import NonNegativeInt
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name, columns_of
 from workbench.plots.figure_files import redrawable
@@ -29,7 +30,7 @@ _DODGE = 0.012
 def reliability(
     reliability: xr.Dataset | Mapping[str, xr.Dataset],
     *,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw the observed fraction of runs that diverged against the predicted probability.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
+from workbench.option_checks import NonNegativeInt
 from workbench.plots import style
 from workbench.plots.dataset_columns import by_name, columns_of
 from workbench.plots.figure_files import redrawable
@@ -26,7 +27,7 @@ _SIDE = 380
 def roc(
     curves: xr.Dataset | Mapping[str, xr.Dataset],
     *,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw the ROC curve of one score or of several by name, with the area under each curve in the legend.

@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.formatting import capitalized
-from workbench.option_checks import checked, one_of
+from workbench.option_checks import NonNegativeInt, checked, one_of
 from workbench.plots import outcome_colors, style
 from workbench.plots.dataset_columns import by_name, require_variables
 from workbench.plots.figure_files import redrawable
@@ -53,7 +53,7 @@ def scaling_trend(
     *,
     quantity: str = "explosion_edge",
     along: Annotated[str, one_of(("width", "depth"))] | None = None,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw a ladder of sizes: the measurements, the trend with its interval, and the prediction for the target.

@@ -74,7 +74,7 @@ def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) 
         places: Style numbers by name, possibly also of other models; None numbers the models in the order given.
 
     Raises:
-        OptionError: If a model has no style number, or one is not an integer of at least 0.
+        OptionError: If a model has no style number.
     """
     names = list(names)
     if places is None:
@@ -87,9 +87,6 @@ def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) 
                 value=tuple(places),
                 expected=f"a dict with a style number for '{name}'",
             )
-        place = places[name]
-        if isinstance(place, bool) or not isinstance(place, int | np.integer) or place < 0:
-            raise OptionError.of(f"places['{name}']", place, "an integer of at least 0")
     return [int(places[name]) for name in names]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import OptionError
 from workbench.formatting import counted, percent_range
 from workbench.io.run_access import named_runs
-from workbench.option_checks import checked, one_of
+from workbench.option_checks import NonNegativeInt, checked, one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -20,7 +20,7 @@ from workbench.plots.timeline_matplotlib import TimelinePicture
 from workbench.plots.timeline_panels import RunEvents, SignalPanel
 from workbench.plots.traces_figure import Trace, with_unit
 from workbench.studies import signals as sig
-from workbench.studies.lines import SignalBand, checked_quantiles, healthy_band
+from workbench.studies.lines import Quantiles, SignalBand, healthy_band
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,9 +36,9 @@ def timeline(
     signals: str | Sequence[str] | None = None,
     reduce: Annotated[str, one_of(sig.REDUCTIONS)] | None = None,
     healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None = None,
-    band: tuple[float, float] = (0.05, 0.95),
+    band: Quantiles = (0.05, 0.95),
     shows_all: bool = False,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     view: tuple[float, float] | None = None,
     selected: int | None = None,
     backend: str = "bokeh",
@@ -91,7 +91,6 @@ def timeline(
     """
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)
-    quantiles = checked_quantiles(band)
     references = healthy_runs(healthy)
     all_events = [RunEvents.of(name, run, place) for place, (name, run) in zip(order, trees.items(), strict=True)]
     chosen = chosen_signals(trees, all_events, signals)
@@ -100,10 +99,10 @@ def timeline(
         lines = [
             _line(run, name, run_events, reduce) for run, run_events in zip(trees.values(), all_events, strict=True)
         ]
-        bands = _bands(lines, all_events, references, healthy, name, reduce, quantiles)
+        bands = _bands(lines, all_events, references, healthy, name, reduce, band)
         panels.append(SignalPanel.of(name, lines, all_events, bands, shows_all=shows_all, span=view))
     span = view or _view(panels, all_events)
-    word = _band_in_words(references, healthy, quantiles)
+    word = _band_in_words(references, healthy, band)
     with style.drawing(backend) as hv:
         if backend == "matplotlib":
             return TimelinePicture(all_events, panels, span, word, selected).element(hv)

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.formatting import capitalized
 from workbench.io.run_access import divergence_step, named_runs, spectra_of
-from workbench.option_checks import checked, one_of
+from workbench.option_checks import NonNegativeInt, checked, one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
@@ -45,7 +45,7 @@ def traces(
     variables: str | Sequence[str] = ("loss", "grad_norm"),
     statistic: Annotated[str, one_of(STATISTICS)] = "mean",
     shows_all: bool = False,
-    places: Mapping[str, int] | None = None,
+    places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
 ) -> Any:
     """Draw monitors and spectral measures over steps: one panel per variable, one line per run, one axis of steps.

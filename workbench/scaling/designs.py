@@ -20,7 +20,6 @@ from workbench.models.subject import Subject
 from workbench.option_checks import PositiveInt
 from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
 from workbench.scaling.known_designs import KNOWN, known_config
-from workbench.scaling.resizing import is_count
 from workbench.scaling.transformers_source import TransformersSource, cause_of
 from workbench.zoo import ArchitectureConfig
 
@@ -91,7 +90,7 @@ class Design:
         Raises:
             OptionError: If there is no model of that size; the message states the nearest width or the reason.
         """
-        width, depth = self._checked(width, depth, vocabulary)
+        width, depth = self._checked(width, depth)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             return self.source.make(width, depth, seed, vocabulary)
 
@@ -106,17 +105,12 @@ class Design:
 
         No memory is allocated, except by a function that itself chooses a device. Arguments and errors as in `build`.
         """
-        width, depth = self._checked(width, depth, vocabulary)
+        width, depth = self._checked(width, depth)
         with torch.random.fork_rng(devices=[]):
             return self.source.count(width, depth, vocabulary)
 
     def nearest_width(self, width: PositiveInt) -> int:
-        """Return the nearest width that a model can have; a function is assumed to accept any width.
-
-        Raises:
-            OptionError: If the width is not a positive integer.
-        """
-        _require_size("width", width)
+        """Return the nearest width that a model can have; a function is assumed to accept any width."""
         return self.source.nearest_width(width)
 
     def describe(self) -> dict[str, Any]:
@@ -127,16 +121,12 @@ class Design:
 
     def resized(self, width: PositiveInt | None = None, depth: PositiveInt | None = None) -> Design:
         """Return the same design with another target size."""
-        width, depth = self._checked(width, depth, None)
+        width, depth = self._checked(width, depth)
         return Design(self.name, self.source, width, depth)
 
-    def _checked(self, width: int | None, depth: int | None, vocabulary: int | None) -> tuple[int, int]:
+    def _checked(self, width: int | None, depth: int | None) -> tuple[int, int]:
         """Return width and depth of a model, after a check."""
         width, depth = self.width if width is None else width, self.depth if depth is None else depth
-        _require_size("width", width)
-        _require_size("depth", depth)
-        if vocabulary is not None:
-            _require_size("vocabulary", vocabulary)
         nearest = self.source.nearest_width(width)
         if nearest != width:
             per_head = self.source.width_per_head
@@ -228,8 +218,6 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
                 name="width" if width is None else "depth",
                 expected="the target size, with a function",
             )
-        _require_size("width", width)
-        _require_size("depth", depth)
         return FunctionSource(source, width, depth), getattr(source, "__name__", type(source).__name__)
     raise OptionError.of(
         "source", source, "a name, a config.json, a configuration, options of the zoo or a function(width, depth, seed)"
@@ -326,9 +314,3 @@ def _with_floats(value: Any) -> Any:
 def _is_of_transformers(config: Any) -> bool:
     """Return whether an object is a configuration of transformers, without importing transformers."""
     return any(cls.__module__.startswith("transformers.") for cls in type(config).__mro__)
-
-
-def _require_size(name: str, value: Any) -> None:
-    """Raise OptionError if a width, a depth or a vocabulary is not a positive integer."""
-    if not is_count(value):
-        raise OptionError.of(name, value, "a positive integer")

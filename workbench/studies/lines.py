@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
-from workbench.errors import OptionError
-from workbench.option_checks import PositiveInt, checked
+from workbench.option_checks import PositiveInt, Range, checked
+
+#: Two quantiles of a band.
+Quantiles = Annotated[tuple[float, float], Range("that increase from 0 to 1", lambda pair: 0 <= pair[0] < pair[1] <= 1)]
 
 #: A number larger than every step.
 _FAR = 2**31 - 1
@@ -70,10 +73,11 @@ class SignalBand:
     upper: np.ndarray
 
 
+@checked
 def healthy_band(
     lines: Sequence[tuple[np.ndarray, np.ndarray]],
     *,
-    quantiles: tuple[float, float] = (0.05, 0.95),
+    quantiles: Quantiles = (0.05, 0.95),
     n: PositiveInt = 100,
 ) -> SignalBand:
     """Compute running quantiles over healthy runs, from all values in each interval of steps and its neighbors.
@@ -89,7 +93,6 @@ def healthy_band(
     Raises:
         OptionError: If the quantiles are not two increasing numbers from 0 to 1.
     """
-    quantiles = checked_quantiles(quantiles, "quantiles")
     finite = [np.isfinite(value) for _, value in lines]
     step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])
     value = np.concatenate([np.zeros(0), *(line[1][is_there] for line, is_there in zip(lines, finite, strict=True))])
@@ -109,22 +112,6 @@ def healthy_band(
     lower, upper = np.array(found).T
     centers[0], centers[-1] = edges[0], edges[-1]
     return SignalBand(np.array(centers), lower, upper)
-
-
-def checked_quantiles(quantiles: tuple[float, float], name: str = "band") -> tuple[float, float]:
-    """Return two quantiles as floats.
-
-    Args:
-        quantiles: Lower and upper quantile.
-        name: Name of the argument, for the error.
-
-    Raises:
-        OptionError: If they are not two increasing numbers from 0 to 1.
-    """
-    pair = tuple(quantiles) if isinstance(quantiles, Sequence) and not isinstance(quantiles, str) else ()
-    if len(pair) != 2 or not 0 <= pair[0] < pair[1] <= 1:
-        raise OptionError.of(name, quantiles, "two increasing quantiles such as (0.05, 0.95)")
-    return float(pair[0]), float(pair[1])
 
 
 def _extremes(value: np.ndarray, first: int, last: int) -> list[int]:

@@ -11,11 +11,11 @@ See Also:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from workbench.errors import OptionError
 from workbench.koopman.measures import THIRDS
-from workbench.option_checks import publish
+from workbench.option_checks import at_least, publish
 from workbench.schema.runs import SPECTRA
 
 if TYPE_CHECKING:
@@ -360,7 +360,11 @@ def predictor_table() -> xr.Dataset:
     return xr.Dataset(variables, {"predictor": list(_PREDICTORS)}, attrs)
 
 
-def decision_chart(*, modest_condition: float | None = None, large_condition: float | None = None) -> xr.Dataset:
+def decision_chart(
+    *,
+    modest_condition: Annotated[float, at_least(1)] | None = None,
+    large_condition: Annotated[float, at_least(1)] | None = None,
+) -> xr.Dataset:
     """Return the published decision chart for a model at initialization (RKSP, Fig. 7).
 
     If M < 0.3 and kappa is modest, training may proceed. If M > 0.5 or kappa is large, the risk is high, and the paper
@@ -390,9 +394,6 @@ def decision_chart(*, modest_condition: float | None = None, large_condition: fl
     import xarray as xr
 
     condition = np.array([modest_condition, large_condition], dtype=float)
-    for name, value in zip(("modest_condition", "large_condition"), condition, strict=True):
-        if value < 1 or np.isinf(value):
-            raise OptionError.of(name, float(value), "a finite number of at least 1")
     if condition[0] > condition[1]:
         raise OptionError.of("modest_condition", modest_condition, f"at most large_condition ({condition[1]:g})")
     variables = {

@@ -387,17 +387,13 @@ class Callback:
 
 
 def checked(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks unchanged; raise if one is invalid or two have the same name.
+    """Return the callbacks unchanged; raise if two have the same name.
 
     Raises:
-        OptionError: If two have the same name, or one is not a callback.
+        OptionError: If two have the same name.
     """
     names: set[str] = set()
     for callback in callbacks:
-        if not isinstance(callback, Callback):
-            raise OptionError.of(
-                "callbacks", callback, "a list of wb.Callback, wb.KSS, wb.Recorder, faults or penalties"
-            )
         if callback.name in names:
             raise OptionError(
                 f"Two callbacks have the name '{callback.name}'; rename one of them.",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.attachment import Attachment, first_states
-from workbench.callbacks.gathering import gather
+from workbench.callbacks.gathering import AnyCallback, gather
 from workbench.errors import OptionError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _NAME = "WorkbenchCallback"
 _IGNORED = -100
 
 
-def trainer_callback(*callbacks: Any, seed: int = 0) -> TrainerCallback:
+def trainer_callback(*callbacks: AnyCallback, seed: int = 0) -> TrainerCallback:
     """Return a Hugging Face ``TrainerCallback`` through which callbacks of the workbench act in a ``Trainer``.
 
     They are attached when training begins and detached when it ends. A ``Trainer`` does not notify its callbacks of an

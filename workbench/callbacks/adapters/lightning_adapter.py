@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from workbench.callbacks.attachment import Attachment, first_states
-from workbench.callbacks.gathering import gather
+from workbench.callbacks.gathering import AnyCallback, gather
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.updates import total_gradient_norm
 from workbench.errors import MissingPackageError, OptionError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback as LightningCallback
 
 
-def lightning_callback(*callbacks: Any, seed: int = 0) -> LightningCallback:
+def lightning_callback(*callbacks: AnyCallback, seed: int = 0) -> LightningCallback:
     """Return a Lightning callback through which callbacks of the workbench act in a Lightning ``Trainer``.
 
     They are attached when training begins and detached when it ends, also after an error. Their metrics (such as

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.callbacks.baselines.penalties import Penalty, Stream
-from workbench.errors import AnatomyError, OptionError
+from workbench.errors import AnatomyError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.block_hooks import BlockCall, BlockHooks
@@ -69,17 +69,6 @@ class PenaltyTerms(Callback):
         seed: int = 0,
         stack: str | None = None,
     ) -> None:
-        if isinstance(penalties, Penalty):
-            raise OptionError.of("penalties", penalties, "a sequence of penalties", remedy="pass a list")
-        for penalty in penalties:
-            if not isinstance(penalty, Penalty):
-                raise OptionError(
-                    f"penalties contains {penalty!r}, which is not a penalty; pass penalties such as "
-                    "wb.baselines.GradientPenalty().",
-                    name="penalties",
-                    value=penalty,
-                    expected="a sequence of penalties",
-                )
         self.model: nn.Module | None = None if model is None else unwrap(model)
         self.penalties = tuple(penalties)
         self.seed = seed

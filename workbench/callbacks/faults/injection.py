@@ -74,17 +74,8 @@ class Injection(Callback):
     is_planned = False
 
     def __init__(self, faults: Sequence[Fault], *, seed: int = 0) -> None:
-        if isinstance(faults, Fault):
-            raise OptionError.of("faults", faults, "a sequence of faults", remedy="pass a list")
         self._faults: dict[type[Fault], Fault] = {}
         for fault in faults:
-            if not isinstance(fault, Fault):
-                raise OptionError(
-                    f"faults contains {fault!r}, which is not a fault; pass faults such as wb.faults.large_rate().",
-                    name="faults",
-                    value=fault,
-                    expected="a sequence of faults",
-                )
             if type(fault) in self._faults:
                 raise OptionError(
                     f"faults contains {fault.kind} twice; pass at most one fault of each kind.",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import math
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
-from numbers import Real
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
 from workbench.callbacks.observers import Observers
-from workbench.errors import OptionError
+from workbench.errors import require_known
 from workbench.option_checks import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    Range,
     at_least,
     at_most,
     checked,
@@ -26,6 +24,10 @@ from workbench.option_checks import (
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
 SIDES = ("both", "output", "input")
+#: ``"half"``, ``"all"``, or numbers of layers.
+LayerNumbers = (
+    Annotated[str, one_of(("half", "all"))] | Annotated[Collection[NonNegativeInt], Range("with at least one", len)]
+)
 
 
 @checked
@@ -78,15 +80,20 @@ class KSSOptions:
     seed: int = 0
 
 
+@checked
 @dataclass(frozen=True)
 class ControlValues:
     """Values of the controls of KSS in one step; names as in `KSS`."""
 
     enabled: bool
-    strength: float
-    interval: int
-    gamma: float
-    layers: str | tuple[int, ...]
+    strength: NonNegativeFloat
+    interval: PositiveInt
+    gamma: Annotated[float, at_least(0), at_most(1)]
+    layers: LayerNumbers
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, str):
+            object.__setattr__(self, "layers", tuple(sorted({int(layer) for layer in self.layers})))
 
     def is_due(self, step: int) -> bool:
         """Return whether KSS acts in a step."""
@@ -95,15 +102,6 @@ class ControlValues:
     def as_dict(self) -> dict[str, Any]:
         """Return the values as JSON-compatible data."""
         return {**vars(self), "layers": self.layers if isinstance(self.layers, str) else [*self.layers]}
-
-    @classmethod
-    def of_dict(cls, values: Mapping[str, Any]) -> ControlValues:
-        """Create the values from data that `as_dict` returned.
-
-        Raises:
-            OptionError: If a value is out of range.
-        """
-        return cls(**{name: _checked(name, value) for name, value in values.items()})
 
 
 class KSSControls:
@@ -119,15 +117,13 @@ class KSSControls:
         interval: PositiveInt = 10,
         enabled: bool = True,
         gamma: Annotated[float, at_least(0), at_most(1)] = 0.4,
-        layers: str | Collection[int] = "half",
+        layers: LayerNumbers = "half",
         options: KSSOptions | None = None,
     ) -> None:
         self.options = options or KSSOptions()
         self._lock = threading.RLock()
         self._observers = Observers()
-        self._control = ControlValues.of_dict(
-            {"enabled": enabled, "strength": strength, "interval": interval, "gamma": gamma, "layers": layers}
-        )
+        self._control = ControlValues(enabled, strength, interval, gamma, layers)
 
     @property
     def enabled(self) -> bool:
@@ -188,14 +184,12 @@ class KSSControls:
         Raises:
             OptionError: If a name is unknown or a value is out of range; nothing is changed then.
         """
-        unknown = [name for name in controls if name not in self.CONTROLS]
-        if unknown:
-            raise _unknown_control(unknown[0])
-        checked = {name: _checked(name, value) for name, value in controls.items()}
+        require_known("KSS", controls, self.CONTROLS, word="control")
         with self._lock:
-            before = self._control
-            self._control = ControlValues(**{**vars(before), **checked})
-            changes = [(n, getattr(before, n), v) for n, v in checked.items() if getattr(before, n) != v]
+            before, after = self._control, replace(self._control, **controls)
+            self._control = after
+            changes = [(n, getattr(before, n), getattr(after, n)) for n in controls]
+            changes = [change for change in changes if change[1] != change[2]]
         for change in changes:
             self._observers.call(*change)
 
@@ -224,7 +218,7 @@ class KSSControls:
     def __setattr__(self, name: str, value: Any) -> None:
         # Otherwise a misspelled control would become a new attribute without any effect.
         if not name.startswith("_") and "_control" in vars(self) and not hasattr(self, name):
-            raise _unknown_control(name)
+            require_known("KSS", {name: value}, self.CONTROLS, word="control")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -233,49 +227,3 @@ class KSSControls:
             + ", ".join(f"{name}={value!r}" for name, value in vars(self._control).items())
             + ")"
         )
-
-
-def _unknown_control(name: str) -> OptionError:
-    """Return the error for an unknown control, which suggests the control with the most similar name."""
-    near = difflib.get_close_matches(name, KSSControls.CONTROLS, n=1)
-    hint = f" (did you mean '{near[0]}'?)" if near else ""
-    return OptionError(
-        f"KSS has no control '{name}'{hint}; choose from {', '.join(KSSControls.CONTROLS)}.",
-        name=name,
-        expected=KSSControls.CONTROLS,
-    )
-
-
-def _checked(name: str, value: Any) -> Any:
-    """Return the value of a control, converted to its type.
-
-    Raises:
-        OptionError: If the value is not valid.
-    """
-    if name == "enabled":
-        return bool(value)
-    if name == "layers":
-        return _checked_layers(value)
-    if name == "interval":
-        if not _is_whole(value, lowest=1):
-            raise OptionError.of("interval", value, "a whole number of at least 1")
-        return int(value)
-    highest = 1.0 if name == "gamma" else math.inf
-    if isinstance(value, Real) and math.isfinite(value) and 0 <= float(value) <= highest:
-        return float(value)
-    raise OptionError.of(name, value, "a number in [0, 1]" if name == "gamma" else "a finite number of at least 0")
-
-
-def _checked_layers(value: Any) -> str | tuple[int, ...]:
-    if isinstance(value, str) and value in ("half", "all"):
-        return value
-    is_many = isinstance(value, Collection) and not isinstance(value, str | bytes) and len(value) > 0
-    if not (is_many and all(_is_whole(i, lowest=0) for i in value)):
-        raise OptionError.of("layers", value, "'half', 'all', or a collection of layer numbers, counted from 0")
-    return tuple(sorted({int(i) for i in value}))
-
-
-def _is_whole(value: Any, *, lowest: int) -> bool:
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-        return False
-    return float(value).is_integer() and float(value) >= lowest
