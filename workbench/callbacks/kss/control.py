@@ -92,8 +92,8 @@ class ControlValues:
     layers: LayerNumbers
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, str):
-            object.__setattr__(self, "layers", tuple(sorted({int(layer) for layer in self.layers})))
+        layers = self.layers if isinstance(self.layers, str) else tuple(sorted({int(each) for each in self.layers}))
+        vars(self).update(strength=float(self.strength), gamma=float(self.gamma), layers=layers)
 
     def is_due(self, step: int) -> bool:
         """Return whether KSS acts in a step."""

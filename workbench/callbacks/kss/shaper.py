@@ -159,7 +159,7 @@ class Shaper:
         """Load a state that `state_dict` returned, including the controls of the `KSS` object."""
         self.kss.load_state_dict(state["control"])
         before = state["control_before"]
-        self._control_before = None if before is None else ControlValues.of_dict(before)
+        self._control_before = None if before is None else ControlValues(**before)
         self.step, self._states_per_example = state["step"], state["states_per_row"]
         self._update_size = state["update_size"]
 
