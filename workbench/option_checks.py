@@ -198,8 +198,8 @@ class _Later(type):
 
 
 @functools.cache
-def _typing_imports(module: str) -> dict[str, _Later]:
-    """Return the names that a module imports under ``if TYPE_CHECKING:``."""
+def _typing_imports(module: str) -> dict[str, Any]:
+    """Return the names that a module imports under ``if TYPE_CHECKING:``, as objects if their modules are loaded."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError, KeyError):
@@ -207,12 +207,14 @@ def _typing_imports(module: str) -> dict[str, _Later]:
     blocks = [
         each for each in tree.body if isinstance(each, ast.If) and getattr(each.test, "id", "") == "TYPE_CHECKING"
     ]
-    return {
+    names = {
         alias.asname or alias.name: _Later.of(*filter(None, [getattr(node, "module", None), alias.name]))
         for block in blocks
         for node in block.body
         for alias in getattr(node, "names", ())
     }
+    found = {name: later.resolved() if later.path[0] in sys.modules else _ABSENT for name, later in names.items()}
+    return {name: later if found[name] is _ABSENT else found[name] for name, later in names.items()}
 
 
 def _evaluated(text: Any, module: str) -> Any:

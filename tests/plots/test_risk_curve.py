@@ -3,7 +3,7 @@ import pytest
 import xarray as xr
 
 from tests.about import about
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import SchemaError
 from workbench.plots import risk_curve, save, style
 
 RATES = 1e-3 * 10.0 ** np.arange(4)
@@ -91,5 +91,5 @@ def test_invalid_input_is_rejected():
         SchemaError, match=r"The risk of 'two' is unknown. Too little was measured.", check=about("failure")
     ):
         risk_curve({"one": over_rates(), "two": unknown})
-    with pytest.raises(OptionError, check=about("risk", {})):
+    with pytest.raises(SchemaError, check=about("risk", {})):
         risk_curve({})

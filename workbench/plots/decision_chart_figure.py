@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.plots import outcome_colors, style
-from workbench.plots.dataset_columns import columns_of
+from workbench.plots.dataset_columns import columns_of, require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.label_places import LETTER, LINE, Box, place_labels
 from workbench.plots.primitives import Primitives, decades
@@ -161,6 +161,7 @@ def chart_of(points: xr.Dataset, limits: xr.Dataset | None = None) -> DecisionCh
         )
     if limits is None:
         limits = published.decision_chart()
+    require_variables(limits, needed, what="chart", source="wb.published.decision_chart()")
     finite = condition[np.isfinite(condition)]
     borders = limits["eigenvector_condition"].values
     high = max(100.0, 1.6 * max([*finite, *borders[np.isfinite(borders)]], default=1.0))

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.formatting import capitalized
 from workbench.plots import style
-from workbench.plots.dataset_columns import require_choices
+from workbench.plots.dataset_columns import require_choices, require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.studies import published as papers
 from workbench.studies.outcomes import RATES, divergence_rates
@@ -122,6 +122,7 @@ class Responses:
             runs = {"row": row[has_value].astype(float), "value": single[has_value]}
         theirs = [np.nan] * len(controls)
         if published is not None:
+            require_variables(published, ("control", measure), what="table", source="wb.published.shaping_table()")
             known = published["control"].values.tolist()
             theirs = [float(published[measure].sel(control=name)) if name in known else np.nan for name in controls]
         values = rates[measure].values.astype(float)

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.option_checks import NonNegativeInt
 from workbench.plots import outcome_colors, style
-from workbench.plots.dataset_columns import require_variables
+from workbench.plots.dataset_columns import by_name, require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.run_losses import draw_runs
@@ -69,9 +69,7 @@ def rate_curve(
         `workbench.rates.loss_over_rates`: Computes the losses and edges.
         `workbench.plots.rate_bands`: Draws the useful rates of many designs.
     """
-    import xarray as xr
-
-    named = {"": outcome} if isinstance(outcome, xr.Dataset) else dict(outcome)
+    named = by_name(outcome, what="outcome", source="wb.rates.loss_over_rates()")
     for name, data in named.items():
         _require(name, data)
     order = style.model_places(list(named), places)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import SchemaError
 from workbench.formatting import counted, percent
 from workbench.option_checks import PositiveFloat
 from workbench.plots import outcome_colors, style
-from workbench.plots.dataset_columns import require_variables
+from workbench.plots.dataset_columns import by_name, require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 
@@ -61,14 +61,7 @@ def risk_curve(
     import xarray as xr
 
     is_one = isinstance(risk, xr.Dataset)
-    named = {"": risk} if isinstance(risk, xr.Dataset) else dict(risk)
-    if not named:
-        raise OptionError(
-            "risk is empty; pass at least one dataset from wb.risk.over_rates().",
-            name="risk",
-            value={},
-            expected="at least one dataset",
-        )
+    named = by_name(risk, what="risk", source="wb.risk.over_rates()")
     for name, data in named.items():
         _require(name, data)
     rates = np.concatenate([data["learning_rate"].values.astype(float) for data in named.values()])

@@ -274,6 +274,7 @@ class LossTable:
 
     def earlier_from(self, shorter: xr.Dataset) -> np.ndarray | None:
         """Return the losses of runs with the same settings and four fifths of the updates; None if there are none."""
+        _require_curves(shorter)
         own = design_key(json.loads(str(self.runs["settings"].values[0])))
         n_steps = REFERENCE_SHARE * self.n_steps
         is_same = [design_key(json.loads(str(text))) == own for text in shorter["settings"].values]

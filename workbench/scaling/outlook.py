@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.errors import SchemaError
 from workbench.option_checks import Level, PositiveFloat
 from workbench.scaling.quantities import EXTRAPOLATED, rule_of
 from workbench.scaling.trend import Trend, along_trend, fit_trend
@@ -57,6 +58,8 @@ def extrapolated(
     """
     import xarray as xr
 
+    if missing := [name for name in ("width", "depth", "quantity") if name not in study.variables]:
+        raise SchemaError.of("study", missing[0], "from wb.scaling_study()")
     goals, along = _path(study["width"].values, study["depth"].values, target)
     widths, depths = study["width"].values, study["depth"].values
     columns, curves = [], []

@@ -27,6 +27,9 @@ TASKS = ("associative_recall", "synthetic_lm", "random_tokens", "text_bytes", "d
 KINDS_OF_KSS = ("published", "recommended")
 _N_HEX = 12
 
+NSnapshots = Annotated[int, Range("of 0 or at least 3", lambda n: n == 0 or n >= 3)]
+KindOfKSS = Annotated[str, one_of((*KINDS_OF_KSS, ""))]
+
 
 @checked
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +76,9 @@ class RunSettings:
     training: Mapping[str, Any]
     seed: Seed = 0
     study: str = ""
-    n_snapshots: Annotated[int, Range("of 0 or at least 3", lambda n: n == 0 or n >= 3)] = 1024
+    n_snapshots: NSnapshots = 1024
     n_evaluations: NonNegativeInt = 0
-    kss: Annotated[str, one_of((*KINDS_OF_KSS, ""))] = ""
+    kss: KindOfKSS = ""
     _plain: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -207,9 +210,9 @@ def grid(
     task: Mapping[str, Any] | Iterable[Mapping[str, Any]],
     seed: Iterable[int] = (0,),
     study: str = "",
-    n_snapshots: int = 1024,
+    n_snapshots: NSnapshots = 1024,
     n_evaluations: NonNegativeInt = 0,
-    kss: str = "",
+    kss: KindOfKSS = "",
     **axes: Any,
 ) -> list[RunSettings]:
     """Create the planned runs of a sweep: every combination of architectures and settings.
