@@ -35,6 +35,7 @@ from workbench.option_checks import (
     at_most,
     check_fields,
     checked,
+    n_dims,
     one_of,
 )
 
@@ -49,6 +50,7 @@ Half = Annotated[float, above(0), at_most(0.5)]
 _ARRAY = np.zeros(1)
 _DATA = xr.Dataset()
 _MODEL = torch.nn.Linear(1, 1)
+_TABLE = np.zeros((1, 1))
 
 
 @checked
@@ -298,3 +300,40 @@ def test_calls_inside_of_the_package_pass_only_explicit_doors():
         wb.koopman.mass_fractions([1.0], 3)
     with pytest.raises(OptionError, check=about("n_steps", 0)):
         exec("plan(n_steps=0)", inner)
+
+
+def test_setters_are_checked_where_users_call_them():
+    alarms = wb.Alarms()
+    with pytest.raises(OptionError, check=about("false_alarms", 0)):
+        alarms.false_alarms = 0
+    alarms.false_alarms = 2
+    assert alarms.false_alarms == 2
+
+
+def test_results_that_users_create_hold_what_their_annotations_say():
+    assert math.isnan(wb.rates.Estimate(math.nan, -math.inf, math.inf).value)
+    with pytest.raises(OptionError, check=about("value", "x")):
+        wb.rates.Estimate("x", 0.0, 1.0)
+
+
+@checked
+def shaped(*, loss: Annotated[np.ndarray, n_dims(2)] = _TABLE, pair: tuple[str, int] = ("a", 1)):
+    return loss, pair
+
+
+def test_dimensions_of_arrays_and_places_of_tuples_are_checked():
+    assert shaped(loss=torch.ones(1, 2))[0].tolist() == [[1.0, 1.0]]
+    for name, value in [("loss", [1.0]), ("pair", (1, "a")), ("pair", ("a", 1, 2))]:
+        with pytest.raises(OptionError, check=about(name)):
+            shaped(**{name: value})
+
+
+def test_names_that_are_imported_for_type_checkers_are_read_in_full():
+    with pytest.raises(OptionError, check=about("measures", 3)):
+        wb.plots.comparison_table(xr.Dataset(), measures=[3])
+
+
+def test_a_negative_seed_is_one_for_numpy_too():
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=8)
+    (record,) = wb.train(model, [[1, 2, 3]], n_steps=1, seed=-1, penalties=[wb.baselines.RandomL2(0.1)])
+    assert math.isfinite(record.loss)

@@ -2,6 +2,9 @@
 
 ``python -m tests.wrong_arguments [MODULE ...]`` prints, for the public names of modules such as ``workbench.koopman``,
 how many calls ended in an exception that is not of the workbench, and which.
+
+Many methods have no example. ``WRONG_ARGUMENTS=calls.tsv pytest -p tests.wrong_arguments tests/callbacks`` takes the
+first valid call of each public name in the tests instead, in a fork of the process, so that the tests continue.
 """
 
 import contextlib
@@ -22,6 +25,7 @@ import xarray as xr
 
 import workbench as wb
 from tests.test_docstrings import MODULES, examples_of, module_of, public
+from workbench.option_checks import _is_inside
 
 WRONG = {
     "None": None, "'x'": "x", "-1": -1, "0": 0, "1.5": 1.5, "nan": float("nan"), "inf": float("inf"), "True": True,
@@ -142,26 +146,81 @@ def outcome(function, args, kwargs):
     return "accepted"
 
 
-def outcomes(modules=("workbench",), wrong=tuple(WRONG)):
-    """Yield (name, argument, wrong value, outcome) of every call."""
-    for name, (function, args, kwargs) in recorded_calls(modules).items():
-        signature = inspect.signature(function)
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError:
+def trials(name, function, args, kwargs, wrong=tuple(WRONG)):
+    """Yield (name, argument, wrong value, outcome) of the calls that replace one argument of a valid call."""
+    signature = inspect.signature(function)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        return
+    for parameter in signature.parameters.values():
+        if parameter.name in ("self", "cls") or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
-        for parameter in signature.parameters.values():
-            if parameter.name in ("self", "cls") or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        for label in wrong:
+            value = WRONG[label]
+            if value is None and parameter.default is None:
                 continue
-            for label in wrong:
-                value = WRONG[label]
-                if value is None and parameter.default is None:
-                    continue
-                given = inspect.BoundArguments(signature, dict(bound.arguments))
-                given.arguments[parameter.name] = value
-                order = [each for each in signature.parameters if each in given.arguments]
-                given.arguments = {each: given.arguments[each] for each in order}
-                yield name, parameter.name, label, outcome(function, given.args, given.kwargs)
+            given = inspect.BoundArguments(signature, dict(bound.arguments))
+            given.arguments[parameter.name] = value
+            order = [each for each in signature.parameters if each in given.arguments]
+            given.arguments = {each: given.arguments[each] for each in order}
+            yield name, parameter.name, label, outcome(function, given.args, given.kwargs)
+
+
+def outcomes(modules=("workbench",), wrong=tuple(WRONG)):
+    """Yield (name, argument, wrong value, outcome) of every call in an example."""
+    for name, (function, args, kwargs) in recorded_calls(modules).items():
+        yield from trials(name, function, args, kwargs, wrong)
+
+
+def in_a_fork(name, function, args, kwargs, file):
+    """Call a function; if the call is valid, try wrong arguments in a fork from before it."""
+    waits, tells = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(tells)
+        with contextlib.suppress(BaseException):
+            if os.read(waits, 1):
+                for row in trials(name, function, args, kwargs):
+                    print(*row, sep="\t", file=file, flush=True)
+        os._exit(0)
+    os.close(waits)
+    try:
+        result = function(*args, **kwargs)
+        os.write(tells, b"1")
+        return result
+    finally:
+        os.close(tells)
+        os.waitpid(child, 0)
+
+
+def tried_in_tests(name, function, file):
+    done = []
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if _is_inside(sys._getframe(1).f_globals.get("__name__", "")):
+            return getattr(function, "__wrapped__", function)(*args, **kwargs)
+        if done:
+            return function(*args, **kwargs)
+        result = in_a_fork(name, function, args, kwargs, file)
+        done.append(name)
+        return result
+
+    return call
+
+
+def pytest_configure(config):
+    """With ``-p tests.wrong_arguments``: try wrong arguments at the first valid call of each public name."""
+    if "WRONG_ARGUMENTS" not in os.environ:
+        return
+    file = open(os.environ["WRONG_ARGUMENTS"], "a")  # noqa: SIM115  (until the process ends)
+    for name, (owner, attribute, _) in callables().items():
+        static = inspect.getattr_static(owner, attribute)
+        inner = getattr(static, "__func__", static)
+        call = tried_in_tests(name, inner, file)
+        with contextlib.suppress(AttributeError, TypeError):
+            setattr(owner, attribute, call if inner is static else type(static)(call))
 
 
 def is_raw(found):

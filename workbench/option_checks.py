@@ -415,6 +415,8 @@ def _kind(annotation: Any, default: Any = None, limits: Sequence[Range] = ()) ->
 def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: Sequence[Range]) -> _Kind | None:
     if isinstance(annotation, _Later):
         return _later(annotation)
+    if annotation is getattr(sys.modules.get("numpy.typing"), "ArrayLike", _ABSENT):
+        return _array(converts=False)
     if origin in (Union, types.UnionType):
         return _union(parts, default)
     if annotation in (None, types.NoneType):
@@ -430,8 +432,6 @@ def _bare_kind(annotation: Any, origin: Any, parts: Any, default: Any, limits: S
         return _number(Real, words, may_be_nan=may_be_nan, may_be_infinite=may_be_infinite)
     if origin is Literal:
         return _kind_of(parts, lambda value: (type(value), value) in [(type(each), each) for each in parts])
-    if annotation is getattr(sys.modules.get("numpy.typing"), "ArrayLike", _ABSENT):
-        return _array(converts=False)
     base = origin or annotation
     if not isinstance(base, type) or base in (Any, object):
         return _kind(annotation.__bound__) if isinstance(annotation, TypeVar) and annotation.__bound__ else None

@@ -39,7 +39,7 @@ class Observation:
 
     step: int
     part: str
-    values: Mapping[str, np.ndarray]
+    values: Mapping[str, Any]
     coords: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -136,7 +136,7 @@ def singular_values(
     if jacobian.size <= exact_up_to or n_largest >= jacobian.size:
         return of_matrix(jacobian.dense(), n_largest)
     largest = np.full(n_largest, np.nan)
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(seed % 2**64)
     probes = random.choice([-1.0, 1.0], size=(_N_PROBES, jacobian.size))
     mean = float(np.sqrt(np.mean([np.mean(jacobian.push(v) ** 2) for v in probes])))
     if not np.isfinite(mean):
@@ -238,7 +238,7 @@ class SequenceJacobians:
         if isinstance(together, str) or len(known) < len(matrices):
             return _matrix(together)
         product = reduce(lambda before, matrix: matrix @ before, known)
-        v = np.random.default_rng(self.seed).standard_normal(len(product))
+        v = np.random.default_rng(self.seed % 2**64).standard_normal(len(product))
         direct, by_chain_rule = together.pull(v), v @ product
         is_same = np.linalg.norm(direct - by_chain_rule) <= _ROUNDING * np.linalg.norm(direct)
         return product if is_same else _matrix(together)

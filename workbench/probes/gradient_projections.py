@@ -116,7 +116,8 @@ class GradientProjections:
         self._after_update: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         spread = range(0, len(self.parameters), -(-len(self.parameters) // _N_MARKED))
         self._marked = {number for number in spread if not _is_sharded(self.parameters[number])}
-        self._seeds = [int(np.random.SeedSequence([seed, i]).generate_state(1)[0]) for i in range(len(self.parameters))]
+        seeds = (np.random.SeedSequence([seed % 2**64, i]) for i in range(len(self.parameters)))
+        self._seeds = [int(each.generate_state(1)[0]) for each in seeds]
         self._nodes: list[Node] = []
         self._handles: list[RemovableHandle] | None = None
         self._forget()

@@ -190,7 +190,7 @@ def resamples(
         )
     _, index = np.unique(np.arange(n_runs) if groups is None else np.asarray(groups), return_inverse=True)
     n_groups = int(index.max()) + 1
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(seed % 2**64)
     n_block = max(1, block // n_runs)
     for start in range(0, n_bootstrap, n_block):
         n = min(n_block, n_bootstrap - start)

@@ -218,7 +218,7 @@ class PenaltyTerms(Callback):
             yield penalty_of
 
     def _random(self, number: int, step: int, device: torch.device) -> torch.Generator:
-        words = np.random.SeedSequence((self.seed, number, step)).generate_state(2, np.uint32)
+        words = np.random.SeedSequence((self.seed % 2**64, number, step)).generate_state(2, np.uint32)
         return torch.Generator(device).manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
 
 

@@ -332,7 +332,7 @@ class Shaper:
         options = self.kss.options
         # The generator depends only on the step. A resumed run needs no further state, and ranks whose last batches
         # differ draw the same layers.
-        random = np.random.default_rng([options.seed, self.step])
+        random = np.random.default_rng([options.seed % 2**64, self.step])
         anatomy = self._anatomy = _residual_blocks(model, inputs) if self._anatomy is None else self._anatomy
         layout = anatomy.layout
         layers = _draw_layers(control, len(anatomy.sites), random)
