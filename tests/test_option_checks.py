@@ -308,6 +308,9 @@ def test_setters_are_checked_where_users_call_them():
         alarms.false_alarms = 0
     alarms.false_alarms = 2
     assert alarms.false_alarms == 2
+    fault = wb.faults.large_rate()
+    with pytest.raises(OptionError, check=about("enabled", "False")):
+        fault.enabled = "False"
 
 
 def test_results_that_users_create_hold_what_their_annotations_say():

@@ -371,9 +371,11 @@ _INCLUDED = {"a path": ("text",), "a torch.device": ("text",), "an nn.Module or 
 
 
 def _union(members: Iterable[Any], default: Any) -> _Kind | None:
-    kinds = {kind and kind.phrase: kind for kind in (_kind(member, default) for member in members)}
-    if None in kinds:
-        return None
+    kinds: dict[str, _Kind] = {}
+    for member in members:
+        if (kind := _kind(member, default)) is None:
+            return None
+        kinds[kind.phrase] = kind
     for included in [each for phrase in kinds for each in _INCLUDED.get(phrase, ())]:
         kinds.pop(included, None)
     named = [kind for phrase, kind in kinds.items() if phrase != "None"]  # a value that is refused is not None
@@ -459,6 +461,8 @@ class _Door:
     ) -> None:
         self.function, self.title = function, title
         self.signature = inspect.signature(function)
+        #: Name of the property that the function sets, if it does.
+        self.sets = title if title == function.__name__ and "self" in self.signature.parameters else ""
         self.kinds: dict[str, tuple[_Kind, Any, Any]] = {}
         for parameter in list(self.signature.parameters.values()):
             modules = [base.__module__ for base in owner.__mro__ if parameter.name in _fields(base)] if owner else []
@@ -492,7 +496,7 @@ class _Door:
             elif place is inspect.Parameter.VAR_KEYWORD:
                 given[name] = {key: self.admitted(key, kind, each) for key, each in value.items()}
             else:
-                given[name] = self.admitted(name, kind, value)
+                given[name] = self.admitted(self.sets or name, kind, value)
             changed = changed or given[name] is not value
         return (bound.args, bound.kwargs) if changed else (args, kwargs)
 
@@ -510,7 +514,8 @@ class _Door:
         takes_any = any(each.kind is each.VAR_KEYWORD for each in known.values())
         unknown = [] if takes_any else [name for name in kwargs if name not in known]
         name = unknown[0] if unknown else problem.partition("'")[2].rpartition("'")[0]
-        value, expected = kwargs.get(name), "passed once"
+        value: Any = kwargs.get(name)
+        expected: str | tuple[str, ...] = "passed once"
         if unknown:
             usual = [each for each, others in USUAL_NAMES.items() if name in others.split() and each in known]
             near = [*usual, *difflib.get_close_matches(name, known, n=1)]
@@ -520,10 +525,8 @@ class _Door:
         elif "missing" in problem:
             found = re.search(rf"^\s*{name}: ([^.;,(]+)", self._documentation(), re.MULTILINE)
             meaning = " ".join(found.group(1).split()) if found else ""
-            sentence, expected = (
-                f"needs the argument {name}{f' ({meaning})' if meaning else ''}",
-                meaning or "an argument",
-            )
+            sentence = f"needs the argument {name}{f' ({meaning})' if meaning else ''}"
+            expected = meaning or "an argument"
         elif "multiple" in problem:
             sentence = f"received {name} by its position and by its name; pass it once"
         else:
@@ -616,9 +619,8 @@ def _check_class(cls: type, *, always: bool) -> None:
         if base.__module__.partition(".")[0] != package or getattr(base, "_is_protocol", False):
             continue
         for name, value in list(vars(base).items()):
-            title = f"{base.__name__}.{name}"
             if isinstance(value, property) and value.fset and not name.startswith("_"):
-                setattr(base, name, value.setter(_checked_function(value.fset, title, always=False)))
+                setattr(base, name, value.setter(_checked_function(value.fset, name, always=False)))
                 continue
             inner = getattr(value, "__func__", value)
             if not inspect.isfunction(inner) or hasattr(inner, "_door") or name in skipped:
@@ -626,7 +628,7 @@ def _check_class(cls: type, *, always: bool) -> None:
             if name == "__init__":
                 call = _checked_function(inner, base.__name__, base, always=always, measures=is_result)
             elif not name.startswith("_"):
-                call = _checked_function(inner, title, always=False, measures=True)
+                call = _checked_function(inner, f"{base.__name__}.{name}", always=False, measures=True)
             else:
                 continue
             setattr(base, name, call if inner is value else type(value)(call))

@@ -51,7 +51,7 @@ def gather(
         OptionError: If two arguments exclude each other.
     """
     found: dict[type, list[Any]] = {kind: [] for kind in (KSS, Fault, Penalty, Recorder, Alarms, Actions)}
-    of_user: list[Callback] = []
+    of_user: list[Any] = []
     for callback in callbacks or ():
         kind = next((kind for kind in found if isinstance(callback, kind)), None)
         (of_user if kind is None else found[kind]).append(callback)

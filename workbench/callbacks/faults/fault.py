@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from workbench.callbacks.observers import Observers
 from workbench.errors import OptionError
-from workbench.option_checks import NonNegativeInt, check_fields
+from workbench.option_checks import NonNegativeInt, check_fields, checked
 
 if TYPE_CHECKING:
     import torch
@@ -93,8 +93,9 @@ class Fault:
             return self._by_schedule if self._by_hand is None else self._by_hand
 
     @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._switch(_by_hand=bool(value))
+    @checked  # reached through `__setattr__`, which is a call from the package
+    def enabled(self, enabled: bool) -> None:
+        self._switch(_by_hand=enabled)
 
     def attach(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int = 0, seed: int = 0) -> Any:
         """Inject the fault into any training loop, as a context around the loop.

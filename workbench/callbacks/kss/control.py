@@ -162,7 +162,7 @@ class KSSControls:
         self.set(gamma=value)
 
     @property
-    def layers(self) -> str | tuple[int, ...]:
+    def layers(self) -> str | Collection[int]:
         """Layers to act on: ``"half"``, ``"all"``, or their numbers in increasing order."""
         return self._control.layers
 
