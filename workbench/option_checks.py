@@ -506,7 +506,9 @@ class _Door:
             return kind.admit(value)
         except _RefusedError as error:
             value = value if error.part is _ABSENT else error.part
-            raise OptionError.of(name, value, error.phrase or kind.expected, remedy=kind.remedy) from None
+            is_run = kind.phrase == _PHRASES["Dataset"] and type(value).__name__ == "DataTree"
+            remedy = 'pass a part, such as run["spectra"].to_dataset()' if is_run else kind.remedy
+            raise OptionError.of(name, value, error.phrase or kind.expected, remedy=remedy) from None
 
     def _misfit(self, problem: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallError:
         """Return the exception for a call that does not fit the signature, as `inspect` describes it."""

@@ -9,7 +9,7 @@ import workbench as wb
 from tests.about import about
 from tests.flow.nets import deep_net
 from tests.zoo.zoo_models import TEXT, inputs_for
-from workbench.errors import SchemaError
+from workbench.errors import OptionError, SchemaError
 from workbench.flow import summarize
 from workbench.flow.flow_measurement import measure
 from workbench.flow.flow_summary import SUMMARY
@@ -82,7 +82,7 @@ def test_an_undefined_gain_has_no_logarithm(flow):
 def test_other_datasets_are_rejected(flow):
     with pytest.raises(SchemaError, check=about("state_rms")):
         summarize(flow.drop_vars("state_rms"))
-    with pytest.raises(SchemaError, check=about("flow", {})):
+    with pytest.raises(OptionError, check=about("flow", {})):
         summarize({})
     with pytest.raises(SchemaError, check=about("signal_gain", ("boundary",))):
         summarize(flow.assign(signal_gain=flow["state_rms"]))

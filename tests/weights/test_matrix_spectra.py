@@ -8,7 +8,7 @@ from torch import nn
 
 import workbench as wb
 from tests.about import about
-from workbench.errors import AnatomyError, CheckpointError, OptionError, SchemaError
+from workbench.errors import CheckpointError, OptionError, SchemaError
 from workbench.schema.weights import WEIGHTS, validate_weights
 from workbench.weights import matrix_spectra, weight_spectra
 
@@ -295,7 +295,7 @@ def test_errors_name_what_is_wrong(call, error, name, value):
 def test_a_source_must_be_a_model_or_an_existing_path():
     with pytest.raises(CheckpointError):
         weight_spectra("nowhere.safetensors")
-    with pytest.raises(AnatomyError):
+    with pytest.raises(OptionError, check=about("source", 5)):
         weight_spectra(5)
 
 

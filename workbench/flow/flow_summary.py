@@ -129,10 +129,6 @@ def check_flow(flow: xr.Dataset) -> None:
     Raises:
         SchemaError: If a variable is missing or has other dimensions.
     """
-    import xarray as xr
-
-    if not isinstance(flow, xr.Dataset):
-        raise SchemaError.of("flow", flow, "a dataset of wb.flow.measure()")
     if missing := [name for name in FLOW if name not in flow]:
         raise SchemaError(
             f"The dataset is no flow: it lacks {', '.join(missing)}; create one with wb.flow.measure().",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -289,22 +289,15 @@ def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
     return xr.concat(means, dim="third", combine_attrs="override").assign_coords(third=list(THIRDS))
 
 
-def _check_spectra(spectra: Any) -> None:
-    """Raise if the argument is not a dataset with layers, for example an entire run.
+def _check_spectra(spectra: xr.Dataset) -> None:
+    """Raise if a dataset has no layers.
 
     Raises:
         SchemaError: Names what to pass.
     """
-    import xarray as xr
-
-    expected = "a dataset of wb.profile()"
-    if isinstance(spectra, xr.DataTree):
-        raise SchemaError.of("spectra", "DataTree", expected, remedy='pass run["spectra"].to_dataset()')
-    if not isinstance(spectra, xr.Dataset):
-        raise SchemaError.of("spectra", spectra, expected)
     if "layer" not in spectra.dims:
         raise SchemaError(
-            f"The dataset has no dimension 'layer'; pass {expected}.",
+            "The dataset has no dimension 'layer'; pass a dataset of wb.profile().",
             name="layer",
             value=tuple(map(str, spectra.dims)),
             expected="a dimension of the dataset",

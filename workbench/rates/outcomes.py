@@ -274,7 +274,8 @@ class LossTable:
 
     def earlier_from(self, shorter: xr.Dataset) -> np.ndarray | None:
         """Return the losses of runs with the same settings and four fifths of the updates; None if there are none."""
-        _require_curves(shorter)
+        if "settings" not in shorter.variables:
+            raise SchemaError.of("shorter", tuple(shorter.variables), "a sweep")
         own = design_key(json.loads(str(self.runs["settings"].values[0])))
         n_steps = REFERENCE_SHARE * self.n_steps
         is_same = [design_key(json.loads(str(text))) == own for text in shorter["settings"].values]
