@@ -432,7 +432,7 @@ def test_the_panel_applies_the_users_changes_shows_the_kernels_state_and_rejects
     assert kss.strength == 2.0
     assert sent[-1] == {"enabled": False, "strength": 2.0, "interval": 2, "number": 2}
     panel._receive(panel, {"set": {"interval": 0}}, [])
-    assert complaints == ["interval must be a whole number of at least 1, got 0."]
+    assert complaints == ["interval must be an integer of at least 1, got 0."]
     assert sent[-1] == {"enabled": False, "strength": 2.0, "interval": 2, "number": 3}
     panel.close()
     kss.strength = 3

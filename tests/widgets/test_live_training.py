@@ -276,7 +276,7 @@ def test_a_diverged_run_is_said_until_others_begin_and_a_restart_goes_back_to_be
     # Actions on a run that has ended do not clear its message.
     live._panel._receive(live._panel, {"set": {"enabled": True}}, [])
     live._panel._receive(live._panel, {"set": {"interval": 0}}, [])
-    assert live.error == "interval must be a whole number of at least 1, got 0."
+    assert live.error == "interval must be an integer of at least 1, got 0."
     live._panel._receive(live._panel, {"set": {"interval": 2}}, [])
     assert live.error == sentence
     at = live.canvas.histories[WITH_KSS].diverged_at
