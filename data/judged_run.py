@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from warning_cases import KINDS, SETUPS
+from warning_cases import BY_HAND, KINDS, SETUPS
 
 import workbench as wb
 from workbench.callbacks.alarms import Calibration
@@ -59,7 +59,7 @@ class JudgedRun:
         after = [alarm for alarm in self._alarms.raised if alarm.step >= start]
         mechanisms = [alarm for alarm in after if not alarm.is_outcome]
         first, mechanism = next(iter(after), None), next(iter(mechanisms), None)
-        kind = result.get("kind", "")
+        kind, kinds = result.get("kind", ""), KINDS | BY_HAND
         ends = [result["visible"], result["n_steps"] - 1 if result["diverged"] else None]
         return {
             "name": result["name"],
@@ -71,8 +71,8 @@ class JudgedRun:
             "kind": kind if "setup" in result else "late",
             "dose": float(result.get("dose", result.get("rate", math.nan))),
             "remedy": str(result.get("remedy", "")),
-            "expected_cause": "logit_growth" if "setup" not in result else KINDS[kind].cause if kind else "",
-            "settings_show_it": bool(kind) and KINDS[kind].is_visible,
+            "expected_cause": "logit_growth" if "setup" not in result else kinds[kind].cause if kind else "",
+            "settings_show_it": bool(kind) and kinds[kind].is_visible,
             "start": math.nan if result["start"] is None else result["start"],
             "n_steps": result["n_steps"],
             "is_harmful": bool(result["is_harmful"]),

@@ -113,15 +113,17 @@ class Recorded:
 
     def __init__(self, case: Case | LateCase, device: str = "cpu") -> None:
         self.case, self.begun = case, time.monotonic()
-        model, task, plan = build(case) if isinstance(case, Case) else build_late(case)
+        self.model, task, plan = build(case) if isinstance(case, Case) else build_late(case)
         self.later = Later()
         self.losses: list[float] = []
         self.observations: list[Any] = []
         recorder = wb.Recorder(n_probe_tokens=128)
         recorder.observe(self.observations.append)
-        alarms = wb.Alarms()
-        self.judged = JudgedRun(alarms)
-        self.run = wb.train(model.to(device), task, recorder=recorder, alarms=alarms, callbacks=[self.later], **plan)
+        self.alarms = wb.Alarms()
+        self.judged = JudgedRun(self.alarms)
+        self.run = wb.train(
+            self.model.to(device), task, recorder=recorder, alarms=self.alarms, callbacks=[self.later], **plan
+        )
         self.last: Any = None
 
     def __iter__(self) -> Iterator[Any]:

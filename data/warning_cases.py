@@ -140,7 +140,9 @@ class Changed(wb.Callback):
 
     Args:
         what: "weights" multiplies one matrix of the last block by the dose, "moments" divides the second moments of the
-            optimizer by it, and "loader" repeats the batches of that many steps from then on.
+            optimizer by it, "loader" repeats the batches of that many steps from then on, "labels" replaces that
+            fraction of the labels by random ones, "mask" lets attention see later tokens, and "zero_grad" keeps the
+            gradients of earlier updates.
         dose: Strength of the change.
         start: Step of the change.
     """
@@ -151,6 +153,7 @@ class Changed(wb.Callback):
         self.what, self.dose, self.start = what, dose, start
         self._kept: list[Any] = []
         self._step = 0
+        self._draws = torch.Generator().manual_seed(start)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings."""
@@ -169,15 +172,32 @@ class Changed(wb.Callback):
             for state in self.run.optimizer.state.values():
                 if isinstance(state.get("exp_avg_sq"), Tensor):
                     state["exp_avg_sq"].div_(self.dose)
+        elif self.what == "mask":
+            for module in causal_modules(self.run.model):
+                module.is_causal = False
+        elif self.what == "zero_grad":
+            self.run.optimizer.zero_grad = lambda *_, **__: None
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Repeat batches if the loader is changed."""
-        if self.what != "loader" or self._step < self.start:
+        """Repeat batches if the loader is changed, or replace labels."""
+        if self.what not in ("loader", "labels") or self._step < self.start:
             return inputs, targets
+        if self.what == "labels":
+            config: Any = self.run.model.config
+            others = torch.randint(
+                config.vocab_size if targets.ndim > 1 else config.n_classes, targets.shape, generator=self._draws
+            )
+            is_other = (torch.rand(targets.shape, generator=self._draws) < self.dose) & (targets >= 0)
+            return inputs, others.where(is_other, targets)
         if len(self._kept) < self.dose:
             self._kept.append((inputs, targets))
             return inputs, targets
         return self._kept[(self._step - self.start) % int(self.dose)]
+
+
+def causal_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of a model whose attention is causal."""
+    return [module for module in model.modules() if getattr(module, "is_causal", False)]
 
 
 class Later(wb.Callback):
@@ -191,7 +211,7 @@ class Later(wb.Callback):
 
     def become(self, case: Case) -> None:
         """Act as this fault from the next step on."""
-        made = KINDS[case.kind].make(case.dose, case.start or 0)
+        made = (KINDS | BY_HAND)[case.kind].make(case.dose, case.start or 0)
         [fault] = made.get("callbacks") or [wb.faults.Injection(made["faults"], seed=case.seed)]
         fault.setup(self.run)
         fault.begin()
@@ -259,6 +279,13 @@ KINDS: dict[str, Kind] = {
         is_visible=True,
     ),
 }
+#: Faults that are written by hand and were added after the study; no attribution was fitted to them.
+BY_HAND: dict[str, Kind] = {
+    "random labels": Kind("corrupted_data", (0.1,), _changed("labels")),
+    "same batch": Kind("repeated_data", (1,), _changed("loader")),
+    "lost mask": Kind("unknown", (0,), _changed("mask")),
+    "gradients kept": Kind("gradients_not_cleared", (0,), _changed("zero_grad")),
+}
 
 
 @dataclass(frozen=True)
@@ -302,7 +329,9 @@ class Case:
         """First step of the fault, the same for all doses."""
         if not self.kind:
             return None
-        draw = np.random.default_rng([SEED, list(SETUPS).index(self.setup), self.plan, list(KINDS).index(self.kind)])
+        draw = np.random.default_rng(
+            [SEED, list(SETUPS).index(self.setup), self.plan, [*KINDS, *BY_HAND].index(self.kind)]
+        )
         return int(draw.integers(EARLIEST, LATEST + 1))
 
     @property

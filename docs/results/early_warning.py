@@ -80,9 +80,35 @@ def by_hand():
     return written(of.reset_index(), names)
 
 
-def hand_faults():
+def by_hand_locked():
+    """Return the alarms on faults that were written by hand in the test set, by fault, beside three baselines."""
+    rows = hand_faults("hand_faults_locked").query("kind.notna()")
+    rows = rows.assign(any_loss_step=rows[["loss_step", "floor_step"]].min(axis=1))
+    delay = rows["first_step"] - rows["start"]
+    is_right, is_unknown = rows["first_cause"] == rows["expected_cause"], rows["first_cause"] == "unknown"
+    within = {name: rows[f"{name}_step"].notna() for name in ("loss", "any_loss", "grad_norm")}
+    rows = rows.assign(
+        soon=delay <= 25, found=delay.notna(), delay=delay, right=is_right & ~is_unknown, unknown=is_unknown,
+        wrong=rows["first_cause"].notna() & ~is_right & ~is_unknown, **within,
+    )  # fmt: skip
+    of = rows.groupby("kind", sort=False).agg(
+        runs=("soon", "size"), soon=("soon", "sum"), found=("found", "sum"), delay=("delay", "median"),
+        signal=("first_signal", lambda signals: ", ".join(sorted(set(signals.dropna())))), right=("right", "sum"),
+        unknown=("unknown", "sum"), wrong=("wrong", "sum"), loss=("loss", "sum"), any_loss=("any_loss", "sum"),
+        grad_norm=("grad_norm", "sum"),
+    )  # fmt: skip
+    names = {
+        "kind": "fault", "runs": "runs", "soon": "alarm within 25 steps", "found": "within 100 steps",
+        "delay": "median delay", "signal": "first signal", "right": "cause named right", "unknown": "unknown",
+        "wrong": "wrong", "loss": "loss alone", "any_loss": "loss alone, with its floor",
+        "grad_norm": "gradient norm alone",
+    }  # fmt: skip
+    return written(of.reset_index(), names)
+
+
+def hand_faults(name="hand_faults"):
     """Return the runs with faults written by hand, and their healthy controls."""
-    return pd.read_csv(Path(__file__).parents[2] / "data" / "hand_faults.csv")
+    return pd.read_csv(Path(__file__).parents[2] / "data" / f"{name}.csv")
 
 
 def written(table, names):

@@ -4,8 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from scipy.stats import chi2
 
+from tests.data_scripts import script_with_others
 from tests.docs.page_numbers import ROOT, check_page, page_module
+from workbench.probes import BatchProbe
 
 pytestmark = pytest.mark.recorded
 
@@ -60,6 +63,33 @@ def claims_by_hand():
     )
 
 
+def claims_of_the_test_set():
+    """Return what the page says about faults written by hand in the test set."""
+    rows = pd.read_csv(ROOT / "data" / "hand_faults_locked.csv")
+    healthy, faulted = rows[rows["kind"].isna()], rows[rows["kind"].notna()]
+    n, n_steps = healthy["n_alarms"].sum(), healthy["n_steps"].sum()
+    delay = faulted["first_step"] - faulted["start"]
+    n_of = {name: healthy[f"n_{name}_alarms"].sum() for name in ("loss", "grad_norm")}
+    missed = faulted[faulted["first_cause"] != faulted["expected_cause"]]
+    assert (missed["first_cause"] == "unknown").all()
+    assert sorted(zip(missed["setup"], missed["kind"], strict=True)) == [
+        ("kan recall", "random labels"), ("kan recall", "same batch"), ("rms vit", "random labels"),
+    ]  # fmt: skip
+    assert missed.query("kind == 'same batch'")["first_signal"].item() == "loss fall"
+    with script_with_others("warning_cases") as cases:
+        task, probe = cases.build(cases.Case("kan recall", 1))[1], BatchProbe()
+    common = np.mean([float(probe.take(task.batch(i)[0])["repeated_examples"]) for i in range(1500)])
+    return (
+        f"{(delay <= 25).sum()} of {len(faulted)} faults raise an alarm within 25 steps, the slowest after "
+        f"{delay.max():g} steps",
+        f"The {len(healthy)} healthy runs of 1,500 updates raise {n} alarms of any signal in {n_steps:,} steps",
+        f"the rate is at most {np.ceil(1e5 * chi2.ppf(0.975, 2 * n + 2) / 2 / n_steps):g} in 100,000 steps (95 %)",
+        f"the loss alone raises {n_of['loss']}, the gradient norm alone {n_of['grad_norm']}",
+        f'In {len(missed)} runs the cause is "unknown"',
+        f"where {100 * common:.0f} % of the examples of healthy batches occurred shortly before",
+    )
+
+
 def test_every_number_of_the_page(runs, faulted, harmed):
     of, healthy, failed_late = len(harmed), runs[runs["kind"] == ""], runs[runs["kind"] == "late"]
     soon = {name: n_soon(harmed, f"{name}_step") for name in ("first", "loss", "grad_norm")}
@@ -104,11 +134,12 @@ def test_every_number_of_the_page(runs, faulted, harmed):
         f"visibly worse in {warned} of the {len(fails)}",
         f"first alarm in {int((attention['first_signal'] == 'arithmetic').sum())} of {len(attention)} harmful faults",
         *claims_by_hand(),
+        *claims_of_the_test_set(),
     )
     settings = (
         "standard deviations over 50 steps", "Intervals are 95 %", "an alarm within 50 steps", ", within 20 steps",
         "(Qwen2, GPT-NeoX, Gemma 2, Qwen3-MoE; width 64, three blocks)", "random step from 400 to 600",
-        "learned abruptly after 2,500 steps",
+        "learned abruptly after 2,500 steps", "watched for 100 steps", "count alarms within 100 steps",
         "about step 5,000, the spectrum of dW at 13,000, the gradient norm at 21,000, the loss at 22,000",  # published
     )  # fmt: skip
     check_page(PAGE, claims, settings=settings)
@@ -147,3 +178,21 @@ def test_the_tables_have_the_counts_of_the_runs(runs, harmed):
     failed = runs[(runs["kind"] == "late") & runs["is_harmful"]]
     lead = (failed["harm_step"] - failed["first_step"]).map(lambda n: "none" if pd.isna(n) else f"{n:g}")
     assert sorted(module.late()["steps before"]) == sorted(lead)
+
+
+def test_the_table_of_the_test_set_counts_every_fault_once():
+    rows = pd.read_csv(ROOT / "data" / "hand_faults_locked.csv")
+    table = page_module(PAGE).by_hand_locked().set_index("fault")
+    assert set(table.index) == set(rows["kind"].dropna())
+    for kind, own in rows.groupby("kind"):
+        of, delay = table.loc[kind], own["first_step"] - own["start"]
+        assert int(of["runs"]) == len(own)
+        assert int(of["alarm within 25 steps"]) == (delay <= 25).sum()
+        assert int(of["within 100 steps"]) == own["first_step"].notna().sum()
+        named = [int(of[name]) for name in ("cause named right", "unknown", "wrong")]
+        assert sum(named) == own["first_cause"].notna().sum()
+        assert named[1] == (own["first_cause"] == "unknown").sum()
+        assert named[0] == ((own["first_cause"] == own["expected_cause"]) & (own["first_cause"] != "unknown")).sum()
+        alone = [own[step].notna().sum() for step in ("loss_step", "grad_norm_step")]
+        assert [int(of[name]) for name in ("loss alone", "gradient norm alone")] == alone
+        assert int(of["loss alone, with its floor"]) == (own["loss_step"].notna() | own["floor_step"].notna()).sum()
