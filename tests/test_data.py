@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.data_scripts import load_script
 from workbench.errors import CheckpointError, StoreError
 
@@ -61,7 +61,7 @@ def test_the_first_losses_of_a_rerun_are_the_recorded_ones(name, script, one_thr
 
 
 def test_unknown_samples_are_named():
-    with pytest.raises(CheckpointError, check=about("name", "gpt", ("no_norm", "pre_ln"))):
+    with pytest.raises(CheckpointError, check=says("choose from no_norm, pre_ln.")):
         wb.samples.embedded("gpt")
 
 

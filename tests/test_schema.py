@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.about import about
+from tests.about import says
 from tests.koopman.snapshots import snapshots
 from workbench.errors import SchemaError
 from workbench.koopman import whitened_dmd
@@ -25,19 +25,22 @@ def without_attr(ds, name):
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda ds: ds.drop_vars("residual"), about("residual", None)),
-        (lambda ds: ds.assign(eigenvalue=ds.eigenvalue.T), about("eigenvalue", ("mode", "layer"))),
-        (lambda ds: ds.assign(eigenvalue=np.abs(ds.eigenvalue)), about("eigenvalue", "float64", "of kind 'c'")),
+        (lambda ds: ds.drop_vars("residual"), says("The dataset is not a spectra dataset: it lacks residual;")),
+        (lambda ds: ds.assign(eigenvalue=ds.eigenvalue.T), says(")); rename or transpose it.")),
+        (lambda ds: ds.assign(eigenvalue=np.abs(ds.eigenvalue)), says("convert it with astype().")),
         (
             lambda ds: ds.assign(near_unit_mass=ds.near_unit_mass + 0.5),
-            about("near_unit_mass, expansive_mass, contractive_mass, intermediate_mass"),
+            says("The four masses of a layer do not sum to"),
         ),
-        (lambda ds: ds.drop_vars("layer_name"), about("layer_name", None)),
-        (lambda ds: without_attr(ds, "ridge"), about("ridge", None)),
-        (lambda ds: ds.assign_attrs(n_snapshots="many"), about("n_snapshots", "many", "an integer")),
+        (lambda ds: ds.drop_vars("layer_name"), says("The spectra have no coordinate")),
+        (lambda ds: without_attr(ds, "ridge"), says("keep the attributes that wb.profile() wrote.")),
+        (
+            lambda ds: ds.assign_attrs(n_snapshots="many"),
+            says("is of type str, expected an integer; keep the value that"),
+        ),
         (
             lambda ds: ds.assign_attrs(schema_version=SCHEMA_VERSION + 1),
-            about("schema_version", SCHEMA_VERSION + 1),
+            says("but this workbench reads up to"),
         ),
     ],
 )
@@ -50,15 +53,31 @@ def test_spectra_that_do_not_follow_the_schema_are_rejected(spectra, change, err
 @pytest.mark.parametrize(
     ("validate", "data", "error"),
     [
-        (validate_monitors, xr.Dataset({"loss": ("step", [1.0])}), about("step", None)),
-        (validate_monitors, xr.Dataset({"loss": ("step", [1.0, 1.0])}, {"step": [3, 3]}), about("step", 3)),
-        (validate_monitors, xr.Dataset({"loss": ("step", [1])}, {"step": [3]}), about("loss", "int64")),
-        (lambda data: validate_part("curvature", data), xr.Dataset(), about("step", None)),
-        (validate_events, xr.Dataset(), about("step", None)),
-        (validate_weights, xr.Dataset(), about("singular_value", None)),
-        (lambda data: require(data, ["task"]), xr.Dataset(coords={"run": [0]}), about("task", None)),
-        (lambda data: require(data, []), xr.Dataset(), about("run", None)),
-        (lambda data: require(data, []), xr.Dataset(coords={"run": []}), about("run", 0)),
+        (validate_monitors, xr.Dataset({"loss": ("step", [1.0])}), says("assign the step of each row.")),
+        (
+            validate_monitors,
+            xr.Dataset({"loss": ("step", [1.0, 1.0])}, {"step": [3, 3]}),
+            says("do not increase; sort the rows and drop repeated ones."),
+        ),
+        (validate_monitors, xr.Dataset({"loss": ("step", [1])}, {"step": [3]}), says("convert it with astype().")),
+        (lambda data: validate_part("curvature", data), xr.Dataset(), says("assign the step of each row.")),
+        (validate_events, xr.Dataset(), says("The events lack step, kind, source, score, message; add")),
+        (validate_weights, xr.Dataset(), says("The dataset does not hold weight spectra: it lacks")),
+        (
+            lambda data: require(data, ["task"]),
+            xr.Dataset(coords={"run": [0]}),
+            says("The dataset is not a sweep: it lacks task; use one from"),
+        ),
+        (
+            lambda data: require(data, []),
+            xr.Dataset(),
+            says("The dataset is not a sweep: it lacks the dimension run; use"),
+        ),
+        (
+            lambda data: require(data, []),
+            xr.Dataset(coords={"run": []}),
+            says("The sweep has no runs; select at least one run."),
+        ),
     ],
 )
 def test_other_data_that_do_not_follow_the_schema_are_rejected(validate, data, error):

@@ -101,20 +101,12 @@ class ArchitectureComparison(WorkbenchWidget):
         self.published = published
         if not isinstance(runs, Mapping) or not runs:
             kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
-            raise SchemaError(
-                f"The runs are {kind}, expected a non-empty dict of name: run.",
-                name="runs",
-                value=runs,
-                expected="a non-empty dict of name: run",
-            )
+            raise SchemaError(f"The runs are {kind}, expected a non-empty dict of name: run.")
         self.runs = {str(name): RecordedRun(str(name), run) for name, run in runs.items()}
         unknown = [name for name in (published if isinstance(published, Mapping) else ()) if name not in self.runs]
         if unknown:
             raise SchemaError(
-                f"published names the run '{unknown[0]}', which does not exist; the runs are {', '.join(self.runs)}.",
-                name="published",
-                value=unknown[0],
-                expected=tuple(self.runs),
+                f"published names the run '{unknown[0]}', which does not exist; the runs are {', '.join(self.runs)}."
             )
         self.views: dict[str, ComparisonView] = {name: kind(self.turn, theme) for name, kind in _VIEWS.items()}
         self._check_view(view)
@@ -147,12 +139,7 @@ class ArchitectureComparison(WorkbenchWidget):
         if step not in self.steps:
             place = int(np.searchsorted(self.steps, step))
             near = ", ".join(map(str, self.steps[max(0, place - 2) : place + 2]))
-            raise OptionError(
-                f"No run recorded spectra at step {step}; recorded steps nearby are {near}.",
-                name="step",
-                value=step,
-                expected="a recorded step",
-            )
+            raise OptionError(f"No run recorded spectra at step {step}; recorded steps nearby are {near}.")
         self._slider.value = self._steps.index(step)
 
     @property
@@ -195,10 +182,7 @@ class ArchitectureComparison(WorkbenchWidget):
         first, last = min(layers), max(layers)
         if not 0 <= first <= last <= self._n_layers - 1:
             raise OptionError(
-                f"There are no layers {first} to {last}; choose first and last from 0 to {self._n_layers - 1}.",
-                name="layers",
-                value=layers,
-                expected=f"first and last layer from 0 to {self._n_layers - 1}",
+                f"There are no layers {first} to {last}; choose first and last from 0 to {self._n_layers - 1}."
             )
         self._layers.value = (first, last)
 
@@ -235,9 +219,7 @@ class ArchitectureComparison(WorkbenchWidget):
             OptionError: If no model is shown.
         """
         if not self._models.value:
-            raise OptionError(
-                "No model is shown; switch on at least one.", name="models", expected="at least one model"
-            )
+            raise OptionError("No model is shown; switch on at least one.")
         return Scene(self.runs, tuple(self._models.value), self.step, self.layers, self.published, self.highlight)
 
     def update(self, name: str, run: Run) -> None:
@@ -286,8 +268,7 @@ class ArchitectureComparison(WorkbenchWidget):
         """
         view = self.views[self.view]
         if ".png" in view.refused_kinds:
-            drawn = tuple(name for name, each in self.views.items() if ".png" not in each.refused_kinds)
-            raise OptionError(view.refused_kinds[".png"], name="view", value=self.view, expected=drawn)
+            raise OptionError(view.refused_kinds[".png"])
         return view.figure(self.scene, backend)
 
     @property
@@ -336,10 +317,7 @@ class ArchitectureComparison(WorkbenchWidget):
         self._readout = ipywidgets.Label(layout={"width": "64px"})
         self._play = ipywidgets.Play(min=0, max=0, value=0, show_repeat=True)
         self._speed = ipywidgets.Dropdown(
-            options=_SPEEDS,
-            value=500,
-            layout={"width": "124px"},
-            tooltip="Playback speed in recorded steps per second",
+            options=_SPEEDS, value=500, layout={"width": "124px"}, tooltip="Playback speed in recorded steps per second"
         )
         self._play.interval = self._speed.value
         last = self._n_layers - 1

@@ -105,19 +105,9 @@ class AssessmentReport(MeasuringWidget):
         super().__init__(theme=theme)
         if (tree is None) == (subject is None):
             what = "neither tree nor subject" if tree is None else "both tree and subject"
-            raise OptionError(
-                f"AssessmentReport received {what}; pass exactly one of them.",
-                name="tree",
-                value=tree,
-                expected="given if and only if subject is not",
-            )
+            raise OptionError(f"AssessmentReport received {what}; pass exactly one of them.")
         if subject is None and plan is not None:
-            raise OptionError(
-                "A plan requires subject=; a tree already contains the plan of its assessment.",
-                name="plan",
-                value=plan,
-                expected="None if a tree is given",
-            )
+            raise OptionError("A plan requires subject=; a tree already contains the plan of its assessment.")
         self._tree: xr.DataTree | None = None
         self._subject, self._plan, self._task, self._seed = subject, plan, task, seed
         self._model, self._replay = model, dict(replay or {})
@@ -168,9 +158,7 @@ class AssessmentReport(MeasuringWidget):
         """
         if self._subject is None:
             raise OptionError(
-                "There is nothing to measure, because this report shows a given tree; create one with subject=.",
-                name="subject",
-                expected="given",
+                "There is nothing to measure, because this report shows a given tree; create one with subject=."
             )
         subject, task, plan, seed = self._subject, self._task, self._plan, self._seed
 
@@ -192,17 +180,10 @@ class AssessmentReport(MeasuringWidget):
         """
         kind = None if self._tree is None else self._tree.attrs.get("kind")
         if kind != "diagnosis":
-            raise OptionError(
-                "Only a diagnosis has experiments; pass a tree from wb.diagnose().",
-                name="tree",
-                value=kind,
-                expected="a tree from wb.diagnose()",
-            )
+            raise OptionError("Only a diagnosis has experiments; pass a tree from wb.diagnose().")
         if self._model is None or self._task is None:
             raise OptionError(
-                "An experiment needs the model and the task of the run; pass model= and task= with the tree.",
-                name="model" if self._model is None else "task",
-                expected="given",
+                "An experiment needs the model and the task of the run; pass model= and task= with the tree."
             )
         tree, model, task, replay = known(self._tree), self._model, self._task, self._replay
 

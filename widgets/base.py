@@ -126,8 +126,7 @@ class WorkbenchWidget(ipywidgets.VBox):
             path = Path(path).expanduser()
             ending = ending_of(path, self.kinds)
             if ending in (refused := self.refused_kinds):
-                available = tuple(kind for kind in self.kinds if kind not in refused)
-                raise StoreError(refused[ending], name="path", value=path, expected=available)
+                raise StoreError(refused[ending])
             check_free(path, overwrite=overwrite)
             make_folder(path)
             return self._write(path, ending, overwrite=overwrite)
@@ -258,5 +257,5 @@ def known(value: T | None, sentence: str = "There is nothing to show yet.", *, n
         OptionError: If the value is None.
     """
     if value is None:
-        raise OptionError(sentence, name=name, expected="available")
+        raise OptionError(sentence)
     return value

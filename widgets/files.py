@@ -31,9 +31,7 @@ def with_ending(path: str, ending: str) -> Path:
     """
     given = Path(path.strip()).expanduser()
     if not given.name:
-        raise StoreError(
-            "The file name is empty; enter one, such as exports/figure.", name="path", expected="non-empty"
-        )
+        raise StoreError("The file name is empty; enter one, such as exports/figure.")
     return given if given.suffix.lower() == ending else given.with_name(given.name + ending)
 
 
@@ -45,12 +43,7 @@ def ending_of(path: str | os.PathLike[str], kinds: Iterable[str]) -> str:
     """
     ending = Path(path).suffix.lower()
     if ending not in kinds:
-        raise StoreError(
-            f"'{Path(path).name}' has the suffix '{ending}', expected one of {', '.join(kinds)}.",
-            name="path",
-            value=path,
-            expected=tuple(kinds),
-        )
+        raise StoreError(f"'{Path(path).name}' has the suffix '{ending}', expected one of {', '.join(kinds)}.")
     return ending
 
 
@@ -64,10 +57,7 @@ def make_folder(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StoreError(
-            f"The folder {path.parent} cannot be created ({error.strerror}); choose another one.",
-            name="path",
-            value=path.parent,
-            expected="a folder that can be created",
+            f"The folder {path.parent} cannot be created ({error.strerror}); choose another one."
         ) from error
 
 
@@ -83,10 +73,5 @@ def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool 
 
     groups = {name.replace("/", "|"): run for name, run in runs.items()}
     if len(groups) < len(runs):
-        raise StoreError(
-            "Two runs have the same name after their slashes are replaced; rename one of them.",
-            name="runs",
-            value=tuple(runs),
-            expected="distinct names",
-        )
+        raise StoreError("Two runs have the same name after their slashes are replaced; rename one of them.")
     return export_netcdf(xr.DataTree(children=groups), path, overwrite=overwrite)

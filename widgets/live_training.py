@@ -285,18 +285,11 @@ class LiveTraining(WorkbenchWidget):
         """
         checkpoint = checkpoint or best_step(self.checkpoints, self._start, self.canvas.histories)
         if checkpoint is None:
-            raise StoreError(
-                "There is no checkpoint yet; train for more steps, or pass a smaller checkpoint_every.",
-                name="checkpoint",
-                expected="available",
-            )
+            raise StoreError("There is no checkpoint yet; train for more steps, or pass a smaller checkpoint_every.")
         if checkpoint.step >= self.setup.n_steps.value:
             raise OptionError(
                 f"The checkpoint is at step {checkpoint.step}, but the run has only {self.setup.n_steps.value} steps; "
-                "set more steps, or choose an earlier checkpoint.",
-                name="checkpoint",
-                value=checkpoint.step,
-                expected=f"before step {self.setup.n_steps.value}",
+                "set more steps, or choose an earlier checkpoint."
             )
         self._after_stop(partial(self._begin, checkpoint))
 

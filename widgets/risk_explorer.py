@@ -174,11 +174,7 @@ class RiskExplorer(MeasuringWidget):
         """
         with self.turn:
             if self._measured is None or self._worker.is_busy:
-                raise OptionError(
-                    "The model has not been measured yet; wait for the measurement, or press Measure.",
-                    name="model",
-                    expected="measured",
-                )
+                raise OptionError("The model has not been measured yet; wait for the measurement, or press Measure.")
             choice, settings, budget = self._measured.choice, self.plan.settings(), self.budget.value
 
             def job(check: Callable[[], None], tell: Callable[[str], None]) -> Any:
@@ -201,14 +197,10 @@ class RiskExplorer(MeasuringWidget):
         """
         if kind == "pilot":
             if self.pilot is None:
-                raise OptionError(
-                    "There is no pilot of this plan; call run_pilot().", name="pilot", expected="available"
-                )
+                raise OptionError("There is no pilot of this plan; call run_pilot().")
             return plots.pilot_losses(self.pilot.data, backend=backend)
         if self._over is None or self._risk is None:
-            raise OptionError(
-                f"{_NOTHING} wait for the measurement, or call measure().", name="model", expected="measured"
-            )
+            raise OptionError(f"{_NOTHING} wait for the measurement, or call measure().")
         return plots.risk_curve(self._over, learning_rate=self._risk.learning_rate, backend=backend)
 
     def picture(self) -> bytes:
@@ -256,9 +248,7 @@ class RiskExplorer(MeasuringWidget):
 
     def _make_parts(self) -> None:
         self._button = ipywidgets.Button(
-            description="Measure",
-            layout={"width": "104px"},
-            tooltip="Measure the model before training",
+            description="Measure", layout={"width": "104px"}, tooltip="Measure the model before training"
         )
         self.budget = ipywidgets.BoundedIntText(
             1000, min=_SMALLEST_BUDGET, max=_LARGEST_BUDGET, step=100, description="Pilot, at most",

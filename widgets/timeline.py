@@ -236,12 +236,7 @@ class Timeline(WorkbenchWidget):
                 measured = (name for name, each in entries if each.places and SIGNALS.get(each.part) == event.source)
                 signal = next(measured, signal)
         elif signal is not None and signal not in self.names:
-            raise SchemaError(
-                f"No run has a signal '{signal}'; choose from {', '.join(self.names)}.",
-                name="signal",
-                value=signal,
-                expected=tuple(self.names),
-            )
+            raise SchemaError(f"No run has a signal '{signal}'; choose from {', '.join(self.names)}.")
         mapped = self._mapped(int(step), signal, run)
         chosen = PanelSelection.of(list(self.runs.values()), int(step), mapped, run=run or "", event=event)
         self._settings.selection = chosen
@@ -349,7 +344,7 @@ class Timeline(WorkbenchWidget):
     def _no_run(self, name: str) -> SchemaError:
         """Return the exception for an unknown run."""
         sentence = f"There is no run '{name}'; choose from {', '.join(self.runs)}."
-        return SchemaError(sentence, name="run", value=name, expected=tuple(self.runs))
+        return SchemaError(sentence)
 
     def _add_alarming_signals(self) -> None:
         """Append signals with alarms to the displayed ones, which keep their places."""
@@ -421,12 +416,7 @@ def _followed(runs: Run | Mapping[str, Run]) -> dict[str, FollowedRun]:
         return {name: FollowedRun(name, run, 0) for name, run in named_runs(runs, needs_spectra=False).items()}
     if not isinstance(runs, Mapping) or not runs:
         kind = "an empty dict" if isinstance(runs, Mapping) else f"of type {type(runs).__name__}"
-        raise SchemaError(
-            f"The runs are {kind}, expected a run, the path of a run, or a non-empty dict of name: run.",
-            name="runs",
-            value=runs,
-            expected="a run, the path of a run, or a non-empty dict of name: run",
-        )
+        raise SchemaError(f"The runs are {kind}, expected a run, the path of a run, or a non-empty dict of name: run.")
     return {str(name): FollowedRun(str(name), run, place) for place, (name, run) in enumerate(runs.items())}
 
 

@@ -203,9 +203,7 @@ class Ward(MeasuringWidget):
         with self.turn:
             self._check_idle()
             if not cause:
-                raise OptionError(
-                    "No change is chosen; choose one in the column 'change'.", name="cure", expected="chosen"
-                )
+                raise OptionError("No change is chosen; choose one in the column 'change'.")
             case = self._case
 
             def job(check: Callable[[], None], tell: Callable[[str], None]) -> Callable[[], None]:
@@ -230,9 +228,7 @@ class Ward(MeasuringWidget):
         with self.turn:
             self._check_idle()
             if not causes:
-                raise OptionError(
-                    "No cause is marked; mark at least one, or 'nothing wrong'.", name="causes", expected="non-empty"
-                )
+                raise OptionError("No cause is marked; mark at least one, or 'nothing wrong'.")
             case, named = self._case, list(causes)
 
             def job(check: Callable[[], None], tell: Callable[[str], None]) -> Callable[[], None]:
@@ -260,7 +256,7 @@ class Ward(MeasuringWidget):
         """
         if self.record.timeline is None:
             sentence = "No figure is shown; take a measurement with steps, such as the loss."
-            raise OptionError(sentence, name="figure", expected="available")
+            raise OptionError(sentence)
         return self.record.timeline.figure(backend)
 
     def picture(self) -> bytes:
@@ -367,9 +363,7 @@ class Ward(MeasuringWidget):
     def _check_idle(self) -> None:
         """Raise an exception while a replay is running."""
         if self.is_measuring:
-            raise OptionError(
-                "A replay is running; wait until it ends, or press Stop.", name="patient", expected="no replay running"
-            )
+            raise OptionError("A replay is running; wait until it ends, or press Stop.")
 
     def _change_case(self) -> None:
         """Open the case of the controls; if there is none, the controls show the current one again."""

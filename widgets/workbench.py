@@ -95,12 +95,7 @@ class Workbench(MeasuringWidget):
         super().__init__(theme=theme)
         self.folder = Path(folder if folder is not None else ".").expanduser().absolute()
         if not self.folder.is_dir():
-            raise StoreError(
-                f"There is no folder {self.folder}; check the path.",
-                name="folder",
-                value=self.folder,
-                expected="an existing folder",
-            )
+            raise StoreError(f"There is no folder {self.folder}; check the path.")
         self._results = Results()
         self._catalogue = SourceCatalogue()
         self._made: dict[tuple[str, LibraryCall], MadeView] = {}

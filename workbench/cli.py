@@ -102,18 +102,9 @@ def _profile(given: argparse.Namespace) -> int:
 def _lab(given: argparse.Namespace) -> int:
     script = _ROOT / "tools" / "lab.py"
     if not script.exists():
-        raise StoreError(
-            "The notebooks are not installed with the package; run 'make lab' in the repository.",
-            name=str(script),
-            expected="present, as in the repository",
-        )
+        raise StoreError("The notebooks are not installed with the package; run 'make lab' in the repository.")
     if not (_ROOT / given.notebook).exists():
-        raise StoreError(
-            f"There is no notebook {given.notebook} in {_ROOT}; see the list in README.md.",
-            name="NOTEBOOK",
-            value=given.notebook,
-            expected="an existing notebook",
-        )
+        raise StoreError(f"There is no notebook {given.notebook} in {_ROOT}; see the list in README.md.")
     command = [sys.executable, str(script), given.notebook]
     sys.stdout.flush()
     os.execv(command[0], command)
@@ -136,10 +127,7 @@ def _subject(model: str, *, own_weights: bool) -> Any:
     if path.is_file() and path.suffix not in (".json", ".toml"):
         raise CheckpointError(
             f"{path} does not describe a design; pass a known name, a config.json, a checkpoint folder or options of "
-            "wb.zoo as .toml or .json, or add --own-weights to assess a checkpoint with its own parameters.",
-            name="MODEL",
-            value=path,
-            expected="a design",
+            "wb.zoo as .toml or .json, or add --own-weights to assess a checkpoint with its own parameters."
         )
     return wb.design(str(path) if path.exists() else model)
 
@@ -178,10 +166,7 @@ def _check_outputs(given: argparse.Namespace) -> None:
     if twice := {place for place in named if named.count(place) > 1}:
         place = min(twice)
         raise StoreError(
-            f"{place} would be written twice, as a report in .ipynb or .md writes a second file; choose another name.",
-            name="--tree",
-            value=place,
-            expected="other than the files of the reports",
+            f"{place} would be written twice, as a report in .ipynb or .md writes a second file; choose another name."
         )
 
 
@@ -189,12 +174,7 @@ def _check_tree_path(path: Path | None, *, overwrite: bool) -> None:
     if path is None:
         return
     if path.suffix not in _TREE_SUFFIXES:
-        raise StoreError(
-            f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(_TREE_SUFFIXES)}.",
-            name="--tree",
-            value=path.suffix,
-            expected=_TREE_SUFFIXES,
-        )
+        raise StoreError(f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(_TREE_SUFFIXES)}.")
     check_free(path, overwrite=overwrite)
 
 
@@ -242,10 +222,7 @@ def _parser() -> argparse.ArgumentParser:
         "Exit status: 0 done, 3 invalid input, 5 internal error.",
     )
     diagnose.add_argument(
-        "run_path",
-        type=Path,
-        metavar="RUN",
-        help="a store of wb.train, or a log: text, CSV, JSON, TensorBoard events",
+        "run_path", type=Path, metavar="RUN", help="a store of wb.train, or a log: text, CSV, JSON, TensorBoard events"
     )
     _add_outputs(diagnose)
     diagnose.set_defaults(run=_diagnose)

@@ -1,7 +1,7 @@
 """Exceptions of the workbench.
 
-Each message is one sentence: what was wrong, what was expected, and how to correct it. The same facts are attributes of
-the exception, so that a program never has to parse the sentence.
+Each message is one sentence: what was wrong, what was expected, and how to correct it. Where one argument, option or
+file is wrong, these facts are also attributes of the exception.
 
 Example:
     >>> import workbench as wb
@@ -46,7 +46,8 @@ class WorkbenchError(Exception):
 
     Args:
         message: One sentence: what was wrong, what was expected, and how to correct it.
-        name: What was wrong: the name of an argument, option, variable, tensor or file.
+        name: What was wrong: the name of an argument, option, variable, tensor or file; empty if the sentence alone
+            says it.
         value: The value found; None where nothing was found. Objects other than numbers, text, paths and small
             collections of them are replaced by a short description, so that an exception can be pickled and keeps no
             model in memory.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.assessment.measured_model import (
     IMAGE_SIZE,
     LENGTH,
@@ -173,10 +173,10 @@ def test_a_configuration_of_stages_is_built_at_full_size_if_it_is_small(monkeypa
     name = next(name for name in weights[0] if name.endswith("convolution.weight"))
     assert torch.equal(weights[0][name], weights[1][name])
     assert not torch.equal(weights[0][name], weights[2][name])
-    with pytest.raises(OptionError, check=about("hidden_size")):
+    with pytest.raises(OptionError, check=says("ResNetConfig has no hidden_size, but a design is one stack")):
         measured_model(config, width=64)
     monkeypatch.setattr("workbench.assessment.measured_model.MAX_PARAMETERS_OF_STAGES", 10)
-    with pytest.raises(OptionError, check=about("hidden_size")):
+    with pytest.raises(OptionError, check=says("ResNetConfig has no hidden_size, but a design is one stack")):
         measured_model(config)
 
 
@@ -185,7 +185,7 @@ def test_a_model_that_does_not_run_on_a_task_is_rejected():
         def forward(self, tokens):
             raise RuntimeError("strides should be multiples\nof 16")
 
-    with pytest.raises(OptionError, check=about("task", "synthetic_lm")):
+    with pytest.raises(OptionError, check=says("Broken does not run on batches of synthetic_lm")):
         planned_task(Broken(), PLAN, seed=0)
 
 

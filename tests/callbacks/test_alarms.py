@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.about import about
+from tests.about import about, says
 from workbench.callbacks.alarms import WATCHED, Alarms, Attributor, observations
 from workbench.callbacks.alarms.lead_times import lead_time
 from workbench.callbacks.alarms.replaying import replay
@@ -189,7 +189,7 @@ def test_a_replay_of_the_record_raises_the_same_alarms(alarms, attributor):
     assert replay(run, Alarms(attributor=attributor)) == live != []
     order = [(observation.step, observation.part) for observation in observations(run)]
     assert order == [(observation.step, observation.part) for observation in measurements()]
-    with pytest.raises(SchemaError, check=about("monitors")):
+    with pytest.raises(SchemaError, check=says("The run has no monitors to replay; record it with")):
         replay(xr.DataTree(), alarms)
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tests.about import about
+from tests.about import about, says
 from workbench.callbacks.alarms import Attributor
 from workbench.errors import OptionError, StoreError
 
@@ -56,7 +56,7 @@ def test_two_faults_are_enough_and_one_is_not():
     attributor = Attributor.fit(two)
     assert attributor.attribute({RANK: 2.0}).cause == "low_precision_attention"
     assert attributor.attribute({LOAD: 2.0}).cause == "no_auxiliary_loss"
-    with pytest.raises(OptionError, check=about("examples", ("one",))):
+    with pytest.raises(OptionError, check=says("kinds of fault, expected at least")):
         Attributor.fit([(scores, "one") for scores, _ in two])
 
 

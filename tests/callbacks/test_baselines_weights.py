@@ -3,7 +3,7 @@ import torch
 from torch.nn.utils import parametrize
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import assert_resumes_bit_for_bit
@@ -146,13 +146,13 @@ def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(make_model, 
     assert_resumes_bit_for_bit(make, task, tmp_path, **settings)
     with pytest.raises(StoreError) as error:
         wb.train(make_model("none"), task, checkpoints=tmp_path / "b", resume=True, **settings)
-    assert error.value.name in ("model.parametrizations.UnitNorm(n_iterations=8)", "model.n_weights")
+    assert "model.parametrizations.UnitNorm(n_iterations=8)" in str(error.value) or "n_weights" in str(error.value)
 
 
 def test_a_parametrized_model_is_saved_only_in_checkpoints_of_a_run(make_model, task, tmp_path):
     model = make_model("none")
     baselines.SpectralNorm().apply(model)
-    with pytest.raises(CheckpointError, check=about("model", "Transformer")):
+    with pytest.raises(CheckpointError, check=says("The weights of the model are parametrized, which its")):
         wb.save_checkpoint(model, tmp_path)
     list(wb.train(model, task, n_steps=2, checkpoints=tmp_path, checkpoint_every=2))
     opened, tokens = wb.open_checkpoint(tmp_path / "step-00000002"), task.batch(0)[0]
@@ -181,7 +181,7 @@ def test_spectra_are_those_of_the_effective_weights(make_model, task, parametriz
 @pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
 def test_hugging_face_models_can_be_parametrized(task, parametrization):
     model = dropout_model()
-    with pytest.raises(OptionError, check=about("inputs", None)):
+    with pytest.raises(OptionError, check=says("is not a model of the zoo; pass inputs= so that its blocks")):
         parametrization.apply(model)
     parametrization.apply(model, task.batch(0)[0])
     assert len(list(wb.train(model, task, n_steps=3))) == 3
@@ -190,10 +190,10 @@ def test_hugging_face_models_can_be_parametrized(task, parametrization):
 def test_models_that_cannot_be_parametrized_are_rejected(make_model):
     model = make_model()
     baselines.WeightNorm().apply(model)
-    with pytest.raises(OptionError, check=about("blocks.0.attention.query", "parametrized")):
+    with pytest.raises(OptionError, check=says("are parametrized already; remove that parametrization")):
         baselines.SpectralNorm().apply(model)
     zero = wb.zoo.transformer("none", d_model=16, n_heads=2, n_layers=2, initialization="fixup")
-    with pytest.raises(OptionError, check=about("blocks.0.attention.out.weight", 0)):
+    with pytest.raises(OptionError, check=says("is zero and cannot be scaled to norm")):
         baselines.SpectralNorm().apply(zero)
     assert not any(parametrize.is_parametrized(m) for m in zero.modules())
     with pytest.raises(OptionError, check=about("n_iterations", 0)):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2
 from tests.small_training import same_weights
@@ -181,8 +181,8 @@ class TestTheProtocol:
         ("callbacks", "error"),
         [
             (lambda: [print], about("callbacks", "builtin_function_or_method")),
-            (lambda: [NotesLosses(), NotesLosses()], about("callbacks", "NotesLosses")),
-            (lambda: [wb.KSS(), wb.KSS()], about("kss", 2)),
+            (lambda: [NotesLosses(), NotesLosses()], says("Two callbacks have the name")),
+            (lambda: [wb.KSS(), wb.KSS()], says("A run takes at most one wb.KSS, got")),
             (lambda: wb.KSS(), about("callbacks", "KSS")),
             (lambda: wb.Alarms(), about("callbacks", "Alarms")),
             (lambda: wb.Actions(), about("callbacks", "Actions")),
@@ -285,12 +285,12 @@ class TestTheProtocol:
     @pytest.mark.parametrize(
         ("returned", "error"),
         [
-            (3.0, about("end_step", 3.0)),
-            ({"x": "text"}, about("x", "text")),
-            ({"x": None}, about("x", None)),
-            ({"x": torch.ones(2)}, about("x", "Tensor of shape (2,)")),
-            ({"loss": 0.0}, about("end_step", "loss")),
-            ({"step": 3}, about("end_step", "step")),
+            (3.0, says("returned a float, expected a mapping of numbers or None.")),
+            ({"x": "text"}, says("returned x as a str, expected one number; return its mean")),
+            ({"x": None}, says("returned x as a NoneType, expected one number; return its")),
+            ({"x": torch.ones(2)}, says("returned x as a Tensor, expected one number; return its")),
+            ({"loss": 0.0}, says("which the run records already; choose another name.")),
+            ({"step": 3}, says("which the run records already; choose another name.")),
         ],
     )
     def test_invalid_metrics_are_rejected_in_the_first_step(self, make_model, task, returned, error):
@@ -334,12 +334,12 @@ class TestResuming:
 
     def test_missing_callbacks_are_rejected(self, make_model, task, tmp_path):
         settings = self.stopped(make_model, task, tmp_path, recorder=wb.Recorder(every=None))
-        with pytest.raises(StoreError, check=about("callbacks")):
+        with pytest.raises(StoreError, check=says("was trained with a recorder; resume with the same")):
             wb.train(make_model(), task, resume=True, **settings)
 
     def test_a_new_recorder_is_rejected(self, make_model, task, tmp_path):
         settings = self.stopped(make_model, task, tmp_path)
-        with pytest.raises(OptionError, check=about("recorder", "Recorder")):
+        with pytest.raises(OptionError, check=says("The run to resume has no recorder, but this call has one;")):
             next(wb.train(make_model(), task, resume=True, recorder=wb.Recorder(every=None), **settings))
 
 

@@ -6,7 +6,7 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.callbacks.test_kss_integrations import trainer
 from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_recorder_alarms import loop, parts  # noqa: F401
@@ -84,7 +84,7 @@ def test_the_part_follows_the_schema():
     found = evidence_of(run_of(calm(40)))
     assert wb.schema.runs.validate_part("evidence", found) is found
     assert found["signal"].values.tolist() == NAMES
-    with pytest.raises(SchemaError, check=about("evidence")):
+    with pytest.raises(SchemaError, check=says("); rename or transpose it.")):
         wb.schema.runs.validate_part("evidence", found.transpose())
     empty = evidence_of(run_of(calm(3)))
     assert empty["evidence"].shape == (0, len(NAMES))

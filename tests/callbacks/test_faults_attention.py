@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.training.test_loop import dropout_model
 from workbench.callbacks.faults import Cut, FlashAttentionMode, cut_low_bits
 from workbench.callbacks.faults.flash_attention_mode import ROUNDINGS, flash_attention
@@ -366,5 +366,5 @@ def test_attention_inside_of_multihead_attention_is_rejected(task):
             return self.head(states + mixed)
 
     assert np.isfinite(losses(Model(), task)).all()
-    with pytest.raises(OptionError, check=about("model", "Model")):
+    with pytest.raises(OptionError, check=says("low_precision_attention needs a model that calls torch")):
         losses(Model(), task, wb.faults.low_precision_attention(start=0))

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.callbacks.test_kss_loops import gpt2, llama
 from tests.callbacks.test_kss_shaper import hooks_of, kss_with, loss_of, sgd, step
 from tests.small_training import same_weights
@@ -168,7 +168,7 @@ class TestHuggingFace:
 
     def test_a_second_callback_of_the_workbench_is_rejected(self, tmp_path):
         subject = trainer(gpt2(), tmp_path, wb.trainer_callback(kss_with()), wb.trainer_callback(kss_with()))
-        with pytest.raises(OptionError, check=about("callbacks", 2)):
+        with pytest.raises(OptionError, check=says("A Trainer takes one callback of the workbench, got")):
             subject.train()
 
 
@@ -293,7 +293,7 @@ class TestLightning:
         assert kss.strength == 1.0
         assert same_weights(resumed, uninterrupted)
         _, other = new(coupling="projection")
-        with pytest.raises(StoreError, check=about("kss.coupling", "projection")):
+        with pytest.raises(StoreError, check=says("but this run has projection; resume with the same options,")):
             fit(lightning, lightning_module(lightning, gpt2()), wb.lightning_callback(other), **options)
 
     def test_after_an_error_in_training_hooks_are_removed(self, lightning, task):
@@ -309,7 +309,7 @@ class TestLightning:
     def test_several_optimizers_are_rejected(self, lightning, task):
         module = lightning_module(lightning, gpt2(), optimizers=2)
         module.automatic_optimization = False
-        with pytest.raises(OptionError, check=about("optimizer", 2)):
+        with pytest.raises(OptionError, check=says("or steps them itself; attach by kss.attach(model,")):
             fit(lightning, module, wb.lightning_callback(kss_with()), task=task)
 
     def test_a_lightning_module_that_is_the_model(self, lightning, task):

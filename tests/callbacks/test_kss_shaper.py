@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from workbench.callbacks.kss import KSSOptions, PenaltyShape, TrustRegion
@@ -464,11 +464,11 @@ def test_kss_acts_on_the_inner_optimizer_of_a_wrapper(unstable, task):
 def test_unsuitable_optimizers_are_rejected(unstable, task):
     model, other = unstable(), unstable()
     before = hooks_of(model, sgd(model))
-    with pytest.raises(OptionError, check=about("optimizer", "LBFGS")):
+    with pytest.raises(OptionError, check=says("KSS cannot act inside LBFGS, which evaluates the loss")):
         wb.KSS().attach(model, torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(OptionError, check=about("optimizer", "SGD")):
+    with pytest.raises(OptionError, check=says("The optimizer updates no parameter of Transformer; attach")):
         wb.KSS().attach(model, sgd(other))
-    with pytest.raises(OptionError, check=about("optimizer", "SGD")):
+    with pytest.raises(OptionError, check=says("The optimizer updates no parameter of Transformer; attach")):
         wb.KSS().attach(model.requires_grad_(False), sgd(model))
     assert hooks_of(model, sgd(model)) == before
 
@@ -479,13 +479,16 @@ def test_a_model_that_does_not_run_raises(unstable, task):
     optimizer = sgd(model)
     unused = nn.ModuleDict({"unused": model, "other": nn.Linear(2, 2)})
     loss_of(model, task.batch(0)).backward()
-    with kss_with().attach(unused, optimizer), pytest.raises(SnapshotError, check=about("model", "ModuleDict")):
+    with (
+        kss_with().attach(unused, optimizer),
+        pytest.raises(SnapshotError, check=says("ModuleDict did not run in training mode before this update;")),
+    ):
         optimizer.step()
     with kss_with().attach(model.eval(), optimizer):
         loss_of(model, task.batch(0)).backward()
-        with pytest.raises(SnapshotError, check=about("model", "Transformer")):
+        with pytest.raises(SnapshotError, check=says("Transformer did not run in training mode before this")):
             optimizer.step()
-    with pytest.raises(OptionError, check=about("layers", 7)):
+    with pytest.raises(OptionError, check=says("but the model has the layers")):
         run(model.train(), optimizer, task, 1, kss_with(layers=(0, 7)))
 
 

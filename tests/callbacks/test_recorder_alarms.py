@@ -6,7 +6,7 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.callbacks.certain_alarms import certain_alarms
 from workbench.callbacks.alarms import recorded_alarms, replay
 from workbench.callbacks.responding import Response, ResponseState
@@ -157,5 +157,5 @@ def test_train_receives_the_alarms_of_its_recorder_once(parts):
     records = list(wb.train(parts["model"], parts["task"], recorder=recorder, **settings))
     assert [alarm for record in records for alarm in record.alarms] == alarms.raised
     assert [alarm.signal for alarm in alarms.raised] == ["learning_rate"]
-    with pytest.raises(wb.errors.OptionError, check=about("alarms")):
+    with pytest.raises(wb.errors.OptionError, check=says("alarms was passed, but the recorder has alarms already;")):
         wb.train(parts["model"], parts["task"], recorder=recorder, alarms=certain_alarms(), **settings)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.callbacks.test_recorder import (
     ALL,
     adam,
@@ -142,10 +142,10 @@ def test_the_state_contains_the_probe_and_the_step(task):  # noqa: F811
 def test_resuming_with_other_options_or_another_model_is_rejected(task, tmp_path):  # noqa: F811
     run(dense(), task, 3, recorder_with(tmp_path / "run.zarr"))
     model = dense()
-    with pytest.raises(StoreError, check=about("recorder.alpha", 1.0, "2.0")):
+    with pytest.raises(StoreError, check=says("use the same value, or record into another run.")):
         recorder_with(tmp_path / "run.zarr", alpha=1.0, resume=True).attach(model, adam(model))
     model = dense("none")
-    with pytest.raises(StoreError, check=about("model.config.norm", "none", "pre_ln")):
+    with pytest.raises(StoreError, check=says("was recorded with model.config.norm = pre_ln, but this")):
         recorder_with(tmp_path / "run.zarr", resume=True).attach(model, adam(model))
     assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 3
 
@@ -221,5 +221,5 @@ def test_events_of_the_caller(task, tmp_path):  # noqa: F811
         recorder.event("alarm", source="effective_rank D2", score=3.0, message="It falls.", layer=1, head=0)
     (told,) = [e for e in events_of(tmp_path / "run.zarr") if e["kind"] == "alarm"]
     assert (told["layer"], told["head"], told["score"], told["step"]) == (1, 0, 3.0, 0)
-    with pytest.raises(OptionError, check=about("recorder", "not attached")):
+    with pytest.raises(OptionError, check=says("event() needs an attached recorder; call")):
         recorder.event("alarm")

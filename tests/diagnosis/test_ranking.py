@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.about import about
+from tests.about import about, says
 from tests.diagnosis.records import descent, monitors, optimizer, record
 from workbench.diagnosis import CAUSES, Rules, find_failure, read_symptoms
 from workbench.diagnosis.ranking import smallest_in_sets, view_of
@@ -188,7 +188,7 @@ def test_saved_rules_are_read_back(tmp_path):
 
 
 def test_one_cause_is_not_enough():
-    with pytest.raises(OptionError, check=about("examples", ("data",))):
+    with pytest.raises(OptionError, check=says("causes, expected at least")):
         Rules.fit([({"a": 1.0}, "data")])
 
 

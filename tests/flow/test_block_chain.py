@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from workbench.errors import AnatomyError
 from workbench.flow.block_chain import chain_sizes
 
@@ -110,13 +110,13 @@ def test_a_state_may_be_the_first_item_of_a_list():
 
 def test_outputs_that_bypass_later_blocks_are_rejected():
     inputs, targets = batch_of()
-    with pytest.raises(AnatomyError, check=about("model", "blocks that are bypassed")):
+    with pytest.raises(AnatomyError, check=says("The outputs of some blocks bypass later ones, so that no")):
         chain_sizes(Mixed(skips=True), inputs, targets=targets)
 
 
 def test_a_model_without_repeated_blocks_is_rejected():
     model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
-    with pytest.raises(AnatomyError, check=about("model", "Sequential")):
+    with pytest.raises(AnatomyError, check=says("No container of the model has blocks that run once each, in")):
         chain_sizes(model, batch_of()[0], targets=batch_of()[1])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.flow.nets import deep_net
 from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, TEXT, inputs_for
@@ -158,12 +158,12 @@ def test_options_out_of_range_are_rejected(model, name, value, found):
 
 def test_targets_that_do_not_fit_are_rejected(model):
     tokens = inputs_for(model)
-    with pytest.raises(SnapshotError, check=about("targets", "Tensor of shape (3, 5)")):
+    with pytest.raises(SnapshotError, check=says("pass targets that fit these inputs, or the loss for them.")):
         measure(model, tokens, targets=tokens[:, :5])
-    with pytest.raises(SnapshotError, check=about("loss")):
+    with pytest.raises(SnapshotError, check=says("expected a single number; return its mean.")):
         measure(model, tokens, targets=tokens, loss=lambda logits, targets: logits[..., 0])
 
 
 def test_models_without_blocks_are_rejected():
-    with pytest.raises(AnatomyError, check=about("model", "Linear")):
+    with pytest.raises(AnatomyError, check=says("Linear has no stack of residual blocks: no two modules of")):
         measure(nn.Linear(4, 4), torch.randn(3, 4))

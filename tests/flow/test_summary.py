@@ -6,7 +6,7 @@ import torch
 from scipy.stats import linregress
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.flow.nets import deep_net
 from tests.zoo.zoo_models import TEXT, inputs_for
 from workbench.errors import OptionError, SchemaError
@@ -80,9 +80,9 @@ def test_an_undefined_gain_has_no_logarithm(flow):
 
 
 def test_other_datasets_are_rejected(flow):
-    with pytest.raises(SchemaError, check=about("state_rms")):
+    with pytest.raises(SchemaError, check=says("The dataset is no flow: it lacks state_rms; create one with")):
         summarize(flow.drop_vars("state_rms"))
     with pytest.raises(OptionError, check=about("flow", {})):
         summarize({})
-    with pytest.raises(SchemaError, check=about("signal_gain", ("boundary",))):
+    with pytest.raises(SchemaError, check=says(") (after step, if any); select or transpose it.")):
         summarize(flow.assign(signal_gain=flow["state_rms"]))

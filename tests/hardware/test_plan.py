@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import OptionError
 from workbench.hardware import AssessmentPlan, read_plan
 from workbench.hardware.plan_sections import DTYPES, ORDERS, SECTIONS
@@ -151,7 +151,9 @@ def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="line 3", check=about("plan", path)):
         read_plan(path)
     path.write_text("[hardware]\ndata_paralell = 2\n")
-    with pytest.raises(OptionError, match=r"^plan.toml: ", check=about("data_paralell")):
+    with pytest.raises(
+        OptionError, match=r"^plan.toml: ", check=says("of data_parallel, tensor_parallel, pipeline_parallel,")
+    ):
         read_plan(path)
     with pytest.raises(OptionError, check=about("source", 3)):
         read_plan(3)

@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import OptionError, StoreError
 from workbench.io.atomic import check_free, replacing, write_json
 
@@ -86,7 +86,7 @@ def test_a_json_file_is_replaced_only_by_one_with_the_same_keys(tmp_path):
     path = write_json({"a": 1, "b": 2}, tmp_path / "a.json")
     write_json({"b": 3, "a": 4}, path, overwrite=True)
     for other in ({"a": 1}, {"a": 1, "b": 2, "c": 3}):
-        with pytest.raises(StoreError, check=about("path", path)):
+        with pytest.raises(StoreError, check=says("was not written by the workbench alone, so overwrite=True")):
             write_json(other, path, overwrite=True)
 
 
@@ -151,6 +151,6 @@ def test_a_folder_is_replaced_where_paths_cannot_be_exchanged(tmp_path, monkeypa
 
 def test_a_full_disk_leaves_no_open_netcdf_file(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5000))
-    with pytest.raises(StoreError, check=about("path", tmp_path / "a.nc", "on a disk with enough space")):
+    with pytest.raises(StoreError, check=says("was not written and its previous content is unchanged; free")):
         wb.export_netcdf(run(1), tmp_path / "a.nc")
     assert not list(tmp_path.iterdir())

@@ -9,7 +9,7 @@ import xarray as xr
 import zarr.storage
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.koopman.snapshots import snapshots
 from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.io.atomic import replacing
@@ -82,7 +82,7 @@ def test_files_that_threads_write_after_an_error_are_removed_too(tmp_path):
             threading.Thread(target=write_late, args=(partial,)).start()
             raise OSError
 
-    with pytest.raises(StoreError, check=about("path", tmp_path / "a", "a path that can be written")):
+    with pytest.raises(StoreError, check=says("cannot be written (); check its folder.")):
         fail(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_the_old_store_and_no_other_files(tmp_path, run, spec
 
 def test_data_of_a_newer_schema_are_rejected_before_anything_is_written(tmp_path, spectra):
     spectra.attrs["schema_version"] = SCHEMA_VERSION + 1
-    with pytest.raises(SchemaError, check=about("schema_version", SCHEMA_VERSION + 1)):
+    with pytest.raises(SchemaError, check=says("but this workbench reads up to")):
         wb.save(spectra, tmp_path / "a.zarr")
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +119,7 @@ def test_data_of_a_newer_schema_are_rejected_before_anything_is_written(tmp_path
 def test_a_store_of_a_newer_schema_is_rejected(tmp_path, run, where):
     path = wb.save(run, tmp_path / "a.zarr")
     zarr.open_group(path)[where].attrs["schema_version"] = SCHEMA_VERSION + 1
-    with pytest.raises(SchemaError, check=about("schema_version", SCHEMA_VERSION + 1)):
+    with pytest.raises(SchemaError, check=says("but this workbench reads up to")):
         wb.open_run(path)
 
 
@@ -138,7 +138,7 @@ def test_paths_without_a_run_are_rejected(tmp_path, run):
 
 def test_attributes_that_cannot_be_stored_are_rejected(tmp_path, spectra):
     spectra.attrs["config"] = {"nested": 1}
-    with pytest.raises(SchemaError, check=about("config", {"nested": 1})):
+    with pytest.raises(SchemaError, check=says("which netCDF cannot store; use numbers or text (JSON if")):
         wb.save(spectra, tmp_path / "a.zarr")
     with pytest.raises(OptionError, check=about("run", (1, 2))):
         wb.save([1, 2], tmp_path / "a.zarr")

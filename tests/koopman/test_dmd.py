@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.about import about
+from tests.about import about, says
 from tests.koopman.snapshots import snapshots
 from tests.oracle import oracle
 from workbench.errors import OptionError, SnapshotError
@@ -227,23 +227,23 @@ def test_spectra_without_scipy_and_threadpoolctl_are_the_same(monkeypatch):
 
 def test_bad_snapshots_are_rejected():
     X = np.random.default_rng(0).normal(size=(50, 4))
-    with pytest.raises(SnapshotError, check=about("n_snapshots", 2)):
+    with pytest.raises(SnapshotError, check=says("snapshots, but the layer has")):
         whitened_dmd(X[:2], X[:2])
-    with pytest.raises(SnapshotError, check=about("X", (50,))):
+    with pytest.raises(SnapshotError, check=says("expected (snapshot, feature); flatten batch and token into")):
         whitened_dmd(X[:, 0], X[:, 0])
-    with pytest.raises(SnapshotError, check=about("the layer", expected="states that differ")):
+    with pytest.raises(SnapshotError, check=says("The states entering the layer are all the same, so there is")):
         whitened_dmd(np.full((50, 4), 3.7), X)
-    with pytest.raises(SnapshotError, check=about("the layer", expected="states that differ")):
+    with pytest.raises(SnapshotError, check=says("The states entering the layer are all the same, so there is")):
         whitened_dmd(np.float32(1e6) + np.zeros((50, 4), np.float32) + np.float32(0.01) * X.astype(np.float32), X)
-    with pytest.raises(SnapshotError, check=about("the layer", ((50, 4), (50, 3)))):
+    with pytest.raises(SnapshotError, check=says("flatten batch and token into the first axis.")):
         whitened_dmd(X, X[:, :3])
-    with pytest.raises(SnapshotError, check=about("the layer", ("torch.int64", "torch.int64"))):
+    with pytest.raises(SnapshotError, check=says("Snapshots of the layer have the types")):
         whitened_dmd(X.astype(int), X.astype(int))
 
 
 def test_states_whose_squares_overflow_are_rejected():
     X = 1e200 * np.random.default_rng(0).normal(size=(50, 4))
-    with pytest.raises(SnapshotError, check=about("the layer", expected="small enough for their squares to be finite")):
+    with pytest.raises(SnapshotError, check=says("The states passing the layer are so large that their")):
         whitened_dmd(X, 1.1 * X)
 
 
@@ -252,7 +252,7 @@ def test_values_that_are_not_finite_are_rejected_before_lapack_is_called(bad):
     X = np.random.default_rng(0).normal(size=(50, 4))
     Y = X.copy()
     Y[17, 2] = bad
-    with pytest.raises(SnapshotError, check=about("the layer", expected="finite")):
+    with pytest.raises(SnapshotError, check=says("The residual stream holds NaN or infinite values in the")):
         whitened_dmd(X, Y)
 
 

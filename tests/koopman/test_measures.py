@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.koopman.snapshots import snapshots
 from tests.oracle import masses
 from workbench.errors import OptionError, SchemaError
@@ -107,5 +107,5 @@ def test_other_data_than_spectra_are_rejected(measure, spectra, error, words):
 
 
 def test_thirds_need_three_layers():
-    with pytest.raises(OptionError, check=about("spectra", 1)):
+    with pytest.raises(OptionError, check=says("layers to be divided into thirds, got")):
         depth_thirds(whitened_dmd(*snapshots(8, 100)))

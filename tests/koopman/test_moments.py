@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.about import about
+from tests.about import says
 from workbench.errors import SnapshotError
 from workbench.koopman import SnapshotMoments
 from workbench.koopman.moments import CHUNK
@@ -68,20 +68,20 @@ def test_bad_values_are_rejected_and_nothing_is_added():
     before = m.c_xx.clone()
     bad = y.clone()
     bad[40, 1] = float("inf")
-    with pytest.raises(SnapshotError, check=about("layer 3 (h.3)", expected="finite")):
+    with pytest.raises(SnapshotError, check=says("The residual stream holds NaN or infinite values in layer")):
         m.update(x, bad)
     assert m.n_snapshots == 50
     assert torch.equal(m.c_xx, before)
 
 
 def test_moments_of_another_width_are_not_merged():
-    with pytest.raises(SnapshotError, check=about("other", 4)):
+    with pytest.raises(SnapshotError, check=says("cannot be merged into moments of width")):
         SnapshotMoments(5).merge(SnapshotMoments(4))
 
 
 def test_snapshots_without_values_are_rejected():
     x = torch.ones(4, 5, device="meta")
-    with pytest.raises(SnapshotError, check=about("the layer", "meta")):
+    with pytest.raises(SnapshotError, check=says("Snapshots of the layer are on the meta device, which holds")):
         SnapshotMoments(5).update(x, x)
 
 

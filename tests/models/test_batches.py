@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import SnapshotError
 from workbench.models.batches import Batches, shortened
 
@@ -35,11 +35,11 @@ def test_empty_inputs_are_rejected(empty):
 
 
 def test_unusable_inputs_are_rejected():
-    with pytest.raises(SnapshotError, check=about("inputs", 3)):
+    with pytest.raises(SnapshotError, check=says("The inputs are a int, expected a tensor, a mapping, text, a")):
         Batches.of(3)
-    with pytest.raises(SnapshotError, check=about("inputs", "a")):
+    with pytest.raises(SnapshotError, check=says("Text needs a tokenizer; open the model with")):
         Batches.of(["a", "b"])
-    with pytest.raises(SnapshotError, check=about("inputs", {"n": 3})):
+    with pytest.raises(SnapshotError, check=says("A batch holds no tensor; pass token ids, pixel values or")):
         Batches.of({"n": 3})
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.about import about
+from tests.about import says
 from workbench.errors import SnapshotError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks, raise_on_unknown
@@ -123,7 +123,10 @@ def test_calls_without_a_site_are_ignored_or_reported(inputs):
     with BlockHooks(sites, on_unknown=unknown.append):
         model(inputs)
     assert unknown == [sites[1]]
-    with BlockHooks(sites, on_unknown=raise_on_unknown), pytest.raises(SnapshotError, check=about("anatomy")):
+    with (
+        BlockHooks(sites, on_unknown=raise_on_unknown),
+        pytest.raises(SnapshotError, check=says("runs on these inputs but did not run when the anatomy was")),
+    ):
         model(inputs)
     assert n_hooks(model) == 0
 

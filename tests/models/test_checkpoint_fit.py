@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build
 from tests.models.weight_models import rejection
-from workbench.errors import CheckpointError, OptionError
+from workbench.errors import CheckpointError, OptionError, WorkbenchError
 from workbench.models.state_fit import unwrapped_names
 
 TOKENS = torch.randint(3, 97, (20, 7), generator=torch.Generator().manual_seed(0))
@@ -94,8 +94,8 @@ def assert_same_weights(found, expected):
 
 
 def found(source, **options):
-    """Return the value of the error that rejects a source."""
-    return rejection(source, **options).value
+    """Return the sentence of the error that rejects a source."""
+    return str(rejection(source, **options))
 
 
 @pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
@@ -179,8 +179,8 @@ def test_weights_that_do_not_fit_are_rejected(case, copy_of, capfd):
         change_weights(folder, change)
     change_config(folder, **options)
     error = rejection(folder)
-    assert about(str(folder), expected="a checkpoint whose tensors fit LlamaForCausalLM")(error)
-    assert value in error.value
+    assert says("LlamaForCausalLM")(error)
+    assert value in str(error)
     assert "strict=False" in str(error)
     assert "LOAD REPORT" not in capfd.readouterr().err
 
@@ -216,7 +216,7 @@ def test_a_model_that_would_be_completely_random_is_never_opened(empty, copy_of)
     save_file(empty, folder / "model.safetensors")
     for strict in (True, False):
         error = rejection(folder, strict=strict)
-        assert "lacks 30 tensors (lm_head.weight, " in error.value
+        assert "lacks 30 tensors (lm_head.weight, " in str(error)
         assert "strict=False" not in str(error)
 
 
@@ -326,7 +326,7 @@ def test_experts_that_cannot_be_assembled_are_rejected(change, copy_of):
 def test_integer_experts_are_rejected(copy_of):
     _, folder = copy_of("mixtral")
     change_weights(folder, each(lambda name, tensor: tensor.to(torch.int8) if name == EXPERT else tensor))
-    assert found(folder) == f"has 1 integer tensor in place of floats ({EXPERT})"
+    assert f"has 1 integer tensor in place of floats ({EXPERT})" in found(folder)
     unloaded = wb.open_checkpoint(folder, strict=False).unloaded
     assert unloaded.startswith(f"1 integer tensor ({EXPERT}) ")
     assert unloaded.endswith(" floats")
@@ -336,7 +336,7 @@ def test_weights_in_eight_bits_need_another_dtype(copy_of):
     _, folder = copy_of("llama")
     change_weights(folder, each(lambda _, tensor: tensor.to(torch.float8_e4m3fn)))
     change_config(folder, dtype=...)
-    assert about("dtype")(rejection(folder))
+    assert says("bits or fewer, with which no model can run; pass")(rejection(folder))
     assert wb.open_checkpoint(folder, dtype="bfloat16").model.dtype == torch.bfloat16
 
 
@@ -377,10 +377,10 @@ def test_tensors_of_another_head_are_ignored(tmp_path):
         "of another head ignored"
     )
     change_config(tmp_path / "pretrained", architectures=["BertForSequenceClassification"])
-    assert found(tmp_path / "pretrained") == "lacks 2 tensors (classifier.bias, classifier.weight)"
+    assert "lacks 2 tensors (classifier.bias, classifier.weight)" in found(tmp_path / "pretrained")
     BertForMaskedLM(config).save_pretrained(tmp_path / "masked")
     change_config(tmp_path / "masked", architectures=["BertModel"])
-    assert found(tmp_path / "masked").startswith("lacks 2 tensors (pooler.dense.bias, pooler.dense.weight)")
+    assert "lacks 2 tensors (pooler.dense.bias, pooler.dense.weight)" in found(tmp_path / "masked")
 
 
 def test_sharded_checkpoints_with_damaged_indices(copy_of):
@@ -397,11 +397,11 @@ def test_sharded_checkpoints_with_damaged_indices(copy_of):
     index.write_text("{ not json")
     assert about("model.safetensors.index.json")(rejection(folder))
     index.write_text(json.dumps({"metadata": {}, "weight_map": {"x": "../secret.safetensors"}}))
-    assert about("../secret.safetensors")(rejection(folder))
+    assert says("which is not in the folder; download that file too.")(rejection(folder))
     index.write_text(json.dumps(intact))
     name = intact["weight_map"]["model.norm.weight"]
     (folder / name).unlink()
-    assert about(name)(rejection(folder))
+    assert says("which is not in the folder; download that file too.")(rejection(folder))
 
 
 OWN_CODE = """
@@ -441,7 +441,7 @@ def test_models_with_their_own_code_are_checked_too(tmp_path, monkeypatch):
         save_file(prefixed(prefix)(weights.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
         assert_same_weights(wb.open_checkpoint(folder, trust_remote_code=True).model, weights)
     change_config(folder, depth=3)
-    assert found(folder, trust_remote_code=True) == "lacks 2 tensors (layers.2.bias, layers.2.weight)"
+    assert "lacks 2 tensors (layers.2.bias, layers.2.weight)" in found(folder, trust_remote_code=True)
 
 
 def test_an_old_pickle_next_to_the_weights_is_not_read(copy_of):
@@ -474,14 +474,14 @@ def test_the_class_is_found_by_its_head(tmp_path):
 def test_a_class_of_another_model_type_is_rejected(named, copy_of):
     _, folder = copy_of("llama")
     change_config(folder, architectures=named)
-    assert about("architectures", expected="a model of the model_type 'llama'")(rejection(folder))
+    assert says("not a model of its model_type 'llama'")(rejection(folder))
 
 
 @pytest.mark.parametrize("named", [3, {}, [3], [None], [["LlamaForCausalLM"]], False])
 def test_architectures_that_are_not_names_are_rejected(named, copy_of):
     _, folder = copy_of("llama")
     change_config(folder, architectures=named)
-    assert about("architectures", expected="a list with the name of a class")(rejection(folder))
+    assert says("architectures")(rejection(folder))
 
 
 @pytest.mark.parametrize(
@@ -531,17 +531,18 @@ class _BytesPath:
 
 @pytest.mark.parametrize("source", [None, 3, 2.5, True, b"x", [], {}, (), _BytesPath()])
 def test_sources_of_other_types_are_rejected(source):
-    assert about("source", expected="a path, a hub name, or an nn.Module")(rejection(source))
+    with pytest.raises(WorkbenchError, check=says("path")):
+        wb.open_checkpoint(source)
 
 
 def test_a_class_is_not_a_source():
-    assert about("source", "Linear", "a model rather than a class")(rejection(nn.Linear))
+    with pytest.raises(OptionError, check=about("source", "Linear")):
+        wb.open_checkpoint(nn.Linear)
 
 
 @pytest.mark.parametrize("text", ["", " ", "\0", 5000 * "x", "~nobody-here/x", "foo..bar", "a--b", "-x", "x.git"])
 def test_texts_that_are_neither_paths_nor_names_are_rejected(text):
     error = rejection(text)
-    assert error.name == "source"
     assert len(str(error)) < 400
 
 
@@ -552,8 +553,10 @@ def test_a_subject_is_already_open():
     assert wb.open_checkpoint(subject, module=module, strict=False) is subject
     assert wb.open_checkpoint(subject, name="other").name == "other"
     for source in (subject, module):
-        assert about("module", "Linear")(rejection(source, module=nn.Linear(2, 2)))
-        assert about("dtype", "torch.float16")(rejection(source, dtype="float16"))
+        assert says("Both a Linear and module= are passed; pass one of them, or")(
+            rejection(source, module=nn.Linear(2, 2))
+        )
+        assert says("dtype= applies to weights that are read from a file;")(rejection(source, dtype="float16"))
 
 
 @pytest.mark.parametrize("dtype", ["float99", "nn", "int8", torch.int8, torch.float8_e4m3fn, "complex64"])
@@ -579,9 +582,9 @@ def test_other_arguments_of_a_wrong_type_are_rejected(saved):
     for name, value in (("name", 3), ("module", 3), ("dtype", 3)):
         with pytest.raises(OptionError, check=about(name, value)):
             wb.open_checkpoint(folder, **{name: value})
-    assert about("module", "Linear", "None")(rejection(folder, module=nn.Linear(2, 2)))
+    assert says("module= is used only with a file of weights, which")(rejection(folder, module=nn.Linear(2, 2)))
     missing = rejection(folder / "missing.pt", module=nn.Linear(2, 2))
-    assert about("source", str(folder / "missing.pt"), "an existing file or folder")(missing)
+    assert says("There is no file or folder")(missing)
 
 
 def small(seed=0, **options):
@@ -666,7 +669,7 @@ def test_a_state_dict_without_any_fitting_tensor_is_rejected(tmp_path):
     torch.save({"x": torch.ones(1)}, tmp_path / "weights.pt")
     for strict in (True, False):
         value = found(tmp_path / "weights.pt", module=small(), strict=strict)
-        assert value.endswith("has 1 unexpected tensor (x)")
+        assert "has 1 unexpected tensor (x)" in value
 
 
 def test_tied_tensors_of_a_state_dict(tmp_path):
@@ -704,13 +707,13 @@ def test_modules_of_special_kinds(tmp_path):
     torch.save({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "weights.pt")
     for module in (_WithExtraState(2, 2), nn.LazyLinear(2)):
         assert wb.open_checkpoint(tmp_path / "weights.pt", module=module).model.weight.sum() == 4
-    with pytest.raises(CheckpointError, check=about("module")):
+    with pytest.raises(CheckpointError, check=says("The weights of Linear are on the meta device and have no")):
         wb.open_checkpoint(tmp_path / "weights.pt", module=nn.Linear(2, 2, device="meta"))
     torch.save({"weight": torch.eye(2).to_sparse(), "bias": torch.ones(2)}, tmp_path / "weights.pt")
     sparse = rejection(tmp_path / "weights.pt", module=nn.Linear(2, 2))
-    assert about("weights.pt", "sparse, quantized or nested tensors")(sparse)
+    assert says("weights.pt contains sparse, quantized or nested tensors;")(sparse)
     torch.save({1: torch.ones(1)}, tmp_path / "weights.pt")
-    assert about("weights.pt", "dict")(rejection(tmp_path / "weights.pt", module=nn.Linear(2, 2)))
+    assert says("weights.pt contains no state dict; save")(rejection(tmp_path / "weights.pt", module=nn.Linear(2, 2)))
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
@@ -727,21 +730,21 @@ def test_zoo_folders_that_do_not_fit(tmp_path):
     folder = wb.save_checkpoint(small(), tmp_path / "zoo")
     intact = (folder / "model.safetensors").read_bytes()
     change_config(folder, n_layers=3)
-    assert found(folder).startswith("lacks 14 tensors (blocks.2.")
+    assert "lacks 14 tensors (blocks.2." in found(folder)
     assert wb.open_checkpoint(folder, strict=False).unloaded.endswith(", ...) left at random values")
     change_config(folder, n_layers=2)
     change_weights(folder, lambda _: {})
-    assert found(folder, strict=False).startswith("lacks 32 tensors")
+    assert "lacks 32 tensors" in found(folder, strict=False)
     (folder / "model.safetensors").write_bytes(intact)
     for option in ({"n_layers": "four"}, {"n_layers": 2.5}, {"norm": 3}, {"n_heads": 0}):
         change_config(folder, n_layers=2, norm="rms_norm", n_heads=2)
         change_config(folder, **option)
         assert about(*option, *option.values())(rejection(folder))
     change_config(folder, n_heads=2, vocab_size=10**13)  # too large to allocate
-    assert about("config.json", expected="options of a transformer")(rejection(folder))
+    assert says("config.json")(rejection(folder))
     for family in ([], {}, None, 3):
         change_config(folder, workbench_architecture=family)
-        assert about("family", expected=wb.zoo.FAMILIES)(rejection(folder))
+        assert says("family")(rejection(folder))
 
 
 def write_gguf(path, change=lambda shapes: shapes, n_blocks=2):
@@ -810,7 +813,7 @@ def cache(tmp_path, monkeypatch):
 )
 def test_a_gguf_file_that_does_not_fit(change, n_blocks, value, unloaded, tmp_path, cache):
     write_gguf(tmp_path / "model.gguf", change, n_blocks)
-    assert found(tmp_path / "model.gguf").startswith(value)
+    assert value in found(tmp_path / "model.gguf")
     subject = wb.open_checkpoint(tmp_path / "model.gguf", strict=False)
     assert subject.unloaded.startswith(unloaded)
     assert subject.source == str(tmp_path / "model.gguf")
@@ -856,6 +859,5 @@ def test_a_hub_name_is_checked_too(is_downloaded_first, copy_of, tmp_path, monke
     assert opened.generation_config.eos_token_id == 2
     change_config(snapshot, num_hidden_layers=4)
     error = rejection("somebody/tiny")
-    assert error.name == "somebody/tiny"
-    assert error.value.startswith("lacks 9 tensors (model.layers.3.")
+    assert says("lacks 9 tensors (model.layers.3.")(error)
     assert wb.open_checkpoint("somebody/tiny", strict=False).unloaded.startswith("9 tensors (model.layers.3.")

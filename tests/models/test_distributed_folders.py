@@ -18,7 +18,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.models.weight_models import TOKENS, assert_opens, rejection, small
 from workbench.models import distributed_folders
 from workbench.models.distributed_folders import are_tiles
@@ -69,7 +69,7 @@ def test_folders_of_torch_open(way, tmp_path):
     model, state = dcp_states()[way]
     dcp.save(state, checkpoint_id=tmp_path / "saved")
     assert_opens(tmp_path / "saved", model)
-    assert about("module")(rejection(tmp_path / "saved"))
+    assert says("saved holds weights without an architecture; pass")(rejection(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
@@ -128,7 +128,7 @@ def test_chunks_of_several_ranks_are_assembled(tmp_path):
     for wrong in ([((0, 0), (10, 16))], [((0, 0), (10, 16)), ((20, 0), (22, 16))], []):
         change_metadata(tmp_path, lambda m: m.storage_data.update({MetadataIndex(head[0], (0, 0)): _info(m)}))
         split(tmp_path, head, wrong)
-        assert about(head[0], tmp_path, "complete")(rejection(tmp_path, small(9)))
+        assert says("does not hold all parts of model.head.weight; download the")(rejection(tmp_path, small(9)))
 
 
 def _info(metadata):
@@ -216,7 +216,7 @@ def test_code_in_the_data_is_not_run(tmp_path, monkeypatch):
         info.relative_path, info.offset, info.length = "bomb.distcp", 0, (tmp_path / "bomb.distcp").stat().st_size
 
     change_metadata(tmp_path, change)
-    assert about("model.head.weight", expected="only a tensor")(rejection(tmp_path, small(9)))
+    assert says("bomb.distcp holds more than a tensor at model.head.weight,")(rejection(tmp_path, small(9)))
     assert not (tmp_path / "exploded").exists()
 
 
@@ -229,23 +229,18 @@ def test_damaged_folders_are_rejected(tmp_path):
         change(folder)
         return rejection(folder, small(9))
 
-    file = tmp_path / "damaged" / ".metadata"
     metadata = (intact / ".metadata").read_bytes()
     for kept in (b"", metadata[:10], metadata[:-20], b"noise" * 100, pickle.dumps(3), pickle.dumps({"a": 1})):
         error = damaged(lambda f, kept=kept: (f / ".metadata").write_bytes(kept))
-        assert about(".metadata", file, "undamaged")(error)
+        assert says("is damaged; download the checkpoint again.")(error)
     data = (intact / "__0_0.distcp").read_bytes()
     for kept in (b"", data[:100], data[:-1]):
         error = damaged(lambda f, kept=kept: (f / "__0_0.distcp").write_bytes(kept))
-        assert about("__0_0.distcp", expected="a complete file")(error)
-    assert about("__0_0.distcp", expected="a complete file")(damaged(lambda f: (f / "__0_0.distcp").unlink()))
+        assert says("is missing or truncated; download it again.")(error)
+    assert says("is missing or truncated; download it again.")(damaged(lambda f: (f / "__0_0.distcp").unlink()))
     noise = bytes(len(data))
     error = damaged(lambda f: (f / "__0_0.distcp").write_bytes(noise))
-    assert (error.name.startswith("model."), error.value, error.expected) == (
-        True,
-        tmp_path / "damaged" / "__0_0.distcp",
-        "undamaged",
-    )
+    assert says("__0_0.distcp")(error)
 
     def outside(metadata):
         _info(metadata).relative_path = "../intact/__0_0.distcp"
@@ -265,18 +260,17 @@ def test_damaged_folders_are_rejected(tmp_path):
         places[a], places[b] = places[b], places[a]
 
     error = damaged(lambda f: change_metadata(f, swapped_places))
-    assert error.name in ("model.head.weight", f"model.{names[0]}")
-    assert error.expected.startswith("a tensor of torch.float32 and shape")
+    assert "model.head.weight" in str(error) or f"model.{names[0]}" in str(error)
 
 
 def test_folders_with_no_or_other_weights_are_rejected(tmp_path):
     _, optimizer = trained()
     dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "a")
-    assert about("model", "optimizer", "a key of weights")(rejection(tmp_path / "a", small(9)))
+    assert says("holds optimizer, but no weights under a key such as model")(rejection(tmp_path / "a", small(9)))
     dcp.save({"model": small().blocks}, checkpoint_id=tmp_path / "b")
-    assert about("b")(rejection(tmp_path / "b", small(9)))
+    assert says("...); pass the module from which it was saved.")(rejection(tmp_path / "b", small(9)))
     dcp.save({"model": small(), "module": small()}, checkpoint_id=tmp_path / "c")
-    assert about("model", ("model", "module"))(rejection(tmp_path / "c", small(9)))
+    assert says("may hold weights under each of model, module; save only one")(rejection(tmp_path / "c", small(9)))
 
 
 def test_safetensors_of_several_ranks_are_assembled(tmp_path):
@@ -293,9 +287,9 @@ def test_safetensors_of_several_ranks_are_assembled(tmp_path):
     assert (tensor.shape, tensor.dtype, tensor.n_bytes) == ((32, 16), torch.float32, 32 * 16 * 4)
     for wrong in ("{", '{"head.weight": 3}', '{"head.weight": {"saved_offsets": "x"}}', "[]"):
         save_file(state, file, metadata={"DCP_SHARDING_INFO": wrong})
-        assert about("DCP_SHARDING_INFO", file, "undamaged")(rejection(tmp_path, small(9)))
+        assert says("is damaged at DCP_SHARDING_INFO; download the checkpoint")(rejection(tmp_path, small(9)))
     save_file(state, file, metadata={"DCP_SHARDING_INFO": '{"head.weight": {"saved_offsets": [10]}}'})
-    assert about("head.weight", file, "undamaged")(rejection(tmp_path, small(9)))
+    assert says("is damaged at head.weight; download the checkpoint again.")(rejection(tmp_path, small(9)))
     for first in (0, 9, 11):  # repeated, overlapping, or with a gap
         places = {"head.weight": {"saved_offsets": [first, 0]}}
         save_file(state, file, metadata={"DCP_SHARDING_INFO": json.dumps(places)})

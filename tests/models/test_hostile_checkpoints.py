@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.models.weight_models import rejection
 from workbench.errors import CheckpointError, OptionError
 
@@ -91,7 +91,7 @@ def test_a_pickle_that_contains_itself_ends(tmp_path):
     state = {}
     state["state_dict"] = state
     torch.save(state, tmp_path / "a.pt")
-    assert about("a.pt")(rejection(tmp_path / "a.pt", torch.nn.Linear(2, 2)))
+    assert says("a.pt contains no state dict; save")(rejection(tmp_path / "a.pt", torch.nn.Linear(2, 2)))
 
 
 def gguf(path, n_blocks):
@@ -113,13 +113,13 @@ def test_a_gguf_file_has_what_its_header_counts(tmp_path, place):
     content = gguf(path, 1)
     content[place : place + 8] = struct.pack("<Q", 1 << 50)
     path.write_bytes(content)
-    assert about("a.gguf")(rejection(path))
+    assert says("a.gguf is truncated or not a GGUF file; download it again.")(rejection(path))
 
 
 def test_a_list_in_a_gguf_file_is_as_long_as_its_header_states(tmp_path):
     path = tmp_path / "a.gguf"
     path.write_bytes(struct.pack("<IIQQQ", 0x46554747, 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 0, 1 << 50))
-    assert about("a.gguf")(rejection(path))
+    assert says("a.gguf is truncated or not a GGUF file; download it again.")(rejection(path))
 
 
 def test_a_gguf_file_has_a_tensor_for_each_block(tmp_path):

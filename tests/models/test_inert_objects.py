@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.models.weight_models import assert_opens, rejection, small
 from workbench.models.inert_objects import Placeholder
 from workbench.models.state_files import read_state
@@ -121,20 +121,20 @@ def test_a_pickle_that_calls_a_function_is_rejected(kind, is_zip, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     state = {"model": small().state_dict(), "other": {"a": [CALLS[kind]]}}
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=is_zip)
-    assert about("x.pt", "a pickle with more than tensors")(rejection(tmp_path / "x.pt", small(9)))
+    assert says("x.pt was not loaded, because it contains more than tensors,")(rejection(tmp_path / "x.pt", small(9)))
     assert not (tmp_path / "exploded").exists()
 
 
 def test_objects_in_the_format_before_torch_1_6_are_rejected(tmp_path):
     state = {"model": small().state_dict(), "args": argparse.Namespace(lr=1)}
     torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    assert about("x.pt", "a pickle with more than tensors")(rejection(tmp_path / "x.pt", small(9)))
+    assert says("x.pt was not loaded, because it contains more than tensors,")(rejection(tmp_path / "x.pt", small(9)))
 
 
 def test_allowed_classes_are_restored(tmp_path):
     before = torch.serialization.get_safe_globals()
     torch.save({"weight": torch.ones(2), "args": argparse.Namespace()}, tmp_path / "x.pt")
-    with pytest.raises(wb.WorkbenchError, check=about("x.pt")):
+    with pytest.raises(wb.WorkbenchError, check=says("x.pt contains no state dict; save")):
         read_state(tmp_path / "x.pt")
     assert torch.serialization.get_safe_globals() == before
     with pytest.raises(Exception, match="Unsupported global: GLOBAL argparse.Namespace"):
@@ -144,13 +144,13 @@ def test_allowed_classes_are_restored(tmp_path):
 def test_a_pickled_module_is_rejected_with_its_class(tmp_path):
     torch.save(nn.Linear(2, 2), tmp_path / "x.pt")
     error = rejection(tmp_path / "x.pt", nn.Linear(2, 2))
-    assert about("x.pt", "torch.nn.modules.linear.Linear")(error)
+    assert says("x.pt contains no state dict, but an object of the class")(error)
 
 
 def test_a_program_of_torchscript_is_rejected(tmp_path):
     torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(str(tmp_path / "x.pt"))
     error = rejection(tmp_path / "x.pt", nn.Linear(2, 2))
-    assert about("x.pt", "a program of TorchScript")(error)
+    assert says("x.pt is a program of TorchScript, not a state dict; save the")(error)
 
 
 def test_a_placeholder_ignores_its_arguments():

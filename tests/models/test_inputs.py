@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import AnatomyError, OptionError, SnapshotError, WorkbenchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
@@ -102,7 +102,6 @@ def test_other_inputs_are_explained_in_one_sentence(gpt2, inputs, sentence):
         with pytest.raises(SnapshotError, match=sentence) as caught:
             call(gpt2, inputs)
         assert "\n" not in str(caught.value)
-        assert caught.value.name in ("inputs", "input_ids")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_errors_of_models_of_the_zoo_are_as_clear():
     model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
     with pytest.raises(SnapshotError, match="Token ids range from 999 to 999, but Transformer has 256 tokens"):
         wb.profile(model, torch.full((2, 5), 999), progress=False)
-    with pytest.raises(OptionError, check=about("images", (2, 1, 20, 20), "of shape (batch, 3, 32, 32)")):
+    with pytest.raises(OptionError, check=says("The images have shape")):
         wb.profile(wb.zoo.vit(d_model=16, n_layers=2, n_heads=2), torch.randn(2, 1, 20, 20), progress=False)
 
 
@@ -148,11 +147,13 @@ class Shell(nn.Module):
 
 def test_models_that_cannot_be_analyzed_are_rejected():
     zoo = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-    with pytest.raises(AnatomyError, check=about("model", "TopLevelTracedModule")):
+    with pytest.raises(AnatomyError, check=says("Transformer is compiled by TorchScript, which runs no")):
         wb.profile(torch.jit.trace(zoo, TOKENS), TOKENS, progress=False)
-    with pytest.raises(AnatomyError, match=r"model\.network", check=about("model", "Shell")):
+    with pytest.raises(
+        AnatomyError, match=r"model\.network", check=says("of its parts have parameters, expected one; pass the part")
+    ):
         wb.profile(Shell(), TOKENS, progress=False)
-    with pytest.raises(SnapshotError, check=about("layer 0 (blocks.0)")):
+    with pytest.raises(SnapshotError, check=says("are on the meta device, which holds no values; load the")):
         wb.profile(zoo.to("meta"), TOKENS, progress=False)
     for call in (wb.read_anatomy, wb.query_key_weights, wb.router_weights):
         with pytest.raises(AnatomyError, check=about("model", None)):
@@ -185,7 +186,7 @@ def test_samples_accept_text_and_tasks():
 
 def test_text_needs_a_tokenizer():
     model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-    with pytest.raises(WorkbenchError, check=about("tokenizer")):
+    with pytest.raises(WorkbenchError, check=says("Transformer has no tokenizer; pass token ids instead of")):
         wb.profile(model, ["some text"], progress=False)
     subject = wb.Subject(model, name="mine", source="here", own_tokenizer=wb.ByteTokenizer())
     assert wb.profile(subject, ["some text"], progress=False).sizes["layer"] == 2

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.flow.nets import deep_net
 from tests.models.model_families import BERT, BY_NAME, FAMILIES_BY_TIER, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, inputs_for
@@ -68,7 +68,7 @@ def test_a_chain_without_residuals_is_rejected_unless_it_is_named(part, vectors)
     torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.Sequential(*(part() for _ in range(4)))})["layers"]
     inputs = torch.randn(3, WIDTH, 5, 4) if part is convolution else vectors
-    with pytest.raises(AnatomyError, check=about("stack", "", "a stack of residual blocks")):
+    with pytest.raises(AnatomyError, check=says("depends on its input only through matrix products, and")):
         wb.profile(model, inputs, progress=False)
     assert wb.profile(model, inputs, stack="", progress=False).sizes["layer"] == 4
     assert len(wb.read_anatomy(model, inputs).sites) == 4  # gains along depth have a meaning without residuals
@@ -135,9 +135,9 @@ def test_kss_and_recorded_spectra_need_residuals_too():
 
     task = wb.tasks.associative_recall(length=16, batch_size=8)
     for options in ({"kss": wb.KSS.published()}, {"spectra_every": 1}):
-        with pytest.raises(AnatomyError, check=about("stack", "layers", "a stack of residual blocks")):
+        with pytest.raises(AnatomyError, check=says("depends on its input only through matrix products, and")):
             list(wb.train(Model(), task, n_steps=1, learning_rate=1e-3, **options))
-    with pytest.raises(AnatomyError, check=about("stack", "layers", "a stack of residual blocks")):
+    with pytest.raises(AnatomyError, check=says("depends on its input only through matrix products, and")):
         wb.sweeps.measure_case(Model(), task, learning_rate=1e-3, warmup=0, n_steps=2)
 
 

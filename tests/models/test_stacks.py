@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import AnatomyError
 
 WIDTH = 8
@@ -89,7 +89,7 @@ def test_layers_determine_which_axis_counts_features(block, shape, hidden):
 def test_an_axis_that_cannot_be_determined_is_an_error():
     model = nn.Sequential(*(CustomMap(0) for _ in range(3)))
     assert wb.read_anatomy(model, torch.randn(2, WIDTH, 5, 7)).sites[0].feature_axis == 1
-    with pytest.raises(AnatomyError, check=about("inputs", (2, WIDTH, 5, WIDTH))):
+    with pytest.raises(AnatomyError, check=says("or the last one counts features, because both sizes are")):
         wb.read_anatomy(model, torch.randn(2, WIDTH, 5, WIDTH))
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.models.layout_models import PostNorms, Triples
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build, make_inputs
 from tests.models.test_gguf_file import MAKERS, lfm2
@@ -298,13 +298,11 @@ class TestWhetherToStream:
     def test_weights_that_do_not_fit(self, llama):
         config = (llama / "config.json").read_text()
         (llama / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 4'))
-        expected = "a checkpoint whose tensors fit LlamaForCausalLM"
-        with pytest.raises(CheckpointError, check=about(str(llama), expected=expected)):
+        with pytest.raises(CheckpointError, check=says("...); download the checkpoint again or correct config.json,")):
             wb.open_checkpoint(llama, streaming=True)
 
     def test_a_file_that_does_not_fit_its_module(self, llama):
-        expected = "a checkpoint whose tensors fit Linear"
-        with pytest.raises(CheckpointError, check=about("model.safetensors", expected=expected)):
+        with pytest.raises(CheckpointError, check=says("unexpected tensors (lm_head.weight,")):
             wb.open_checkpoint(llama / "model.safetensors", module=nn.Linear(2, 2), streaming=True)
 
 
@@ -333,11 +331,11 @@ class TestOtherMeasurements:
         build(BY_NAME["llama"]).save_pretrained(tmp_path / "llama")
         subject = wb.open_checkpoint(tmp_path / "llama", streaming=True, dtype="bfloat16")
         monkeypatch.setattr("workbench.models.streaming.free_memory", lambda device: 1000)
-        with pytest.raises(CheckpointError, check=about("memory", expected="at most the 1000 bytes that are free")):
+        with pytest.raises(CheckpointError, check=says("so that weights stay in the files, or use a larger machine.")):
             wb.query_key_weights(subject, IDS[:2])
 
     def test_training_is_rejected(self, mixtral):
-        with pytest.raises(CheckpointError, check=about("streaming", True, "False")):
+        with pytest.raises(CheckpointError, check=says("Training needs all weights of MixtralForCausalLM in memory,")):
             wb.train(mixtral[1], wb.tasks.random_tokens(vocab_size=90), n_steps=1)
 
 
@@ -431,13 +429,13 @@ class TestCheckpointsThatCannotBeStreamed:
         subject = wb.open_checkpoint(llama, strict=False)
         assert subject.streamed is None
         assert "left at random values" in subject.unloaded
-        with pytest.raises(CheckpointError, check=about("streaming", True)):
+        with pytest.raises(CheckpointError, check=says("This checkpoint cannot be streamed: with strict=False,")):
             wb.open_checkpoint(llama, strict=False, streaming=True)
 
     def test_a_gguf_file_that_is_read_at_once(self, tmp_path, scarce):
         path = lfm2(tmp_path / "model.gguf")
         assert wb.open_checkpoint(path).streamed is None
-        with pytest.raises(CheckpointError, check=about("streaming", True)):
+        with pytest.raises(CheckpointError, check=says("This checkpoint cannot be streamed: transformers reads all")):
             wb.open_checkpoint(path, streaming=True)
 
     def test_a_quantized_checkpoint_is_rejected(self, llama):
@@ -445,7 +443,9 @@ class TestCheckpointsThatCannotBeStreamed:
         quantized = '{"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": true},'
         (llama / "config.json").write_text(config.replace("{", quantized, 1))
         with pytest.raises(
-            CheckpointError, match="cannot be streamed: it is quantized", check=about("streaming", True)
+            CheckpointError,
+            match="cannot be streamed: it is quantized",
+            check=says("This checkpoint cannot be streamed: it is quantized; open"),
         ):
             wb.open_checkpoint(llama, streaming=True)
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import OptionError, SnapshotError
 from workbench.models.batches import Batches
 from workbench.models.token_selection import TokenSelection
@@ -72,7 +72,7 @@ def test_a_mask_that_hides_tokens_and_does_not_fit_is_rejected():
     mask = torch.ones(2, 9, dtype=torch.int64)
     mask[1, 5:] = 0
     inputs = {"input_ids": torch.zeros(2, 4, dtype=torch.int64), "attention_mask": mask}
-    with pytest.raises(SnapshotError, check=about("attention_mask", (2, 9))):
+    with pytest.raises(SnapshotError, check=says("so padding cannot be distinguished from tokens; pass inputs")):
         choose(inputs, None)
     chosen, selection = choose(inputs | {"decoder_input_ids": torch.zeros(2, 4, dtype=torch.int64)}, None)
     assert len(chosen[0]) == 8  # the mask is that of the encoder
@@ -111,7 +111,7 @@ def test_first_tokens_behind_a_prompt_cannot_be_counted(kind):
         "with mask": {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)},
     }[kind]
     options = {"progress": False, "n_snapshots": None, "batch_first": True}
-    with pytest.raises(SnapshotError, check=about("skip_first", 1, "0 for states that are not one for each token")):
+    with pytest.raises(SnapshotError, check=says("tokens, as with a prompt or image tokens in front, so the")):
         wb.profile(Prompted(2), inputs, skip_first=1, **options)
     assert wb.profile(Prompted(2), inputs, **options).attrs["n_snapshots"] == 33
     assert wb.profile(Prompted(0), inputs, skip_first=1, **options).attrs["n_snapshots"] == 24

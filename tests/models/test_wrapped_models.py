@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import AnatomyError
 
 pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
@@ -249,7 +249,7 @@ def test_the_model_in_a_shell_without_forward_is_measured(plain):
     np.testing.assert_array_equal(eigenvalues(Shell(plain)), eigenvalues(plain))
     reading = wb.query_key_weights(Shell(plain), TOKENS)[0]
     assert torch.equal(reading.read(Shell(plain)).query, wb.query_key_weights(plain, TOKENS)[0].query)
-    with pytest.raises(AnatomyError, check=about("model", "Shell")):
+    with pytest.raises(AnatomyError, check=says("of its parts have parameters, expected one; pass the part")):
         wb.profile(Shell(plain, other=nn.Linear(2, 2)), TOKENS, progress=False)
 
 
@@ -278,9 +278,9 @@ def test_exported_graphs_are_rejected():
             return x
 
     exported = torch.export.export(Chain(), (TOKENS,))
-    with pytest.raises(AnatomyError, check=about("model", "GraphModule")):
+    with pytest.raises(AnatomyError, check=says("GraphModule is an exported graph of operations, which calls")):
         wb.profile(exported.module(), TOKENS, progress=False)
-    with pytest.raises(wb.WorkbenchError, check=about("source", "ExportedProgram")):
+    with pytest.raises(wb.WorkbenchError, check=about("model", "ExportedProgram")):
         wb.profile(exported, TOKENS, progress=False)
 
 
@@ -331,7 +331,7 @@ def test_flat_parameters(plain, mesh):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(copy.deepcopy(plain), device_id=torch.device("cpu"))
-    with pytest.raises(AnatomyError, check=about("model", expected="a model whose parameters are not flattened")):
+    with pytest.raises(AnatomyError, check=says("FullyShardedDataParallel keeps the parameters of many")):
         eigenvalues(model)
     model = FullyShardedDataParallel(copy.deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
     np.testing.assert_array_equal(eigenvalues(model), eigenvalues(plain))

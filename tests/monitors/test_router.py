@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import oracle
-from tests.about import about
+from tests.about import says
 from tests.monitors.test_matrices import draw
 from workbench.errors import OptionError
 from workbench.monitors.router_health import (
@@ -96,7 +96,7 @@ def test_change_counts_new_choices_in_any_order(seed):
 
 
 def test_invalid_choices_are_rejected():
-    with pytest.raises(OptionError, check=about("choices", (0, 4))):
+    with pytest.raises(OptionError, check=says("experts; pass the number of experts of this router.")):
         expert_load(torch.tensor([[0], [4]]), 4)
-    with pytest.raises(OptionError, check=about("after", (3, 1))):
+    with pytest.raises(OptionError, check=says("differ; pass the same tokens.")):
         routing_change(torch.zeros(2, 1), torch.zeros(3, 1))

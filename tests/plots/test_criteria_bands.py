@@ -8,7 +8,7 @@ import xarray as xr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.about import about
+from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, matplotlib_axes, words
 from workbench.errors import OptionError, SchemaError
 from workbench.plots.criteria_bands_figure import criteria_bands, place_in_band
@@ -114,7 +114,7 @@ def test_larger_values_are_further_right(a, b, limit):
 
 
 def test_invalid_tables_and_backends_are_rejected(criteria):
-    with pytest.raises(SchemaError, check=about("state")):
+    with pytest.raises(SchemaError, check=says("The table of criteria lacks state; create it with")):
         criteria_bands(criteria.drop_vars("state"))
     with pytest.raises(OptionError, check=about("backend", "paint", ("bokeh", "matplotlib"))):
         criteria_bands(criteria, backend="paint")

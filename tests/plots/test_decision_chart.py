@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import OptionError, SchemaError
 from workbench.plots.decision_chart_figure import decision_chart
@@ -142,13 +142,17 @@ def test_a_single_label_is_on_the_right_and_at_the_edge_on_the_left():
         (
             lambda m: decision_chart(m.drop_vars(["near_unit_mass", "eigenvector_condition"])),
             SchemaError,
-            about("near_unit_mass, eigenvector_condition"),
+            says("The set of points lacks near_unit_mass,"),
         ),
-        (lambda m: decision_chart(m.isel(model=[4])), SchemaError, about("points")),
+        (
+            lambda m: decision_chart(m.isel(model=[4])),
+            SchemaError,
+            says("No point has both near_unit_mass and eigenvector_condition;"),
+        ),
         (
             lambda m: decision_chart(m.expand_dims(layer=2)),
             SchemaError,
-            about("near_unit_mass", ("layer", "model")),
+            says("In the set of points, near_unit_mass has dimensions layer,"),
         ),
         (lambda m: decision_chart(m, backend="plotly"), OptionError, about("backend", "plotly")),
     ],

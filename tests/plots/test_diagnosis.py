@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.about import about
+from tests.about import about, says
 from tests.plots.panels import elements, ends
 from tests.reports import made_trees
 from workbench.errors import OptionError, SchemaError
@@ -55,7 +55,7 @@ def test_symptoms_are_at_their_steps(tree):
     (panel,) = evidence_timeline(evidence)
     steps = sorted(float(points["step"][0]) for points in elements(panel, "Points"))
     assert steps == [300.0, 380.0, 395.0]
-    with pytest.raises(SchemaError, check=about("step")):
+    with pytest.raises(SchemaError, check=says("No symptom of the evidence has a step; draw")):
         evidence_timeline(evidence.isel(evidence=[2, 4]))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.about import about
+from tests.about import says
 from tests.studies.test_outcomes import grid_of
 from workbench.errors import StoreError
 from workbench.plots import dose_response, eigenvalue_map, explosion_edge, layer_profile, save, step_grid
@@ -53,7 +53,7 @@ def test_a_name_in_a_figure_does_not_end_its_page(name, calm, tmp_path):
 def test_a_figure_has_the_method_that_matplotlib_users_try(calm, tmp_path):
     for path in (eigenvalue_map(calm).savefig(tmp_path / "figure.png", dpi=40), tmp_path / "figure.png"):
         assert Image.open(path).width > 100
-    with pytest.raises(StoreError, check=about("path", tmp_path / "figure.png")):
+    with pytest.raises(StoreError, check=says("exists already; pass overwrite=True to replace it, or")):
         eigenvalue_map(calm, backend="matplotlib").savefig(tmp_path / "figure.png")
 
 
@@ -138,10 +138,10 @@ def test_a_picture_is_small_and_as_wide_as_a_page(calm, wild):
 def test_suffix_and_folder_are_checked_first(calm, tmp_path):
     figure = eigenvalue_map(calm)
     composed = figure.clone()  # which has lost how it was drawn
-    with pytest.raises(StoreError, check=about("figure", "bokeh")):
+    with pytest.raises(StoreError, check=says("A .png file needs a figure for matplotlib, this one is")):
         save(composed, tmp_path / "figure.png")
-    with pytest.raises(StoreError, check=about("path", tmp_path / "figure.gif", (".png", ".svg", ".pdf", ".html"))):
+    with pytest.raises(StoreError, check=says("expected one of .png, .svg, .pdf, .html.")):
         save(figure, tmp_path / "figure.gif")
-    with pytest.raises(StoreError, check=about("path", tmp_path / "nowhere" / "figure.html")):
+    with pytest.raises(StoreError, check=says("does not exist; create it first.")):
         save(figure, tmp_path / "nowhere" / "figure.html")
     assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.about import about
+from tests.about import says
 from workbench.errors import SchemaError
 from workbench.plots import pilot_losses, save
 
@@ -83,7 +83,7 @@ def test_both_backends_draw_it(backend, tmp_path):
 
 
 def test_invalid_input_is_rejected():
-    with pytest.raises(SchemaError, check=about("best_rate")):
+    with pytest.raises(SchemaError, check=says("The pilot lacks best_rate; create it with")):
         pilot_losses(pilot().drop_vars("best_rate"))
-    with pytest.raises(SchemaError, check=about("loss")):
+    with pytest.raises(SchemaError, check=says("The pilot has no finite loss; repeat it with a smaller")):
         pilot_losses(pilot().assign(loss=pilot()["loss"] * np.nan))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.about import about
+from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, ends, note, places, words
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import predictor_frame, predictor_table
@@ -89,8 +89,16 @@ def test_the_table_has_the_same_numbers(table):
 @pytest.mark.parametrize(
     ("call", "error", "check"),
     [
-        (lambda data: predictor_table(data.drop_vars("auroc")), SchemaError, about("auroc")),
-        (lambda data: predictor_table(data.isel(predictor=[2])), SchemaError, about("auroc")),
+        (
+            lambda data: predictor_table(data.drop_vars("auroc")),
+            SchemaError,
+            says("The table of predictors lacks auroc; create it with"),
+        ),
+        (
+            lambda data: predictor_table(data.isel(predictor=[2])),
+            SchemaError,
+            says("The table of predictors has no AUROC, which needs both runs"),
+        ),
         (lambda data: predictor_table(data.to_array()), OptionError, about("table")),
         (lambda data: predictor_table(data, backend="plotly"), OptionError, about("backend", "plotly")),
         (lambda data: predictor_frame(data, digits=0), OptionError, about("digits", 0)),

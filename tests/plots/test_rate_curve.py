@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.about import about
+from tests.about import says
 from workbench.errors import SchemaError
 from workbench.plots import rate_curve, save
 
@@ -75,9 +75,9 @@ def test_both_backends_draw_it(backend, tmp_path):
 
 
 def test_invalid_input_is_rejected():
-    with pytest.raises(SchemaError, check=about("best_rate")):
+    with pytest.raises(SchemaError, check=says("The outcome lacks best_rate; create it with")):
         rate_curve(outcome().drop_vars("best_rate"))
     empty = outcome()
     empty["loss"] = empty["loss"] * np.nan
-    with pytest.raises(SchemaError, check=about("loss")):
+    with pytest.raises(SchemaError, check=says("has no finite loss; add runs at smaller learning rates.")):
         rate_curve({"one": empty})

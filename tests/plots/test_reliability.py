@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.about import about
+from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places
 from workbench.errors import OptionError, SchemaError
 from workbench.plots.reliability_figure import bins_of, reliability
@@ -68,10 +68,18 @@ def test_bins_are_sorted():
 @pytest.mark.parametrize(
     ("call", "error", "check"),
     [
-        (lambda: reliability({}), SchemaError, about("reliability table", {})),
-        (lambda: reliability(ONE.drop_vars("rate")), SchemaError, about("rate")),
-        (lambda: reliability({"a": ONE.isel(bin=[1])}), SchemaError, about("n_runs", 0)),
-        (lambda: reliability({"a": ONE.drop_attrs()}), SchemaError, about("ece")),
+        (lambda: reliability({}), SchemaError, says("The reliability table is an empty dict, expected a dataset")),
+        (
+            lambda: reliability(ONE.drop_vars("rate")),
+            SchemaError,
+            says("The reliability table lacks rate; create it with"),
+        ),
+        (
+            lambda: reliability({"a": ONE.isel(bin=[1])}),
+            SchemaError,
+            says("holds a run; create it with wb.risk.reliability()."),
+        ),
+        (lambda: reliability({"a": ONE.drop_attrs()}), SchemaError, says("lacks the attribute ece; create it with")),
         (lambda: reliability(ONE, backend="plotly"), OptionError, about("backend", "plotly")),
     ],
 )

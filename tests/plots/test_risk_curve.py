@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.about import about
+from tests.about import says
 from workbench.errors import SchemaError
 from workbench.plots import risk_curve, save, style
 
@@ -84,12 +84,14 @@ def test_both_backends_draw_it(risk, backend, tmp_path):
 
 
 def test_invalid_input_is_rejected():
-    with pytest.raises(SchemaError, check=about("useful_edge")):
+    with pytest.raises(SchemaError, check=says("The risk lacks useful_edge; create it with")):
         risk_curve(over_rates().drop_vars("useful_edge"))
     unknown = over_rates(failure=("learning_rate", np.full(4, np.nan))).assign_attrs(reason="Too little was measured.")
     with pytest.raises(
-        SchemaError, match=r"The risk of 'two' is unknown. Too little was measured.", check=about("failure")
+        SchemaError,
+        match=r"The risk of 'two' is unknown. Too little was measured.",
+        check=says("is unknown. Too little was measured."),
     ):
         risk_curve({"one": over_rates(), "two": unknown})
-    with pytest.raises(SchemaError, check=about("risk", {})):
+    with pytest.raises(SchemaError, check=says("The risk is an empty dict, expected a dataset from")):
         risk_curve({})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.about import about
+from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, legend, note, places
 from workbench.errors import OptionError, SchemaError
 from workbench.plots.roc_figure import lines_of, roc
@@ -75,15 +75,23 @@ def test_styles_follow_places(curves):
 @pytest.mark.parametrize(
     ("call", "error", "check"),
     [
-        (lambda: roc({}), SchemaError, about("ROC curve", {})),
-        (lambda: roc({"M": [1, 2]}), SchemaError, about("ROC curve", (1, 2))),
-        (lambda: roc(GOOD.drop_vars("threshold")), SchemaError, about("threshold")),
-        (lambda: roc(GOOD.rename(point="run")), SchemaError, about("false_positive_rate", ("run",))),
-        (lambda: roc(GOOD.isel(point=[])), SchemaError, about("point", 0)),
-        (lambda: roc(GOOD * 2), SchemaError, about("false_positive_rate")),
-        (lambda: roc({"M": GOOD.drop_attrs()}), SchemaError, about("auroc")),
+        (lambda: roc({}), SchemaError, says("The ROC curve is an empty dict, expected a dataset from")),
+        (lambda: roc({"M": [1, 2]}), OptionError, about("curves")),
+        (lambda: roc(GOOD.drop_vars("threshold")), SchemaError, says("The ROC curve lacks threshold; create it with")),
+        (
+            lambda: roc(GOOD.rename(point="run")),
+            SchemaError,
+            says("In the ROC curve, false_positive_rate has dimensions run,"),
+        ),
+        (
+            lambda: roc(GOOD.isel(point=[])),
+            SchemaError,
+            says("The ROC curve is empty along point; select less narrowly."),
+        ),
+        (lambda: roc(GOOD * 2), SchemaError, says("has rates outside of")),
+        (lambda: roc({"M": GOOD.drop_attrs()}), SchemaError, says("lacks the attribute auroc; create it with")),
         (lambda: roc(GOOD, backend="plotly"), OptionError, about("backend", "plotly")),
-        (lambda: roc({"M": GOOD}, places={"a": 0}), OptionError, about("places", ("a",))),
+        (lambda: roc({"M": GOOD}, places={"a": 0}), OptionError, says("places has no style number for")),
     ],
 )
 def test_invalid_input_is_rejected(call, error, check):

@@ -7,11 +7,11 @@ import pytest
 import xarray as xr
 from PIL import Image
 
-from tests.about import about
+from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import save, style
-from workbench.plots.scaling_trend_figure import _NEEDED, scaling_trend
+from workbench.plots.scaling_trend_figure import scaling_trend
 from workbench.scaling import extrapolated
 
 pytestmark = pytest.mark.render
@@ -155,8 +155,8 @@ def test_a_fraction_has_a_linear_axis():
     [
         (study_of(), {"quantity": "height"}, SchemaError, about("quantity", "height", (EDGE, MASS))),
         (study_of(), {"along": "height"}, OptionError, about("along", "height", ("width", "depth"))),
-        (xr.Dataset(), {}, SchemaError, about(", ".join(_NEEDED))),
-        ({}, {}, SchemaError, about("scaling study", {})),
+        (xr.Dataset(), {}, SchemaError, says("The scaling study lacks measured, curve, curve_low,")),
+        ({}, {}, SchemaError, says("The scaling study is an empty dict, expected a dataset from")),
         (study_of(), {"backend": "paper"}, OptionError, about("backend", "paper")),
     ],
 )

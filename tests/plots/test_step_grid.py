@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.about import about
+from tests.about import about, says
 from tests.plots.conftest import run_of
 from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
@@ -106,7 +106,7 @@ def test_invalid_input_is_rejected(runs):
         step_grid({})
     with pytest.raises(OptionError, check=about("steps", 21)):
         step_grid(runs, steps=[0, 21])
-    with pytest.raises(OptionError, check=about("steps", ())):
+    with pytest.raises(OptionError, check=says("steps is empty; choose steps from")):
         step_grid(runs, steps=[])
     with pytest.raises(OptionError, check=about("layers", (9,))):
         step_grid(runs, layers=[9])

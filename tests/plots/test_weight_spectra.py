@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import weight_spectra
@@ -123,12 +123,24 @@ def test_both_backends_draw(spectra, backend, tmp_path, recwarn):
 @pytest.mark.parametrize(
     ("call", "error", "check"),
     [
-        (lambda s: weight_spectra(s.drop_vars("alpha")), SchemaError, about("alpha")),
+        (
+            lambda s: weight_spectra(s.drop_vars("alpha")),
+            SchemaError,
+            says("The dataset does not hold weight spectra: it lacks alpha;"),
+        ),
         (lambda s: weight_spectra(s, measure="beta"), SchemaError, about("measure", "beta")),
         (lambda s: weight_spectra(s, measure="relative_change"), SchemaError, about("measure", "relative_change")),
-        (lambda s: weight_spectra(s, matrix="w"), SchemaError, about("matrix", "w")),
-        (lambda s: weight_spectra(s, matrix="layers.1.special"), SchemaError, about("matrix", "layers.1.special")),
-        (lambda s: weight_spectra(s.expand_dims("step")), SchemaError, about("alpha", ("step", "matrix"))),
+        (lambda s: weight_spectra(s, matrix="w"), SchemaError, says("choose from those in spectra[")),
+        (
+            lambda s: weight_spectra(s, matrix="layers.1.special"),
+            SchemaError,
+            says("is zero and has no eigenvalue density; choose another one."),
+        ),
+        (
+            lambda s: weight_spectra(s.expand_dims("step")),
+            SchemaError,
+            says("The weight spectra have dimensions step, matrix, expected"),
+        ),
         (lambda s: weight_spectra(s, backend="plotly"), OptionError, about("backend", "plotly")),
     ],
 )

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.small_training import SMALL, same_weights
 from workbench.errors import OptionError
 from workbench.probes.gradient_agreement import GradientVerdict as Verdict
@@ -406,12 +406,12 @@ def test_hooks_are_removed_in_any_case():
 
 
 def test_take_before_arm_is_rejected():
-    with pytest.raises(OptionError, check=about("is_armed", False)):
+    with pytest.raises(OptionError, check=says("The projections are not armed; call arm() before the first")):
         GradientProjections(small().parameters()).take()
 
 
 def test_an_empty_list_of_parameters_is_rejected():
-    with pytest.raises(OptionError, check=about("parameters")):
+    with pytest.raises(OptionError, check=says("There are no parameters; pass those of the optimizer.")):
         GradientProjections([])
 
 
@@ -419,5 +419,5 @@ def test_devices_without_float64_are_rejected():
     class OnMetal(nn.Parameter):
         device = torch.device("mps")
 
-    with pytest.raises(OptionError, check=about("parameters[0]", "mps")):
+    with pytest.raises(OptionError, check=says("in which gradients are projected; use another device.")):
         GradientProjections([OnMetal(torch.zeros(2))])

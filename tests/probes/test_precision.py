@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import OptionError
 from workbench.models.losses import prediction_of, token_loss
 from workbench.probes.precision import _multiplies_by_tf32
@@ -189,7 +189,7 @@ def test_values_that_are_not_finite_are_nan_and_raise_nothing():
 def test_a_loss_without_a_graph_is_rejected():
     with pytest.raises(OptionError, check=about("loss_of(model)")):
         wb.probes.precision_errors(zoo(), lambda model: model(TOKENS[:, :-1]).detach().mean())
-    with pytest.raises(OptionError, check=about("loss_of")):
+    with pytest.raises(OptionError, check=says("loss_of did not call the model; return a loss of")):
         wb.probes.precision_errors(zoo(), lambda model: torch.zeros((), requires_grad=True))
 
 

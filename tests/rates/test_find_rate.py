@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.rates.known_runs import KnownRuns
 from workbench.errors import OptionError
 from workbench.rates.drift import Estimate, extrapolated, features, furthest, longest_measured
@@ -253,5 +253,5 @@ def test_an_existing_optimizer_is_rejected():
 
 def test_a_stream_that_can_be_read_only_once_is_rejected():
     batches = (task().batch(i) for i in range(100))
-    with pytest.raises(OptionError, check=about("task", "generator")):
+    with pytest.raises(OptionError, check=says("The data can be read only once, but every pilot run reads")):
         wb.find_rate(wb.zoo.transformer(**SIZE), batches, n_steps=100, progress=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from workbench.errors import OptionError
 from workbench.rates.pilot_runs import LoopRuns, ModelRuns
 
@@ -106,9 +106,9 @@ def test_shuffled_data_hold_out_the_same_examples_in_each_epoch():
 
 
 def test_data_that_can_be_read_only_once_or_end_early_are_rejected():
-    with pytest.raises(OptionError, check=about("task")):
+    with pytest.raises(OptionError, check=says("The data can be read only once, but every pilot run reads")):
         runs_of(wb.zoo.transformer(**SIZE), iter([task().batch(0)]))
-    with pytest.raises(OptionError, check=about("task", 1)):
+    with pytest.raises(OptionError, check=says("The data have a single batch, but the pilot holds out at")):
         runs_of(wb.zoo.transformer(**SIZE), [task().batch(0)])
 
     class FourBatches:
@@ -124,7 +124,7 @@ def test_data_that_can_be_read_only_once_or_end_early_are_rejected():
         def describe(self):
             return {"task": "four batches"}
 
-    with pytest.raises(OptionError, check=about("task", 4)):
+    with pytest.raises(OptionError, check=says("batches, but a pilot run needs")):
         runs_of(wb.zoo.transformer(**SIZE), FourBatches()).losses(1e-2, 0, [8], NO_LIMITS)
 
 
@@ -147,7 +147,7 @@ def test_custom_loops_run_only_as_long_as_needed_and_are_closed():
     runs = LoopRuns(loop)
     assert runs.losses(0.1, 0, [10, 20], NO_LIMITS) == pytest.approx([1 / 10, (1 / 19 + 1 / 20) / 2])
     assert runs.losses(2.0, 0, [4, 10], NO_LIMITS) == [0.25, math.inf]
-    with pytest.raises(OptionError, check=about("loop", 30)):
+    with pytest.raises(OptionError, check=says("let it continue until it is closed, also at large losses.")):
         runs.losses(0.1, 1, [40], NO_LIMITS)
     assert runs.n_updates == 20 + 5 + 30
     assert closed == [(0.1, 0), (2.0, 0), (0.1, 1)]

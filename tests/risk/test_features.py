@@ -3,7 +3,7 @@ import pytest
 import xarray as xr
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.risk.known_designs import known_designs
 from workbench.errors import OptionError, SchemaError
 from workbench.risk.features import FEATURES, as_cases, counts_as_diverged
@@ -91,7 +91,7 @@ def test_an_invalid_learning_rate_is_rejected_first(rate):
         (lambda s: s.drop_vars("learning_rate"), "learning_rate"),
         (lambda s: s.isel(run=[]), "run"),
         (lambda s: s.assign(logit_std=s.logit_std.where(s.logit_std != s.logit_std[2])), "logit_std"),
-        (lambda s: s.isel(run=[0]).map(lambda v: v * np.nan if "layer" in v.dims else v), "energy_gain"),
+        (lambda s: s.isel(run=[0]).map(lambda v: v * np.nan if "layer" in v.dims else v), "spectra"),
     ],
 )
 def test_incomplete_cases_are_rejected(cases, change, name):
@@ -105,7 +105,7 @@ def test_values_may_be_missing_if_allowed(cases):
     np.testing.assert_array_equal(np.isnan(table.values[:, 0]), cases.logit_std.values <= 1)
     assert not np.isnan(table.values[:, 1]).any()
     # A missing variable is still an error.
-    with pytest.raises(SchemaError, check=about("logit_std")):
+    with pytest.raises(SchemaError, check=says("The cases lack logit_std; measure them with")):
         wb.risk.feature_table(cases.drop_vars("logit_std"), ["logit_std"], allow_missing=True)
 
 

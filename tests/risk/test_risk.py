@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.risk.known_designs import EDGES, known_designs
 from workbench.errors import OptionError, SchemaError
 from workbench.rates import Estimate, FoundRates
@@ -190,9 +190,9 @@ def test_a_pilot_is_used_outside_of_the_fit(model, case):
 
 
 def test_a_pilot_of_another_training_or_without_estimates_is_rejected(model, case):
-    with pytest.raises(OptionError, check=about("pilot", 1000)):
+    with pytest.raises(OptionError, check=says("run a pilot for the same number.")):
         wb.risk.predict(case, pilot=pilot(n_steps=1000), model=model)
-    with pytest.raises(OptionError, check=about("pilot", "No rate tried was too large.")):
+    with pytest.raises(OptionError, check=says("The pilot has no estimates: No rate tried was too large.")):
         wb.risk.predict(case, pilot=pilot(reason="No rate tried was too large."), model=model)
 
 

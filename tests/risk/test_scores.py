@@ -98,7 +98,7 @@ def test_a_perfect_score_has_an_interval_of_no_width():
     [
         (lambda: auroc([0.1, np.nan], [True, False]), OptionError, "score"),
         (lambda: auroc([0.1], [True, False]), OptionError, "score"),
-        (lambda: auroc([0.1, 0.2], [True, True]), SchemaError, "label"),
+        (lambda: auroc([0.1, 0.2], [True, True]), SchemaError, "outcome"),
         (lambda: auroc([0.1, 0.2], [True, False], groups=["a"]), OptionError, "groups"),
         (lambda: auroc([0.1, 0.2], [True, False], level=1), OptionError, "level"),
         (lambda: auroc([0.1, 0.2], [True, False], n_bootstrap=-1), OptionError, "n_bootstrap"),

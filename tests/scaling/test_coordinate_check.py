@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.scaling.coordinate_checks import LARGEST_EXPONENT, coordinate_check, coordinate_sizes, layer_outputs
@@ -140,7 +140,7 @@ def test_too_few_widths_have_no_verdict():
 
 
 def test_several_depths_and_no_steps_are_rejected():
-    with pytest.raises(OptionError, check=about("rungs", ((16, 2), (32, 3)))):
+    with pytest.raises(OptionError, check=says("A coordinate check compares widths at one depth; pass rungs")):
         coordinate_check(trainer(), [Rung(16, 2), Rung(32, 3)], (1,), learning_rate=RATE)
     with pytest.raises(OptionError, check=about("n_steps", 0)):
         coordinate_check(trainer(), RUNGS, (1,), learning_rate=RATE, n_steps=0)

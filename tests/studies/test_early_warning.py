@@ -3,7 +3,7 @@ import pytest
 import xarray as xr
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import OptionError, SchemaError
 from workbench.studies import early_warning
 
@@ -61,7 +61,7 @@ def test_false_alarms_are_a_rate_with_the_interval_of_poisson(runs):
     # Garwood's limits for counts of 2, 1 and 0, from a table.
     np.testing.assert_allclose(found["low"] * 0.06, [0.2422, 0.0253, 0], atol=1e-4)
     np.testing.assert_allclose(found["high"] * 0.06, [7.2247, 5.5716, 3.6889], atol=1e-4)
-    with pytest.raises(SchemaError, check=about("kind")):
+    with pytest.raises(SchemaError, check=says("The table has no healthy run; add runs whose kind of fault")):
         early_warning.false_alarms(runs.isel(run=slice(2, 4)))
 
 
@@ -95,6 +95,6 @@ def test_kinds_have_their_medians(runs):
 
 
 def test_another_table_is_rejected():
-    with pytest.raises(SchemaError, check=about("runs")):
+    with pytest.raises(SchemaError, check=says("The table of runs lacks kind, n_steps, n_alarms,")):
         early_warning.false_alarms(xr.Dataset())
     assert wb.early_warning is early_warning

@@ -7,7 +7,7 @@ import xarray as xr
 import zarr
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.sweeps.small_sweeps import run_sequentially, small_grid
 from workbench.errors import SchemaError, StoreError
 from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS
@@ -94,7 +94,7 @@ def test_a_partly_written_row_does_not_count(runs, rows, tmp_path, monkeypatch):
         original(array, selection, value)
 
     monkeypatch.setattr(zarr.Array, "__setitem__", full)
-    with pytest.raises(StoreError, check=about("path", tmp_path / "a.zarr")):
+    with pytest.raises(StoreError, check=says("cannot be written (No space left on device); its finished")):
         store.write(0, rows[0])
     monkeypatch.undo()
     assert wb.sweeps.SweepStore(tmp_path / "a.zarr", runs).missing() == [0, 1, 2, 3]
@@ -103,9 +103,9 @@ def test_a_partly_written_row_does_not_count(runs, rows, tmp_path, monkeypatch):
 def test_a_store_of_other_runs_is_rejected_and_not_changed(runs, tmp_path):
     path = tmp_path / "a.zarr"
     wb.sweeps.SweepStore(path, runs)
-    with pytest.raises(StoreError, check=about("runs", 8)):
+    with pytest.raises(StoreError, check=says("pass the same runs, choose another path, or pass")):
         wb.sweeps.SweepStore(path, small_grid())
-    with pytest.raises(StoreError, check=about("training.n_steps", 6, "5")):
+    with pytest.raises(StoreError, check=says("pass the same runs, choose another path, or pass")):
         wb.sweeps.SweepStore(path, small_grid(seed=[0], n_steps=6))
     assert wb.sweeps.SweepStore(path, runs).missing() == [0, 1, 2, 3]
     assert wb.sweeps.SweepStore(path, small_grid(), overwrite=True).missing() == list(range(8))
@@ -126,7 +126,7 @@ def test_other_stores_are_rejected(runs, tmp_path):
 def test_a_sweep_of_a_newer_version_is_rejected(runs, tmp_path):
     wb.sweeps.SweepStore(tmp_path / "a.zarr", runs)
     zarr.open_group(tmp_path / "a.zarr").attrs["sweep_version"] = 99
-    with pytest.raises(StoreError, check=about("sweep_version", 99)):
+    with pytest.raises(StoreError, check=says("but this workbench reads versions up to")):
         wb.open_sweep(tmp_path / "a.zarr")
 
 

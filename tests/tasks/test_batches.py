@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import WorkbenchError
 from workbench.tasks.batch_forms import as_batch, looks_like_batch, stack_rows
 from workbench.tasks.merging import n_states
@@ -124,22 +124,25 @@ INPUTS = ("input_ids", "pixel_values", "images")
 @pytest.mark.parametrize(
     ("batch", "error"),
     [
-        (TOKENS[0], about("A batch without targets", (4,))),
-        (TOKENS.float(), about("A batch without targets", "float32")),
-        (TOKENS > 3, about("A batch without targets", "bool")),
-        ((TOKENS, TOKENS, TOKENS), about("batch", "tuple of 3 parts")),
-        (TOKENS.tolist(), about("batch", "list of 2 parts")),
-        ("text", about("batch", "str")),
-        (("text", TOKENS), about("batch", "tuple of 2 parts")),
-        ((TOKENS, torch.zeros(3)), about("targets", (3,))),
-        (({"x": TOKENS}, torch.zeros(3)), about("targets", (3,))),
-        ({"text": ["a"]}, about("columns", ("text",), INPUTS)),
-        ({"pixel_values": torch.zeros(2, 1, 4, 4)}, about("labels", None)),
+        (TOKENS[0], says("expected (batch, token); combine single rows to batches")),
+        (TOKENS.float(), says("expected token ids; pass other inputs together with their")),
+        (TOKENS > 3, says("A batch without targets has the type bool, expected token")),
+        ((TOKENS, TOKENS, TOKENS), says("parts; expected token ids (batch, token), (inputs,")),
+        (TOKENS.tolist(), says("parts; expected token ids (batch, token), (inputs,")),
+        ("text", says("A batch is a str; expected token ids (batch, token),")),
+        (("text", TOKENS), says("parts; expected token ids (batch, token), (inputs,")),
+        ((TOKENS, torch.zeros(3)), says("both must have the same number of examples.")),
+        (({"x": TOKENS}, torch.zeros(3)), says("both must have the same number of examples.")),
+        ({"text": ["a"]}, says("A batch must have a column input_ids, pixel_values or")),
+        ({"pixel_values": torch.zeros(2, 1, 4, 4)}, says("A batch has pixel_values but no labels; add the classes of")),
         ({"images": torch.zeros(2, 1, 4, 4, dtype=torch.uint8), "labels": [1, 2]}, about("images", "uint8")),
-        ({"images": torch.zeros(2, 1, 4, 4), "labels": [1, 2, 3]}, about("labels", (3,))),
-        ({"input_ids": TOKENS, "labels": TOKENS[:, 1:]}, about("labels", (2, 3))),
-        ({"input_ids": [[1, 2], [3]]}, about("input_ids", ((1, 2), (3,)))),
-        ({"input_ids": list(TOKENS)}, about("input_ids", ("Tensor of shape (4,)",) * 2)),
+        ({"images": torch.zeros(2, 1, 4, 4), "labels": [1, 2, 3]}, says("images and labels of shape")),
+        (
+            {"input_ids": TOKENS, "labels": TOKENS[:, 1:]},
+            says("expected the same shape, or one class for each example."),
+        ),
+        ({"input_ids": [[1, 2], [3]]}, says("input_ids cannot be converted to a tensor (expected")),
+        ({"input_ids": list(TOKENS)}, says("input_ids is a list of tensors, which may be transposed;")),
     ],
 )
 def test_other_batches_are_rejected(batch, error):

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.tasks.test_user_data import DATA, ROWS, NoisyRows, disturb, first, hugging_face, random_states
 from workbench.errors import OptionError, WorkbenchError
 from workbench.tasks.images import Digits
@@ -19,9 +19,9 @@ from workbench.tasks.images import Digits
 def test_a_generator_is_read_once_from_its_beginning():
     task = wb.tasks.as_task(batch for batch in ROWS.split(5))
     assert [len(inputs) for inputs, _ in task.stream()] == [5, 5, 5, 5, 2]
-    with pytest.raises(WorkbenchError, check=about("source", "generator")):
+    with pytest.raises(WorkbenchError, check=says("A one-shot source can be read only once and from the")):
         task.stream()
-    with pytest.raises(WorkbenchError, check=about("source")):
+    with pytest.raises(WorkbenchError, check=says("A one-shot source can be read only once and from the")):
         wb.tasks.as_task(iter(ROWS.split(5))).stream(3)
     assert wb.tasks.as_task(iter(ROWS.split(5))).describe()["is_one_shot"] is True
 
@@ -48,7 +48,7 @@ def test_the_probe_of_a_generator_removes_no_batches():
     assert probe.tolist() == ROWS[:10].tolist()
     assert torch.cat([inputs for inputs, _ in task.stream()]).tolist() == ROWS.tolist()
     assert torch.equal(task.probe(50), probe)
-    with pytest.raises(WorkbenchError, check=about("n_tokens", 100)):
+    with pytest.raises(WorkbenchError, check=says("tokens; request the probe before training, or pass a source")):
         task.probe(100)
     short = wb.tasks.as_task(iter(ROWS.split(5)))
     assert short.probe(10**6).tolist() == ROWS.tolist()
@@ -62,24 +62,30 @@ def test_the_probe_of_a_generator_removes_no_batches():
 @pytest.mark.parametrize(
     ("source", "error"),
     [
-        ("some text", about("source", "some text")),
-        (Digits, about("source", "Digits")),
+        ("some text", says("The source is text; expected token ids, a dataset, a")),
+        (Digits, says("The source is the class Digits; expected token ids, a")),
         (wb.tasks.digits, about("source", "function")),
         (7, about("source", 7)),
         (
             datasets.DatasetDict({"train": hugging_face(), "test": hugging_face()}),
-            about("source", ("train", "test")),
+            says("The source is a DatasetDict with the entries train, test;"),
         ),
-        ({"input_ids": ROWS}, about("source", ("input_ids",))),
-        ([], about("source", "empty")),
-        (hugging_face().select([]), about("source", "empty")),
-        (DataLoader(DATA, 50, drop_last=True), about("source", "empty")),
-        (iter([]), about("source", "empty")),
-        (["some", "text"], about("the rows")),
-        (hugging_face().remove_columns("input_ids"), about("columns", ("text",))),
-        (datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]]}), about("input_ids", ((2,), (3,)))),
-        (hugging_face().to_iterable_dataset(), about("input_ids", (6,))),
-        (DataLoader(hugging_face(), 5), about("input_ids", ("Tensor of shape (5,)",) * 6)),
+        ({"input_ids": ROWS}, says("The source is a dict with the entries input_ids; pass one")),
+        ([], says("The source is empty; pass at least one batch or row.")),
+        (hugging_face().select([]), says("The source is empty; pass at least one batch or row.")),
+        (DataLoader(DATA, 50, drop_last=True), says("The source is empty; pass at least one batch or row.")),
+        (iter([]), says("The source is empty; pass at least one batch or row.")),
+        (["some", "text"], says("the rows hold a str that cannot be converted to a tensor")),
+        (
+            hugging_face().remove_columns("input_ids"),
+            says("Rows must have a column input_ids, pixel_values or images,"),
+        ),
+        (
+            datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]]}),
+            says("expected equal lengths, so pad or truncate the rows (with a"),
+        ),
+        (hugging_face().to_iterable_dataset(), says("expected (batch, token); combine single rows to batches")),
+        (DataLoader(hugging_face(), 5), says("input_ids is a list of tensors, which may be transposed;")),
     ],
 )
 def test_unusable_sources_are_rejected(source, error):
@@ -96,7 +102,7 @@ def test_a_source_that_is_empty_in_the_second_epoch_is_rejected_then():
             yield from self.batches
 
     stream = wb.tasks.as_task(Exhausted()).stream()
-    with pytest.raises(WorkbenchError, check=about("source", "Exhausted")):
+    with pytest.raises(WorkbenchError, check=says("pass one that can be read repeatedly.")):
         list(islice(stream, 9))
 
 

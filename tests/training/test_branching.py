@@ -3,7 +3,7 @@
 import pytest
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.small_training import same_weights
 from workbench.errors import CheckpointError, StoreError
 from workbench.models.run_checkpoints import list_checkpoints
@@ -43,10 +43,10 @@ def test_a_branch_continues_bit_for_bit_from_an_older_checkpoint(store, make_mod
 
 
 def test_a_branch_needs_a_checkpoint_a_run_and_a_new_path(store, tmp_path):
-    with pytest.raises(CheckpointError, check=about("step", 5, (4, 8, 10))):
+    with pytest.raises(CheckpointError, check=says("has no checkpoint of step")):
         branch_run(store, tmp_path / "branch.zarr", step=5)
-    with pytest.raises(CheckpointError, check=about("step", 4, ())):
+    with pytest.raises(CheckpointError, check=says("the existing ones are: none.")):
         branch_run(tmp_path / "nothing.zarr", tmp_path / "branch.zarr", step=4)
-    with pytest.raises(StoreError, check=about("path", store)):
+    with pytest.raises(StoreError, check=says("exists already; pass overwrite=True to replace it, or")):
         branch_run(store, store, step=4)
     assert not (tmp_path / "branch.zarr").exists()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.io.test_background_writer import fail_writing, threads_of
 from tests.small_training import same_weights
 from tests.training.test_resuming import run_to
@@ -291,10 +291,10 @@ def test_paths_that_cannot_be_written_are_rejected_at_the_start(make_model, task
     (tmp_path / "file").touch()
     model = make_model()
     for places, error in [
-        ({"checkpoints": tmp_path / "file" / "c"}, about("checkpoints", tmp_path / "file" / "c")),
+        ({"checkpoints": tmp_path / "file" / "c"}, says("Not a directory); pass another checkpoints=.")),
         (
             {"store": tmp_path / "file" / "run.zarr", "checkpoints": tmp_path / "new"},
-            about("path", tmp_path / "file" / "run.zarr"),
+            says("cannot be written (File exists); check its folder."),
         ),
     ]:
         run = wb.train(model, task, overwrite=True, **{**SETTINGS, **settings, **places})

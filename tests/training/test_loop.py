@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.small_training import same_weights
 from workbench.assessment.plan_trials import try_plan
 from workbench.errors import AnatomyError, OptionError, SnapshotError, StoreError
@@ -436,7 +436,7 @@ def test_a_class_is_not_a_model(task):
 def test_an_existing_store_is_kept_and_an_error_raised_at_the_call(make_model, task, tmp_path):
     store = tmp_path / "run.zarr"
     list(wb.train(make_model(), task, n_steps=3, store=store))
-    with pytest.raises(StoreError, check=about("path", store)):
+    with pytest.raises(StoreError, check=says("exists already; pass overwrite=True to replace it, or")):
         wb.train(make_model(), task, n_steps=5, store=store)
     list(wb.train(make_model(), task, n_steps=5, store=store, overwrite=True))
     assert wb.open_run(store)["monitors"].sizes["step"] == 5

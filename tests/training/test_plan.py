@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import OptionError
 from workbench.training.training_plan import TrainingPlan
 
@@ -80,7 +80,7 @@ def test_frozen_parameters_are_not_optimized():
     (group,) = TrainingPlan(n_steps=1).optimizer_for(model).param_groups
     assert group["params"] == list(model[1].parameters())
     model[1].requires_grad_(False)
-    with pytest.raises(OptionError, check=about("model", "Sequential")):
+    with pytest.raises(OptionError, check=says("The model has no trainable parameters; set requires_grad on")):
         TrainingPlan(n_steps=1).optimizer_for(model)
 
 
@@ -98,11 +98,11 @@ def test_frozen_parameters_are_not_optimized():
         ({"optimizer": "lion"}, about("optimizer", "lion")),
         (
             {"optimizer": torch.optim.SGD, "optimizer_options": {"momentum": 0.9}},
-            about("optimizer_options", {"momentum": 0.9}),
+            says("optimizer_options need the name of an optimizer; pass them"),
         ),
         (
             {"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters()), "learning_rate": 0.1},
-            about("learning_rate", 0.1),
+            says("An optimizer object has its own learning rate; omit"),
         ),
     ],
 )
@@ -118,8 +118,8 @@ def test_names_of_optimizers_are_listed():
 
 
 def test_optimizers_that_do_not_fit_are_rejected():
-    with pytest.raises(OptionError, check=about("optimizer_options", {"momentum": 0.9})):
+    with pytest.raises(OptionError, check=says("got an unexpected keyword argument")):
         TrainingPlan(n_steps=1, optimizer_options={"momentum": 0.9}).optimizer_for(nn.Linear(2, 2))
     sgd = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    with pytest.raises(OptionError, check=about("optimizer", "SGD")):
+    with pytest.raises(OptionError, check=says("The optimizer holds parameters that do not belong to the")):
         TrainingPlan(n_steps=1, optimizer=sgd).optimizer_for(nn.Linear(2, 2))

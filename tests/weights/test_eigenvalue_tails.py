@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.about import about
+from tests.about import says
 from tests.weights.powerlaw_table import TABLE, samples
 from workbench.errors import OptionError
 from workbench.weights import power_law_tail, random_bulk
@@ -69,11 +69,11 @@ def test_without_a_tail_all_is_nan(values):
 
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
 def test_values_that_are_no_eigenvalues_are_rejected(bad):
-    with pytest.raises(OptionError, check=about("values", expected="finite and not negative")):
+    with pytest.raises(OptionError, check=says("Some of the values are negative or not finite; pass")):
         power_law_tail(np.append(np.ones(60), bad))
-    with pytest.raises(OptionError, check=about("eigenvalues", expected="finite and not negative")):
+    with pytest.raises(OptionError, check=says("Some of the eigenvalues are negative or not finite; pass")):
         random_bulk(np.append(np.ones(60), bad), 61, 61)
-    with pytest.raises(OptionError, check=about("eigenvalues", 70)):
+    with pytest.raises(OptionError, check=says("pass all squared singular values divided by")):
         random_bulk(np.ones(70), 60, 70)
 
 

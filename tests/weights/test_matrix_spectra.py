@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from workbench.errors import CheckpointError, OptionError, SchemaError
 from workbench.schema.weights import WEIGHTS, validate_weights
 from workbench.weights import matrix_spectra, weight_spectra
@@ -205,7 +205,7 @@ def test_layers_can_be_chosen():
 
 def test_a_reference_with_fewer_layers_is_rejected_with_the_missing_matrix():
     deep, shallow = (wb.zoo.transformer(d_model=16, n_layers=n, n_heads=2) for n in (2, 1))
-    with pytest.raises(CheckpointError, check=about("blocks.1.attention.query.weight")):
+    with pytest.raises(CheckpointError, check=says("The reference module Transformer has no matrix")):
         weight_spectra(deep, reference=shallow, layers=[1], progress=False)
 
 
@@ -244,28 +244,28 @@ def test_matrices_are_read_one_at_a_time(monkeypatch):
 def test_a_matrix_with_a_value_that_is_not_finite_is_named(bad, dtype):
     matrix = random_matrix(20, 30, dtype=dtype)
     matrix[3, 4] = bad
-    with pytest.raises(CheckpointError, check=about("w", expected="a matrix of finite values")):
+    with pytest.raises(CheckpointError, check=says("w contains a value that is not finite, or too large to be")):
         of_one(matrix)
 
 
 def test_a_reference_with_a_value_that_is_not_finite_is_named():
     bad = random_matrix(20, 30)
     bad[0, 0] = np.nan
-    with pytest.raises(CheckpointError, check=about("w", expected="a matrix of finite values")):
+    with pytest.raises(CheckpointError, check=says("w contains a value that is not finite, or too large to be")):
         weight_spectra(Weights(w=random_matrix(20, 30)), reference=Weights(w=bad), progress=False)
 
 
 @pytest.mark.parametrize(
-    ("reference", "name", "value"),
+    ("reference", "words"),
     [
-        ({"v": (20, 30)}, "w", None),
-        ({"w": (20, 30), "v": (20, 20)}, "v", None),
-        ({"w": (30, 20)}, "w", (30, 20)),
+        ({"v": (20, 30)}, "has no matrix w;"),
+        ({"w": (20, 30), "v": (20, 20)}, "has a matrix v,"),
+        ({"w": (30, 20)}, "(30, 20)"),
     ],
 )
-def test_a_reference_that_does_not_match_is_rejected(reference, name, value):
+def test_a_reference_that_does_not_match_is_rejected(reference, words):
     other = Weights(**{name: random_matrix(*shape) for name, shape in reference.items()})
-    with pytest.raises(CheckpointError, check=about(name, value)):
+    with pytest.raises(CheckpointError, check=says(words)):
         weight_spectra(Weights(w=random_matrix(20, 30)), reference=other, progress=False)
 
 
@@ -320,7 +320,7 @@ def test_saved_spectra_are_opened_unchanged(tmp_path):
     spectra = weight_spectra(wb.samples.load("no_norm"), layers=[0], progress=False)
     for path in (wb.save(spectra, tmp_path / "w.zarr"), wb.export_netcdf(spectra, tmp_path / "w.nc")):
         assert wb.open_run(path)["weights"].to_dataset().identical(spectra)
-    with pytest.raises(SchemaError, check=about("alpha")):
+    with pytest.raises(SchemaError, check=says("The dataset does not hold weight spectra: it lacks alpha;")):
         wb.save(spectra.drop_vars("alpha"), tmp_path / "bad.zarr")
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.callbacks.certain_alarms import certain_alarms
 from tests.waiting import wait_for
 from workbench.callbacks.actions import Action
@@ -253,10 +253,13 @@ def test_a_restart_keeps_the_switches_where_the_hand_put_them_and_the_lines_of_t
 def test_incompatible_arguments_are_rejected_immediately():
     rate = wb.faults.large_rate
     for options, error in (
-        ({"faults": [rate(), rate()]}, about("faults", "large_rate")),
+        ({"faults": [rate(), rate()]}, says("faults contains large_rate twice; pass at most one fault of")),
         ({"faults": rate()}, about("faults", "LargeRate")),
-        ({"alarms": certain_alarms()}, about("recorder")),
-        ({"recorder": wb.Recorder(), "actions": wb.Actions()}, about("alarms")),
+        ({"alarms": certain_alarms()}, says("alarms observe what a recorder measures, but there is none;")),
+        (
+            {"recorder": wb.Recorder(), "actions": wb.Actions()},
+            says("actions respond to alarms, but there are none; add"),
+        ),
     ):
         with pytest.raises(OptionError, check=error):
             LiveTraining(SMALL, TASK, **options)

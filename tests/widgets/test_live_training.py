@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.callbacks.certain_alarms import certain_alarms
 from tests.waiting import wait_for
 from workbench.errors import OptionError, StoreError
@@ -325,7 +325,7 @@ def test_a_model_that_cannot_be_read_is_said_and_the_widget_stays_usable(make):
     assert "Error" not in live.error  # a sentence, not the name of a class
     assert not live._buttons.start.disabled
     assert live.runs == {}
-    with pytest.raises(StoreError, check=about("path", Path("figure.png"), ())):
+    with pytest.raises(StoreError, check=says("There is nothing to save yet; press Start and wait for the")):
         live.save("figure.png")
 
 
@@ -469,8 +469,8 @@ def test_invalid_settings_are_rejected_immediately(make, task):
         ({"task": "chess"}, about("task", "chess")),
         ({"architecture": "gpt"}, about("architecture", "gpt")),
         ({"versus": "gpt"}, about("versus", "gpt")),
-        ({"versus": SMALL, "compare": False}, about("compare", False)),
-        ({"versus": vit}, about("versus")),
+        ({"versus": SMALL, "compare": False}, says("versus= adds a second run, but compare=False requests one")),
+        ({"versus": vit}, says("Both architectures train on the same task, but only one of")),
         ({"theme": "neon"}, about("theme", "neon", ("page", "projector"))),
     ):
         with pytest.raises(OptionError, check=error):

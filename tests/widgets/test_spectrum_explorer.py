@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from tests.about import about
+from tests.about import says
 from workbench import plots
 from workbench.errors import SchemaError
 from workbench.koopman.measures import remeasure
@@ -167,5 +167,5 @@ def test_spectra_in_a_list_are_named_after_their_subjects(spectra):
 
 
 def test_invalid_data_are_rejected_immediately(spectra):
-    with pytest.raises(SchemaError, check=about("residual")):
+    with pytest.raises(SchemaError, check=says("The dataset is not a spectra dataset: it lacks residual;")):
         SpectrumExplorer({"a": spectra["calm"].drop_vars("residual")})

@@ -12,7 +12,7 @@ import xarray as xr
 from bokeh.plotting import figure as bokeh_figure
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run, watched_run
 from tests.waiting import wait_for
 from workbench.errors import OptionError, SchemaError, StoreError
@@ -273,10 +273,14 @@ def test_invalid_requests_are_rejected_and_shown(make, pair, tmp_path):
         (lambda: setattr(timeline, "signals", ["los"]), SchemaError, about("signals", "los")),
         (lambda: setattr(timeline, "reduce", "median"), OptionError, about("reduce", "median", reductions)),
         (lambda: setattr(timeline, "view", (3, 3)), OptionError, about("view", (3, 3))),
-        (lambda: setattr(timeline, "shown", ["x"]), SchemaError, about("run", "x", ("twin", "faulted"))),
-        (lambda: timeline.select(1, signal="x"), SchemaError, about("signal", "x")),
-        (lambda: timeline.select(1, run="x"), SchemaError, about("run", "x", ("twin", "faulted"))),
-        (lambda: make({}), SchemaError, about("runs", {})),
+        (lambda: setattr(timeline, "shown", ["x"]), SchemaError, says("choose from twin, faulted.")),
+        (
+            lambda: timeline.select(1, signal="x"),
+            SchemaError,
+            says("effective_rank dWq, effective_rank dWk, effective_rank W,"),
+        ),
+        (lambda: timeline.select(1, run="x"), SchemaError, says("choose from twin, faulted.")),
+        (lambda: make({}), SchemaError, says("The runs are an empty dict, expected a run, the path of a")),
         (lambda: make(tmp_path / "no.zarr"), StoreError, about("path", tmp_path / "no.zarr")),
         (lambda: make(pair, signals=["x"]), SchemaError, about("signals", "x")),
         (lambda: make(pair, poll_every=0), OptionError, about("poll_every", 0)),

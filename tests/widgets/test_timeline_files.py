@@ -13,7 +13,7 @@ import xarray as xr
 from PIL import Image
 
 import workbench as wb
-from tests.about import about
+from tests.about import about, says
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run, watched_run
 from workbench.errors import OptionError, StoreError
 from workbench.io.run_writer import RunWriter
@@ -105,7 +105,7 @@ def test_a_page_is_one_file_that_needs_no_other_and_shows_what_the_widget_shows(
     assert 133 in [moment["step"] for moment in content["moments"]]
     assert "<title>Timeline of calm and faulted</title>" in text
     assert "from step 100 to 300, with step 133 selected: loss and effective_rank D2." in text
-    with pytest.raises(StoreError, check=about("path", tmp_path / "page.html")):
+    with pytest.raises(StoreError, check=says("exists already; pass overwrite=True to replace it, or")):
         timeline.save(tmp_path / "page.html")
 
 
@@ -150,7 +150,7 @@ def test_every_kind_of_file_is_written_by_its_button(timeline, tmp_path):
     np.testing.assert_array_equal(again["faulted/monitors"]["loss"], timeline.runs["faulted"].tree["monitors"]["loss"])
     timeline.shown = []
     assert bar.buttons[".nc"].disabled
-    with pytest.raises(StoreError, check=about("path", tmp_path / "none.nc", (".png", ".svg", ".html"))):
+    with pytest.raises(StoreError, check=says("No run is shown; show one first.")):
         timeline.save(tmp_path / "none.nc")
 
 

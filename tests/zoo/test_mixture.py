@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about
+from tests.about import says
 from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.errors import WorkbenchError
 from workbench.models.router_weights import Router
@@ -129,7 +129,7 @@ def test_the_task_trains_the_router_unless_one_expert_has_all_the_weight(top_k, 
 
 def test_losses_need_a_forward_pass_and_have_gradients_if_it_had():
     model = wb.zoo.moe(**TEXT)
-    with pytest.raises(WorkbenchError, check=about("model")):
+    with pytest.raises(WorkbenchError, check=says("The routers have received no tokens yet; call the model")):
         model.auxiliary_losses()
     with torch.no_grad():
         model(inputs_for(model))

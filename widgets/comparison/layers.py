@@ -51,9 +51,7 @@ class LayerView(ComparisonView):
     def draw(self, scene: Scene) -> None:
         """Update the measures in the panels, each of which is built once for all runs."""
         if not self.measures.value:
-            raise OptionError(
-                "No measure is chosen; switch on at least one.", name="measures", expected="at least one measure"
-            )
+            raise OptionError("No measure is chosen; switch on at least one.")
         if self.panels is None or self.panels.names != list(scene.runs):
             self.panels = LayerPanels(list(scene.runs), self.theme)
         everything = {name: run.near(scene.step) for name, run in scene.runs.items()}

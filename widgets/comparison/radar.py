@@ -51,12 +51,7 @@ class RadarView(ComparisonView):
         comparison = comparison_of(scene)
         self._offer(comparison)
         if len(self.measures.value) < _FEWEST_MEASURES:
-            raise OptionError(
-                f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another one.",
-                name="measures",
-                value=self.measures.value,
-                expected=f"at least {_FEWEST_MEASURES} measures",
-            )
+            raise OptionError(f"A radar chart needs at least {_FEWEST_MEASURES} measures; switch on another one.")
         measures, names = list(self.measures.value), list(scene.runs)
         notes = {name: scene.runs[name].remark(scene.step) or f"step {scene.step}" for name in scene.shown}
         charts = self.charts

@@ -123,9 +123,6 @@ def _steps(name: str, spectra: xr.Dataset) -> np.ndarray:
     steps = spectra["step"].values if "step" in spectra.coords else np.zeros(0)
     if not len(steps) or (np.diff(steps) <= 0).any():
         raise SchemaError(
-            f"Run '{name}' needs a coordinate 'step' with at least one step and strictly increasing values.",
-            name="step",
-            value=steps.tolist(),
-            expected="a coordinate with strictly increasing steps",
+            f"Run '{name}' needs a coordinate 'step' with at least one step and strictly increasing values."
         )
     return steps.astype(np.int64)

@@ -90,10 +90,7 @@ class Scene:
         spectra = {self.runs[name].title(self.step): data for name, data in self.spectra().items()}
         if not spectra:
             raise OptionError(
-                f"None of the models shown has spectra at or before step {self.step}; choose a later step.",
-                name="step",
-                value=self.step,
-                expected="a step with recorded spectra",
+                f"None of the models shown has spectra at or before step {self.step}; choose a later step."
             )
         return spectra
 

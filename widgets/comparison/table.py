@@ -83,10 +83,7 @@ def comparison_of(scene: Scene) -> xr.Dataset:
     if not spectra:
         raise OptionError(
             f"None of the models shown has spectra of these layers at step {scene.step}; choose other layers or a "
-            "later step.",
-            name="step",
-            value=scene.step,
-            expected="a step with recorded spectra of these layers",
+            "later step."
         )
     runs = {name: scene.runs[name].tree for name in spectra}  # checked by the constructor
     return compare_checked(runs, spectra, published=scene.published_of(spectra))

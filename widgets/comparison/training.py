@@ -49,9 +49,7 @@ class TrainingView(ComparisonView):
             self.box.children = [ipywidgets.HTML(muted("No run has monitors or spectra of several steps."))]
             return
         if not self.variables.value:
-            raise OptionError(
-                "No trace is chosen; switch on at least one.", name="traces", expected="at least one trace"
-            )
+            raise OptionError("No trace is chosen; switch on at least one.")
         if self.panels.arrange(self.variables.value, scene.runs, scene.shown):
             self.put(self.variables, root=self.panels.root)
         with self.batch():

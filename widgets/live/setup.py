@@ -82,22 +82,14 @@ class Setup:
         if isinstance(task, str):
             require_listed("task", [task], _TASKS, remedy="choose one of these names or pass a task")
         if versus is not None and not compare:
-            raise OptionError(
-                "versus= adds a second run, but compare=False requests one run only; omit one of them.",
-                name="compare",
-                value=compare,
-                expected="True with versus=",
-            )
+            raise OptionError("versus= adds a second run, but compare=False requests one run only; omit one of them.")
         self.second = ArchitectureControls(
             _alternative(architecture) if versus is None else versus, title="second architecture"
         )
         visions = {self.first.is_vision, self.second.is_vision} - {None}
         if len(visions) > 1:
             raise OptionError(
-                "Both architectures train on the same task, but only one of them reads images; choose two of one kind.",
-                name="versus",
-                value=versus,
-                expected="an architecture with the same kind of inputs",
+                "Both architectures train on the same task, but only one of them reads images; choose two of one kind."
             )
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
         name = task if isinstance(task, str) else "digits" if self.first.is_vision else next(iter(_TASKS))
@@ -150,10 +142,7 @@ class Setup:
         if isinstance(self._task, OneShotTask):
             raise OptionError(
                 "The data can be read only once and cannot be sent to the training process; pass a DataLoader, a "
-                "dataset or a list of batches.",
-                name="task",
-                value=self._task,
-                expected="data that can be read repeatedly",
+                "dataset or a list of batches."
             )
         return self._task
 

@@ -48,12 +48,7 @@ class Start:
 
     @classmethod
     def of(
-        cls,
-        setup: Setup,
-        pair: PairedRuns,
-        branches: Branches,
-        settings: Mapping[str, Any],
-        saved: SavedStep | None,
+        cls, setup: Setup, pair: PairedRuns, branches: Branches, settings: Mapping[str, Any], saved: SavedStep | None
     ) -> Start:
         """Create a start from the values of the controls.
 
@@ -127,10 +122,7 @@ class Start:
             if not own:
                 raise StoreError(
                     f"The run {name} has no checkpoint up to step {saved.step} of start {saved.start}; choose a later "
-                    "one.",
-                    name="checkpoint",
-                    value=saved.step,
-                    expected=f"a step with an earlier checkpoint of the run {name}",
+                    "one."
                 )
             origins[name] = own[0]
         return origins

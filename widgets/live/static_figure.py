@@ -35,11 +35,7 @@ def live_figure(histories: Mapping[str, RunHistory], *, step: int | None = None,
     found = {name: history.spectra_at(step) for name, history in histories.items()}
     spectra = {name: data for name, data in found.items() if data is not None}
     if not spectra:
-        raise OptionError(
-            "There are no modes to draw yet; press Start and wait for the first step.",
-            name="runs",
-            expected="runs with recorded spectra",
-        )
+        raise OptionError("There are no modes to draw yet; press Start and wait for the first step.")
     runs = {name: history.as_run() for name, history in histories.items() if history.n_done}
     maps = plots.eigenvalue_map(spectra, step="last", columns=2, backend=backend)
     lines = plots.traces(runs, variables=_TRACES, backend=backend)

@@ -45,12 +45,7 @@ def packed(parts: Mapping[str, Any]) -> bytes:
     except Exception as error:  # pickling runs code of models and data, which may raise anything
         for name, part in parts.items():
             _check(name, part)
-        raise OptionError(
-            f"The runs cannot be sent to the training process ({error}).",
-            name="runs",
-            value=str(error),
-            expected="objects that can be pickled",
-        ) from error
+        raise OptionError(f"The runs cannot be sent to the training process ({error}).") from error
     return stream.getvalue()
 
 
@@ -74,8 +69,5 @@ def _check(name: str, part: Any) -> None:
     except Exception as error:
         raise OptionError(
             f"Training runs in a separate process, and {name} cannot be sent to it ({error}); remove open files, "
-            "connections and generators, and pass data that can be read repeatedly.",
-            name=name.removeprefix("the "),
-            value=str(error),
-            expected="objects that can be pickled",
+            "connections and generators, and pass data that can be read repeatedly."
         ) from error

@@ -56,9 +56,7 @@ class ExperimentsView:
             OptionError: If there is none.
         """
         if not self.table.value:
-            raise OptionError(
-                "No experiment is chosen; choose a row of the table.", name="experiment", expected="chosen"
-            )
+            raise OptionError("No experiment is chosen; choose a row of the table.")
         return int(self.table.value)
 
     def tell(self, tree: xr.DataTree) -> None:

@@ -103,12 +103,7 @@ class Choice:
         vocab_size, longest = vocabulary_of(subject.model), longest_of(subject.model)
         length = min(self.length, longest or self.length)
         if vocab_size is None:
-            raise OptionError(
-                f"The vocabulary size of {subject.name} is unknown; pass its data as task=.",
-                name="task",
-                value=self.task,
-                expected="a task or data for this model",
-            )
+            raise OptionError(f"The vocabulary size of {subject.name} is unknown; pass its data as task=.")
         if self.task == _ENGLISH:
             n_rows = max(4 * self.batch_size, 2048 // length)
             passages = tasks.reference_passages(n_rows, n_characters=_LETTERS_PER_TOKEN * length)
@@ -117,10 +112,7 @@ class Choice:
         if self.task == _BYTES and vocab_size < 256:
             raise OptionError(
                 f"{subject.name} has a vocabulary of {vocab_size} tokens, but bytes need 256; choose random tokens or "
-                "pass task=.",
-                name="task",
-                value=self.task,
-                expected=f"a task with at most {vocab_size} tokens",
+                "pass task=."
             )
         return self._named_task(vocab_size, length)
 
@@ -149,10 +141,7 @@ class ModelChoice:
         ):
             raise OptionError(
                 f"The model is a {type(model).__name__}, expected a wb.zoo.ArchitectureConfig, a path, a checkpoint "
-                "or a module.",
-                name="model",
-                value=model,
-                expected="a wb.zoo.ArchitectureConfig, a path, a checkpoint or a module",
+                "or a module."
             )
         known = (*_TASKS, _DIGITS, _ENGLISH)
         if isinstance(task, str):
@@ -201,13 +190,11 @@ class ModelChoice:
             return Choice(self._configured(), *rest)
         if self.source.value != CHECKPOINT:
             if self._given is None:
-                raise OptionError("No model was passed; choose another source.", name="model", expected="given")
+                raise OptionError("No model was passed; choose another source.")
             return Choice(self._given, *rest)
         path = self.path.value.strip()
         if not path:
-            raise OptionError(
-                "The path is empty; enter the path or hub name of a checkpoint.", name="path", expected="non-empty"
-            )
+            raise OptionError("The path is empty; enter the path or hub name of a checkpoint.")
         return Choice(path, *rest)
 
     def _configured(self) -> zoo.ArchitectureConfig:

@@ -66,7 +66,7 @@ class SourceList(anywidget.AnyWidget):
 
     def _receive(self, content: dict[str, Any], buffers: list[Any]) -> None:
         if "failed" in content:
-            raise StoreError(content["failed"], name="file", expected="a file")
+            raise StoreError(content["failed"])
         if "file" not in content:
             return
         name = Path(content["file"]).name

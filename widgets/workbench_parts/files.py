@@ -144,19 +144,14 @@ def source_of(text: str, folder: Path) -> Source:
     """
     text = text.strip()
     if not text:
-        raise StoreError("The field is empty; enter a path or a name.", name="source", expected="a path or a name")
+        raise StoreError("The field is empty; enter a path or a name.")
     if (named := next((source for source in shipped() if source.name == text), None)) is not None:
         return named
     given = Path(text).expanduser()
     path = next((place for place in (given, folder / given) if place.exists()), None)
     if path is None:
         if given.suffix or given.is_absolute() or text.startswith((".", "~")):
-            raise StoreError(
-                f"There is no file or folder {text}; check the path.",
-                name="source",
-                value=text,
-                expected="an existing file or folder",
-            )
+            raise StoreError(f"There is no file or folder {text}; check the path.")
         call = LibraryCall("wb.open_checkpoint", (text,), variable=given.name, topic=text)
         return Source(text, Kind.CHECKPOINT, OPENED, call, f"checkpoint of the hub: {text}")
     kind = quick_kind(path, is_folder=path.is_dir())
@@ -166,10 +161,7 @@ def source_of(text: str, folder: Path) -> Source:
         kind = Kind.PUBLISHED  # a configuration without parameters
     if kind is None:
         raise StoreError(
-            f"{text} is neither a run, a log, a sweep, a checkpoint, a design nor a plan; choose one of these.",
-            name="source",
-            value=text,
-            expected="a run, a log, a sweep, a checkpoint, a config.json or a plan",
+            f"{text} is neither a run, a log, a sweep, a checkpoint, a design nor a plan; choose one of these."
         )
     return source_at(path, kind, OPENED, base=folder)
 

@@ -293,10 +293,7 @@ def inputs_of(model: Any) -> LibraryCall:
     size = vocabulary_of(model)
     if size is None:
         raise CheckpointError(
-            f"The inputs of {name} are unknown; profile it with wb.profile(), save the spectra and open them here.",
-            name="inputs",
-            value=name,
-            expected="a tokenizer or a vocabulary",
+            f"The inputs of {name} are unknown; profile it with wb.profile(), save the spectra and open them here."
         )
     length = ("length", min(_LONGEST, longest_of(model) or _LONGEST))
     if size == 256:

@@ -101,10 +101,7 @@ def compare_designs(
     for name in designs:
         if not name or "/" in name or name in _RESERVED:
             raise OptionError(
-                f"The name '{name}' cannot be used for a design; choose a name without '/' other than 'designs'.",
-                name="designs",
-                value=name,
-                expected="names without '/' other than '' and 'designs'",
+                f"The name '{name}' cannot be used for a design; choose a name without '/' other than 'designs'."
             )
     plan = read_plan(plan)
     size = {"width": plan.target.width, "depth": plan.target.depth}

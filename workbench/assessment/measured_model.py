@@ -165,9 +165,7 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
         found = _at_target(own, width, depth)
     elif width is None or depth is None:
         raise OptionError(
-            "The size of a design given as a function is unknown; add [target] with width and depth to the plan.",
-            name="target",
-            expected="width and depth of a design given as a function",
+            "The size of a design given as a function is unknown; add [target] with width and depth to the plan."
         )
     else:
         found = design(subject, width=width, depth=depth)
@@ -271,11 +269,7 @@ def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], 
         raise
     except Exception as error:  # the code of the model is unknown
         raise OptionError(
-            f"{name} does not run on batches of {task_name} ({cause_of(error)}); pass task= with batches that it "
-            "reads.",
-            name="task",
-            value=task_name,
-            expected=f"batches that {name} reads",
+            f"{name} does not run on batches of {task_name} ({cause_of(error)}); pass task= with batches that it reads."
         ) from error
     found = prediction_of(output)
     if loss is not token_loss:
@@ -284,10 +278,7 @@ def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], 
     if not isinstance(found, torch.Tensor):
         raise OptionError(
             f"{name} returns {_described(found)} without logits, so its loss is unknown; pass loss= with a function of "
-            "this output and the targets, or the model with its head.",
-            name="loss",
-            value=_described(found),
-            expected="a function of the output of the model and the targets",
+            "this output and the targets, or the model with its head."
         )
     n_choices = found.shape[-1] if found.ndim else 0
     are_classes = not targets.is_floating_point()
@@ -296,10 +287,7 @@ def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], 
         raise OptionError(
             f"{name} returns logits of shape {tuple(found.shape)} for targets of shape {tuple(targets.shape)}{below} "
             f"in {task_name}, expected logits for each target; pass task= with targets that the model predicts, the "
-            "model with another head, or loss= with a function of its output and the targets.",
-            name="task",
-            value=tuple(targets.shape),
-            expected=f"targets for logits of shape {tuple(found.shape)}",
+            "model with another head, or loss= with a function of its output and the targets."
         )
     token_loss(found, targets)
 
@@ -311,19 +299,11 @@ def _require_number(loss: Callable[[Tensor, Tensor], Tensor], found: Any, target
     except Exception as error:  # the code of the loss is unknown
         raise OptionError(
             f"loss= fails on the output of {what} ({cause_of(error)}); expected a function of {_described(found)} and "
-            f"targets of shape {tuple(targets.shape)}.",
-            name="loss",
-            value=str(error),
-            expected=f"a function of {_described(found)} and targets of shape {tuple(targets.shape)}",
+            f"targets of shape {tuple(targets.shape)}."
         ) from error
     if not isinstance(value, torch.Tensor) or value.ndim:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise OptionError(
-            f"loss= returned {got} for {what}, expected a 0-dim tensor; return the mean.",
-            name="loss",
-            value=got,
-            expected="a function that returns a 0-dim tensor",
-        )
+        raise OptionError(f"loss= returned {got} for {what}, expected a 0-dim tensor; return the mean.")
 
 
 def _described(found: Any) -> str:
@@ -342,18 +322,12 @@ def _require_readable(model: nn.Module, sizes: ModelSizes) -> None:
         if sizes.image_size is not None and sizes.image_size % side:
             raise OptionError(
                 f"{name} reads images of {sizes.image_size} pixels and {sizes.n_channels} channels, expected a square "
-                f"with a side that is a multiple of {side}; pass task= with batches of images and their classes.",
-                name="task",
-                value=sizes.image_size,
-                expected=f"images with a side that is a multiple of {side}",
+                f"with a side that is a multiple of {side}; pass task= with batches of images and their classes."
             )
     elif reads not in (None, "input_ids", "inputs"):  # "inputs" may be token ids; the forward pass decides
         raise OptionError(
             f"{name} reads {reads}, for which there is no default task, expected token ids or images; pass task= with "
-            "batches of these inputs.",
-            name="task",
-            value=reads,
-            expected="token ids or images",
+            "batches of these inputs."
         )
 
 

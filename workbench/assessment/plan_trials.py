@@ -79,10 +79,7 @@ def try_plan(
     if isinstance(plan.optimizer, torch.optim.Optimizer):
         raise OptionError(
             "An optimizer object cannot be tried on a copy of the model; pass the name of its class, or a function "
-            "that creates it from parameters.",
-            name="optimizer",
-            value=plan.optimizer,
-            expected="the name of an optimizer, or a function that creates it",
+            "that creates it from parameters."
         )
     warmup = min(plan.warmup, n_updates // 2)
     tried = replace(plan, n_steps=n_updates, warmup=warmup, schedule="constant")
@@ -114,10 +111,7 @@ def try_plan(
             "divergence_step": ("trial", steps, {"long_name": "step of divergence", "units": "step"}),
             "cause": ("trial", np.array(causes)),
         },
-        {
-            "trial": np.arange(n_trials),
-            "step": np.arange(n_updates),
-        },
+        {"trial": np.arange(n_trials), "step": np.arange(n_updates)},
         {"n_updates": n_updates, "warmup": warmup, "learning_rate": float(plan.learning_rate or math.nan)},
     )
 

@@ -129,9 +129,7 @@ class Actions:
         if "kss" in self.kinds and self.kss is None:
             raise OptionError(
                 "The action 'kss' acts on the KSS of the run, but kss is None; pass Actions(kss=), the same object as "
-                "in wb.train(kss=).",
-                name="kss",
-                expected="the KSS of the run",
+                "in wb.train(kss=)."
             )
 
     @property

@@ -204,10 +204,7 @@ class Attachment:
             name, before, now = difference
             raise StoreError(
                 f"The checkpoint was written with the option {name} = {before} of '{callback.name}', but this run has "
-                f"{now}; resume with the same options, or start a new run.",
-                name=f"{callback.name}.{name}",
-                value=now,
-                expected=f"{before}, as in the checkpoint",
+                f"{now}; resume with the same options, or start a new run."
             )
         if saved["state"]:
             callback.load_state_dict(_from_json(saved["state"]))

@@ -59,12 +59,7 @@ def gather(
         name = kind.__name__
         found[kind] = [*([] if given is None else [given]), *found[kind]]
         if (n_found := len(found[kind])) > 1:
-            raise OptionError(
-                f"A run takes at most one wb.{name}, got {n_found}; remove the others.",
-                name=name.lower(),
-                value=n_found,
-                expected="at most one",
-            )
+            raise OptionError(f"A run takes at most one wb.{name}, got {n_found}; remove the others.")
     kss, recorder, alarms, actions = (next(iter(found[kind]), None) for kind in (KSS, Recorder, Alarms, Actions))
     injection = Injection([*(faults or ()), *found[Fault]], seed=seed)
     terms = PenaltyTerms([*(penalties or ()), *found[Penalty]], seed=seed, stack=stack)

@@ -52,25 +52,12 @@ class Guard(Callback):
     ) -> None:
         if recorder is not None and recorder.alarms is not None:
             if alarms is not None:
-                raise OptionError(
-                    "alarms was passed, but the recorder has alarms already; pass one of them.",
-                    name="alarms",
-                    value=alarms,
-                    expected="None if the recorder has alarms",
-                )
+                raise OptionError("alarms was passed, but the recorder has alarms already; pass one of them.")
             alarms = recorder.alarms
         if alarms is not None and recorder is None:
-            raise OptionError(
-                "alarms observe what a recorder measures, but there is none; add wb.Recorder().",
-                name="recorder",
-                expected="a recorder if there are alarms",
-            )
+            raise OptionError("alarms observe what a recorder measures, but there is none; add wb.Recorder().")
         if actions is not None and alarms is None:
-            raise OptionError(
-                "actions respond to alarms, but there are none; add wb.Alarms().",
-                name="alarms",
-                expected="alarms if there are actions",
-            )
+            raise OptionError("actions respond to alarms, but there are none; add wb.Alarms().")
         self.recorder, self.alarms = recorder, alarms
         self._actions, self._faults = actions, faults
         self._answered = ResponseState()
@@ -100,19 +87,12 @@ class Guard(Callback):
         if run.owns_loop and self.recorder is not None and self.recorder.path is not None:
             raise OptionError(
                 "In wb.train() a recorder writes to the store of the run; create the recorder without a path, and pass "
-                "store= to wb.train().",
-                name="recorder",
-                value=self.recorder.path,
-                expected="a recorder without a path",
+                "store= to wb.train()."
             )
         kinds = set() if self._actions is None else self._actions.kinds
         if "roll_back" in kinds and run.checkpoints is None:
             remedy = "pass checkpoint_every= too" if run.owns_loop else "give Actions a policy without 'roll_back'"
-            raise OptionError(
-                f"The action 'roll_back' needs checkpoints of wb.train(), but there are none; {remedy}.",
-                name="checkpoint_every",
-                expected="a number of steps if the actions include 'roll_back'",
-            )
+            raise OptionError(f"The action 'roll_back' needs checkpoints of wb.train(), but there are none; {remedy}.")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned."""
@@ -132,10 +112,7 @@ class Guard(Callback):
             if run.step and not self._state:
                 raise OptionError(
                     "The run to resume has no recorder, but this call has one; resume without a recorder, or start a "
-                    "new run.",
-                    name="recorder",
-                    value=self.recorder,
-                    expected="None, as in the run to resume",
+                    "new run."
                 )
             return
         self._attach(None, None)
@@ -240,13 +217,7 @@ class Guard(Callback):
             return
         run, alarms = self.run, self.alarms
         self._attached = self.recorder.attach(
-            run.model,
-            run.optimizer,
-            host=host,
-            probe=probe,
-            step=run.step,
-            alarms=alarms,
-            run=run,
+            run.model, run.optimizer, host=host, probe=probe, step=run.step, alarms=alarms, run=run
         )
         early, self._early_events = self._early_events, []
         for event in early:

@@ -191,10 +191,7 @@ def train(
     if spectra_every and any(_takes_spectra(callback) for callback in gathered):
         raise OptionError(
             "spectra_every and the recorder would both write the spectra of the run; set spectra_every=None, or "
-            "Recorder(every={'spectra': None}).",
-            name="spectra_every",
-            value=spectra_every,
-            expected="None if the recorder takes spectra",
+            "Recorder(every={'spectra': None})."
         )
     require_in_memory(module_of(model), "Training")
     training = Training(

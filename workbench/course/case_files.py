@@ -56,9 +56,7 @@ def opened() -> Iterator[xr.Dataset]:
     import xarray as xr
 
     if not FILE.exists():
-        raise StoreError(
-            f"{FILE} is missing; reinstall the workbench.", name=FILE.name, value=FILE, expected="part of the package"
-        )
+        raise StoreError(f"{FILE} is missing; reinstall the workbench.")
     with xr.open_dataset(FILE, engine="netcdf4") as data:
         yield data
 

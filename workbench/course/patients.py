@@ -255,11 +255,7 @@ class Patient:
         return self._tried[cause].copy(deep=True)
 
     def finish(
-        self,
-        causes: str | Iterable[str],
-        cure: str | None = None,
-        *,
-        progress: bool | Callable[[str], None] = True,
+        self, causes: str | Iterable[str], cure: str | None = None, *, progress: bool | Callable[[str], None] = True
     ) -> Score:
         """Name the causes, choose a cure, and end the case; afterwards nothing can be measured.
 
@@ -303,7 +299,6 @@ class Patient:
         if self.score is not None:
             raise OptionError(
                 "This case is finished; open another one with wb.course.patient().",
-                name="patient", value=repr(self), expected="a case that is not finished",
             )  # fmt: skip
 
     def _check_budget(self, name: str, cost: int) -> None:
@@ -312,7 +307,6 @@ class Patient:
             raise OptionError(
                 f"'{name}' costs {cost}, but only {self.remaining} of {self.budget} are left; name the causes with "
                 "finish().",
-                name=name, value=cost, expected=f"at most {self.remaining}",
             )  # fmt: skip
 
     def _replay(self, cause: str, progress: bool | Callable[[str], None]) -> xr.Dataset:

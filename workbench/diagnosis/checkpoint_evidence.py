@@ -62,12 +62,7 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
         if not found and (folder / _WEIGHTS).exists():
             found = {_step_of(folder): folder}
     if not found:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint; pass a folder with step-*, checkpoint-* or {_WEIGHTS}.",
-            name="checkpoints",
-            value=folder,
-            expected=f"a folder with step-*, checkpoint-* or {_WEIGHTS}",
-        )
+        raise CheckpointError(f"{folder} holds no checkpoint; pass a folder with step-*, checkpoint-* or {_WEIGHTS}.")
     return dict(sorted(found.items()))
 
 
@@ -143,12 +138,7 @@ def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None
 
     file = place / _WEIGHTS
     if not file.exists():
-        raise CheckpointError(
-            f"{place} has no {_WEIGHTS}; pass the folder of a complete checkpoint.",
-            name="checkpoints",
-            value=place,
-            expected=f"a folder with {_WEIGHTS}",
-        )
+        raise CheckpointError(f"{place} has no {_WEIGHTS}; pass the folder of a complete checkpoint.")
     expected = _shapes_of(model) if model is not None else _shapes_of_config(place)
     if expected is None:
         return
@@ -162,35 +152,22 @@ def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None
     for name, shape in expected.items():
         if name in found and found[name] != shape:
             raise CheckpointError(
-                f"{name} in {place} has shape {_words(found[name])}, but {whose} requires {_words(shape)}; {remedy}.",
-                name=name,
-                value=found[name],
-                expected=f"of shape {shape}",
+                f"{name} in {place} has shape {_words(found[name])}, but {whose} requires {_words(shape)}; {remedy}."
             )
     # Tied weights are stored once, so a few names may be missing; a missing block means another model.
     if extra := [name for name in found if name not in expected]:
         raise CheckpointError(
-            f"{place} holds {extra[0]} of shape {_words(found[extra[0]])}, but {whose} has no such weight; {remedy}.",
-            name=extra[0],
-            value=found[extra[0]],
-            expected=f"a weight of {whose}",
+            f"{place} holds {extra[0]} of shape {_words(found[extra[0]])}, but {whose} has no such weight; {remedy}."
         )
     sizes = {shape: name for name, shape in found.items()}
     if missing := [name for name, shape in expected.items() if name not in found and shape not in sizes]:
         raise CheckpointError(
-            f"{place} lacks {missing[0]} of shape {_words(expected[missing[0]])}, which {whose} requires; {remedy}.",
-            name=missing[0],
-            expected=f"of shape {expected[missing[0]]}",
+            f"{place} lacks {missing[0]} of shape {_words(expected[missing[0]])}, which {whose} requires; {remedy}."
         )
 
 
 def _unreadable(place: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"The weights in {place} cannot be read ({error}); write the checkpoint again.",
-        name=_WEIGHTS,
-        value=str(error),
-        expected="a readable safetensors file",
-    )
+    return CheckpointError(f"The weights in {place} cannot be read ({error}); write the checkpoint again.")
 
 
 def _shapes_of(model: Subject | nn.Module) -> dict[str, tuple[int, ...]]:

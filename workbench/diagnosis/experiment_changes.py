@@ -128,10 +128,7 @@ def change_model(model: nn.Module, task: ShiftedTask, change: Mapping[str, Any])
         if change["layer"] >= len(anatomy.sites):
             raise OptionError(
                 f"The experiment changes block {change['layer']}, but the model has {len(anatomy.sites)} blocks; pass "
-                "the model of the run.",
-                name="model",
-                value=len(anatomy.sites),
-                expected=f"a model with more than {change['layer']} blocks",
+                "the model of the run."
             )
         chosen = anatomy.sites if change["layer"] < 0 else [anatomy.sites[change["layer"]]]
         modules = {id(site.module): site.module for site in chosen}
@@ -153,10 +150,7 @@ class UpdateLimit:
         if not args or not isinstance(args[0], Tensor) or args[0].shape != state.shape:
             raise OptionError(
                 f"The first argument of {type(module).__name__} is not the residual stream, so its update cannot be "
-                "limited; run the experiment of another cause.",
-                name="model",
-                value=type(module).__name__,
-                expected="blocks whose first argument is the residual stream",
+                "limited; run the experiment of another cause."
             )
         update = state - args[0]
         size = args[0].detach().square().mean(-1, keepdim=True).sqrt() + 1e-6
@@ -171,12 +165,7 @@ def stabilize_routers(model: nn.Module, task: ShiftedTask, change: Mapping[str, 
         router for router in router_weights(model, on_device_of(model, task.probe(2))) if isinstance(router, Router)
     ]
     if not found:
-        raise OptionError(
-            "The model has no routers that can be read; run the experiment of another cause.",
-            name="model",
-            value=type(model).__name__,
-            expected="a model with readable routers",
-        )
+        raise OptionError("The model has no routers that can be read; run the experiment of another cause.")
     with torch.no_grad():
         for name in dict.fromkeys(router.name for router in found):
             weight = model.get_parameter(name)

@@ -135,10 +135,7 @@ def run_experiment(
     has_set = "is_possible" in tree["causes"]  # trees of older versions have no set, and are not updated
     if has_set and set(tree["causes"].to_dataset()["cause"].values.tolist()) & set(CAUSES) != set(rules.causes):
         raise OptionError(
-            "The diagnosis was made with other rules than these; pass rules= with the rules of the diagnosis.",
-            name="rules",
-            value=rules.causes,
-            expected="the rules of the diagnosis",
+            "The diagnosis was made with other rules than these; pass rules= with the rules of the diagnosis."
         )
     row = table.isel(experiment=at)
     change = json.loads(str(row["change"].values))
@@ -148,12 +145,7 @@ def run_experiment(
         raise OptionError.of("n_steps", n_steps, "at least 1")
     source = tree.attrs.get("run") if run is None else run
     if source is None or (isinstance(source, str) and not source):
-        raise OptionError(
-            "The diagnosis was not made from a store; pass run= with the run it was made from.",
-            name="run",
-            value=source,
-            expected="the run of the diagnosis",
-        )
+        raise OptionError("The diagnosis was not made from a store; pass run= with the run it was made from.")
     given = {
         "optimizer": optimizer,
         "optimizer_options": optimizer_options,
@@ -257,10 +249,7 @@ class Replay:
             raise CheckpointError(
                 f"The replay begins at the checkpoint of step {from_step}, but there are "
                 + (f"only checkpoints of steps {known}" if found else "no checkpoints next to the run")
-                + "; pass checkpoints= with the folder of that checkpoint.",
-                name="checkpoints",
-                value=tuple(found),
-                expected=f"a folder with the checkpoint of step {from_step}",
+                + "; pass checkpoints= with the folder of that checkpoint."
             )
         if from_step in found:
             check_fits(found[from_step], model=model)
@@ -350,10 +339,7 @@ class Replay:
         if abs(control[0] - loss) > _FIRST_LOSS * abs(loss):
             raise OptionError(
                 f"The replay from step 0 begins with a loss of {control[0]:.3g}, but the run began with {loss:.3g}; "
-                "pass the model with the initial parameters of the run, and the run's own task, precision and faults.",
-                name="model",
-                value=float(control[0]),
-                expected=f"a model whose first loss is about {loss:.3g}",
+                "pass the model with the initial parameters of the run, and the run's own task, precision and faults."
             )
 
     def _optimizer(self, model: nn.Module, plan: Mapping[str, Any], change: Mapping[str, Any]) -> torch.optim.Optimizer:
@@ -370,10 +356,7 @@ class Replay:
             if change.get("setting") == "optimizer_eps":
                 if "eps" not in group:
                     raise OptionError(
-                        f"{type(optimizer).__name__} has no eps to change; run the experiment of another cause.",
-                        name="optimizer",
-                        value=type(optimizer).__name__,
-                        expected="an optimizer with eps",
+                        f"{type(optimizer).__name__} has no eps to change; run the experiment of another cause."
                     )
                 group["eps"] = change["value"]
         return optimizer
@@ -396,9 +379,7 @@ def _check_is_first(model: nn.Module, place: Path) -> None:
         if not torch.allclose(own, right, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise CheckpointError(
                 f"The replay begins at step 0, but the model's {name} differs from that in {place}; pass the model "
-                "with its initial parameters, which wb.open_checkpoint() of that folder returns.",
-                name=name,
-                expected=f"equal to the tensor in {place}",
+                "with its initial parameters, which wb.open_checkpoint() of that folder returns."
             )
 
 

@@ -120,10 +120,7 @@ class Rules:
         causes = tuple(name for name in CAUSES if name in found)
         if len(causes) < 2:
             raise OptionError(
-                f"The examples have {len(causes)} causes, expected at least 2; add runs of another cause.",
-                name="examples",
-                value=causes,
-                expected="runs of at least 2 causes",
+                f"The examples have {len(causes)} causes, expected at least 2; add runs of another cause."
             )
         symptoms = tuple(sorted({name for strengths, _ in rows for name in strengths}))
         table = np.array([[strengths.get(name, math.nan) for name in symptoms] for strengths, _ in rows])

@@ -85,25 +85,11 @@ def _to_last(end: Tensor, gradient: Tensor | None, leaves: list[Tensor]) -> Tens
         raise
     except RuntimeError as error:  # such as a state that is overwritten
         reason = str(error).splitlines()[0].rstrip(".")
-        raise AnatomyError(
-            f"No gradient passes between blocks: {reason}.",
-            name="model",
-            value=reason,
-            expected="a model whose blocks pass on gradients",
-        ) from error
+        raise AnatomyError(f"No gradient passes between blocks: {reason}.") from error
     if any(each is not None and bool(each.any()) for each in found[:-1]):
-        raise AnatomyError(
-            "The outputs of some blocks bypass later ones, so that no state between blocks is complete.",
-            name="model",
-            value="blocks that are bypassed",
-            expected="a model whose blocks depend only on the previous block",
-        )
+        raise AnatomyError("The outputs of some blocks bypass later ones, so that no state between blocks is complete.")
     if found[-1] is None:
-        raise AnatomyError(
-            f"The output does not depend on that of block {len(leaves) - 1}.",
-            name=f"block {len(leaves) - 1}",
-            expected="a block on which the output depends",
-        )
+        raise AnatomyError(f"The output does not depend on that of block {len(leaves) - 1}.")
     return found[-1]
 
 
@@ -129,9 +115,6 @@ def _blocks_of(model: nn.Module, batch: Any) -> list[nn.Module]:
     ]
     if not chains:
         raise AnatomyError(
-            "No container of the model has blocks that run once each, in order, with outputs of one shape.",
-            name="model",
-            value=type(model),
-            expected="a model with a sequence of blocks",
+            "No container of the model has blocks that run once each, in order, with outputs of one shape."
         )
     return max(chains, key=lambda members: (fraction_of_repeated(model, members), len(members)))

@@ -130,20 +130,13 @@ def check_flow(flow: xr.Dataset) -> None:
         SchemaError: If a variable is missing or has other dimensions.
     """
     if missing := [name for name in FLOW if name not in flow]:
-        raise SchemaError(
-            f"The dataset is no flow: it lacks {', '.join(missing)}; create one with wb.flow.measure().",
-            name=missing[0],
-            expected="a variable of the flow",
-        )
+        raise SchemaError(f"The dataset is no flow: it lacks {', '.join(missing)}; create one with wb.flow.measure().")
     for name, rule in FLOW.items():
         dims = tuple(dim for dim in flow[name].dims if dim != "step")
         if dims != rule.dims:
             raise SchemaError(
                 f"Variable '{name}' of the flow has dims {flow[name].dims}, expected {rule.dims} (after step, if any); "
-                "select or transpose it.",
-                name=name,
-                value=flow[name].dims,
-                expected=f"a variable with dims {rule.dims}",
+                "select or transpose it."
             )
 
 

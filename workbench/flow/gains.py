@@ -103,12 +103,7 @@ class FlowPass:
                 output = run_model(model, batch)
             silent = [site.name for layer, site in enumerate(self.sites) if layer not in self._records]
             if silent:
-                raise SnapshotError(
-                    f"No states passed {silent[0]}; pass inputs that reach every block.",
-                    name="inputs",
-                    value=silent[0],
-                    expected="inputs that reach every block",
-                )
+                raise SnapshotError(f"No states passed {silent[0]}; pass inputs that reach every block.")
             end, self.cotangent = end_of(output, batch, targets, loss, seed=seed)
             try:
                 self._walk_back(end, seed)

@@ -31,10 +31,7 @@ def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: i
     result = _result_in(output)
     if result is None:
         raise SnapshotError(
-            "The model returned no floating-point tensor that depends on its blocks; pass a model that does.",
-            name="model",
-            value=type(output),
-            expected="a model that returns a floating-point tensor with a gradient",
+            "The model returned no floating-point tensor that depends on its blocks; pass a model that does."
         )
     what = "given targets"
     if targets is None and (tokens := _tokens_in(inputs)) is not None and _predicts(result, tokens):
@@ -49,18 +46,10 @@ def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: i
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SnapshotError(
             f"The loss of an output of shape {tuple(result.shape)} on targets of shape {tuple(targets.shape)} failed "
-            f"({first}); pass targets that fit these inputs, or the loss for them.",
-            name="targets",
-            value=targets,
-            expected=f"targets of the loss for an output of shape {tuple(result.shape)}",
+            f"({first}); pass targets that fit these inputs, or the loss for them."
         ) from error
     if value.numel() != 1:
-        raise SnapshotError(
-            f"The loss has shape {tuple(value.shape)}, expected a single number; return its mean.",
-            name="loss",
-            value=tuple(value.shape),
-            expected="a function that returns a single number",
-        )
+        raise SnapshotError(f"The loss has shape {tuple(value.shape)}, expected a single number; return its mean.")
     return value.squeeze(), f"loss on {what}"
 
 

@@ -70,12 +70,7 @@ class Jacobian:
         self.value = function(self.point) + 0 * self.point.sum()
         self.size = point.numel()
         if self.value.numel() != self.size:
-            raise SnapshotError(
-                "The state that leaves has another number of entries than the state that enters.",
-                name="function",
-                value=self.value.numel(),
-                expected=f"a function that returns {self.size} entries",
-            )
+            raise SnapshotError("The state that leaves has another number of entries than the state that enters.")
         self._cotangent = torch.zeros_like(self.value, requires_grad=True)
         self._pulled: Tensor | None = None
 

@@ -15,13 +15,7 @@ from torch import nn
 from workbench.errors import AnatomyError, OptionError
 from workbench.formatting import counted
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.share_gradients import (
-    Batch,
-    GradientLayout,
-    Loss,
-    ShareGradients,
-    WorkingCopy,
-)
+from workbench.hardware.share_gradients import Batch, GradientLayout, Loss, ShareGradients, WorkingCopy
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import count_examples, take_examples
 from workbench.tasks.task import mixed_seed
@@ -98,10 +92,7 @@ class Emulation:
         if n_rows < 2:
             raise OptionError(
                 f"The batches contain {counted(n_rows, 'example')}, but at least two are needed to measure the "
-                "sampling noise; pass more.",
-                name="batches_or_task",
-                value=n_rows,
-                expected="at least two examples",
+                "sampling noise; pass more."
             )
         n_target = min(max(plan.n_shares, 4), MAX_SHARES)
         smallest = min(count_examples(inputs) for inputs, _ in self.batches)

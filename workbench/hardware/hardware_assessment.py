@@ -109,19 +109,11 @@ def assess_hardware(
     chosen = _chosen(hazards)
     module = model.model if isinstance(model, Subject) else model
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise OptionError(
-            "The model has no trainable parameters; set requires_grad on some of them.",
-            name="model",
-            value=module,
-            expected="a model with trainable parameters",
-        )
+        raise OptionError("The model has no trainable parameters; set requires_grad on some of them.")
     if batches_or_task is None:
         sizes = model_sizes(module)
         batches_or_task = plan.make_task(
-            sizes.vocabulary,
-            max_length=sizes.max_length,
-            image_size=sizes.image_size,
-            n_channels=sizes.n_channels,
+            sizes.vocabulary, max_length=sizes.max_length, image_size=sizes.image_size, n_channels=sizes.n_channels
         )
     task = as_task(batches_or_task)
     # A list of batches is repeated endlessly, and repeated examples would lead to an underestimate of the noise.
@@ -238,11 +230,7 @@ def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, 
             ),
             "worst_layer": ("hazard", worst, {"long_name": "Block with the largest relative error; -1 if none", **one}),
             "layer_error": (("hazard", "layer"), layer_error, {"long_name": "Relative error in a block", **one}),
-            "growth": (
-                ("hazard", "n_terms"),
-                growth,
-                {"long_name": "Relative error of a sum of n_terms terms", **one},
-            ),
+            "growth": (("hazard", "n_terms"), growth, {"long_name": "Relative error of a sum of n_terms terms", **one}),
         },
         coords={
             "hazard": np.array([hazard.id for hazard in hazards], dtype=str),

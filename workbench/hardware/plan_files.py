@@ -81,12 +81,7 @@ class AssessmentPlan:
         except OptionError as error:
             raise error.within("[training]") from error
         except RuntimeError as error:
-            raise OptionError(
-                f"[training]: optimizer '{self.training.optimizer}' cannot be used: {error}.",
-                name="optimizer",
-                value=self.training.optimizer,
-                expected="an optimizer for dense gradients",
-            ) from error
+            raise OptionError(f"[training]: optimizer '{self.training.optimizer}' cannot be used: {error}.") from error
 
     @property
     def batch_size(self) -> int:
@@ -175,32 +170,19 @@ class AssessmentPlan:
         try:
             task = getattr(tasks, name)(**{**options, **self.task.options}, seed=seed)
         except WorkbenchError as error:
-            raise OptionError(
-                f"[task]: {name}: {error}", name=error.name, value=error.value, expected=error.expected
-            ) from error
+            raise OptionError(f"[task]: {name}: {error}") from error
         except (TypeError, ValueError) as error:  # Values of a wrong type.
-            raise OptionError(
-                f"[task]: {name} does not accept the options {self.task.options}: {error}.",
-                name="options",
-                value=self.task.options,
-                expected=f"options of {name}",
-            ) from error
+            raise OptionError(f"[task]: {name} does not accept the options {self.task.options}: {error}.") from error
         n_tokens = getattr(task, "vocab_size", None)
         if vocab_size is not None and n_tokens is not None and n_tokens > vocab_size:
             remedy = f"set vocab_size = {vocab_size}" if "vocab_size" in known else "choose a task with fewer tokens"
             raise OptionError(
-                f"[task]: {name} has {n_tokens} tokens, but the vocabulary of the model has {vocab_size}; {remedy}.",
-                name="vocabulary",
-                value=n_tokens,
-                expected=f"at most {vocab_size}",
+                f"[task]: {name} has {n_tokens} tokens, but the vocabulary of the model has {vocab_size}; {remedy}."
             )
         if max_length is not None and getattr(task, "length", 0) > max_length:
             raise OptionError(
                 f"[task]: {name} has sequences of {task.length} tokens, but the model reads at most {max_length}; set "
-                f"length = {max_length}.",
-                name="length",
-                value=task.length,
-                expected=f"at most {max_length}",
+                f"length = {max_length}."
             )
         return task
 
@@ -245,10 +227,7 @@ class AssessmentPlan:
             ).within("[training]")
         if self.task.name is not None:
             self.make_task(
-                sizes.vocabulary,
-                max_length=sizes.max_length,
-                image_size=sizes.image_size,
-                n_channels=sizes.n_channels,
+                sizes.vocabulary, max_length=sizes.max_length, image_size=sizes.image_size, n_channels=sizes.n_channels
             )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
@@ -301,9 +280,7 @@ def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
                 raise unknown_key(title, "")
             raise OptionError(
                 f"The plan has no section '{title}'; the nearest is '{nearest(str(title), SECTIONS)}', of "
-                f"{', '.join(SECTIONS)}.",
-                name=str(title),
-                expected=tuple(SECTIONS),
+                f"{', '.join(SECTIONS)}."
             )
         found[title] = read_section(title, keys)
     return AssessmentPlan(**found)

@@ -294,12 +294,10 @@ def unknown_key(name: str, title: str) -> OptionError:
     for other, cls in SECTIONS.items():
         if other != title and name in cls.model_fields and cls is not TaskSection:
             problem = f"[{title}] has no key '{name}'" if title else f"The key '{name}' is outside of a section"
-            return OptionError(f"{problem}; it belongs to [{other}].", name=name, expected=f"in section [{other}]")
+            return OptionError(f"{problem}; it belongs to [{other}].")
     known = tuple(SECTIONS[title].model_fields)
     return OptionError(
-        f"[{title}] has no key '{name}'; the nearest is '{nearest(name, known)}', of {', '.join(known)}.",
-        name=name,
-        expected=known,
+        f"[{title}] has no key '{name}'; the nearest is '{nearest(name, known)}', of {', '.join(known)}."
     )
 
 
@@ -308,11 +306,7 @@ def _read_task(keys: Mapping[str, Any]) -> TaskSection:
     options = {name: value for name, value in keys.items() if name != "name"}
     section = TaskSection(name=keys.get("name"), options=options)
     if options and section.name is None:
-        raise OptionError(
-            f"[task] has '{next(iter(options))}' but no name; add name = one of {', '.join(TASKS)}.",
-            name="name",
-            expected=TASKS,
-        )
+        raise OptionError(f"[task] has '{next(iter(options))}' but no name; add name = one of {', '.join(TASKS)}.")
     require_known(f"[task]: {section.name}", options, task_options(section.name) if section.name else ())
     return section
 

@@ -230,9 +230,7 @@ class ShareGradients:
         if not bool(gradients.isfinite().all()):
             raise SnapshotError(
                 "The gradients of the model are not finite on these batches, so numerical effects cannot be measured; "
-                "check its initialization and the data.",
-                name="gradients",
-                expected="finite",
+                "check its initialization and the data."
             )
         self.values, self.rows, self.layout = gradients, rows, layout
         self.factor, self.layer = layout.factor, layout.layer

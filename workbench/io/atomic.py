@@ -59,8 +59,7 @@ def check_free(path: str | os.PathLike[str], *, overwrite: bool, keys: Any = Non
             if overwrite
             else "exists already; pass overwrite=True to replace it, or choose another path"
         )
-        expected = "a path that does not exist" + overwrite * ", or holds only what the workbench wrote"
-        raise StoreError(f"{path} {advice}.", name="path", value=path, expected=expected)
+        raise StoreError(f"{path} {advice}.")
     if path.is_dir() and has_writer(path):
         RunLock(path).release()  # raises the error, unless the writer has just ended
 
@@ -165,9 +164,8 @@ def _is_own(path: Path) -> bool:
 
 def _not_writable(path: Path, error: OSError) -> StoreError:
     """Create the error for a path that cannot be written."""
-    message = f"{path} cannot be written ({error.strerror or error}); check its folder."
-    expected = "a path that can be written"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message = f"The disk is full, so {path} was not written and its previous content is unchanged; free some space."
-        expected = "on a disk with enough space"
-    return StoreError(message, name="path", value=path, expected=expected)
+        return StoreError(
+            f"The disk is full, so {path} was not written and its previous content is unchanged; free some space."
+        )
+    return StoreError(f"{path} cannot be written ({error.strerror or error}); check its folder.")

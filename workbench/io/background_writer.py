@@ -123,11 +123,7 @@ class BackgroundWriter:
                 or coordinates; nothing is written then.
         """
         if part.name in self._parts:
-            raise StoreError(
-                f"Part '{part.name}' exists already; declare each part once, before its first row.",
-                name=part.name,
-                expected="declared once",
-            )
+            raise StoreError(f"Part '{part.name}' exists already; declare each part once, before its first row.")
         if not self._is_open():
             return
         waiting = WaitingRows(part)
@@ -153,20 +149,10 @@ class BackgroundWriter:
         if not self._is_open():
             return
         if part not in self._parts:
-            raise StoreError(
-                f"There is no part '{part}'; declare it before its first row.",
-                name="part",
-                value=part,
-                expected=tuple(self._parts),
-            )
+            raise StoreError(f"There is no part '{part}'; declare it before its first row.")
         waiting = self._parts[part]
         if waiting.part is None:
-            raise StoreError(
-                f"Part '{part}' consists of datasets; use add_dataset().",
-                name="part",
-                value=part,
-                expected="a declared part",
-            )
+            raise StoreError(f"Part '{part}' consists of datasets; use add_dataset().")
         self._put(waiting, waiting.row(int(step), values), part)
 
     def add_dataset(self, part: str, dataset: xr.Dataset) -> None:
@@ -182,20 +168,10 @@ class BackgroundWriter:
         if not self._is_open():
             return
         if dataset.sizes.get("step") != 1 or "step" not in dataset.coords:
-            raise StoreError(
-                f"A dataset for part '{part}' needs exactly one step; use expand_dims(step=[...]).",
-                name="step",
-                value=dataset.sizes.get("step"),
-                expected="a coordinate of size 1",
-            )
+            raise StoreError(f"A dataset for part '{part}' needs exactly one step; use expand_dims(step=[...]).")
         waiting = self._parts.get(part) or WaitingRows(None, self._layout(part))
         if waiting.part is not None:
-            raise StoreError(
-                f"Part '{part}' was declared, so it consists of rows; use add().",
-                name="part",
-                value=part,
-                expected="a part that is not declared",
-            )
+            raise StoreError(f"Part '{part}' was declared, so it consists of rows; use add().")
         copy = dataset.copy(deep=True)
         if waiting.layout is None:
             waiting.layout = copy.isel(step=slice(0))
@@ -297,12 +273,7 @@ class BackgroundWriter:
         """Return whether the writer accepts rows; False in a forked child and after the store was removed."""
         self._pass_on_warning()
         if self._is_closed:
-            raise StoreError(
-                f"The writer of the run at {self.path} is closed; add rows before close().",
-                name="path",
-                value=self.path,
-                expected="a run whose writer is open",
-            )
+            raise StoreError(f"The writer of the run at {self.path} is closed; add rows before close().")
         return not self._is_gone and os.getpid() == self._process
 
     def _pass_on_warning(self) -> None:
@@ -321,10 +292,7 @@ class BackgroundWriter:
         with self._changed:
             if part != "events" and waiting.last_step is not None and row.step <= waiting.last_step:
                 raise StoreError(
-                    f"Step {row.step} of part '{part}' follows step {waiting.last_step}; add rows in increasing order.",
-                    name="step",
-                    value=row.step,
-                    expected=f"greater than {waiting.last_step}",
+                    f"Step {row.step} of part '{part}' follows step {waiting.last_step}; add rows in increasing order."
                 )
             waiting.put(row)
             self._last_step = max(self._last_step, row.step)

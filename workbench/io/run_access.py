@@ -41,12 +41,7 @@ def named_runs(
     found = {}
     for name, run in runs.items():
         if not isinstance(run, xr.DataTree | xr.Dataset):
-            raise SchemaError(
-                f"'{name}' is of type {type(run).__name__}, expected a run or a dataset of wb.profile().",
-                name=str(name),
-                value=run,
-                expected="a run or a dataset of wb.profile()",
-            )
+            raise SchemaError(f"'{name}' is of type {type(run).__name__}, expected a run or a dataset of wb.profile().")
         found[str(name)] = _as_run(run, f"'{name}'", needs_spectra=needs_spectra)
     return found
 
@@ -87,10 +82,7 @@ def at_step(spectra: xr.Dataset, at: int | str, *, name: str) -> xr.Dataset:
     if others:
         raise SchemaError(
             f"'{name}' has the dimension {', '.join(map(str, others))}; select one entry, for example "
-            f"spectra.isel({others[0]}=0).",
-            name=name,
-            value=tuple(map(str, others)),
-            expected="spectra without other dimensions than layer, mode and step",
+            f"spectra.isel({others[0]}=0)."
         )
     if at in ("first", "last"):
         return spectra.isel(step=0 if at == "first" else -1) if "step" in spectra.dims else spectra
@@ -98,19 +90,9 @@ def at_step(spectra: xr.Dataset, at: int | str, *, name: str) -> xr.Dataset:
         raise OptionError.of("step", at, "'first', 'last' or an integer")
     steps = recorded_steps(spectra)
     if not len(steps):
-        raise OptionError(
-            f"'{name}' has no steps, so step {at} cannot be found; use 'first' or 'last'.",
-            name="step",
-            value=at,
-            expected=("first", "last"),
-        )
+        raise OptionError(f"'{name}' has no steps, so step {at} cannot be found; use 'first' or 'last'.")
     if at < steps[0]:
-        raise OptionError(
-            f"'{name}' has no spectra at or before step {at}; its first are at step {steps[0]}.",
-            name="step",
-            value=at,
-            expected=f"at least {steps[0]}",
-        )
+        raise OptionError(f"'{name}' has no spectra at or before step {at}; its first are at step {steps[0]}.")
     return spectra.isel(step=np.searchsorted(steps, at, side="right") - 1) if "step" in spectra.dims else spectra
 
 
@@ -144,9 +126,6 @@ def _as_run(data: xr.DataTree | xr.Dataset, name: str, *, needs_spectra: bool) -
     if needs_spectra and "spectra" not in run.children:
         parts = ", ".join(run.children) or "nothing"
         raise SchemaError(
-            f"{name} has no spectra, only {parts}; record spectra during training, or wb.profile() the model.",
-            name="spectra",
-            value=tuple(run.children),
-            expected="a part of the run",
+            f"{name} has no spectra, only {parts}; record spectra during training, or wb.profile() the model."
         )
     return run

@@ -48,12 +48,7 @@ class RunLock:
         except (OSError, ValueError, KeyError):
             writer = "another process"
         writer = "an unclosed recorder of this process" if writer == owner() else writer
-        raise StoreError(
-            f"The run at {store} is being written by {writer}; close it first, or choose another path.",
-            name="path",
-            value=store,
-            expected="a run that is not being written",
-        )
+        raise StoreError(f"The run at {store} is being written by {writer}; close it first, or choose another path.")
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # at interpreter exit

@@ -120,12 +120,7 @@ def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, wher
             f"has {', '.join(sorted(written - given))}, which the rows lack" if written - given else "",
             f"lacks {', '.join(sorted(given - written))}, which the rows have" if given - written else "",
         ]
-        raise StoreError(
-            f"{begin} {' and '.join(filter(None, words))}; {advice}.",
-            name=part,
-            value=tuple(sorted(given)),
-            expected=f"rows with the variables {', '.join(sorted(written))}",
-        )
+        raise StoreError(f"{begin} {' and '.join(filter(None, words))}; {advice}.")
     for name, new in rows.variables.items():
         old = layout[name].variable
         if dim in old.dims:
@@ -133,25 +128,12 @@ def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, wher
         sizes = [(d, old.sizes.get(d), n) for d, n in new.sizes.items() if d != dim and n]
         if old.dims != new.dims or any(had != has for _, had, has in sizes):
             raise StoreError(
-                f"{begin} has '{name}' with {dict(old.sizes)}, the rows have it with {dict(new.sizes)}; {advice}.",
-                name=str(name),
-                value=dict(new.sizes),
-                expected=f"of sizes {dict(old.sizes)}",
+                f"{begin} has '{name}' with {dict(old.sizes)}, the rows have it with {dict(new.sizes)}; {advice}."
             )
         if _kind(old) != _kind(new):
-            raise StoreError(
-                f"{begin} has '{name}' as {old.dtype}, the rows have it as {new.dtype}; {advice}.",
-                name=str(name),
-                value=str(new.dtype),
-                expected=f"of type {old.dtype}",
-            )
+            raise StoreError(f"{begin} has '{name}' as {old.dtype}, the rows have it as {new.dtype}; {advice}.")
         if dim not in old.dims and not _are_same(old.values, new.values):
-            raise StoreError(
-                f"{begin} has other values of '{name}' than the rows; {advice}.",
-                name=str(name),
-                value=new.values.tolist(),
-                expected="equal to the values in the store",
-            )
+            raise StoreError(f"{begin} has other values of '{name}' than the rows; {advice}.")
 
 
 def _are_same(old: np.ndarray, new: np.ndarray) -> bool:
@@ -251,11 +233,7 @@ class WaitingRows:
             StoreError: If the rows are datasets, which are not declared.
         """
         if self.part is None:
-            raise StoreError(
-                "Rows that are datasets have no declared variables; use add_dataset().",
-                name="part",
-                expected="a declared part",
-            )
+            raise StoreError("Rows that are datasets have no declared variables; use add_dataset().")
         return self.part
 
     def empty(self) -> xr.Dataset:
@@ -274,11 +252,7 @@ class WaitingRows:
         """
         name = self.declared.name
         if unknown := sorted(values.keys() - self.declared.dims.keys()):
-            raise StoreError(
-                f"Part '{name}' has no variable {', '.join(unknown)}; declare it in its Part.",
-                name=unknown[0],
-                expected=f"one of the declared variables, {', '.join(self.declared.dims)}",
-            )
+            raise StoreError(f"Part '{name}' has no variable {', '.join(unknown)}; declare it in its Part.")
         copies, n_bytes = [], _BYTES_PER_OBJECT
         for variable, kind in self._scalars:
             try:
@@ -287,10 +261,7 @@ class WaitingRows:
                 given = repr(values[variable]) if variable in values else "missing"
                 raise StoreError(
                     f"'{variable}' of part '{name}' is {given} at step {step}, expected one {kind.__name__}; "
-                    "only floating-point variables may be omitted.",
-                    name=variable,
-                    value=values.get(variable),
-                    expected=f"one {kind.__name__}",
+                    "only floating-point variables may be omitted."
                 ) from error
             copies.append(value)
             n_bytes += _BYTES_PER_NUMBER + (len(value) if kind is str else 0)
@@ -305,20 +276,13 @@ class WaitingRows:
         begin = f"'{variable}' of part '{self.declared.name}'"
         if variable not in values:
             if dtype.kind not in "fc" or not all(dim in self._sizes for dim in dims):
-                raise StoreError(
-                    f"{begin} is missing at step {step}; pass it, with NaN where it is unknown.",
-                    name=variable,
-                    expected="present in the row",
-                )
+                raise StoreError(f"{begin} is missing at step {step}; pass it, with NaN where it is unknown.")
             return np.full([self._sizes[dim] for dim in dims], np.nan, dtype)
         try:
             array = np.array(values[variable], dtype=dtype)
         except (TypeError, ValueError) as error:
             raise StoreError(
-                f"{begin} cannot be converted to an array of {dtype} at step {step} ({error}); convert it first.",
-                name=variable,
-                value=values[variable],
-                expected=f"an array of {dtype}",
+                f"{begin} cannot be converted to an array of {dtype} at step {step} ({error}); convert it first."
             ) from error
         expected = tuple(self._sizes.get(dim) for dim in dims)
         if array.ndim != len(dims) or any(size not in (None, n) for size, n in zip(expected, array.shape, strict=True)):
@@ -326,10 +290,7 @@ class WaitingRows:
                 f"{dim} ({'any' if size is None else size})" for dim, size in zip(dims, expected, strict=True)
             )
             raise StoreError(
-                f"{begin} has shape {array.shape} at step {step}, expected {words}; pass the same shape at every step.",
-                name=variable,
-                value=array.shape,
-                expected=f"of shape {words}",
+                f"{begin} has shape {array.shape} at step {step}, expected {words}; pass the same shape at every step."
             )
         self._sizes |= zip(dims, array.shape, strict=True)
         return array

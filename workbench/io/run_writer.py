@@ -180,7 +180,7 @@ class RunWriter:
     def _check_is_there(self) -> None:
         # Otherwise Zarr would create the folders again, without their rows.
         if not self.is_there():
-            raise StoreError(self.gone_message, name="path", value=self.path, expected="an existing run")
+            raise StoreError(self.gone_message)
 
     def _growing(self, part: str) -> list[zarr.Array]:
         """Return the arrays of a part that have the dimension of its steps, and so grow."""
@@ -234,10 +234,7 @@ def _naming_the_error(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"The run at {path} cannot be written ({error.strerror or error}); rows committed earlier are safe.",
-            name="path",
-            value=path,
-            expected="a run that can be written",
+            f"The run at {path} cannot be written ({error.strerror or error}); rows committed earlier are safe."
         ) from error
 
 

@@ -207,7 +207,6 @@ def _files_of(path: Path) -> list[tuple[Path, str]]:
     if not found:
         raise StoreError(
             f"{path} holds no log; pass a folder with TensorBoard events, trainer_state.json, or text, CSV or JSON.",
-            name="path", value=path, expected="a folder with a log",
         )  # fmt: skip
     is_one = len({place for _, place in found}) == 1
     return [(file, "" if is_one or place == path else place.relative_to(path).as_posix()) for file, place in found]
@@ -348,10 +347,7 @@ def _no_loss(path: Path, rows: LogRows) -> SchemaError:
     seen = "; ".join([seen, *(remark.rstrip(".") for remark in rows.remarks)])
     return SchemaError(
         f"{path} has no step with a loss that is recognized; {seen}. Lines such as 'step: 10 loss: 2.5', lines of JSON "
-        "with 'step' and 'loss', or a CSV file with these columns can be read.",
-        name="loss" if columns else "path",
-        value=", ".join(columns) if columns else path,
-        expected="a number named 'loss' in each row of a step",
+        "with 'step' and 'loss', or a CSV file with these columns can be read."
     )
 
 

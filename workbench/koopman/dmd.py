@@ -318,10 +318,7 @@ def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
     """Return the trace of C_xx; raise if the moments have no spectrum."""
     if moments.n_snapshots < 3:
         raise SnapshotError(
-            f"A spectrum needs at least 3 snapshots, but {moments.name} has {moments.n_snapshots}; pass more tokens.",
-            name="n_snapshots",
-            value=moments.n_snapshots,
-            expected="at least 3",
+            f"A spectrum needs at least 3 snapshots, but {moments.name} has {moments.n_snapshots}; pass more tokens."
         )
     if isinstance(moments, SnapshotSketch):
         states, updates, squared_mean = moments.total_variance()
@@ -339,18 +336,13 @@ def _check_variance(moments: SnapshotMoments | SnapshotSketch, trace: float, upd
         if not bool(moments.is_finite):
             raise not_finite(moments.name)
         raise SnapshotError(
-            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down.",
-            name=moments.name,
-            expected="small enough for their squares to be finite",
+            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
         )
     # States that are all the same still vary by the rounding of the dtype they came in.
     noise = moments.resolution**2 * squared
     if not trace > noise:
         raise SnapshotError(
-            f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ.",
-            name=moments.name,
-            value=trace,
-            expected="states that differ",
+            f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."
         )
 
 

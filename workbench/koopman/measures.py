@@ -278,12 +278,7 @@ def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
     _check_spectra(spectra)
     n_layers = spectra.sizes["layer"]
     if n_layers < len(THIRDS):
-        raise OptionError(
-            f"spectra must have at least {len(THIRDS)} layers to be divided into thirds, got {n_layers}.",
-            name="spectra",
-            value=n_layers,
-            expected="at least 3 layers",
-        )
+        raise OptionError(f"spectra must have at least {len(THIRDS)} layers to be divided into thirds, got {n_layers}.")
     parts = np.array_split(np.arange(n_layers), len(THIRDS))
     means = [_per_layer(spectra).isel(layer=part).mean("layer", keep_attrs=True) for part in parts]
     return xr.concat(means, dim="third", combine_attrs="override").assign_coords(third=list(THIRDS))
@@ -296,12 +291,7 @@ def _check_spectra(spectra: xr.Dataset) -> None:
         SchemaError: Names what to pass.
     """
     if "layer" not in spectra.dims:
-        raise SchemaError(
-            "The dataset has no dimension 'layer'; pass a dataset of wb.profile().",
-            name="layer",
-            value=tuple(map(str, spectra.dims)),
-            expected="a dimension of the dataset",
-        )
+        raise SchemaError("The dataset has no dimension 'layer'; pass a dataset of wb.profile().")
 
 
 def _per_layer(spectra: xr.Dataset) -> xr.Dataset:

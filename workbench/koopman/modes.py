@@ -76,9 +76,7 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
     if not bool(torch.isfinite(A).all()):
         # LAPACK may crash the process on such input.
         raise SnapshotError(
-            "The whitened operator is not finite; scale the states, whose variances differ too much for float64.",
-            name="operator",
-            expected="finite",
+            "The whitened operator is not finite; scale the states, whose variances differ too much for float64."
         )
     if A.is_cuda and len(A) < CUDA_EIG_MIN_WIDTH:
         A = A.cpu()
@@ -89,10 +87,7 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
             eigenvalue, right = torch.linalg.eig(A)
     except torch.linalg.LinAlgError as error:
         raise SnapshotError(
-            "LAPACK did not converge to the eigenvalues of the whitened operator; pass more snapshots.",
-            name="operator",
-            value=str(error),
-            expected="a matrix whose eigenvalues LAPACK can compute",
+            "LAPACK did not converge to the eigenvalues of the whitened operator; pass more snapshots."
         ) from error
     give_back(A.nbytes)
     pairs = _ConjugatePairs(eigenvalue)

@@ -38,24 +38,15 @@ def check_snapshots(x: Tensor, y: Tensor, n_features: int, name: str) -> None:
     if x.ndim != 2 or x.shape != y.shape or x.shape[1] != n_features:
         raise SnapshotError(
             f"Snapshots of {name} have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected two arrays of shape "
-            f"(snapshot, {n_features}); flatten batch and token into the first axis.",
-            name=name,
-            value=(tuple(x.shape), tuple(y.shape)),
-            expected=f"two arrays of shape (snapshot, {n_features})",
+            f"(snapshot, {n_features}); flatten batch and token into the first axis."
         )
     if not (x.is_floating_point() and y.is_floating_point()):
         raise SnapshotError(
-            f"Snapshots of {name} have the types {x.dtype} and {y.dtype}; convert them to real floating point.",
-            name=name,
-            value=(str(x.dtype), str(y.dtype)),
-            expected="real floating point",
+            f"Snapshots of {name} have the types {x.dtype} and {y.dtype}; convert them to real floating point."
         )
     if x.is_meta or y.is_meta:
         raise SnapshotError(
-            f"Snapshots of {name} are on the meta device, which holds no values; load the parameters first.",
-            name=name,
-            value="meta",
-            expected="on a device that holds values",
+            f"Snapshots of {name} are on the meta device, which holds no values; load the parameters first."
         )
 
 
@@ -63,9 +54,7 @@ def not_finite(name: str) -> SnapshotError:
     """Create the error for a layer that holds NaN or infinite values."""
     return SnapshotError(
         f"The residual stream holds NaN or infinite values in {name}; profile an earlier checkpoint or "
-        "load the parameters in float32.",
-        name=name,
-        expected="finite",
+        "load the parameters in float32."
     )
 
 
@@ -181,10 +170,7 @@ class SnapshotMoments:
         if other.n_features != self.n_features:
             raise SnapshotError(
                 f"Moments of width {other.n_features} cannot be merged into moments of width {self.n_features}; "
-                "merge moments of the same layer.",
-                name="other",
-                value=other.n_features,
-                expected=f"moments of width {self.n_features}",
+                "merge moments of the same layer."
             )
         self.resolution = max(self.resolution, other.resolution)
         device = self.mean_x.device

@@ -130,10 +130,7 @@ class SnapshotSketch:
         if self._rank is None and self.n_snapshots + len(x) > self.n_features:
             raise SnapshotError(
                 f"A sketch without a rank takes at most as many snapshots as features, {self.n_features} of "
-                f"{self.name}; pass a rank, or use SnapshotMoments.",
-                name="n_snapshots",
-                value=self.n_snapshots + len(x),
-                expected=f"at most {self.n_features} without a rank",
+                f"{self.name}; pass a rank, or use SnapshotMoments."
             )
         self.resolution = max(self.resolution, torch.finfo(x.dtype).eps, torch.finfo(y.dtype).eps)
         self._are_finite = [torch.stack([*self._are_finite, is_finite]).all()]

@@ -207,11 +207,7 @@ def as_dataset(
     columns["rank"] = columns["rank"].astype(np.int64)
     columns["is_informative"] = columns["update_norm"] > thresholds.informative_update
     variables = {
-        name: (
-            rule.dims,
-            columns[name],
-            {"long_name": rule.long_name, "units": rule.units, "meaning": rule.meaning},
-        )
+        name: (rule.dims, columns[name], {"long_name": rule.long_name, "units": rule.units, "meaning": rule.meaning})
         for name, rule in SPECTRA.items()
     }
     operator = "whitened DMD, all directions" if options.rank is None else f"randomized DMD, rank {options.rank}"
@@ -277,10 +273,7 @@ def whitened_dmd(
     X, Y = torch.as_tensor(X), torch.as_tensor(Y)
     if X.ndim != 2:
         raise SnapshotError(
-            f"X has shape {tuple(X.shape)}, expected (snapshot, feature); flatten batch and token into the first axis.",
-            name="X",
-            value=tuple(X.shape),
-            expected="an array of shape (snapshot, feature)",
+            f"X has shape {tuple(X.shape)}, expected (snapshot, feature); flatten batch and token into the first axis."
         )
     moments = SnapshotMoments(X.shape[1], device=device).update(X, Y)
     layer = layer_spectrum(moments, options)

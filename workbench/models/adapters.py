@@ -45,10 +45,7 @@ def base_model(folder: Path) -> Path:
             return place
     raise CheckpointError(
         f"{folder} is an adapter of {str(name)[:80]}, which is not a local folder; open that model and pass it to "
-        "wb.open_checkpoint(..., module=).",
-        name="base_model_name_or_path",
-        value=name,
-        expected="a local folder or file",
+        "wb.open_checkpoint(..., module=)."
     )
 
 
@@ -77,9 +74,7 @@ def merged(
     _check_is_lora(folder, options)
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
-        raise CheckpointError(
-            f"{folder} has no {_FILES[0]}; download that file too.", name=_FILES[0], expected="present"
-        )
+        raise CheckpointError(f"{folder} has no {_FILES[0]}; download that file too.")
     tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in read_state(file, mmap=True).items()}
     state = dict(base)
     used: set[str] = set()
@@ -93,10 +88,7 @@ def merged(
             if target not in base or b is None or flips is None or (a.ndim, b.ndim) != (2, 2):
                 raise CheckpointError(
                     f"{file.name} has {name}, which fits no matrix of the base model; pass the model that the adapter "
-                    "was trained on.",
-                    name=name,
-                    value=tuple(a.shape),
-                    expected="a change of a matrix of the base model",
+                    "was trained on."
                 )
             scale = options["lora_alpha"] / (math.sqrt(len(a)) if options.get("use_rslora") else len(a))
             state[target] = _sum(file, base[target], target, a, b, scale, flips=flips)
@@ -106,19 +98,11 @@ def merged(
         if name not in base or base[name].shape != full.shape:
             raise CheckpointError(
                 f"{file.name} has {name}, which the base model does not have, or has in another shape; "
-                "merge the adapter with peft's merge_and_unload() and save the result.",
-                name=name,
-                value=full.shape,
-                expected=f"of shape {base[name].shape}" if name in base else "a tensor of the base model",
+                "merge the adapter with peft's merge_and_unload() and save the result."
             )
         state[name] = full
     if not used:
-        raise CheckpointError(
-            f"{file.name} holds no LoRA matrices ({some(tensors)}); download it again.",
-            name=file.name,
-            value=sorted(tensors),
-            expected="a file of LoRA matrices",
-        )
+        raise CheckpointError(f"{file.name} holds no LoRA matrices ({some(tensors)}); download it again.")
     return state
 
 
@@ -148,18 +132,10 @@ def _sum(file: Path, weight: LazyTensor, name: str, a: Tensor, b: Tensor, scale:
     if len(a) != b.shape[1] or weight.shape != (shape[::-1] if flips else shape):
         raise CheckpointError(
             f"{file.name} does not fit the base model: {name} has shape {weight.shape}, its change {shape}; "
-            "pass the model that the adapter was trained on.",
-            name=name,
-            value=weight.shape,
-            expected=f"of shape {shape[::-1] if flips else shape}",
+            "pass the model that the adapter was trained on."
         )
     if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
-        raise CheckpointError(
-            f"{name} of the base model is quantized; pass the model in the precision of training.",
-            name=name,
-            value=str(weight.dtype),
-            expected="in the precision of training",
-        )
+        raise CheckpointError(f"{name} of the base model is quantized; pass the model in the precision of training.")
 
     def read() -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -181,30 +157,14 @@ def _check_is_lora(folder: Path, options: Mapping[str, Any]) -> None:
     """
     merge = "merge it with peft's merge_and_unload() and save the result."
     if (kind := options.get("peft_type")) != "LORA":
-        raise CheckpointError(
-            f"{folder} is an adapter of type {kind}, not LORA; {merge}",
-            name="peft_type",
-            value=kind,
-            expected=("LORA",),
-        )
+        raise CheckpointError(f"{folder} is an adapter of type {kind}, not LORA; {merge}")
     if (initial := options.get("init_lora_weights", True)) not in (True, False, None, "gaussian"):
         raise CheckpointError(
-            f"{folder} was created with init_lora_weights = {initial!r}, which may change the base model; {merge}",
-            name="init_lora_weights",
-            value=initial,
-            expected=(True, False, None, "gaussian"),
+            f"{folder} was created with init_lora_weights = {initial!r}, which may change the base model; {merge}"
         )
     if more := sorted(key for key, value in options.items() if value and key not in _KNOWN):
-        raise CheckpointError(
-            f"{folder} is an adapter with {', '.join(more)}, which is more than LoRA; {merge}",
-            name=more[0],
-            value=options[more[0]],
-            expected="empty or false",
-        )
+        raise CheckpointError(f"{folder} is an adapter with {', '.join(more)}, which is more than LoRA; {merge}")
     if not isinstance(alpha := options.get("lora_alpha"), (int, float)):
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG} has lora_alpha = {alpha!r}, expected a number; download the adapter again.",
-            name="lora_alpha",
-            value=alpha,
-            expected="a number",
+            f"{folder / ADAPTER_CONFIG} has lora_alpha = {alpha!r}, expected a number; download the adapter again."
         )

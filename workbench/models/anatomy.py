@@ -165,10 +165,7 @@ def read_anatomy(
             if reason := why_not(chosen):
                 raise AnatomyError(
                     f"The modules of '{stack}' are not residual blocks: {reason}; choose a container of complete "
-                    "blocks, or another model.",
-                    name="stack",
-                    value=stack,
-                    expected="a container of residual blocks",
+                    "blocks, or another model."
                 )
     except AnatomyError as error:
         if stream is not None:
@@ -177,10 +174,7 @@ def read_anatomy(
             raise AnatomyError(
                 f"{type(model).__name__} keeps the parameters of many modules in one flat parameter, so that they "
                 "cannot be assigned to their modules; wrap the model with FSDP(..., use_orig_params=True), or pass "
-                "the model before it was wrapped.",
-                name="model",
-                value=type(model),
-                expected="a model whose parameters are not flattened",
+                "the model before it was wrapped."
             ) from error
         outside, unread = find_outside_stacks(model, inputs, {c.name for c in candidates if is_chain(c)})
         try:
@@ -244,9 +238,7 @@ def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:
     if not found:
         raise AnatomyError(
             f"{site.name} ran for the given inputs, but not when one token was changed, so that the axes of batch and "
-            "token cannot be distinguished; pass wb.profile(..., batch_first=).",
-            name="batch_first",
-            expected="passed, as it cannot be detected",
+            "token cannot be distinguished; pass wb.profile(..., batch_first=)."
         )
     return found[0]
 

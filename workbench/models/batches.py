@@ -68,10 +68,7 @@ class Batches:
         if (texts := _texts(inputs)) is not None:
             if subject is None:
                 raise SnapshotError(
-                    "Text needs a tokenizer; open the model with wb.open_checkpoint() or pass token ids.",
-                    name="inputs",
-                    value=texts[0],
-                    expected="token ids, as the model has no tokenizer",
+                    "Text needs a tokenizer; open the model with wb.open_checkpoint() or pass token ids."
                 )
             inputs = subject.tokenize(texts)
         if _is_list(inputs):
@@ -90,10 +87,7 @@ class Batches:
             return cls((as_batch(item) for item in inputs), False)
         raise SnapshotError(
             f"The inputs are a {type(inputs).__name__}, expected a tensor, a mapping, text, a task, or an iterable of "
-            "batches.",
-            name="inputs",
-            value=inputs,
-            expected="a tensor, a mapping, text, a task, or an iterable of batches",
+            "batches."
         )
 
     def probe_and_all(self) -> tuple[Any, Batches]:
@@ -140,9 +134,7 @@ class Batches:
 
 
 def _empty(found: str = "") -> SnapshotError:
-    return SnapshotError(
-        f"The inputs are empty; pass at least one batch of tokens{found}.", name="inputs", expected="at least one batch"
-    )
+    return SnapshotError(f"The inputs are empty; pass at least one batch of tokens{found}.")
 
 
 def as_batch(inputs: Any) -> Any:
@@ -183,9 +175,7 @@ def _as_tensor(value: Any, name: str | None) -> Any:
     what = f"'{name}'" if name else "The input"
 
     def error(found: str, expected: str, remedy: str) -> SnapshotError:
-        return SnapshotError(
-            f"{what} {found}, expected {expected}; {remedy}.", name=name or "inputs", value=value, expected=expected
-        )
+        return SnapshotError(f"{what} {found}, expected {expected}; {remedy}.")
 
     if value.device.type == "meta":
         raise error("is on the meta device and holds no values", "values", "create it on the CPU or a GPU")
@@ -212,10 +202,7 @@ def _from_array(array: np.ndarray) -> Tensor:
     if array.dtype.kind not in "biufc":
         raise SnapshotError(
             f"The input is an array of {array.dtype}, expected numbers; pass token ids as integers, or text as a list "
-            "of strings.",
-            name="inputs",
-            value=str(array.dtype),
-            expected="an array of numbers",
+            "of strings."
         )
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
@@ -230,10 +217,7 @@ def _from_lists(value: Sequence[Any], name: str) -> Tensor:
     except (ValueError, TypeError, RuntimeError) as error:
         raise SnapshotError(
             f"'{name}' is a list that cannot become a tensor ({str(error).splitlines()[0]}); pad its sequences to one "
-            "length, for example by tokenizer(..., padding=True, return_tensors='pt').",
-            name=name,
-            value=value,
-            expected="sequences of numbers, all of one length",
+            "length, for example by tokenizer(..., padding=True, return_tensors='pt')."
         ) from error
 
 
@@ -271,12 +255,7 @@ def count_examples(batch: Any, axis: int = 0) -> int:
     """
     tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim]
     if not tensors:
-        raise SnapshotError(
-            "A batch holds no tensor; pass token ids, pixel values or embeddings.",
-            name="inputs",
-            value=batch,
-            expected="token ids, pixel values or embeddings",
-        )
+        raise SnapshotError("A batch holds no tensor; pass token ids, pixel values or embeddings.")
     return tensors[0].shape[axis if tensors[0].ndim > axis else 0]
 
 

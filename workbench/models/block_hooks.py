@@ -211,7 +211,5 @@ def depth_error(name: str) -> SnapshotError:
     """Return the exception for a block that runs but is not in the anatomy."""
     return SnapshotError(
         f"{name} runs on these inputs but did not run when the anatomy was read, so the depth depends on the data; "
-        "pass wb.profile(..., anatomy=), read by wb.read_anatomy on inputs that reach every block.",
-        name="anatomy",
-        expected="read with inputs that reach every block",
+        "pass wb.profile(..., anatomy=), read by wb.read_anatomy on inputs that reach every block."
     )

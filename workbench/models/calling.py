@@ -60,10 +60,7 @@ def _tokens_alone(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
         raise SnapshotError(
             f"{type(model).__name__} accepts no attention mask, but this batch is padded before tokens; pad it at the "
-            "end.",
-            name="attention_mask",
-            value=mask,
-            expected="0 only at the end of sequences",
+            "end."
         )
     return inputs["input_ids"]
 
@@ -91,12 +88,7 @@ def run_model(model: nn.Module, inputs: Any) -> Any:
     except WorkbenchError:
         raise
     except Exception as error:
-        raise SnapshotError(
-            reason_for(model, inputs, error),
-            name="inputs",
-            value=f"{type(error).__name__}: {error}",
-            expected="inputs that the model accepts",
-        ) from error
+        raise SnapshotError(reason_for(model, inputs, error)) from error
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -115,12 +115,7 @@ def require_reached(anatomy: Anatomy, layers: Sequence[int]) -> None:
     """
     if layers:
         name = anatomy.sites[layers[0]].name
-        raise SnapshotError(
-            f"No states passed {name}; pass inputs that reach every block.",
-            name="inputs",
-            value=name,
-            expected="inputs that reach every block",
-        )
+        raise SnapshotError(f"No states passed {name}; pass inputs that reach every block.")
 
 
 def require_finite(anatomy: Anatomy, are_finite: Mapping[int, Tensor]) -> None:
@@ -293,10 +288,7 @@ class StreamWatcher(BlockHooks):
         if state.shape[:-1] != self.leading:
             raise SnapshotError(
                 f"States at {site.name} have leading shape {tuple(state.shape[:-1])}, previous ones "
-                f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled.",
-                name=site.name,
-                value=tuple(state.shape[:-1]),
-                expected=f"states of leading shape {tuple(self.leading)}",
+                f"{tuple(self.leading)}; only stacks that keep their tokens can be profiled."
             )
         # Moved once, not for each block; the copy may be asynchronous.
         self._chosen = self._chosen.to(state.device, non_blocking=state.device.type == "cuda")

@@ -104,15 +104,10 @@ def open_checkpoint(
     """
     torch_dtype = _as_dtype(dtype)
     if name is not None and not isinstance(name, str):
-        raise CheckpointError(
-            f"name={name!r} is not text; pass a string, or leave it out.", name="name", value=name, expected="a string"
-        )
+        raise CheckpointError(f"name={name!r} is not text; pass a string, or leave it out.")
     if module is not None and not isinstance(module, nn.Module):
         raise CheckpointError(
-            f"module= is of type {type(module).__name__}, expected the nn.Module to which the weights belong.",
-            name="module",
-            value=module,
-            expected="an nn.Module",
+            f"module= is of type {type(module).__name__}, expected the nn.Module to which the weights belong."
         )
     if isinstance(source, nn.Module):
         source = Subject(source, name or type(source).__name__, f"module {type(source).__qualname__}")
@@ -121,18 +116,10 @@ def open_checkpoint(
     path, text = _as_path(source)
     looks_like_path = path.suffix in (*STATE_SUFFIXES, ".gguf") or text.startswith((".", "/", "~"))
     if not path.is_dir() and not path.is_file() and (looks_like_path or not _HUB_NAME.match(text)):
-        raise CheckpointError(
-            f"There is no file or folder {text}; check the path.",
-            name="source",
-            value=text,
-            expected="an existing file or folder",
-        )
+        raise CheckpointError(f"There is no file or folder {text}; check the path.")
     if path.is_file() and path.suffix not in (*STATE_SUFFIXES, ".gguf"):
         raise CheckpointError(
-            f"{path} has an unknown checkpoint format; pass a folder, or a .safetensors, .bin, .pt or .gguf file.",
-            name="source",
-            value=text,
-            expected=f"a folder, or a file with one of the endings {', '.join((*STATE_SUFFIXES, '.gguf'))}",
+            f"{path} has an unknown checkpoint format; pass a folder, or a .safetensors, .bin, .pt or .gguf file."
         )
     how = StreamingChoice.of(streaming, device)
     with CHECKPOINT.reading(text):
@@ -149,29 +136,16 @@ def open_checkpoint(
             if streaming is True:
                 raise CheckpointError(
                     f"{path} is an adapter, which is merged in memory; open it with "
-                    "wb.open_checkpoint(..., streaming=False).",
-                    name="streaming",
-                    value=True,
-                    expected=(False, "auto"),
+                    "wb.open_checkpoint(..., streaming=False)."
                 )
             options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch_dtype, "strict": strict}
             options |= {"streaming": False, "device": device}
             opened = open_checkpoint(base_model(path), **options) if module is None else open_checkpoint(module)
             return _open_adapter(path, opened, torch_dtype, name)
         if path.is_dir() and not (path / "config.json").exists():
-            raise CheckpointError(
-                f"{path} has no config.json and is not a checkpoint folder; {_hint(path)}.",
-                name="source",
-                value=text,
-                expected="a checkpoint folder",
-            )
+            raise CheckpointError(f"{path} has no config.json and is not a checkpoint folder; {_hint(path)}.")
         if module is not None:
-            raise CheckpointError(
-                f"module= is used only with a file of weights, which {text} is not; leave it out.",
-                name="module",
-                value=module,
-                expected="None",
-            )
+            raise CheckpointError(f"module= is used only with a file of weights, which {text} is not; leave it out.")
         if path.is_dir():
             return _open_folder(path, trust_remote_code, torch_dtype, name, strict, how)
         if path.is_file():
@@ -221,26 +195,17 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
     folder, model = Path(folder), module_of(model)
     if not isinstance(model, ZooModel):
         raise CheckpointError(
-            f"{type(model).__name__} is not a model of the zoo; save it with its own save_pretrained().",
-            name="model",
-            value=model,
-            expected="a model of wb.zoo",
+            f"{type(model).__name__} is not a model of the zoo; save it with its own save_pretrained()."
         )
     if (folder / "model.safetensors").exists() and not (overwrite and ZOO_KEY in read_config(folder / "config.json")):
         raise CheckpointError(
             f"{folder} holds a checkpoint already; pass "
-            + ("another folder, as it is not of the zoo." if overwrite else "overwrite=True to replace it."),
-            name="folder",
-            value=folder,
-            expected="a folder without a checkpoint",
+            + ("another folder, as it is not of the zoo." if overwrite else "overwrite=True to replace it.")
         )
     if any(parametrize.is_parametrized(module) for module in model.modules()):
         raise CheckpointError(
             "The weights of the model are parametrized, which its configuration cannot describe; save "
-            "wb.baselines.plain_copy(model).",
-            name="model",
-            value=model,
-            expected="without parametrizations",
+            "wb.baselines.plain_copy(model)."
         )
     options = model.config.as_dict()
     config = {ZOO_KEY: options.pop("family"), **options}
@@ -259,10 +224,7 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
                 file.replace(folder / file.name)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{folder} cannot be written ({error}); check the path and the free disk space.",
-            name="folder",
-            value=folder,
-            expected="writable",
+            f"{folder} cannot be written ({error}); check the path and the free disk space."
         ) from error
     return folder
 
@@ -278,10 +240,7 @@ def _as_dtype(dtype: Any) -> torch.dtype | str:
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize < 2:
         raise CheckpointError(
-            f"dtype={dtype!r} is not a dtype in which models compute; pass 'auto', 'float32', 'bfloat16' or 'float16'.",
-            name="dtype",
-            value=dtype if isinstance(dtype, str) else str(dtype),
-            expected=("auto", "float32", "bfloat16", "float16"),
+            f"dtype={dtype!r} is not a dtype in which models compute; pass 'auto', 'float32', 'bfloat16' or 'float16'."
         )
     return found
 
@@ -291,18 +250,12 @@ def _opened_already(subject: Subject, module: nn.Module | None, dtype: torch.dty
     if module is not None and module is not subject.model:
         raise CheckpointError(
             f"Both a {type(subject.model).__name__} and module= are passed; pass one of them, or a file of weights for "
-            "the module.",
-            name="module",
-            value=module,
-            expected="None, or the model itself",
+            "the module."
         )
     if dtype != "auto" and any(p.is_floating_point() and p.dtype != dtype for p in subject.model.parameters()):
         raise CheckpointError(
             f"dtype= applies to weights that are read from a file; convert the {type(subject.model).__name__} with "
-            ".to() and pass it without dtype=.",
-            name="dtype",
-            value=str(dtype),
-            expected="'auto' for a model in memory",
+            ".to() and pass it without dtype=."
         )
     return replace(subject, name=name) if name and name != subject.name else subject
 
@@ -315,37 +268,23 @@ def _as_path(source: Any) -> tuple[Path, str]:
     """
     if isinstance(source, type):
         raise CheckpointError(
-            f"The model is the class {source.__name__}; pass an instance of it, such as {source.__name__}(...).",
-            name="source",
-            value=source,
-            expected="a model rather than a class",
+            f"The model is the class {source.__name__}; pass an instance of it, such as {source.__name__}(...)."
         )
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise CheckpointError(
             f"open_checkpoint() received an object of type {type(source).__name__}; "
-            "pass the path of a folder or file, a hub name, or an nn.Module.",
-            name="source",
-            value=source,
-            expected="a path, a hub name, or an nn.Module",
+            "pass the path of a folder or file, a hub name, or an nn.Module."
         )
     try:
         path = Path(text).expanduser()
         path.is_dir()
     except (OSError, RuntimeError) as error:  # too long, not readable, or the home of an unknown user
         raise CheckpointError(
-            f"{_shortened(text)} cannot be opened ({_shortened(str(error))}); check the path.",
-            name="source",
-            value=text,
-            expected="a path that can be read",
+            f"{_shortened(text)} cannot be opened ({_shortened(str(error))}); check the path."
         ) from error
     if not text.strip():
-        raise CheckpointError(
-            "The path is empty; pass a folder, a file, a hub name, or an nn.Module.",
-            name="source",
-            value=text,
-            expected="a folder, a file, a hub name, or an nn.Module",
-        )
+        raise CheckpointError("The path is empty; pass a folder, a file, a hub name, or an nn.Module.")
     return path, text
 
 
@@ -379,10 +318,7 @@ def _open_folder(
     if not isinstance(model_type := config.get("model_type", ""), str):
         raise CheckpointError(
             f"{config_file} has model_type = {_shortened(repr(model_type))}, expected a name; "
-            "download the checkpoint again.",
-            name="model_type",
-            value=model_type,
-            expected="a name",
+            "download the checkpoint again."
         )
     for file in sorted(folder.glob("*.safetensors")):
         check_safetensors(file)
@@ -435,10 +371,7 @@ def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
     if kind != ByteTokenizer.name:
         raise CheckpointError(
             f"{file} names the tokenizer {_shortened(repr(kind))}, which this version does not know; update the "
-            "workbench, or remove the entry and pass token ids.",
-            name=TOKENIZER_KEY,
-            value=kind,
-            expected=(ByteTokenizer.name,),
+            "workbench, or remove the entry and pass token ids."
         )
     return ByteTokenizer(config.get("max_length"))
 
@@ -454,10 +387,7 @@ def _open_zoo(
     family = options.pop(ZOO_KEY)
     if not isinstance(family, str) or family not in zoo.FAMILIES:
         raise CheckpointError(
-            f"{folder} holds a model of the family '{family}', which this version does not know; update the workbench.",
-            name="family",
-            value=family,
-            expected=tuple(zoo.FAMILIES),
+            f"{folder} holds a model of the family '{family}', which this version does not know; update the workbench."
         )
     file = folder / "model.safetensors"
     is_streamed = file.is_file() and how.is_streamed(file.stat().st_size, is_strict=strict)
@@ -465,19 +395,11 @@ def _open_zoo(
         with init_empty_weights(include_buffers=False) if is_streamed else nullcontext():
             model = zoo.build(zoo.ArchitectureConfig.from_dict({**options, "family": family}))
     except WorkbenchError as error:
-        raise CheckpointError(
-            f"{folder / 'config.json'} does not describe a {family}: {error}",
-            name=error.name,
-            value=error.value,
-            expected=error.expected,
-        ) from error
+        raise CheckpointError(f"{folder / 'config.json'} does not describe a {family}: {error}") from error
     except Exception as error:  # an option of a wrong type or size fails wherever it is used first
         reason = f"{type(error).__name__}: {_shortened(str(error))}"
         raise CheckpointError(
-            f"{folder / 'config.json'} does not describe a {family} ({reason}); download the checkpoint again.",
-            name="config.json",
-            value=reason,
-            expected=f"options of a {family}",
+            f"{folder / 'config.json'} does not describe a {family} ({reason}); download the checkpoint again."
         ) from error
     state = lazy_state(file)
     if dtype == "auto":
@@ -507,9 +429,7 @@ def _open_state(
     if module is None:
         raise CheckpointError(
             f"{path.name} holds weights without an architecture; pass wb.open_checkpoint(..., module=), or "
-            "the folder with its config.json.",
-            name="module",
-            expected="the nn.Module to which the weights belong",
+            "the folder with its config.json."
         )
     remedy = "pass the module from which it was saved"
     left = "the module's own values"
@@ -555,19 +475,13 @@ def _open_hub(
         cached = try_to_load_from_cache(hub_name, "config.json")
     except HFValidationError as error:
         raise CheckpointError(
-            f"'{hub_name}' is neither a path nor a valid name of a model on the hub; check the spelling.",
-            name="source",
-            value=hub_name,
-            expected="a path or the name of a model on the hub",
+            f"'{hub_name}' is neither a path nor a valid name of a model on the hub; check the spelling."
         ) from error
     is_cached = isinstance(cached, str)
     if not is_cached and (constants.HF_HUB_OFFLINE or not _can_reach(constants.ENDPOINT)):
         raise CheckpointError(
             f"'{hub_name}' is not a local folder, and the Hugging Face hub cannot be reached; "
-            "check the spelling, go online, or pass a local folder.",
-            name="source",
-            value=hub_name,
-            expected="a local folder while the Hugging Face hub cannot be reached",
+            "check the spelling, go online, or pass a local folder."
         )
     if how.streaming is True:
         patterns = ["*token*", "*.model", "*.json", "*.safetensors", "*.py"]

@@ -23,27 +23,19 @@ def diffusers_model(folder: Path, config: dict[str, Any]) -> nn.Module:
     except ImportError as error:
         raise CheckpointError(
             f"{folder} holds a {name} of diffusers, which is not installed; "
-            "install diffusers, or pass the model to wb.open_checkpoint(..., module=).",
-            name="diffusers",
-            expected="installed",
+            "install diffusers, or pass the model to wb.open_checkpoint(..., module=)."
         ) from error
     cls = getattr(diffusers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, nn.Module):
         raise CheckpointError(
             f"{folder} holds a {name}, which the installed version of diffusers does not have; update diffusers, or "
-            "pass wb.open_checkpoint(..., module=).",
-            name="_class_name",
-            value=name,
-            expected="a model class of diffusers",
+            "pass wb.open_checkpoint(..., module=)."
         )
     try:
         model: nn.Module = cls.from_config(config)  # type: ignore[attr-defined]
     except Exception as error:  # an option of a wrong type or size fails wherever it is used first
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         raise CheckpointError(
-            f"{folder / 'config.json'} does not describe a {name} ({reason}); download the checkpoint again.",
-            name="config.json",
-            value=reason,
-            expected=f"options of a {name}",
+            f"{folder / 'config.json'} does not describe a {name} ({reason}); download the checkpoint again."
         ) from error
     return model

@@ -64,29 +64,17 @@ def require_complete_tensors(file: Path) -> None:
     """
     if _PART.fullmatch(file.name) or any(any(offsets) for offsets in _offsets(file).values()):
         raise CheckpointError(
-            f"{file.name} holds parts of tensors, of one rank of several; pass the folder with the files of all ranks.",
-            name=file.name,
-            expected="a file of complete tensors",
+            f"{file.name} holds parts of tensors, of one rank of several; pass the folder with the files of all ranks."
         )
 
 
 def _damaged(file: Path, *, at: str = "") -> CheckpointError:
     where = f" at {at}" if at else ""
-    return CheckpointError(
-        f"{file} is damaged{where}; download the checkpoint again.",
-        name=at or file.name,
-        value=file,
-        expected="undamaged",
-    )
+    return CheckpointError(f"{file} is damaged{where}; download the checkpoint again.")
 
 
 def _incomplete(folder: Path, key: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} does not hold all parts of {key}; download the checkpoint again.",
-        name=key,
-        value=folder,
-        expected="complete",
-    )
+    return CheckpointError(f"{folder} does not hold all parts of {key}; download the checkpoint again.")
 
 
 def distributed_state(folder: Path) -> dict[str, LazyTensor]:
@@ -234,10 +222,7 @@ def _read_metadata(file: Path) -> Any:
         if "not allowed" in str(error):
             raise CheckpointError(
                 f"{file} holds more than the positions of tensors, possibly code ({error}), and was not loaded; "
-                "save the model's state dict as .safetensors where you trust it.",
-                name=file.name,
-                value=str(error),
-                expected="only the positions of tensors",
+                "save the model's state dict as .safetensors where you trust it."
             ) from error
         raise _damaged(file) from error
     except Exception as error:  # damaged bytes can cause any exception in the reader
@@ -266,12 +251,7 @@ def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_mega
     paths = {key: tuple(map(str, known.get(key, (key,)))) for key in tensors}
     while inner := [word for word in WEIGHT_KEYS if any(len(p) > 1 and p[0] == word for p in paths.values())]:
         if len(inner) > 1:
-            raise CheckpointError(
-                f"{folder} may hold weights under each of {', '.join(inner)}; save only one of them.",
-                name=inner[0],
-                value=inner,
-                expected="the only key of weights",
-            )
+            raise CheckpointError(f"{folder} may hold weights under each of {', '.join(inner)}; save only one of them.")
         paths = {key: path[1:] for key, path in paths.items() if len(path) > 1 and path[0] == inner[0]}
     names = {path[0]: key for key, path in paths.items() if len(path) == 1}
     if is_megatron:
@@ -284,10 +264,7 @@ def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_mega
         held = ", ".join(sorted({path[0] for path in paths.values()})[:3]) or "no tensors"
         raise CheckpointError(
             f"{folder} holds {held}, but no weights under a key such as model or state_dict; "
-            "save module.state_dict() into it.",
-            name="model",
-            value=held,
-            expected="a key of weights",
+            "save module.state_dict() into it."
         )
     return names
 
@@ -313,20 +290,14 @@ class _Chunk:
         except pickle.UnpicklingError as error:
             raise CheckpointError(
                 f"{self.file.name} holds more than a tensor at {key}, possibly code, and was not loaded; "
-                "download the checkpoint again.",
-                name=key,
-                value=str(error),
-                expected="only a tensor",
+                "download the checkpoint again."
             ) from error
         except Exception as error:  # damaged bytes can cause any exception in the reader
             raise _damaged(self.file, at=key) from error
         is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_quantized
         if not is_dense or tuple(tensor.shape) != self.sizes or tensor.dtype != dtype:
             raise CheckpointError(
-                f"{self.file.name} holds a different tensor at the position of {key}; download it again.",
-                name=key,
-                value=tensor,
-                expected=f"a tensor of {dtype} and shape {self.sizes}",
+                f"{self.file.name} holds a different tensor at the position of {key}; download it again."
             )
         return tensor
 
@@ -368,12 +339,7 @@ class _Stored:
             raise _incomplete(folder, key)
         for chunk in chunks:
             if not chunk.file.is_file() or chunk.start + chunk.length > chunk.file.stat().st_size:
-                raise CheckpointError(
-                    f"{chunk.file} is missing or truncated; download it again.",
-                    name=chunk.file.name,
-                    value=chunk.file,
-                    expected="a complete file",
-                )
+                raise CheckpointError(f"{chunk.file} is missing or truncated; download it again.")
         return cls(key, shape, dtype, chunks)
 
     def full(self) -> LazyTensor:
@@ -411,18 +377,10 @@ def _chunk(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, 
         CheckpointError: If the file is elsewhere or compressed.
     """
     if info.transform_descriptors:
-        raise CheckpointError(
-            f"{folder} is compressed ({info.transform_descriptors}); save it without transforms.",
-            name="transform_descriptors",
-            value=info.transform_descriptors,
-            expected="empty",
-        )
+        raise CheckpointError(f"{folder} is compressed ({info.transform_descriptors}); save it without transforms.")
     name = info.relative_path
     if not isinstance(name, str) or Path(name).name != name:
         raise CheckpointError(
-            f"{folder / METADATA} names {name!r}, which is not in the folder; download the checkpoint again.",
-            name="relative_path",
-            value=name,
-            expected="the name of a file in the folder",
+            f"{folder / METADATA} names {name!r}, which is not in the folder; download the checkpoint again."
         )
     return _Chunk(offsets, sizes, folder / name, int(info.offset), int(info.length))

@@ -66,12 +66,7 @@ class GgufFile:
             n_blocks = [int(field.parts[-1][0]) for key, field in reader.fields.items() if key.endswith(".block_count")]
             architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
         except Exception as error:  # damaged bytes can cause any exception in the reader
-            raise CheckpointError(
-                f"{path.name} is truncated or not a GGUF file; download it again.",
-                name=path.name,
-                value=str(error),
-                expected="a GGUF file",
-            ) from error
+            raise CheckpointError(f"{path.name} is truncated or not a GGUF file; download it again.") from error
         if max(n_blocks, default=0) > len(reader.tensors):
             raise CheckpointError.of(
                 "block_count", max(n_blocks), f"at most {len(reader.tensors)}, one tensor for each"
@@ -147,10 +142,7 @@ class GgufFile:
         if self._is_read_at_once:
             raise CheckpointError(
                 f"{self.path.name} has the architecture {self.architecture}, whose tensors transformers reads all at "
-                "once; open it as a model.",
-                name="architecture",
-                value=self.architecture,
-                expected="one whose tensors transformers reads one by one",
+                "once; open it as a model."
             )
         with errors_in_one_sentence(self.path.name, remedy=_REMEDY), quiet_transformers():
             return dict(self._model_and_state[1])
@@ -270,10 +262,7 @@ class _Processed:
             ).weights
         except Exception as error:  # a shape that the processor cannot divide
             raise CheckpointError(
-                f"{part.name} of {self.file} has a shape that does not fit the header; {_REMEDY}.",
-                name=part.name,
-                value=tuple(int(size) for size in reversed(part.shape)),
-                expected="a shape that fits the header",
+                f"{part.name} of {self.file} has a shape that does not fit the header; {_REMEDY}."
             ) from error
 
 

@@ -146,9 +146,7 @@ class _Refused:
     def __getattr__(self, name: str) -> Any:
         raise SnapshotError(
             f"The model uses a {self._kind}, which cannot be set back after a measurement; hold its values in a list, "
-            "or draw them outside of the model.",
-            name=self._kind,
-            expected="a model whose passes can be repeated",
+            "or draw them outside of the model."
         )
 
     def __next__(self) -> Any:

@@ -89,9 +89,7 @@ def layout_of(
             raise _folded(model, main, leading)
         raise AnatomyError(
             f"Changing one token of {type(model).__name__} changes states along both axes of {leading}, so the axes of "
-            f"batch and token cannot be distinguished; {_REMEDY}.",
-            name="batch_first",
-            expected=(True, False),
+            f"batch and token cannot be distinguished; {_REMEDY}."
         )
     if n_rows <= 1 and n_columns <= 1:
         return BatchLayout(None, None)
@@ -118,9 +116,7 @@ def require(axis: int | None, what: str, leading: tuple[int, ...]) -> int:
     if axis is None:
         raise AnatomyError(
             f"{what} needs to know which axis of states of shape {tuple(leading)} counts sequences; this cannot be "
-            f"determined, because no token of this model depends on another; {_REMEDY}.",
-            name="batch_first",
-            expected=(True, False),
+            f"determined, because no token of this model depends on another; {_REMEDY}."
         )
     return axis
 
@@ -208,10 +204,7 @@ def _folded(model: nn.Module, main: Tensor, leading: tuple[int, ...]) -> Anatomy
     return AnatomyError(
         f"The states of {type(model).__name__} have leading shape {tuple(leading)} where its inputs have "
         f"{tuple(main.shape[:2])}: several residual streams are folded into the batch, or tokens are regrouped, which "
-        "cannot be read; choose another model, or blocks with one state per token by wb.profile(..., stack=).",
-        name="model",
-        value=tuple(leading),
-        expected=f"states of leading shape {tuple(main.shape[:2])}",
+        "cannot be read; choose another model, or blocks with one state per token by wb.profile(..., stack=)."
     )
 
 
@@ -262,9 +255,7 @@ def _difference(before: Tensor, after: Tensor) -> Tensor:
     if before.shape != after.shape:
         raise AnatomyError(
             f"The states change their shape from {tuple(before.shape)} to {tuple(after.shape)} with one token, so the "
-            "axes of batch and token cannot be distinguished; pass wb.profile(..., batch_first=).",
-            name="batch_first",
-            expected=(True, False),
+            "axes of batch and token cannot be distinguished; pass wb.profile(..., batch_first=)."
         )
     size = (before.double() - after.double()).abs().amax(-1)
     largest = float(size.max()) if size.numel() else 0.0

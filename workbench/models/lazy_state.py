@@ -46,11 +46,6 @@ def _of_folder(folder: Path) -> dict[str, LazyTensor]:
     for place in weight_places(folder):
         found = place_state(place)
         if repeated := state.keys() & found.keys():
-            raise CheckpointError(
-                f"{folder} holds {min(repeated)} in several files; keep only one of them.",
-                name=min(repeated),
-                value=folder,
-                expected="in one file only",
-            )
+            raise CheckpointError(f"{folder} holds {min(repeated)} in several files; keep only one of them.")
         state |= found
     return state

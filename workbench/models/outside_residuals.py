@@ -180,12 +180,7 @@ def choose_outside(
         return chosen
     if stacks:
         listed = ", ".join(map(str, stacks[:_MAX_LISTED]))
-        raise AnatomyError(
-            f"{refusal} These can also be passed as stack=: {listed}.",
-            name=refusal.name,
-            value=refusal.value,
-            expected=refusal.expected,
-        ) from None
+        raise AnatomyError(f"{refusal} These can also be passed as stack=: {listed}.") from None
     others = [
         name
         for name in others
@@ -195,10 +190,7 @@ def choose_outside(
     if others:
         raise AnatomyError(
             f"{refusal} The members of {others[0]} are called in sequence, but the state that passes from one to the "
-            "next is not the sum of the previous state and their outputs, so no residual stream can be read there.",
-            name=refusal.name,
-            value=refusal.value,
-            expected=refusal.expected,
+            "next is not the sum of the previous state and their outputs, so no residual stream can be read there."
         ) from None
     raise refusal
 

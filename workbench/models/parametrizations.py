@@ -124,10 +124,7 @@ class SpectralNorm(LinearParametrization):
     def _require(self, name: str, linear: nn.Module) -> None:
         if not bool(linear.get_parameter("weight").detach().any()):
             raise OptionError(
-                f"The weight of {name} is zero and cannot be scaled to norm 1; initialize it differently.",
-                name=f"{name}.weight",
-                value=0,
-                expected="nonzero",
+                f"The weight of {name} is zero and cannot be scaled to norm 1; initialize it differently."
             )
 
 
@@ -246,10 +243,7 @@ def require_unparametrized(model: nn.Module) -> None:
         if parametrize.is_parametrized(module):
             raise OptionError(
                 f"The weights of {name} are parametrized already; remove that parametrization first, or use a new "
-                "model.",
-                name=name,
-                value="parametrized",
-                expected="a module without parametrizations",
+                "model."
             )
 
 
@@ -276,10 +270,7 @@ def _linear_maps(model: nn.Module, inputs: Any) -> Iterator[nn.Module]:
     if not seen:
         raise OptionError(
             f"The blocks of {type(model).__name__} contain no linear map that is an nn.Linear or a Conv1D; choose "
-            "another control.",
-            name="model",
-            value=type(model),
-            expected="a model whose blocks contain nn.Linear or Conv1D modules",
+            "another control."
         )
 
 
@@ -289,9 +280,7 @@ def _blocks(model: nn.Module, inputs: Any) -> list[nn.Module]:
         return list(model.blocks)
     if inputs is None:
         raise OptionError(
-            f"{type(model).__name__} is not a model of the zoo; pass inputs= so that its blocks can be found.",
-            name="inputs",
-            expected="a batch for a model that is not of the zoo",
+            f"{type(model).__name__} is not a model of the zoo; pass inputs= so that its blocks can be found."
         )
     anatomy = read_anatomy(model, on_device_of(model, take_examples(inputs, slice(0, 2))))
     return [site.module for site in anatomy.sites]

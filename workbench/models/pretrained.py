@@ -107,12 +107,7 @@ def require_fit(model: nn.Module, misfit: Misfit, source: str, *, strict: bool, 
     is_empty = bool(misfit) and {name for name, _ in model.named_parameters()} <= {*misfit.left}
     if misfit and (strict or is_empty):
         lenient = "" if is_empty else ", or pass wb.open_checkpoint(..., strict=False) to load the parameters that fit"
-        raise CheckpointError(
-            f"{source} does not fit {type(model).__name__}: it {misfit.found()}; {remedy}{lenient}.",
-            name=source,
-            value=misfit.found(),
-            expected=f"a checkpoint whose tensors fit {type(model).__name__}",
-        )
+        raise CheckpointError(f"{source} does not fit {type(model).__name__}: it {misfit.found()}; {remedy}{lenient}.")
 
 
 @dataclass
@@ -238,10 +233,7 @@ class _Loader:
             if broken := re.findall(r"^(\S.*?)\s*\|\s*\S*CONVERSION", "\n".join(self.reports), re.MULTILINE):
                 raise CheckpointError(
                     f"{self.source} does not fit {cls.__name__}: parts of {some(broken)} are missing or differ in "
-                    "shape; download the checkpoint again or correct config.json.",
-                    name=self.source,
-                    value=broken,
-                    expected=f"a checkpoint whose tensors fit {cls.__name__}",
+                    "shape; download the checkpoint again or correct config.json."
                 ) from error
             raise
         except TypeError as error:
@@ -249,10 +241,7 @@ class _Loader:
                 raise
             raise CheckpointError(
                 f"{self.source} contains weights of 8 bits or fewer, with which no model can run; "
-                "pass wb.open_checkpoint(..., dtype=torch.bfloat16) or torch.float32 to convert them.",
-                name="dtype",
-                value=str(self.options["dtype"]),
-                expected="a number format of more than 8 bits, such as torch.bfloat16",
+                "pass wb.open_checkpoint(..., dtype=torch.bfloat16) or torch.float32 to convert them."
             ) from error
         return model, read_misfit(model, info)
 
@@ -278,10 +267,7 @@ def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
     names = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise CheckpointError(
-            f"config.json has architectures = {given!r}, expected a list with the name of a class; correct it.",
-            name="architectures",
-            value=given,
-            expected="a list with the name of a class",
+            f"config.json has architectures = {given!r}, expected a list with the name of a class; correct it."
         )
     config.architectures = list(names) or None
     has_own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
@@ -298,22 +284,14 @@ def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
     if unrelated and not has_own_code:
         raise CheckpointError(
             f"config.json names {unrelated[0]}, which is not a model of its model_type '{config.model_type}'; "
-            "correct one of the two.",
-            name="architectures",
-            value=unrelated[0],
-            expected=f"a model of the model_type '{config.model_type}'",
+            "correct one of the two."
         )
     if has_own_code:
         has_head = "AutoModelForCausalLM" in config.auto_map
         return [transformers.AutoModelForCausalLM if has_head else transformers.AutoModel]
     if found := _of_type(config, _MAPPINGS):
         return found
-    raise CheckpointError(
-        f"transformers has no model of the type '{config.model_type}'; update transformers.",
-        name="model_type",
-        value=config.model_type,
-        expected="a type for which transformers has a model",
-    )
+    raise CheckpointError(f"transformers has no model of the type '{config.model_type}'; update transformers.")
 
 
 def _of_type(config: Any, mappings: Sequence[str]) -> list[Any]:
@@ -403,19 +381,13 @@ def errors_in_one_sentence(
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{source} was not loaded, because its pickle contains more than tensors, possibly code; "
-            "use a safetensors version.",
-            name=source,
-            value="a pickle with more than tensors",
-            expected="a safetensors file or a pickle of tensors",
+            "use a safetensors version."
         ) from error
     except Exception as error:  # an invalid config.json can cause any error in third-party code
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"{source} needs its own Python code; read that code, then pass "
-                "wb.open_checkpoint(..., trust_remote_code=True).",
-                name="trust_remote_code",
-                value=False,
-                expected="True for a checkpoint with Python code",
+                "wb.open_checkpoint(..., trust_remote_code=True)."
             ) from error
         raise _cannot_open(source, error, remedy) from error
     except BaseException as error:
@@ -427,12 +399,7 @@ def errors_in_one_sentence(
 def _cannot_open(source: str, error: BaseException, remedy: str) -> CheckpointError:
     """Create the exception for a checkpoint that transformers cannot open."""
     reason = _reason(error)
-    return CheckpointError(
-        f"transformers cannot open {source}: {reason}; {remedy}.",
-        name=source,
-        value=reason,
-        expected="a checkpoint that transformers can open",
-    )
+    return CheckpointError(f"transformers cannot open {source}: {reason}; {remedy}.")
 
 
 def _reason(error: BaseException) -> str:

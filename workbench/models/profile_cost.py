@@ -158,12 +158,7 @@ def require_memory(cost: ProfileCost, subject: Subject) -> None:
     }[cost.largest]
     if cost.largest == "moments" and subject.streamed is None:
         remedy += ", or open the checkpoint with wb.open_checkpoint(..., streaming=True)"
-    raise SnapshotError(
-        f"This profile needs {cost}; {remedy}.",
-        name="memory",
-        value=cost.memory,
-        expected=f"at most the {cost.free} bytes that are free",
-    )
+    raise SnapshotError(f"This profile needs {cost}; {remedy}.")
 
 
 def _n_tokens(item: Any) -> int:

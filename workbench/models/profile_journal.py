@@ -95,7 +95,7 @@ class ProfileJournal:
 
     def _writing(self, name: str) -> Any:
         if self.folder is None:
-            raise StoreError("This profile has no journal folder.", name="folder", expected="a journal folder")
+            raise StoreError("This profile has no journal folder.")
         return replacing(self.folder / name)
 
 

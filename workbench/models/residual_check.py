@@ -92,10 +92,7 @@ def require_residuals(model: nn.Module, inputs: Any, stack: str, sites: Sequence
     raise AnatomyError(
         f"The modules of {where} are a chain without residuals: the output of {tried[0].name} depends on its input "
         "only through matrix products, and Koopman spectra need blocks that add to their state; choose another model, "
-        "or name these modules in wb.profile(..., stack=) if they should be read nevertheless.",
-        name="stack",
-        value=stack,
-        expected="a stack of residual blocks",
+        "or name these modules in wb.profile(..., stack=) if they should be read nevertheless."
     )
 
 

@@ -43,8 +43,5 @@ def load_weights(model: nn.Module, place: Path) -> None:
     except (OSError, SafetensorError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(
-            f"The weights in {place} are damaged or belong to another model ({first}); pass the model of this run.",
-            name=str(file),
-            value=first,
-            expected=f"weights that fit {type(model).__name__}",
+            f"The weights in {place} are damaged or belong to another model ({first}); pass the model of this run."
         ) from error

@@ -120,10 +120,7 @@ class Site:
         if self.exit is not None:
             raise AnatomyError(
                 f"The residual of {self.name} is added outside of modules, so its states can be read but not "
-                "replaced; choose a model whose blocks add the residual themselves.",
-                name=self.name,
-                value="a residual added outside of modules",
-                expected="a block that adds the residual itself",
+                "replaced; choose a model whose blocks add the residual themselves."
             )
         slot = self.input_slot
         if self.terms is not None:
@@ -188,9 +185,6 @@ def _take(values: dict[Slot, Any], slot: Slot, name: str, what: str) -> Tensor:
         where = "itself" if slot is None else f"at {slot!r}"
         raise AnatomyError(
             f"There is no tensor {where} in the {what} of {name}, where the residual stream was when the anatomy was "
-            "read; read the anatomy again with inputs of the kind that you use.",
-            name=name,
-            value=None if value is None else type(value),
-            expected=f"a block with the state {where} in its {what}",
+            "read; read the anatomy again with inputs of the kind that you use."
         )
     return value

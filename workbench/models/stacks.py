@@ -159,18 +159,12 @@ def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreB
         others = _listed(candidates, are_blocks)
         raise AnatomyError(
             f"There is no stack '{stack}' whose modules ran; "
-            + (f"expected one of {others}." if others else "no module of this model is a residual block by itself."),
-            name="stack",
-            value=stack,
-            expected=f"one of {others}" if others else "a stack of residual blocks, which this model does not have",
+            + (f"expected one of {others}." if others else "no module of this model is a residual block by itself.")
         )
     if not found[0].shape:
         raise AnatomyError(
             f"The blocks of '{stack}' do not keep the shape of the residual stream: found {found[0]}; "
-            "pass to wb.profile(..., stack=) the path of one stage of constant width.",
-            name="stack",
-            value=stack,
-            expected="the path of one stage of constant width",
+            "pass to wb.profile(..., stack=) the path of one stage of constant width."
         )
     return found[0]
 
@@ -199,10 +193,7 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
             f"{type(model).__name__} has no stack of residual blocks: no two modules of one kind pass on a state of "
             "constant shape unchanged"
             + (f" (the config states {counts[0]})" if counts else "")
-            + "; if a single module is the block, pass its container to wb.profile(..., stack=).",
-            name="model",
-            value=type(model),
-            expected="a model with a stack of residual blocks",
+            + "; if a single module is the block, pass its container to wb.profile(..., stack=)."
         )
     if counts:
         return _choose_by_count(model, plausible, counts, are_blocks)
@@ -233,9 +224,7 @@ def _choose_by_count(
     readable = _listed(plausible, are_blocks)
     raise AnatomyError(
         f"The config of {type(model).__name__} states {counts[0]}, but the stacks found are {found}; "
-        + (f"pass to wb.profile(..., stack=) one of {readable}." if readable else "none of them can be read."),
-        name="stack",
-        expected=f"one of {readable}" if readable else "a stack that can be read, which this model does not have",
+        + (f"pass to wb.profile(..., stack=) one of {readable}." if readable else "none of them can be read.")
     )
 
 
@@ -277,9 +266,7 @@ def _require_complete(chosen: Candidate, plausible: Sequence[Candidate], are_blo
     expected = f"one of {others}" if others else "a container of complete blocks"
     raise AnatomyError(
         f"The longest stack, {chosen}, is not one residual stream: {reason}; pass to wb.profile(..., stack=) "
-        f"{expected}.",
-        name="stack",
-        expected=expected,
+        f"{expected}."
     )
 
 
@@ -291,10 +278,7 @@ def _require_coverage(model: nn.Module, chosen: Candidate, plausible: Sequence[C
         raise AnatomyError(
             f"The longest stack, {chosen}, holds only {fraction:.0%} of the parameters of all repeated modules, so the "
             "residual stream probably runs outside of it; pass to wb.profile(..., stack=) the container of the real "
-            "blocks.",
-            name="stack",
-            value=fraction,
-            expected=f"a container of blocks that hold at least {MIN_COVERAGE:.0%} of the repeated parameters",
+            "blocks."
         )
 
 
@@ -337,10 +321,7 @@ def stream_axis_of(name: str, shape: tuple[int, ...], inputs: Any, stream: int) 
     if len(fitting) != 1 or stream >= shape[fitting[0]]:
         raise AnatomyError(
             f"There is no stream {stream} in {name}: its states have shape {shape}, expected exactly one axis in "
-            f"addition to those of the tokens {tokens}; pass another number, or sequences of another length.",
-            name="stack",
-            value=f"{name}:{stream}",
-            expected="the number of an existing stream",
+            f"addition to those of the tokens {tokens}; pass another number, or sequences of another length."
         )
     return fitting[0]
 
@@ -372,20 +353,13 @@ def require_one_stream(chosen: Candidate, inputs: Any, record: Callable[[], Sequ
         raise AnatomyError(
             f"The stack {chosen.name} carries {len(streams)} parallel residual streams, of shapes "
             f"{' and '.join(map(str, streams))}, expected one; choose another model, or another stack by "
-            "wb.profile(..., stack=).",
-            name=chosen.name,
-            value=streams,
-            expected="a stack of one residual stream",
+            "wb.profile(..., stack=)."
         )
     return feature_axis_of(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs, record)
 
 
 def feature_axis_of(
-    name: str,
-    shape: tuple[int, ...],
-    modules: Sequence[nn.Module],
-    inputs: Any,
-    record: Callable[[], Sequence[Call]],
+    name: str, shape: tuple[int, ...], modules: Sequence[nn.Module], inputs: Any, record: Callable[[], Sequence[Call]]
 ) -> int:
     """Return the axis of states that counts features: -1, or 1 for images.
 
@@ -411,10 +385,7 @@ def feature_axis_of(
         remedy = f"choose one of them by its number, wb.profile(..., stack='{name}:0') to '{name}:{n - 1}'"
         raise AnatomyError(
             f"The stack {name} carries several residual streams at once: its state has shape {shape}, expected (batch, "
-            f"token, feature); {remedy if n else 'choose another model, because this one cannot be read'}.",
-            name=name,
-            value=shape,
-            expected="a stack with states of shape (batch, token, feature)",
+            f"token, feature); {remedy if n else 'choose another model, because this one cannot be read'}."
         )
     widths = {size for module in modules for p in module.parameters() if p.ndim < 3 for size in p.shape}
     parts = {part for module in modules for part in module.modules()}
@@ -426,19 +397,13 @@ def feature_axis_of(
         if axis is None:
             raise AnatomyError(
                 f"The states of {name} have shape {shape}, and its modules do not determine whether axis 1 or the last "
-                "one counts features, because both sizes are widths of theirs; pass images of another size.",
-                name="inputs",
-                value=shape,
-                expected="images of a size that is no width of the model",
+                "one counts features, because both sizes are widths of theirs; pass images of another size."
             )
     if len(shape) == 4 and may_be_second:
         return 1
     raise AnatomyError(
         f"The last dimension of the state of {name}, shape {shape}, is not its feature dimension; only streams with "
-        "features last, or images (batch, feature, height, width), can be read.",
-        name=name,
-        value=shape,
-        expected="a stack with states of shape (..., feature) or (batch, feature, height, width)",
+        "features last, or images (batch, feature, height, width), can be read."
     )
 
 

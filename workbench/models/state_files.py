@@ -92,10 +92,7 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
         inner = [key for key in WEIGHT_KEYS if isinstance(state.get(key), dict) and state[key]]
         if len(inner) > 1:
             raise CheckpointError(
-                f"{path.name} may hold weights under each of {', '.join(inner)}; save only one of them.",
-                name=path.name,
-                value=inner,
-                expected="one state dict",
+                f"{path.name} may hold weights under each of {', '.join(inner)}; save only one of them."
             )
         if not inner:
             break
@@ -103,29 +100,16 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
     if isinstance(state, Placeholder):
         raise CheckpointError(
             f"{path.name} contains no state dict, but an object of the class {state.full_name}; "
-            "save its module.state_dict() in an environment where that class is available.",
-            name=path.name,
-            value=state.full_name,
-            expected="a state dict",
+            "save its module.state_dict() in an environment where that class is available."
         )
     if isinstance(state, dict):
         state = {name: value for name, value in state.items() if not _is_empty_extra(name, value)}
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
     ):
-        raise CheckpointError(
-            f"{path.name} contains no state dict; save module.state_dict() in it.",
-            name=path.name,
-            value=type(state),
-            expected="a state dict",
-        )
+        raise CheckpointError(f"{path.name} contains no state dict; save module.state_dict() in it.")
     if any(value.layout is not torch.strided or value.is_quantized or value.is_nested for value in state.values()):
-        raise CheckpointError(
-            f"{path.name} contains sparse, quantized or nested tensors; save them as dense tensors.",
-            name=path.name,
-            value="sparse, quantized or nested tensors",
-            expected="dense tensors",
-        )
+        raise CheckpointError(f"{path.name} contains sparse, quantized or nested tensors; save them as dense tensors.")
     return state
 
 
@@ -150,12 +134,7 @@ def read_objects(path: Path) -> dict[str, Any]:
     """
     content = _read_weights(path, mmap=True)
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path.name} contains no dict of tensors; download it again.",
-            name=path.name,
-            value=type(content),
-            expected="a dict of tensors",
-        )
+        raise CheckpointError(f"{path.name} contains no dict of tensors; download it again.")
     return content
 
 
@@ -174,12 +153,7 @@ def check_safetensors(path: Path) -> None:
         with safe_open(path, framework="pt", backend="pread"):
             pass
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path.name} is truncated or not a safetensors file; download it again.",
-            name=path.name,
-            value=str(error),
-            expected="a complete safetensors file",
-        ) from error
+        raise CheckpointError(f"{path.name} is truncated or not a safetensors file; download it again.") from error
 
 
 def safetensors_state(path: Path) -> dict[str, LazyTensor]:
@@ -233,20 +207,11 @@ def numbered_shards(folder: Path) -> tuple[Path, ...]:
             sets.setdefault(f"{match[1]}-{{:0>5}}-of-{match[3]}{match[4]}", {})[int(match[2])] = file
     if len(sets) > 1:
         patterns = [pattern.replace("{:0>5}", "*") for pattern in sets]
-        raise CheckpointError(
-            f"{folder} contains several sets of shards ({', '.join(patterns)}); keep one.",
-            name=str(folder),
-            value=patterns,
-            expected="a folder with one set of shards",
-        )
+        raise CheckpointError(f"{folder} contains several sets of shards ({', '.join(patterns)}); keep one.")
     for pattern, found in sets.items():
         numbers = range(1, int(pattern.rsplit("-of-")[1][:5]) + 1)
         if missing := [pattern.format(i) for i in numbers if i not in found]:
-            raise CheckpointError(
-                f"The shard {missing[0]} is missing in {folder}; download that file too.",
-                name=missing[0],
-                expected="in the folder of the other shards",
-            )
+            raise CheckpointError(f"The shard {missing[0]} is missing in {folder}; download that file too.")
         return tuple(found[i] for i in numbers)
     return ()
 
@@ -265,11 +230,7 @@ def index_files(path: Path) -> tuple[tuple[Path, ...], bool]:
     for name in names:
         # transformers would follow a path out of the folder
         if Path(name).name != name or not (path.parent / name).is_file():
-            raise CheckpointError(
-                f"{path.name} lists {name}, which is not in the folder; download that file too.",
-                name=name,
-                expected="a file in the folder of the index",
-            )
+            raise CheckpointError(f"{path.name} lists {name}, which is not in the folder; download that file too.")
     return tuple(path.parent / name for name in names), isinstance(index.get("metadata"), dict)
 
 
@@ -284,10 +245,7 @@ def _read_weights(path: Path, *, mmap: bool) -> object:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path.name} was not loaded, because it contains more than tensors, possibly code; if you trust it, save "
-            "its state dict as .safetensors.",
-            name=path.name,
-            value="a pickle with more than tensors",
-            expected="a safetensors file or a pickle of tensors",
+            "its state dict as .safetensors."
         ) from error
 
 
@@ -312,16 +270,11 @@ def _read_pickle(path: Path, **options: bool) -> object:
     except Exception as error:  # a damaged file can cause any error in the reader
         if "TorchScript" in str(error):
             raise CheckpointError(
-                f"{path.name} is a program of TorchScript, not a state dict; save the state_dict() of its module.",
-                name=path.name,
-                value="a program of TorchScript",
-                expected="a state dict",
+                f"{path.name} is a program of TorchScript, not a state dict; save the state_dict() of its module."
             ) from error
         raise _damaged(path) from error
 
 
 def _damaged(path: Path) -> CheckpointError:
     """Create the exception for a damaged file."""
-    return CheckpointError(
-        f"{path.name} is damaged or incomplete; download it again.", name=path.name, expected="a complete file"
-    )
+    return CheckpointError(f"{path.name} is damaged or incomplete; download it again.")

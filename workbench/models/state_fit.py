@@ -155,10 +155,7 @@ def load_state(
     if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in module.state_dict().values()):
         raise CheckpointError(
             f"The weights of {type(module).__name__} are on the meta device and have no values; "
-            "call module.to_empty(device='cpu') before loading its weights.",
-            name="module",
-            value="meta tensors",
-            expected="a module with tensors in memory",
+            "call module.to_empty(device='cpu') before loading its weights."
         )
     fitting, misfit = matched_state(module, state, name, remedy=remedy, strict=strict)
     for tensor in fitting.values():
@@ -199,12 +196,7 @@ def matched_state(
     fitting = {key: tensor for key, tensor in state.items() if key in own and key not in kept}
     if misfit and (strict or not fitting):
         lenient = ", or pass wb.open_checkpoint(..., strict=False) to load the tensors that fit" if fitting else ""
-        raise CheckpointError(
-            f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}{lenient}.",
-            name=name,
-            value=misfit.found(),
-            expected=f"a checkpoint whose tensors fit {type(module).__name__}",
-        )
+        raise CheckpointError(f"{name} does not fit {type(module).__name__}: it {misfit.found()}; {remedy}{lenient}.")
     return fitting, misfit
 
 

@@ -116,10 +116,7 @@ def _streamed(
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Any]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def _fill_computed_buffers(model: nn.Module, state: Mapping[str, LazyTensor]) -> None:
@@ -182,10 +179,7 @@ class _Converter:
         if lost := needed - {*self._plain, *self._group_of}:
             raise CheckpointError(
                 f"{type(model).__name__} cannot be streamed, because it is unknown how {min(lost)} is computed from "
-                "the checkpoint; open it with wb.open_checkpoint(..., streaming=False).",
-                name="streaming",
-                value=min(lost),
-                expected="False for this model",
+                "the checkpoint; open it with wb.open_checkpoint(..., streaming=False)."
             )
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:

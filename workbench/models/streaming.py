@@ -144,10 +144,7 @@ class StreamedWeights:
             raise CheckpointError(
                 f"This operation needs all weights at once, {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
                 "open the checkpoint on the CPU with dtype='auto', so that weights stay in the files, or use a larger "
-                "machine.",
-                name="memory",
-                value=needed,
-                expected=f"at most the {free} bytes that are free",
+                "machine."
             )
         with self._all_of(parts):
             yield
@@ -261,10 +258,7 @@ def require_in_memory(model: nn.Module, what: str) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError(
             f"{what} needs all weights of {type(model).__name__} in memory, but they stay on disk; open it with "
-            "open_checkpoint(..., streaming=False).",
-            name="streaming",
-            value=True,
-            expected="False",
+            "open_checkpoint(..., streaming=False)."
         )
 
 

@@ -56,11 +56,7 @@ class StreamingChoice:
         why_not = why_not or ("" if is_strict else "with strict=False, missing weights are initialized in memory")
         if self.streaming is True and why_not:
             raise CheckpointError(
-                f"This checkpoint cannot be streamed: {why_not}; open it with "
-                "wb.open_checkpoint(..., streaming=False).",
-                name="streaming",
-                value=True,
-                expected="False or 'auto' for this checkpoint",
+                f"This checkpoint cannot be streamed: {why_not}; open it with wb.open_checkpoint(..., streaming=False)."
             )
         if self.streaming == "auto":
             return not why_not and n_bytes > free_memory(self.device or "cpu") / 2

@@ -121,9 +121,7 @@ class Subject:
                 )
         raise CheckpointError(
             f"{self.name} has no tokenizer; pass token ids instead of text, or a task of wb.tasks, or, if its tokens "
-            "are bytes, open it as wb.Subject(model, name='mine', source='here', own_tokenizer=wb.ByteTokenizer()).",
-            name="tokenizer",
-            expected="a tokenizer for inputs that are texts",
+            "are bytes, open it as wb.Subject(model, name='mine', source='here', own_tokenizer=wb.ByteTokenizer())."
         )
 
     def tokenize(self, texts: str | Sequence[str], *, max_length: PositiveInt = 64) -> dict[str, Tensor]:
@@ -144,12 +142,7 @@ class Subject:
         texts = [texts] if isinstance(texts, str) else list(texts)
         rows = [row[:max_length] for row in tokenizer(texts, add_special_tokens=True)["input_ids"]]
         if not any(rows):
-            raise SnapshotError(
-                "The texts are empty; pass at least one that is not.",
-                name="texts",
-                value=texts,
-                expected="a list with at least one text that is not empty",
-            )
+            raise SnapshotError("The texts are empty; pass at least one that is not.")
         filler = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
         length = max(len(row) for row in rows)
         ids = torch.tensor([row + [filler] * (length - len(row)) for row in rows])

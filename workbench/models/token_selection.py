@@ -115,12 +115,7 @@ class TokenSelection:
             mask = fitted.long()
         if self.skip_first:
             if mask.ndim < 2:
-                raise SnapshotError(
-                    "skip_first needs states of shape (batch, token, feature); pass batched inputs.",
-                    name="skip_first",
-                    value=self.skip_first,
-                    expected="0 for states without an axis of sequences",
-                )
+                raise SnapshotError("skip_first needs states of shape (batch, token, feature); pass batched inputs.")
             axis = require(self.layout.states, "skip_first", tuple(leading_shape))
             self._require_state_per_token(tuple(leading_shape), axis, batch)
             rows = mask.movedim(axis, 0)
@@ -140,10 +135,7 @@ class TokenSelection:
             raise SnapshotError(
                 f"skip_first leaves out the first tokens of each sequence, but there are {leading[1 - axis]} states "
                 f"for {known} tokens, as with a prompt or image tokens in front, so the first tokens cannot be "
-                "determined; pass skip_first=0.",
-                name="skip_first",
-                value=self.skip_first,
-                expected="0 for states that are not one for each token",
+                "determined; pass skip_first=0."
             )
 
     def _mask(self, leading: tuple[int, ...], batch: Any) -> Tensor | None:
@@ -171,10 +163,7 @@ class TokenSelection:
                 return None
             raise SnapshotError(
                 f"The {name} of shape {tuple(given.shape)} hides tokens, but the states have leading shape {leading}, "
-                "so padding cannot be distinguished from tokens; pass inputs without padding.",
-                name=name,
-                value=tuple(given.shape),
-                expected=f"a mask that fits states of leading shape {leading}",
+                "so padding cannot be distinguished from tokens; pass inputs without padding."
             )
         return found
 

@@ -53,12 +53,7 @@ def own_checkpoint(folder: Path) -> Path:
         if place.is_dir() and (match := _CHECKPOINT.fullmatch(place.name))
     }
     if len(found) > 1:
-        raise CheckpointError(
-            f"{folder} contains {len(found)} checkpoints; pass one, such as {found[max(found)]}.",
-            name=str(folder),
-            value=len(found),
-            expected="a folder with one checkpoint",
-        )
+        raise CheckpointError(f"{folder} contains {len(found)} checkpoints; pass one, such as {found[max(found)]}.")
     return next(iter(found.values()), folder)
 
 
@@ -139,26 +134,16 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
         if len(inner) > 1:
             names = ", ".join(place.name for place in inner)
             raise CheckpointError(
-                f"{folder} contains several distributed checkpoints ({names}); pass one, such as {inner[0]}.",
-                name=str(folder),
-                value=[place.name for place in inner],
-                expected="a folder with one checkpoint",
+                f"{folder} contains several distributed checkpoints ({names}); pass one, such as {inner[0]}."
             )
         return inner
     if files := single_files(folder):
         if len(files) > 1:
             names = ", ".join(file.name for file in files[:3])
-            raise CheckpointError(
-                f"{folder} contains several files that may be its weights ({names}); keep one.",
-                name=str(folder),
-                value=[file.name for file in files],
-                expected="a folder with one file of weights",
-            )
+            raise CheckpointError(f"{folder} contains several files that may be its weights ({names}); keep one.")
         return files
     raise CheckpointError(
-        f"{folder} contains no weights in a known format; pass the file or folder that contains them.",
-        name=str(folder),
-        expected="a folder with weights",
+        f"{folder} contains no weights in a known format; pass the file or folder that contains them."
     )
 
 
@@ -189,10 +174,7 @@ def _named_in(file: Path, pattern: str) -> Path:
     place = file.parent / (pattern.format(name) if name.isdecimal() else name)
     if not name or Path(name).name != name or not place.is_dir():
         raise CheckpointError(
-            f"{file} names '{name[:80]}', but there is no such folder next to it; download that folder too.",
-            name=str(file),
-            value=name[:80],
-            expected="the name of a folder next to the file",
+            f"{file} names '{name[:80]}', but there is no such folder next to it; download that folder too."
         )
     return place
 
@@ -211,17 +193,11 @@ def _complete_states(folder: Path, states: tuple[Path, ...]) -> Path:
     if any(file.name.startswith("zero_pp_rank") for file in states):  # with several ranks of model parallelism
         raise CheckpointError(
             f"{folder} contains weights partitioned by ZeRO-3; run the zero_to_fp32.py next to it and pass the file "
-            "that it writes.",
-            name=str(folder),
-            value="weights partitioned by ZeRO-3",
-            expected="a folder with complete weights",
+            "that it writes."
         )
     if len(states) > 1:
         raise CheckpointError(
             f"{folder} contains weights partitioned among {len(states)} ranks of model parallelism; "
-            "export them as one model and pass that.",
-            name=str(folder),
-            value=f"weights of {len(states)} ranks",
-            expected="a folder with complete weights",
+            "export them as one model and pass that."
         )
     return states[0]

@@ -42,10 +42,7 @@ def runnable(model: Subject | nn.Module) -> nn.Module:
     example = f", such as model.{next(iter(parts))}" if parts else ""
     raise AnatomyError(
         f"{type(module).__name__} has no forward, and {len(parts) or 'none'} of its parts have parameters, expected "
-        f"one; pass the part that maps inputs to outputs{example}.",
-        name="model",
-        value=type(module),
-        expected="a module with forward, or with one part that has parameters",
+        f"one; pass the part that maps inputs to outputs{example}."
     )
 
 

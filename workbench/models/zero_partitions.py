@@ -44,24 +44,14 @@ def partitioned_state(folder: Path) -> dict[str, LazyTensor]:
         counts = parts[0]["partition_count"] if parts else 0
         n_ranks = max(counts) if isinstance(counts, list | tuple) else counts
         if not n_ranks == len(models) == len(optimizers):
-            raise CheckpointError(
-                f"{damaged}: there are files of {len(optimizers)} of {n_ranks} ranks; {remedy}",
-                name=str(folder),
-                value=len(optimizers),
-                expected=f"a folder with the files of {n_ranks} ranks",
-            )
+            raise CheckpointError(f"{damaged}: there are files of {len(optimizers)} of {n_ranks} ranks; {remedy}")
         state = _merged(models[0], [list(part[_FLAT]) for part in parts])
         state |= _frozen(models)
         state |= {name: LazyTensor.of(models[0]["module"][name]) for name in models[0]["buffer_names"]}
         shared = dict(models[0].get("shared_params") or {})
         return state | {name: state[other] for name, other in shared.items() if other in state}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{damaged}, or has another layout; {remedy}",
-            name=str(folder),
-            value=str(error),
-            expected="a folder with the files of all ranks in the layout of ZeRO-3",
-        ) from error
+        raise CheckpointError(f"{damaged}, or has another layout; {remedy}") from error
 
 
 def _files(folder: Path, kind: str) -> list[Path]:

@@ -269,10 +269,7 @@ def _check_groups(n_query: int, n_key: int) -> None:
     """Raise OptionError if query heads cannot be divided equally among key heads."""
     if n_key == 0 or n_query % n_key:
         raise OptionError(
-            f"The number of query heads must be a multiple of that of key heads, got {n_query} and {n_key}.",
-            name="query heads",
-            value=n_query,
-            expected=f"a multiple of {n_key}",
+            f"The number of query heads must be a multiple of that of key heads, got {n_query} and {n_key}."
         )
 
 
@@ -280,17 +277,11 @@ def _check_heads(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> None:
     if wq0.shape != wq1.shape or wk0.shape != wk1.shape:
         raise OptionError(
             f"The weights at the base point have shapes {tuple(wq0.shape)} and {tuple(wk0.shape)}, the current ones "
-            f"{tuple(wq1.shape)} and {tuple(wk1.shape)}; pass the same heads twice.",
-            name="wq1, wk1",
-            value=(tuple(wq1.shape), tuple(wk1.shape)),
-            expected="of the shapes of wq0 and wk0",
+            f"{tuple(wq1.shape)} and {tuple(wk1.shape)}; pass the same heads twice."
         )
     if wq0.ndim < 3 or wq0.shape[-2:] != wk0.shape[-2:] or wq0.shape[:-3] != wk0.shape[:-3]:
         raise OptionError(
             f"Query weights of shape {tuple(wq0.shape)} and key weights of shape {tuple(wk0.shape)} have no product; "
-            "expected (..., head, feature, head_dim) with the same feature and head_dim.",
-            name="wk0",
-            value=tuple(wk0.shape),
-            expected="of shape (..., head, feature, head_dim), with the feature and head_dim of wq0",
+            "expected (..., head, feature, head_dim) with the same feature and head_dim."
         )
     _check_groups(wq0.shape[-3], wk0.shape[-3])

@@ -141,10 +141,7 @@ def _root_of_preconditioner(optimizer: torch.optim.Optimizer, group: dict, weigh
     if "exp_avg_sq" not in state or "step" not in state or "betas" not in group:
         raise OptionError(
             f"{type(optimizer).__name__} has no second moment of a parameter of shape {tuple(weight.shape)}; pass Adam "
-            "or AdamW after a step with gradients of all parameters.",
-            name="optimizer",
-            value=optimizer,
-            expected="Adam or AdamW after a step with gradients of all parameters",
+            "or AdamW after a step with gradients of all parameters."
         )
     second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
     correction = 1 - group["betas"][1] ** float(state["step"])
@@ -236,8 +233,5 @@ def _split(flat: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor]:
 def _check(n_weights: int) -> None:
     if not n_weights:
         raise OptionError(
-            "The model has no trainable parameters, along which sharpness is the curvature; set requires_grad.",
-            name="model",
-            value=0,
-            expected="a model with trainable parameters",
+            "The model has no trainable parameters, along which sharpness is the curvature; set requires_grad."
         )

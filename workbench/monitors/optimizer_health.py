@@ -212,10 +212,7 @@ def _same_shapes(name: str, first: Tensors, other: str, second: Tensors) -> tupl
     shapes = [tuple(t.shape) for t in first], [tuple(t.shape) for t in second]
     if shapes[0] != shapes[1]:
         raise OptionError(
-            f"{name} and {other} have shapes {shapes[0]} and {shapes[1]}; pass the same tensors in the same order.",
-            name=other,
-            value=shapes[1],
-            expected=f"of the shapes of {name}, {shapes[0]}",
+            f"{name} and {other} have shapes {shapes[0]} and {shapes[1]}; pass the same tensors in the same order."
         )
     return first, second
 

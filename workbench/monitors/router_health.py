@@ -142,10 +142,7 @@ def expert_load(choices: Tensor, n_experts: int) -> Tensor:
     if choices.numel() and not (int(choices.min()) >= 0 and int(choices.max()) < n_experts):
         raise OptionError(
             f"choices go from {int(choices.min())} to {int(choices.max())}, expected indices of {n_experts} experts; "
-            "pass the number of experts of this router.",
-            name="choices",
-            value=(int(choices.min()), int(choices.max())),
-            expected=f"between 0 and {n_experts - 1}",
+            "pass the number of experts of this router."
         )
     flat = choices.flatten(-2).long()
     ones = widened(torch.ones_like(flat))
@@ -223,10 +220,7 @@ def routing_change(before: Tensor, after: Tensor) -> Tensor:
     """
     if before.shape != after.shape:
         raise OptionError(
-            f"Choices of shape {tuple(before.shape)} and {tuple(after.shape)} differ; pass the same tokens.",
-            name="after",
-            value=tuple(after.shape),
-            expected=f"of shape {tuple(before.shape)}",
+            f"Choices of shape {tuple(before.shape)} and {tuple(after.shape)} differ; pass the same tokens."
         )
     is_kept = (after[..., :, None] == before[..., None, :]).any(-1)
     return widened(~is_kept).mean((-2, -1))

@@ -40,12 +40,7 @@ def columns_of(
     import xarray as xr
 
     if not isinstance(data, xr.Dataset):
-        raise SchemaError(
-            f"The {what} is {_described(data)}, expected a dataset from {source}.",
-            name=what,
-            value=data,
-            expected=f"a dataset from {source}",
-        )
+        raise SchemaError(f"The {what} is {_described(data)}, expected a dataset from {source}.")
     require_variables(data, needed, what=what, source=source)
     names = [*needed, *(name for name in optional if name in data.variables)]
     dim = dim or next((str(d) for d in data[needed[0]].dims), "run")
@@ -53,15 +48,10 @@ def columns_of(
         if data[name].dims != (dim,):
             has = ", ".join(map(str, data[name].dims)) or "no dimension"
             raise SchemaError(
-                f"In the {what}, {name} has dimensions {has}, expected only {dim}; select or average first.",
-                name=name,
-                value=data[name].dims,
-                expected=f"a variable with the single dimension {dim}",
+                f"In the {what}, {name} has dimensions {has}, expected only {dim}; select or average first."
             )
     if not data.sizes[dim]:
-        raise SchemaError(
-            f"The {what} is empty along {dim}; select less narrowly.", name=dim, value=0, expected="at least one entry"
-        )
+        raise SchemaError(f"The {what} is empty along {dim}; select less narrowly.")
     return {name: data[name].values for name in names}
 
 
@@ -78,11 +68,7 @@ def require_variables(data: xr.Dataset, needed: Sequence[str], *, what: str, sou
         SchemaError: Names the missing variables.
     """
     if missing := [name for name in needed if name not in data.variables]:
-        raise SchemaError(
-            f"The {what} lacks {', '.join(missing)}; create it with {source}.",
-            name=", ".join(missing),
-            expected=f"a variable of the {what}",
-        )
+        raise SchemaError(f"The {what} lacks {', '.join(missing)}; create it with {source}.")
 
 
 def require_choices(name: str, chosen: Sequence[str], choices: Iterable[str]) -> None:
@@ -102,7 +88,7 @@ def require_choices(name: str, chosen: Sequence[str], choices: Iterable[str]) ->
             raise SchemaError.of(name, each, choices)
     if not len(chosen):
         listed = f"; choose from {', '.join(choices)}" if choices else ""
-        raise SchemaError(f"{name} is empty{listed}.", name=name, value=(), expected=choices or "at least one name")
+        raise SchemaError(f"{name} is empty{listed}.")
 
 
 def by_name(
@@ -120,10 +106,7 @@ def by_name(
     datasets: Mapping[str, xr.Dataset] = data
     if not isinstance(data, Mapping) or not data:
         raise SchemaError(
-            f"The {what} is {_described(data)}, expected a dataset from {source} or a dict of name: dataset.",
-            name=what,
-            value=data,
-            expected=f"a dataset from {source}, or several by name",
+            f"The {what} is {_described(data)}, expected a dataset from {source} or a dict of name: dataset."
         )
     return {str(key): value for key, value in datasets.items()}
 

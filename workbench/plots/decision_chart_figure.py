@@ -154,11 +154,7 @@ def chart_of(points: xr.Dataset, limits: xr.Dataset | None = None) -> DecisionCh
     mass, condition = (columns[name] for name in needed)
     is_placed = np.isfinite(mass) & ~np.isnan(condition)
     if not is_placed.any():
-        raise SchemaError(
-            "No point has both near_unit_mass and eigenvector_condition; measure at least one.",
-            name="points",
-            expected="points with finite values of near_unit_mass and eigenvector_condition",
-        )
+        raise SchemaError("No point has both near_unit_mass and eigenvector_condition; measure at least one.")
     if limits is None:
         limits = published.decision_chart()
     require_variables(limits, needed, what="chart", source="wb.published.decision_chart()")

@@ -185,11 +185,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
         if at >= 0:
             seen[name, at] = max(seen.get((name, at), 0.0), float(np.nan_to_num(strength)))
     if not seen:
-        raise SchemaError(
-            "No symptom of the evidence has a step; draw evidence_bars() instead.",
-            name="step",
-            expected="at least 0 for one symptom",
-        )
+        raise SchemaError("No symptom of the evidence has a step; draw evidence_bars() instead.")
     first: dict[str, float] = {}
     for name, at in seen:
         first[name] = min(at, first.get(name, at))

@@ -68,30 +68,17 @@ def save(figure: Dimensioned, path: str | os.PathLike[str], *, overwrite: bool =
     path = Path(path)
     backend = _BACKEND_OF.get(path.suffix.lower())
     if backend is None:
-        raise StoreError(
-            f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(_BACKEND_OF)}.",
-            name="path",
-            value=path,
-            expected=tuple(_BACKEND_OF),
-        )
+        raise StoreError(f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(_BACKEND_OF)}.")
     require_lab("Figures", "holoviews", backend)
     figure = for_backend(figure, backend)
     drawn_for = drawn_backends(figure)
     if drawn_for and backend not in drawn_for:
         raise StoreError(
             f"A {path.suffix} file needs a figure for {backend}, this one is drawn for {drawn_for[0]}; "
-            f"draw it with backend='{backend}' or choose another suffix.",
-            name="figure",
-            value=drawn_for[0],
-            expected=f"a figure for {backend}",
+            f"draw it with backend='{backend}' or choose another suffix."
         )
     if not path.parent.is_dir():
-        raise StoreError(
-            f"The folder '{path.parent}' does not exist; create it first.",
-            name="path",
-            value=path,
-            expected="in an existing folder",
-        )
+        raise StoreError(f"The folder '{path.parent}' does not exist; create it first.")
     check_free(path, overwrite=overwrite)
     content = _html(figure) if backend == "bokeh" else _image(figure, path.suffix[1:].lower(), dpi)
     with replacing(path) as partial:

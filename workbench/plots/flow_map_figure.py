@@ -174,23 +174,13 @@ def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[FlowPath]:
     """
     flows = by_name(flow, what="flow", source="wb.flow.measure()")
     if len(flows) > _MOST_MODELS:
-        raise SchemaError(
-            f"There are {len(flows)} flows, expected at most {_MOST_MODELS}; draw some of them.",
-            name="flow",
-            value=len(flows),
-            expected=f"at most {_MOST_MODELS} datasets",
-        )
+        raise SchemaError(f"There are {len(flows)} flows, expected at most {_MOST_MODELS}; draw some of them.")
     paths = []
     for given, data in flows.items():
         name = given or str(data.attrs.get("subject", "flow"))
         require_variables(data, _NEEDED, what=f"flow '{name}'", source="wb.flow.measure()")
         if "step" in data["state_rms"].dims:
-            raise SchemaError(
-                f"The flow '{name}' has several steps; select one, for example flow.isel(step=-1).",
-                name="step",
-                value=data["state_rms"].dims,
-                expected="a single step",
-            )
+            raise SchemaError(f"The flow '{name}' has several steps; select one, for example flow.isel(step=-1).")
         paths.append(_path_of(name, data))
     return paths
 

@@ -60,11 +60,7 @@ def pilot_losses(data: xr.Dataset, *, backend: str = "bokeh") -> Any:
     require_variables(data, ("loss", "trivial_loss", *_ESTIMATES), what="pilot", source="wb.find_rate()")
     loss = data["loss"].values
     if not np.isfinite(loss).any():
-        raise SchemaError(
-            "The pilot has no finite loss; repeat it with a smaller wb.find_rate(..., start=).",
-            name="loss",
-            expected="finite for one run",
-        )
+        raise SchemaError("The pilot has no finite loss; repeat it with a smaller wb.find_rate(..., start=).")
     factor = float(data.attrs.get("rate_factor", 1))
     rate, lengths = factor * data["rate"].values, data["n_updates"].values.tolist()
     slow, best, edge, low, high = (float(data[name]) for name in _ESTIMATES)

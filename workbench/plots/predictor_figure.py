@@ -157,9 +157,7 @@ def _columns(table: xr.Dataset) -> tuple[list[str], dict[str, np.ndarray]]:
     columns = columns_of(table, _OURS, optional=optional, what="table of predictors", source=_SOURCE, dim="predictor")
     if np.isnan(columns["auroc"].astype(float)).all():
         raise SchemaError(
-            "The table of predictors has no AUROC, which needs both runs that diverged and runs that converged.",
-            name="auroc",
-            expected="known for one predictor",
+            "The table of predictors has no AUROC, which needs both runs that diverged and runs that converged."
         )
     unknown = np.full(len(columns["auroc"]), np.nan)
     return names_along(table, "predictor"), {

@@ -85,11 +85,7 @@ def comparison_measures(comparison: xr.Dataset, measures: Sequence[str]) -> list
     """
     known = [str(name) for name, v in comparison.data_vars.items() if v.dims == ("architecture", "source")]
     if not known:
-        raise SchemaError(
-            "The dataset has no variables by architecture and source; create it with wb.compare().",
-            name="comparison",
-            expected="a dataset from workbench.compare()",
-        )
+        raise SchemaError("The dataset has no variables by architecture and source; create it with wb.compare().")
     require_choices("measures", measures, known)
     return list(measures)
 

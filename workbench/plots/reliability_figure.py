@@ -151,18 +151,9 @@ def bins_of(reliability: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Bins]:
         columns = columns_of(data, needed, what="reliability table", source=_SOURCE, dim="bin")
         has_runs = (columns["n_runs"] > 0) & np.isfinite(columns["mean_probability"])
         if not has_runs.any():
-            raise SchemaError(
-                f"No bin of the reliability table '{name}' holds a run; create it with {_SOURCE}.",
-                name="n_runs",
-                value=0,
-                expected="positive in one bin",
-            )
+            raise SchemaError(f"No bin of the reliability table '{name}' holds a run; create it with {_SOURCE}.")
         if "ece" not in data.attrs:
-            raise SchemaError(
-                f"The reliability table '{name}' lacks the attribute ece; create it with {_SOURCE}.",
-                name="ece",
-                expected="an attribute of the table",
-            )
+            raise SchemaError(f"The reliability table '{name}' lacks the attribute ece; create it with {_SOURCE}.")
         order = np.argsort(columns["mean_probability"][has_runs])
         columns = {key: column[has_runs][order] for key, column in columns.items()}
         level, n_left_out = float(data.attrs.get("level", 0.95)), int(data.attrs.get("n_left_out", 0))

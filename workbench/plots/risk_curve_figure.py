@@ -88,7 +88,7 @@ def _require(name: str, data: xr.Dataset) -> None:
     require_variables(data, (*_PROBABILITIES, *_EDGES), what=what, source="wb.risk.over_rates()")
     if np.isnan(data["failure"].values.astype(float)).all():
         reason = str(data.attrs.get("reason", ""))
-        raise SchemaError(f"The {what} is unknown. {reason}".strip(), name="failure", expected="known at one rate")
+        raise SchemaError(f"The {what} is unknown. {reason}".strip())
 
 
 def _draw_one(draw: Primitives, risk: xr.Dataset, learning_rate: float | None) -> Sequence[str]:

@@ -129,17 +129,9 @@ def lines_of(curves: xr.Dataset | Mapping[str, xr.Dataset]) -> list[RocLine]:
         columns = columns_of(data, names, what="ROC curve", source=_SOURCE, dim="point")
         rates = np.array([columns[key] for key in names[:2]], dtype=float)
         if not _is_fraction(rates):
-            raise SchemaError(
-                f"The ROC curve '{name}' has rates outside of 0 to 1; create it with {_SOURCE}.",
-                name="false_positive_rate" if not _is_fraction(rates[0]) else "true_positive_rate",
-                expected="from 0 to 1",
-            )
+            raise SchemaError(f"The ROC curve '{name}' has rates outside of 0 to 1; create it with {_SOURCE}.")
         if "auroc" not in data.attrs:
-            raise SchemaError(
-                f"The ROC curve '{name}' lacks the attribute auroc; create it with {_SOURCE}.",
-                name="auroc",
-                expected="an attribute of the curve",
-            )
+            raise SchemaError(f"The ROC curve '{name}' lacks the attribute auroc; create it with {_SOURCE}.")
         interval = (float(data.attrs.get("low", np.nan)), float(data.attrs.get("high", np.nan)))
         counts = tuple(int(data.attrs[key]) for key in ("n_runs", "n_diverged") if key in data.attrs)
         lines.append(RocLine(name, columns, float(data.attrs["auroc"]), interval, counts))

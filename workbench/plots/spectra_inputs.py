@@ -43,20 +43,12 @@ def named_spectra(
     if not isinstance(spectra, Mapping) or not spectra:
         raise SchemaError(
             f"The spectra are {_described(spectra)}, expected a dataset from wb.profile() "
-            "or a non-empty dict of name: dataset.",
-            name="spectra",
-            value=spectra,
-            expected="a dataset or run, or several by name",
+            "or a non-empty dict of name: dataset."
         )
     models = {}
     for name, data in spectra.items():
         if not isinstance(data, xr.Dataset | xr.DataTree):
-            raise SchemaError(
-                f"'{name}' is {_described(data)}, expected a dataset from wb.profile().",
-                name=str(name),
-                value=data,
-                expected="a dataset or run",
-            )
+            raise SchemaError(f"'{name}' is {_described(data)}, expected a dataset from wb.profile().")
         model = spectra_of(named_runs({str(name): data})[str(name)]) if isinstance(data, xr.DataTree) else data
         validate_spectra(model)
         label = str(name)
@@ -68,10 +60,7 @@ def named_spectra(
             choice = ", or draw with step='last'" if extra == ["step"] else ""
             raise SchemaError(
                 f"'{name}' has dimensions {', '.join(extra)}, but a figure shows one spectrum per layer; select one, "
-                f"for example spectra.isel({extra[0]}=-1){choice}.",
-                name=str(name),
-                value=tuple(extra),
-                expected="without these dimensions",
+                f"for example spectra.isel({extra[0]}=-1){choice}."
             )
         models[label] = model
     return models

@@ -166,12 +166,7 @@ def _columns(runs: Mapping[str, xr.DataTree], steps: Iterable[int] | None) -> li
         if not recorded[0] <= step <= last:
             raise OptionError.of("steps", step, f"from {recorded[0]} to {last}")
     if not steps:
-        raise OptionError(
-            f"steps is empty; choose steps from {recorded[0]} to {last}, or pass None.",
-            name="steps",
-            value=(),
-            expected=f"numbers from {recorded[0]} to {last}",
-        )
+        raise OptionError(f"steps is empty; choose steps from {recorded[0]} to {last}, or pass None.")
     return steps
 
 

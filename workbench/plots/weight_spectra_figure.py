@@ -67,10 +67,7 @@ def weight_spectra(
     if spectra["alpha"].dims != ("matrix",):
         dims = tuple(map(str, spectra["alpha"].dims))
         raise SchemaError(
-            f"The weight spectra have dimensions {', '.join(dims)}, expected only matrix; select one step.",
-            name="alpha",
-            value=dims,
-            expected="a variable with the single dimension matrix",
+            f"The weight spectra have dimensions {', '.join(dims)}, expected only matrix; select one step."
         )
     rules = WEIGHTS | WEIGHT_CHANGES
     known = [name for name in rules if name in spectra and rules[name].dims == ("matrix",)]
@@ -112,22 +109,14 @@ def density_of(spectra: xr.Dataset, matrix: str | None = None) -> dict[str, Any]
         matrix = names[int(np.nanargmin(alphas))] if np.isfinite(alphas).any() else names[0]
     if matrix not in names:
         raise SchemaError(
-            f"There is no matrix '{matrix}'; choose from those in spectra['matrix'], such as '{names[0]}'.",
-            name="matrix",
-            value=matrix,
-            expected=tuple(names),
+            f"There is no matrix '{matrix}'; choose from those in spectra['matrix'], such as '{names[0]}'."
         )
     of_matrix = spectra.isel(matrix=names.index(matrix))
     values = {name: float(of_matrix[name]) for name in WEIGHTS if of_matrix[name].ndim == 0}
     size = max(int(of_matrix["n_rows"]), int(of_matrix["n_columns"]))
     eigenvalues = of_matrix["singular_value"].dropna("value").values ** 2 / size
     if not eigenvalues.any():
-        raise SchemaError(
-            f"The matrix '{matrix}' is zero and has no eigenvalue density; choose another one.",
-            name="matrix",
-            value=matrix,
-            expected="not zero",
-        )
+        raise SchemaError(f"The matrix '{matrix}' is zero and has no eigenvalue density; choose another one.")
     largest = eigenvalues.max()
     shown = eigenvalues[eigenvalues >= _LOWEST * largest]
     low, high = np.log10([shown.min(), largest])
@@ -180,10 +169,7 @@ def _depth_note(spectra: xr.Dataset, measure: str) -> list[str]:
     outside = [
         f"{role or clipped(str(name), 24)} {three_digits(value)}"
         for role, name, value in zip(
-            spectra["role"].values[is_outside],
-            spectra["matrix"].values[is_outside],
-            values[is_outside],
-            strict=True,
+            spectra["role"].values[is_outside], spectra["matrix"].values[is_outside], values[is_outside], strict=True
         )
         if np.isfinite(value)
     ]

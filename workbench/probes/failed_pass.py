@@ -91,18 +91,10 @@ def first_bad_tensor(model: Subject | nn.Module, loss_of: LossOf, *, around: Aro
     module = bare(unwrap(model))
     weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
     if not weights:
-        raise OptionError(
-            "The model has no trainable parameters; make some of them require gradients.",
-            name="model",
-            value=0,
-            expected="a model with trainable parameters",
-        )
+        raise OptionError("The model has no trainable parameters; make some of them require gradients.")
     if is_split(module):
         raise OptionError(
-            "The model is sharded over ranks, each of which sees only a part; load its checkpoint on one device.",
-            name="model",
-            value=module,
-            expected="a model on one device",
+            "The model is sharded over ranks, each of which sees only a part; load its checkpoint on one device."
         )
     calls = Calls(module)
     with _as_in_training(module), around():

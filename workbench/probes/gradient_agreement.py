@@ -126,9 +126,7 @@ class ProjectedGradients:
 
 
 def _wrong_shape(name: str, shape: tuple[int, ...], expected: str) -> OptionError:
-    return OptionError(
-        f"{name} must have shape {expected}, got {shape}.", name=name, value=shape, expected=f"of shape {expected}"
-    )
+    return OptionError(f"{name} must have shape {expected}, got {shape}.")
 
 
 @dataclass(frozen=True)

@@ -74,10 +74,7 @@ def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradi
         if before.computed.shape != step.computed.shape:
             raise OptionError(
                 f"The projections of {age} steps before have shape {before.computed.shape}, expected that of the step, "
-                f"{step.computed.shape}; pass steps of the same parameters and ranks.",
-                name="earlier",
-                value=before.computed.shape,
-                expected=f"of shape {step.computed.shape}",
+                f"{step.computed.shape}; pass steps of the same parameters and ranks."
             )
     if not step.n_passes:
         return _not_measured(step, "no backward pass reached the parameters; the optimizer may update copies of them")

@@ -93,25 +93,17 @@ class GradientProjections:
         self.parameters = tuple(parameters)
         self._shards = {} if model is None else parameters_of_shards(model)
         if not self.parameters:
-            raise OptionError(
-                "There are no parameters; pass those of the optimizer.", name="parameters", expected="not empty"
-            )
+            raise OptionError("There are no parameters; pass those of the optimizer.")
         for number, parameter in enumerate(self.parameters):
             if _is_sharded(parameter) and not (id(parameter) in self._shards and _is_in_rows(parameter)):
                 raise OptionError(
                     f"Parameter {number} is sharded over ranks (tensor parallel, ZeRO, or FSDP without model=), so its "
                     "gradient is reduced before a hook sees it; check sums over ranks with known_answer_all_reduce "
-                    "instead.",
-                    name=f"parameters[{number}]",
-                    value=parameter,
-                    expected="not sharded, or sharded by FSDP2 with model=",
+                    "instead."
                 )
             if parameter.device.type == "mps":
                 raise OptionError(
-                    "Devices of type mps have no float64, in which gradients are projected; use another device.",
-                    name=f"parameters[{number}]",
-                    value="mps",
-                    expected="on a device with float64",
+                    "Devices of type mps have no float64, in which gradients are projected; use another device."
                 )
         self._after_update: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         spread = range(0, len(self.parameters), -(-len(self.parameters) // _N_MARKED))
@@ -228,12 +220,7 @@ class GradientProjections:
             (1, 2, 8)
         """
         if not self.is_armed:
-            raise OptionError(
-                "The projections are not armed; call arm() before the first backward pass of the step.",
-                name="is_armed",
-                value=False,
-                expected="True",
-            )
+            raise OptionError("The projections are not armed; call arm() before the first backward pass of the step.")
         return self.gathered(self.measured())
 
     def measured(self) -> tuple[np.ndarray, np.ndarray]:

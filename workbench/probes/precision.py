@@ -123,10 +123,7 @@ def precision_errors(
     device = next((p.device.type for p in model.parameters()), "cpu")
     if device == "mps":
         raise OptionError(
-            "Devices of type mps have no float64, in which the model is computed for comparison; move it to the CPU.",
-            name="model",
-            value="mps",
-            expected="on a device with float64",
+            "Devices of type mps have no float64, in which the model is computed for comparison; move it to the CPU."
         )
     if anatomy is None or query_keys is None:
         inputs = _inputs_of(model, loss_of)
@@ -235,11 +232,7 @@ def _inputs_of(model: nn.Module, loss_of: LossOf) -> Any:
     with undisturbed(model), watch([(model, note, True)]):
         loss_of(model)
     if not seen:
-        raise OptionError(
-            "loss_of did not call the model; return a loss of model(inputs).",
-            name="loss_of",
-            expected="a function that calls the model",
-        )
+        raise OptionError("loss_of did not call the model; return a loss of model(inputs).")
     return seen[0]
 
 

@@ -85,10 +85,7 @@ def update_effect(
         if name not in now or now[name].shape != weight.shape:
             raise OptionError(
                 f"before contains {name} of shape {tuple(weight.shape)}, which is not a parameter of the model; pass "
-                "copies of model.named_parameters() by their names.",
-                name=name,
-                value=tuple(weight.shape),
-                expected="a parameter of the model, of the same shape",
+                "copies of model.named_parameters() by their names."
             )
     holder = _Loss(model, loss_of)
     parts: list[Tensor] = []

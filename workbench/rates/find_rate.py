@@ -167,10 +167,7 @@ class FoundRates:
         """
         if self.optimizer and not is_of_adam(self.optimizer):
             raise OptionError(
-                f"Adam's rule for widths does not hold for {self.optimizer}; run a pilot at the target width.",
-                name="optimizer",
-                value=self.optimizer,
-                expected=_ADAMS,
+                f"Adam's rule for widths does not hold for {self.optimizer}; run a pilot at the target width."
             )
         factor = 1 / float(ratio) if parametrization == "standard" else 1.0
         error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
@@ -296,20 +293,11 @@ def find_rate(
         `workbench.risk.predict`: Predicts the risk of a planned run, with a pilot if there is one.
     """
     if (loop is None) == (model is None) or (model is None) != (task is None):
-        given = tuple(name for name, each in (("model", model), ("task", task), ("loop", loop)) if each is not None)
-        raise OptionError(
-            "find_rate() needs either a model and a task, or loop=.",
-            name="loop" if "loop" in given or not given else "task" if "model" in given else "model",
-            value=given,
-            expected="either model and task, or loop",
-        )
+        raise OptionError("find_rate() needs either a model and a task, or loop=.")
     if isinstance(optimizer, torch.optim.Optimizer):
         raise OptionError(
             "An existing optimizer cannot be used on copies of the model; name its class, or pass a function that "
-            "creates it.",
-            name="optimizer",
-            value=optimizer,
-            expected="the name of a class or a function",
+            "creates it."
         )
     if start is not None and not LOWEST < start < HIGHEST:
         raise OptionError.of("start", start, f"a learning rate between {LOWEST:g} and {HIGHEST:g}")
@@ -357,10 +345,7 @@ def _check_unset_with_loop(settings: dict[str, Any]) -> None:
     defaults = inspect.signature(find_rate).parameters
     if given := [name for name, value in settings.items() if value != defaults[name].default]:
         raise OptionError(
-            f"{', '.join(given)} cannot be combined with loop=; set {'it' if len(given) == 1 else 'them'} in the loop.",
-            name=given[0],
-            value=settings[given[0]],
-            expected="unset with loop=",
+            f"{', '.join(given)} cannot be combined with loop=; set {'it' if len(given) == 1 else 'them'} in the loop."
         )
 
 

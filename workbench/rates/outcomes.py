@@ -157,10 +157,7 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
     _require_curves(runs)
     if (n_cells := len(set(runs["cell"].values.tolist()))) > 1:
         raise SchemaError(
-            f"The runs belong to {n_cells} cells; select one, for example with runs.cell == runs.cell[0].",
-            name="cell",
-            value=n_cells,
-            expected="the same for all runs",
+            f"The runs belong to {n_cells} cells; select one, for example with runs.cell == runs.cell[0]."
         )
     table = LossTable.of(runs, n_steps)
     variables = {
@@ -181,10 +178,7 @@ def _compared(sweep: xr.Dataset, study: str, architecture: str, table: LossTable
     if found is None or found.seed.tolist() != table.seed.tolist():
         raise SchemaError(
             f"The study '{study}' must have one cell of {architecture} with seeds {table.seed.tolist()} to compare "
-            f"with, but it has {n_cells if found is None else f'seeds {found.seed.tolist()}'}.",
-            name="against",
-            value=study,
-            expected=f"a study with one cell of {architecture} and seeds {table.seed.tolist()}",
+            f"with, but it has {n_cells if found is None else f'seeds {found.seed.tolist()}'}."
         )
     return found
 
@@ -311,10 +305,7 @@ def held_out_at(runs: xr.Dataset, step: float) -> np.ndarray:
     if abs(nearest - step) > 0.5 or not 0 < nearest <= settings["training"]["n_steps"]:
         raise SchemaError(
             f"No held-out loss was measured at update {step:g}; it was measured every {every} updates up to "
-            f"{settings['training']['n_steps']}.",
-            name="n_steps",
-            value=step,
-            expected=f"a multiple of {every}, at most {settings['training']['n_steps']}",
+            f"{settings['training']['n_steps']}."
         )
     is_at = np.isclose(runs["evaluation_step"].values, nearest)
     return np.where(is_at, np.nan_to_num(runs["held_out_loss"].values, nan=math.inf), math.inf).min(axis=1)
@@ -325,7 +316,5 @@ def _require_curves(sweep: xr.Dataset) -> None:
     missing = [name for name in ("held_out_loss", "training_loss", "trivial_loss") if name not in sweep.variables]
     if missing or np.isnan(sweep["trivial_loss"].values).all():
         raise SchemaError(
-            "The sweep has no losses along its runs; record it with wb.sweeps.RunSettings(..., n_evaluations=).",
-            name=missing[0] if missing else "trivial_loss",
-            expected="recorded, with n_evaluations=",
+            "The sweep has no losses along its runs; record it with wb.sweeps.RunSettings(..., n_evaluations=)."
         )

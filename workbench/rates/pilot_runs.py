@@ -97,10 +97,7 @@ class ModelRuns:
         if task.describe().get("is_one_shot"):
             raise OptionError(
                 "The data can be read only once, but every pilot run reads them; pass a DataLoader or a list of "
-                "batches.",
-                name="task",
-                value=self.task,
-                expected="data that can be read several times",
+                "batches."
             )
         if callable(read_held_out := getattr(task, "held_out", None)):
             held_out, self._data = [read_held_out(_N_HELD_OUT)], task
@@ -134,12 +131,7 @@ class ModelRuns:
                 if limits[len(found) - 1] < found[-1] < math.inf:
                     return found
         if is_finite and n_done < steps[-1]:
-            raise OptionError(
-                f"The data end after {n_done:,} batches, but a pilot run needs {steps[-1]:,}.",
-                name="task",
-                value=n_done,
-                expected=f"at least {steps[-1]} batches",
-            )
+            raise OptionError(f"The data end after {n_done:,} batches, but a pilot run needs {steps[-1]:,}.")
         return found + [math.inf] * (len(steps) - len(found))
 
     def _new_model(self, seed: int) -> nn.Module:
@@ -196,10 +188,7 @@ class LoopRuns:
                 if len(losses) < steps[-1]:
                     raise OptionError(
                         f"The loop ended after {counted(len(losses), 'update')}, but a pilot run needs {steps[-1]:,}; "
-                        "let it continue until it is closed, also at large losses.",
-                        name="loop",
-                        value=len(losses),
-                        expected=f"a loop of at least {steps[-1]} updates",
+                        "let it continue until it is closed, also at large losses."
                     )
         finally:
             if callable(close := getattr(running, "close", None)):
@@ -213,12 +202,7 @@ def _set_aside(task: Task, n_needed: int) -> tuple[list[Any], Task]:
     if not isinstance(n_batches, int) or n_batches >= _N_SET_ASIDE + n_needed:
         return list(islice(task.stream(0), _N_SET_ASIDE)), LaterBatches(task, _N_SET_ASIDE)
     if n_batches < 2:
-        raise OptionError(
-            "The data have a single batch, but the pilot holds out at least one; pass two or more.",
-            name="task",
-            value=n_batches,
-            expected="at least two batches",
-        )
+        raise OptionError("The data have a single batch, but the pilot holds out at least one; pass two or more.")
     # Kept in a list, because shuffling in the next epoch would mix held-out and training examples.
     batches = list(islice(task.stream(0), n_batches))
     n_aside = min(_N_SET_ASIDE, max(1, n_batches // 5))

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 SUFFIXES = (".html", ".md", ".ipynb")
-_DOCUMENTS = {
-    "assessment": assessment_document,
-    "diagnosis": diagnosis_document,
-    "comparison": comparison_document,
-}
+_DOCUMENTS = {"assessment": assessment_document, "diagnosis": diagnosis_document, "comparison": comparison_document}
 
 
 def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -79,12 +75,7 @@ def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
         MissingPackageError: If the packages that draw the pictures are not installed.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise StoreError(
-            f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(SUFFIXES)}.",
-            name="path",
-            value=path,
-            expected=SUFFIXES,
-        )
+        raise StoreError(f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(SUFFIXES)}.")
     require_lab("The pictures of a report", "holoviews", "matplotlib", "PIL")
     companion = {".md": path.with_name(f"{path.stem}_pictures"), ".ipynb": path.with_suffix(".nc")}.get(
         path.suffix.lower()
@@ -113,10 +104,7 @@ def document_of(tree: xr.DataTree) -> Document:
     if kind not in _DOCUMENTS:
         raise SchemaError(
             f"The kind of the tree is {kind!r}, expected one of {', '.join(_DOCUMENTS)}; create it with wb.assess(), "
-            "wb.diagnose() or wb.compare_designs().",
-            name="kind",
-            value=kind,
-            expected=tuple(_DOCUMENTS),
+            "wb.diagnose() or wb.compare_designs()."
         )
     return _DOCUMENTS[kind](tree)
 

@@ -95,11 +95,7 @@ class Numbers:
         try:
             return self.tree[absolute].to_dataset()
         except (KeyError, AttributeError, ValueError) as error:
-            raise SchemaError(
-                f"The tree has no {absolute}, which its report cites; create the tree again.",
-                name=absolute,
-                expected="a node of the tree",
-            ) from error
+            raise SchemaError(f"The tree has no {absolute}, which its report cites; create the tree again.") from error
 
     def names(self, path: str, dim: str) -> list[str]:
         """Return the ids along a dimension of a node.
@@ -109,11 +105,7 @@ class Numbers:
         """
         data = self.node(path)
         if dim not in data.coords:
-            raise SchemaError(
-                f"{self._absolute(path)} has no coordinate '{dim}'; create the tree again.",
-                name=dim,
-                expected=f"a coordinate of {self._absolute(path)}",
-            )
+            raise SchemaError(f"{self._absolute(path)} has no coordinate '{dim}'; create the tree again.")
         return [str(name) for name in np.atleast_1d(data[dim].values)]
 
     def texts(self, path: str, variable: str) -> list[str]:
@@ -164,18 +156,14 @@ class Numbers:
         where, attrs = self._absolute(path), self.node(path).attrs
         if name not in attrs:
             raise SchemaError(
-                f"The tree has no attribute '{name}' at {where}, which its report cites; create the tree again.",
-                name=name,
-                expected=f"an attribute of {where}",
+                f"The tree has no attribute '{name}' at {where}, which its report cites; create the tree again."
             )
         value = attrs[name]
         for key in keys:
             value = json.loads(value) if isinstance(value, str) else value
             if not isinstance(value, Mapping) or key not in value:
                 raise SchemaError(
-                    f"The attribute '{name}' at {where} has no '{'.'.join(keys)}'; create the tree again.",
-                    name=".".join((name, *keys)),
-                    expected=f"a value of the attribute {name}",
+                    f"The attribute '{name}' at {where} has no '{'.'.join(keys)}'; create the tree again."
                 )
             value = value[key]
         full = ".".join((name, *keys))
@@ -241,10 +229,7 @@ class Numbers:
             if not _agree(source.value, evaluated):
                 raise SchemaError(
                     f"The value of the criterion '{name}' is {evaluated:g}, but {where} is {source.text}; create the "
-                    "tree again.",
-                    name=name,
-                    value=evaluated,
-                    expected=f"equal to {where}",
+                    "tree again."
                 )
         return Quantity(
             path=self._absolute(path or "criteria"),
@@ -267,26 +252,13 @@ class Numbers:
         shape = dict(array.sizes)
         if unknown := [dim for dim in chosen if dim not in shape]:
             raise SchemaError(
-                f"{where} {variable} has no dimension '{unknown[0]}'; it has {', '.join(map(str, shape)) or 'none'}.",
-                name=variable,
-                value=unknown[0],
-                expected=tuple(map(str, shape)) or "without dimensions",
+                f"{where} {variable} has no dimension '{unknown[0]}'; it has {', '.join(map(str, shape)) or 'none'}."
             )
         for dim, index in chosen.items():
             if not -shape[dim] <= index < shape[dim]:
-                raise SchemaError(
-                    f"{where} {variable} has no {dim} {index}; it has {shape[dim]}.",
-                    name=str(dim),
-                    value=index,
-                    expected=f"an index below {shape[dim]}",
-                )
+                raise SchemaError(f"{where} {variable} has no {dim} {index}; it has {shape[dim]}.")
         if rest:
-            raise SchemaError(
-                f"{where} {variable} is not a single value; select along {', '.join(rest)}.",
-                name=variable,
-                value=tuple(rest),
-                expected="a single value",
-            )
+            raise SchemaError(f"{where} {variable} is not a single value; select along {', '.join(rest)}.")
         picked = array.isel(chosen).squeeze(drop=False)
         value = _plain(picked.values)
         units = str(array.attrs.get("units", ""))
@@ -316,9 +288,7 @@ class Numbers:
         data, where = self.node(path), self._absolute(path)
         if variable not in data.variables:
             raise SchemaError(
-                f"The tree has no '{variable}' at {where}, which its report cites; create the tree again.",
-                name=variable,
-                expected=f"a variable of {where}",
+                f"The tree has no '{variable}' at {where}, which its report cites; create the tree again."
             )
         return data[variable]
 
@@ -327,21 +297,14 @@ class Numbers:
         row = self.names("criteria", "criterion").index(criterion)
         missing = [name for name in ("path", "variable", "selection") if name not in data]
         if missing:
-            raise SchemaError(
-                f"{self._absolute('criteria')} lacks {', '.join(missing)}; create the tree again.",
-                name=", ".join(missing),
-                expected=f"a variable of {self._absolute('criteria')}",
-            )
+            raise SchemaError(f"{self._absolute('criteria')} lacks {', '.join(missing)}; create the tree again.")
         path, variable, selection = (str(data[name].values[row]) for name in ("path", "variable", "selection"))
         try:
             chosen = json.loads(selection) if selection else {}
             return path, variable, tuple(sorted((dim, int(index)) for dim, index in chosen.items()))
         except (ValueError, TypeError, AttributeError) as error:
             raise SchemaError(
-                f"The selection of the criterion '{criterion}' is {selection!r}, expected JSON of dimension and index.",
-                name="selection",
-                value=selection,
-                expected="JSON of dimension and index",
+                f"The selection of the criterion '{criterion}' is {selection!r}, expected JSON of dimension and index."
             ) from error
 
     def _absolute(self, path: str) -> str:

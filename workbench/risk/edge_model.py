@@ -257,19 +257,11 @@ def fit(
     n_designs = cases.sizes["run"]
     if missing := [name for name in EDGES if name not in edges]:
         raise OptionError(
-            f"edges must contain {listed(missing)}; pass minus infinity and infinity for an unknown edge.",
-            name="edges",
-            value=tuple(edges),
-            expected=tuple(EDGES),
+            f"edges must contain {listed(missing)}; pass minus infinity and infinity for an unknown edge."
         )
     for name, size in {"families": len(families), **{name: len(edges[name].low) for name in EDGES}}.items():
         if size != n_designs:
-            raise OptionError(
-                f"{name} must have one entry for each of the {n_designs} designs, got {size}.",
-                name=name,
-                value=size,
-                expected=f"{n_designs} entries",
-            )
+            raise OptionError(f"{name} must have one entry for each of the {n_designs} designs, got {size}.")
     groups, family = groups_of(cases), np.asarray(families, dtype=str)
     if "" in groups:
         raise _missing_value("scale_response")
@@ -278,10 +270,7 @@ def fit(
         counts = {group: len(set(family[groups == group])) for group in np.unique(groups).tolist()}
         found = listed([f"{n} for {group}" for group, n in counts.items()])
         raise SchemaError(
-            f"The designs must belong to at least {_MIN_FAMILIES} families for some optimizer, got {found}.",
-            name="families",
-            value=counts,
-            expected=f"at least {_MIN_FAMILIES} families",
+            f"The designs must belong to at least {_MIN_FAMILIES} families for some optimizer, got {found}."
         )
     cases, edges = cases.isel(run=is_used), {name: edges[name][is_used] for name in EDGES}
     n_designs, codes = cases.sizes["run"], np.unique(family[is_used], return_inverse=True)[1]
@@ -289,12 +278,7 @@ def fit(
     ranges = {}
     for name, values in zip(features, table.T, strict=True):
         if not np.isfinite(values).any():
-            raise OptionError(
-                f"The feature '{name}' is infinite for every design; fit a model without it.",
-                name=name,
-                value=np.inf,
-                expected="finite for some design",
-            )
+            raise OptionError(f"The feature '{name}' is infinite for every design; fit a model without it.")
         ranges[name] = _range(values[np.isfinite(values)])
     measured = {name: _range(_numbers(cases, name)) for name in _FITTED}
     unfitted = EdgeModel(tuple(features), tuple(sorted(set(groups[is_used].tolist()))), ranges, measured, {}, {})
@@ -375,11 +359,7 @@ def load(path: str | Path) -> EdgeModel:
             raise ValueError(f"its kind is {content['kind']!r}")
         if content["version"] > _VERSION:
             raise StoreError(
-                f"{path} was written by a newer version of the workbench; update the workbench, or fit the model "
-                "again.",
-                name="version",
-                value=content["version"],
-                expected=f"at most {_VERSION}",
+                f"{path} was written by a newer version of the workbench; update the workbench, or fit the model again."
             )
         return EdgeModel(
             tuple(content["features"]),
@@ -423,18 +403,12 @@ def _numbers(cases: xr.Dataset, name: str, *, allow_missing: bool = False) -> Fl
 
 def _missing_variable(name: str) -> SchemaError:
     """Create the exception for cases without a variable."""
-    return SchemaError(
-        f"The cases lack {name}; measure them with wb.sweeps.measure_case.",
-        name=name,
-        expected="a variable of the cases",
-    )
+    return SchemaError(f"The cases lack {name}; measure them with wb.sweeps.measure_case.")
 
 
 def _missing_value(name: str) -> SchemaError:
     """Create the exception for a case in which a variable is NaN."""
-    return SchemaError(
-        f"A case has no {name} (NaN); omit such cases.", name=name, value=np.nan, expected="known for every case"
-    )
+    return SchemaError(f"A case has no {name} (NaN); omit such cases.")
 
 
 def _row(fit: EdgeFit) -> list[Any]:

@@ -51,20 +51,14 @@ class Edges:
     def __post_init__(self) -> None:
         if np.shape(self.low) != np.shape(self.high) or np.ndim(self.low) != 1:
             raise OptionError(
-                f"high must have the shape of low, (design,), got {np.shape(self.high)} and {np.shape(self.low)}.",
-                name="high",
-                value=np.shape(self.high),
-                expected=f"of shape {np.shape(self.low)}" if np.ndim(self.low) == 1 else "of shape (design,)",
+                f"high must have the shape of low, (design,), got {np.shape(self.high)} and {np.shape(self.low)}."
             )
         is_valid = (self.low <= self.high) & (self.low < np.inf) & (self.high > -np.inf)
         if not is_valid.all():
             i = int(np.argmin(is_valid))
             raise OptionError(
                 f"low[{i}] must not exceed high[{i}], and an edge must not be infinite, got {self.low[i]:g} and "
-                f"{self.high[i]:g}.",
-                name=f"low[{i}]",
-                value=self.low[i],
-                expected="at most high, and not NaN or infinity",
+                f"{self.high[i]:g}."
             )
 
     def __getitem__(self, index: np.ndarray) -> Edges:

@@ -111,11 +111,7 @@ def as_cases(cases: xr.Dataset) -> xr.Dataset:
         SchemaError: If there are no learning rates, or no case.
     """
     if RATE not in cases.variables:
-        raise SchemaError(
-            "The cases have no learning_rate; assign the peak learning rate of each run.",
-            name=RATE,
-            expected="the peak learning rate of each run",
-        )
+        raise SchemaError("The cases have no learning_rate; assign the peak learning rate of each run.")
     if "run" not in cases.dims:
         cases = cases.expand_dims("run")
     rates = np.atleast_1d(np.asarray(cases[RATE].values, dtype=float))
@@ -123,9 +119,7 @@ def as_cases(cases: xr.Dataset) -> xr.Dataset:
         wrong = float(rates[~(np.isfinite(rates) & (rates > 0))][0])
         raise OptionError.of(RATE, wrong, "positive and finite")
     if not cases.sizes["run"]:
-        raise SchemaError(
-            "There is no case; select at least one run.", name="run", value=0, expected="at least one run"
-        )
+        raise SchemaError("There is no case; select at least one run.")
     return cases
 
 
@@ -157,9 +151,7 @@ def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.nda
     if missing := sorted(need for need in needs if need not in cases.variables):
         raise SchemaError(
             f"The cases lack {', '.join(missing)}; measure them with wb.sweeps.measure_case, or fit a model without "
-            "these features.",
-            name=missing[0],
-            expected="a variable of the cases",
+            "these features."
         )
     layered = _over_layers(cases, {name.split()[0] for name in names if FEATURES[name].measures is None})
     values = np.empty((cases.sizes["run"], len(names)))
@@ -184,18 +176,12 @@ def _missing_values(cases: xr.Dataset, names: Sequence[str], is_missing: np.ndar
     if spectra and cases[spectra].isel(run=first).isnull().all().to_array().all():
         return SchemaError(
             f"{subject} {verb} no spectra (every layer is NaN); measure the untrained model with "
-            "wb.sweeps.measure_case.",
-            name=spectra[0],
-            value=np.nan,
-            expected="known for every case",
+            "wb.sweeps.measure_case."
         )
     variables = sorted({need for name in which for need in FEATURES[name].needs})
     return SchemaError(
         f"{subject} {verb} no {' or '.join(which)} (NaN), which is computed from {', '.join(variables)}; omit such "
-        "cases.",
-        name=which[0],
-        value=np.nan,
-        expected="known for every case",
+        "cases."
     )
 
 
@@ -300,11 +286,7 @@ _GRADIENT = (
 )
 _PILOT = (_feature("rehearsed_rate", "learning rate at which ten trial updates diverge"),)
 _SPECTRAL = tuple(
-    Feature(
-        f"{measure} {statistic}",
-        f"{SPECTRA[measure].long_name}, {statistic} over layers",
-        (measure,),
-    )
+    Feature(f"{measure} {statistic}", f"{SPECTRA[measure].long_name}, {statistic} over layers", (measure,))
     for measure in _LAYER_MEASURES
     for statistic in LAYER_STATISTICS
 )

@@ -53,11 +53,7 @@ def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
     import xarray as xr
 
     if missing := sorted({need for needs in _NEEDS.values() for need in needs if need not in sweep.variables}):
-        raise SchemaError(
-            f"The sweep lacks {', '.join(missing)}; pass a sweep from wb.open_sweep().",
-            name=missing[0],
-            expected="a variable of the sweep",
-        )
+        raise SchemaError(f"The sweep lacks {', '.join(missing)}; pass a sweep from wb.open_sweep().")
     means = {}
     for name in {need for needs in _NEEDS.values() for need in needs}:
         values = sweep[name]

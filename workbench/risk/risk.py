@@ -186,9 +186,7 @@ def over_rates(
 
     rates = np.asarray(rates, dtype=float)
     if not rates.size:
-        raise OptionError(
-            "There is no learning rate; pass at least one.", name="rates", value=(), expected="at least one rate"
-        )
+        raise OptionError("There is no learning rate; pass at least one.")
     cases = _one(case).isel(run=np.zeros(len(rates), int)).assign_coords({RATE: ("run", rates)})
     found = _risks(cases, pilot, model)
     data: dict[str, object] = {}
@@ -222,12 +220,7 @@ def _one(case: xr.Dataset) -> xr.Dataset:
     """
     case = as_cases(case)
     if (n_runs := case.sizes["run"]) != 1:
-        raise SchemaError(
-            f"The case must have one run, got {n_runs}; select one with .isel(run=[0]).",
-            name="case",
-            value=n_runs,
-            expected="one run",
-        )
+        raise SchemaError(f"The case must have one run, got {n_runs}; select one with .isel(run=[0]).")
     return case
 
 
@@ -258,19 +251,11 @@ def _after_pilot(risk: Risk, pilot: FoundRates) -> Risk:
         OptionError: If the pilot has no estimates, or is for another number of updates.
     """
     if pilot.reason:
-        raise OptionError(
-            f"The pilot has no estimates: {pilot.reason}",
-            name="pilot",
-            value=pilot.reason,
-            expected="a pilot with estimates",
-        )
+        raise OptionError(f"The pilot has no estimates: {pilot.reason}")
     if pilot.n_steps != risk.n_steps:
         raise OptionError(
             f"The pilot is for {pilot.n_steps:,} updates, but the case plans {risk.n_steps:,}; run a pilot for "
-            "the same number.",
-            name="pilot",
-            value=pilot.n_steps,
-            expected=f"a pilot for {risk.n_steps} updates",
+            "the same number."
         )
     small = 1 - pilot.slow_edge.probability_below(risk.learning_rate)
     large = pilot.useful_edge.probability_below(risk.learning_rate)

@@ -150,10 +150,7 @@ def auroc_within(
     if not members:
         raise SchemaError(
             "All runs have the same outcome, so the AUROC is not defined; pass runs that diverged and runs that "
-            "converged.",
-            name="label",
-            value=tuple(set(labels.tolist())),
-            expected="both outcomes",
+            "converged."
         )
 
     def value(weight: np.ndarray) -> np.ndarray:
@@ -182,12 +179,7 @@ def resamples(
         OptionError: If there is not one group for each run.
     """
     if groups is not None and np.size(groups) != n_runs:
-        raise OptionError(
-            f"groups must have one entry for each of the {n_runs} runs, got {np.size(groups)}.",
-            name="groups",
-            value=np.size(groups),
-            expected=f"{n_runs} entries",
-        )
+        raise OptionError(f"groups must have one entry for each of the {n_runs} runs, got {np.size(groups)}.")
     _, index = np.unique(np.arange(n_runs) if groups is None else np.asarray(groups), return_inverse=True)
     n_groups = int(index.max()) + 1
     random = np.random.default_rng(seed % 2**64)
@@ -237,12 +229,7 @@ def reliability(
     is_there = ~np.isnan(predicted)
     predicted, labels = predicted[is_there], labels[is_there]
     if not len(predicted):
-        raise SchemaError(
-            "No run has a probability (all are NaN); pass runs that have one.",
-            name="probability",
-            value=np.nan,
-            expected="known for at least one run",
-        )
+        raise SchemaError("No run has a probability (all are NaN); pass runs that have one.")
     farthest = float(predicted[np.argmax(np.abs(predicted - 0.5))])
     if not 0 <= farthest <= 1:
         raise OptionError.of("probability", farthest, "between 0 and 1")
@@ -322,18 +309,8 @@ def _pair(
     """
     scores, labels = np.asarray(score, dtype=float), np.asarray(label).astype(bool)
     if scores.shape != labels.shape or scores.ndim != 1:
-        raise OptionError(
-            f"{name} must have one entry for each of the {labels.size} labels, got {scores.size}.",
-            name=name,
-            value=scores.size,
-            expected=f"{labels.size} entries",
-        )
+        raise OptionError(f"{name} must have one entry for each of the {labels.size} labels, got {scores.size}.")
     if not allows_nan and np.isnan(scores).any():
         n_missing = int(np.isnan(scores).sum())
-        raise OptionError(
-            f"{name} is NaN for {n_missing} of {scores.size} runs; omit these runs.",
-            name=name,
-            value=np.nan,
-            expected="not NaN",
-        )
+        raise OptionError(f"{name} is NaN for {n_missing} of {scores.size} runs; omit these runs.")
     return scores, labels

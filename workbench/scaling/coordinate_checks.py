@@ -125,12 +125,7 @@ def coordinate_check(
     import xarray as xr
 
     if len({rung.depth for rung in rungs}) != 1:
-        raise OptionError(
-            "A coordinate check compares widths at one depth; pass rungs of the same depth.",
-            name="rungs",
-            value=tuple((rung.width, rung.depth) for rung in rungs),
-            expected="rungs of the same depth",
-        )
+        raise OptionError("A coordinate check compares widths at one depth; pass rungs of the same depth.")
     found = [
         [coordinate_sizes(trainer, rung, seed, learning_rate=learning_rate, n_steps=n_steps) for seed in seeds]
         for rung in rungs
@@ -161,10 +156,7 @@ def coordinate_check(
             "layer_group": ("layer_group", groups),
         },
     )
-    data["coordinate_exponent"].attrs = {
-        "largest_healthy": LARGEST_EXPONENT,
-        "smallest_healthy": SMALLEST_EXPONENT,
-    }
+    data["coordinate_exponent"].attrs = {"largest_healthy": LARGEST_EXPONENT, "smallest_healthy": SMALLEST_EXPONENT}
     state, reason = _verdict(data)
     data["coordinate_state"] = ((), state.value)
     data["passes_coordinate_check"] = ((), state is CoordinateState.PASSES)

@@ -177,10 +177,7 @@ class FunctionSource(DesignSource):
         if not isinstance(model, nn.Module):
             raise OptionError(
                 f"The function must return a torch module of width {width} and depth {depth}, got "
-                f"{type(model).__name__}.",
-                name="source",
-                value=model,
-                expected="a function that returns a torch module",
+                f"{type(model).__name__}."
             )
         return model
 

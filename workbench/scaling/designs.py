@@ -131,12 +131,7 @@ class Design:
         if nearest != width:
             per_head = self.source.width_per_head
             why = "" if per_head is None else f", because each head takes a width of {per_head}"
-            raise OptionError(
-                f"{self.name} cannot have a width of {width}{why}; choose {nearest}.",
-                name="width",
-                value=width,
-                expected=f"a width that the design can have, such as {nearest}",
-            )
+            raise OptionError(f"{self.name} cannot have a width of {width}{why}; choose {nearest}.")
         return width, depth
 
 
@@ -202,10 +197,7 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
             return _from_object(config, width, depth)[0], type(source).__name__
         raise OptionError(
             f"{type(source).__name__} has no configuration from which it can be built at another size; pass a "
-            "function(width, depth, seed) that builds it.",
-            name="source",
-            value=source,
-            expected="a model with a configuration, or a function that builds it",
+            "function(width, depth, seed) that builds it."
         )
     if isinstance(source, Mapping):
         return _from_options(source)
@@ -213,11 +205,7 @@ def _from_object(source: Any, width: int | None, depth: int | None) -> tuple[Des
         return TransformersSource(source), source.model_type
     if callable(source):
         if width is None or depth is None:
-            raise OptionError(
-                "A function has no target size; pass wb.design(..., width=, depth=).",
-                name="width" if width is None else "depth",
-                expected="the target size, with a function",
-            )
+            raise OptionError("A function has no target size; pass wb.design(..., width=, depth=).")
         return FunctionSource(source, width, depth), getattr(source, "__name__", type(source).__name__)
     raise OptionError.of(
         "source", source, "a name, a config.json, a configuration, options of the zoo or a function(width, depth, seed)"
@@ -237,10 +225,7 @@ def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[DesignSource, st
     near = difflib.get_close_matches(text.lower().rsplit("/", 1)[-1], KNOWN, n=1, cutoff=0.0)
     raise CheckpointError(
         f"'{text}' is neither an existing file nor the name of a known design; the nearest name is '{near[0]}', or "
-        "pass the path of a config.json.",
-        name="source",
-        value=text,
-        expected="an existing file or a known name",
+        "pass the path of a config.json."
     )
 
 
@@ -274,11 +259,7 @@ def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
         options["family"] = options.pop(ZOO_KEY)
         options.pop(TOKENIZER_KEY, None)
     if "model_type" not in options and {"architectures", "transformers_version"} & options.keys():
-        raise OptionError(
-            "The configuration of a transformers model has no model_type; add it, such as 'llama'.",
-            name="model_type",
-            expected="an architecture of transformers, such as 'llama'",
-        )
+        raise OptionError("The configuration of a transformers model has no model_type; add it, such as 'llama'.")
     if "model_type" not in options:
         config = ArchitectureConfig.from_dict(options)
         return ZooSource(config), config.title
@@ -295,10 +276,7 @@ def _config_of(options: Mapping[str, Any]) -> Any:
         return transformers.AutoConfig.for_model(kind, **options)
     except Exception as error:  # Each configuration validates its options in its own way.
         raise OptionError(
-            f"transformers has no architecture '{kind}' with these options ({cause_of(error)}); correct them.",
-            name="model_type",
-            value=kind,
-            expected="an architecture of transformers with valid options",
+            f"transformers has no architecture '{kind}' with these options ({cause_of(error)}); correct them."
         ) from error
 
 

@@ -220,11 +220,7 @@ def _design_of(
         width = max(widths, default=None) if width is None else width
         depth = max(depths, default=None) if depth is None and depths is not None else depth
         if depth is None:
-            raise OptionError(
-                "A function has no target depth; pass depths= or target_depth=.",
-                name="depths",
-                expected="the depths of the ladder, with a function",
-            )
+            raise OptionError("A function has no target depth; pass depths= or target_depth=.")
     return design(make_model, width=width, depth=depth)
 
 

@@ -56,10 +56,7 @@ def rungs_of(design: Design, widths: Sequence[int], depths: Sequence[int]) -> li
     if min(depths) < SMALLEST_DEPTH:
         raise OptionError(
             f"depths must be at least {SMALLEST_DEPTH}, because a single block cannot be distinguished from other "
-            f"modules, got {min(depths)}.",
-            name="depths",
-            value=min(depths),
-            expected=f"at least {SMALLEST_DEPTH}",
+            f"modules, got {min(depths)}."
         )
     shallow, wide = min(depths), max(widths)
     rungs = [Rung(width, shallow) for width in sorted(widths)]
@@ -96,12 +93,7 @@ class LadderTrainer:
         known = tuple(item.name for item in fields(TrainingPlan) if item.name not in run_options)
         require_known("A short run", self.training, known, word="setting")
         if self.parametrization is not None and not isinstance(self.training.get("optimizer", "AdamW"), str):
-            raise OptionError(
-                "A parametrization creates the optimizer itself; pass the name of the optimizer.",
-                name="optimizer",
-                value=self.training["optimizer"],
-                expected="a name, with a parametrization",
-            )
+            raise OptionError("A parametrization creates the optimizer itself; pass the name of the optimizer.")
         TrainingPlan(n_steps=1, **self.training)
 
     def model(self, rung: Rung, seed: int) -> nn.Module:
@@ -141,8 +133,7 @@ class LadderTrainer:
             name, options = training.get("optimizer", "AdamW"), training.pop("optimizer_options", {})
             training["optimizer"] = self.parametrization.optimizer(model, rate, name, **options)
         run = cast(
-            Generator[StepRecord, None, None],
-            train(model, self.task_of(seed), n_steps=n_steps, seed=seed, **training),
+            Generator[StepRecord, None, None], train(model, self.task_of(seed), n_steps=n_steps, seed=seed, **training)
         )
         is_low = training.get("precision", "float32") != "float32"
         try:

@@ -59,18 +59,12 @@ class TransformersSource(DesignSource):
             part = "text_config" if "text_config" in parts else parts[0]
             raise OptionError(
                 f"{name} describes a model of several parts ({', '.join(parts)}), but a design is one stack of equal "
-                f"blocks; pass one of the parts, such as its {part}.",
-                name="source",
-                value=name,
-                expected="one stack of equal blocks",
+                f"blocks; pass one of the parts, such as its {part}."
             )
         if missing:
             raise OptionError(
                 f"{name} has no {missing}, but a design is one stack of equal blocks; pass a function(width, depth, "
-                "seed) that builds it.",
-                name=missing,
-                value=sizes[missing],
-                expected="a positive integer",
+                "seed) that builds it."
             )
         if isinstance(getattr(self.config, "depths", None), list | tuple):
             raise self._not_equal()
@@ -80,10 +74,7 @@ class TransformersSource(DesignSource):
         name = type(self.config).__name__
         return OptionError(
             f"{name} describes blocks of several widths, but a design is one stack of equal blocks; pass a "
-            "function(width, depth, seed) that builds it.",
-            name="source",
-            value=name,
-            expected="one stack of equal blocks",
+            "function(width, depth, seed) that builds it."
         )
 
     @property
@@ -221,10 +212,7 @@ class TransformersSource(DesignSource):
         """Create the exception for a size that cannot be built."""
         return OptionError(
             f"{type(self.config).__name__} cannot be built with width {width} and depth {depth}: {reason}; choose "
-            "another size, or pass a function(width, depth, seed) that builds it.",
-            name="size",
-            value=(width, depth),
-            expected="a width and a depth that the configuration can have",
+            "another size, or pass a function(width, depth, seed) that builds it."
         )
 
     @cached_property
@@ -273,10 +261,7 @@ def class_of(config: Any) -> Any:
     found = next((cls for mapping in heads if (cls := _class_of(mapping, kind)) is not None), own or without_head)
     if found is None:
         raise OptionError(
-            f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed) that builds it.",
-            name="source",
-            value=kind,
-            expected="a configuration with a model in transformers",
+            f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed) that builds it."
         )
     return found
 

@@ -74,11 +74,7 @@ SPECTRA: dict[str, Variable] = {
     "intermediate_mass": Variable(("layer",), "f", "intermediate mass", "1", "fraction of the remaining modes"),
     "spectral_radius": Variable(("layer",), "f", "spectral radius", "1", "largest modulus"),
     "eigenvector_condition": Variable(
-        ("layer",),
-        "f",
-        "eigenvector condition",
-        "1",
-        "kappa(V) of the unit right eigenvectors; inf if defective",
+        ("layer",), "f", "eigenvector condition", "1", "kappa(V) of the unit right eigenvectors; inf if defective"
     ),
     "nonlinearity_ratio": Variable(
         ("layer",),
@@ -88,11 +84,7 @@ SPECTRA: dict[str, Variable] = {
         "norm of the update that no linear map explains, over that of the update",
     ),
     "kreiss_constant": Variable(
-        ("layer",),
-        "f",
-        "Kreiss constant",
-        "1",
-        "lower bound of K(A); inf where the spectral radius exceeds 1",
+        ("layer",), "f", "Kreiss constant", "1", "lower bound of K(A); inf where the spectral radius exceeds 1"
     ),
     "rank": Variable(("layer",), "i", "rank", "1", "number of modes: numerical rank of the state covariance"),
     "energy_gain": Variable(("layer",), "f", "energy gain", "1", "E|Yw|^2 / E|Xw|^2 in the span of the states"),
@@ -102,17 +94,13 @@ SPECTRA: dict[str, Variable] = {
         ("layer",), "f", "covariance condition", "1", "largest over smallest eigenvalue of the state covariance in use"
     ),
     "significant_digits": Variable(
-        ("layer",),
-        "f",
-        "significant digits",
-        "1",
-        "digits of lambda / rho that float64 moments keep",
+        ("layer",), "f", "significant digits", "1", "digits of lambda / rho that float64 moments keep"
     ),
 }
 
 #: Present only if the number of states differs between layers, because depth depends on the data.
 SPECTRA_COUNTS: dict[str, Variable] = {
-    "layer_snapshots": Variable(("layer",), "i", "snapshots of the layer", "1", "token states that reached the layer"),
+    "layer_snapshots": Variable(("layer",), "i", "snapshots of the layer", "1", "token states that reached the layer")
 }
 
 MONITORS: dict[str, Variable] = {
@@ -396,7 +384,7 @@ EVIDENCE: dict[str, Variable] = {
         "evidence relative to an alarm",
         "1",
         "largest since the last row; 1 is an alarm, inf if the signal is not finite, NaN if not evaluated",
-    ),
+    )
 }
 
 #: Parts of a run in addition to the scalars of each update. Each part has its own steps; alarms write ``evidence``.
@@ -476,43 +464,25 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
     if missing:
         raise SchemaError(
             f"The dataset is not a spectra dataset: it lacks {', '.join(missing)}; compute one with wb.profile() or "
-            "wb.koopman.whitened_dmd().",
-            name=missing[0],
-            expected="present in the dataset",
+            "wb.koopman.whitened_dmd()."
         )
     optional = {name: rule for name, rule in SPECTRA_COUNTS.items() if name in spectra}
     check_variables(spectra, SPECTRA | optional, CONCAT_DIMS)
     for name, kind in SPECTRA_ATTRS.items():
         if name not in spectra.attrs:
-            raise SchemaError(
-                f"The spectra have no attribute '{name}'; keep the attributes that wb.profile() wrote.",
-                name=name,
-                expected="an attribute of the spectra",
-            )
+            raise SchemaError(f"The spectra have no attribute '{name}'; keep the attributes that wb.profile() wrote.")
         if not isinstance(spectra.attrs[name], kind):
             found, expected = type(spectra.attrs[name]).__name__, _KIND_WORDS[kind]
             raise SchemaError(
-                f"Attribute '{name}' is of type {found}, expected {expected}; keep the value that wb.profile() wrote.",
-                name=name,
-                value=spectra.attrs[name],
-                expected=expected,
+                f"Attribute '{name}' is of type {found}, expected {expected}; keep the value that wb.profile() wrote."
             )
     if "layer_name" not in spectra.coords:
-        raise SchemaError(
-            "The spectra have no coordinate 'layer_name'; assign one name per layer.",
-            name="layer_name",
-            expected="a coordinate of the spectra",
-        )
+        raise SchemaError("The spectra have no coordinate 'layer_name'; assign one name per layer.")
     names = [f"{name}_mass" for name in ("near_unit", "expansive", "contractive", "intermediate")]
     total = np.asarray(sum(spectra[name] for name in names))
     total = total[np.isfinite(total)]
     if not np.allclose(total, 1.0, atol=1e-9):
-        raise SchemaError(
-            "The four masses of a layer do not sum to 1; recompute them with wb.remeasure().",
-            name=", ".join(names),
-            value=float(total[np.argmax(np.abs(total - 1))]),
-            expected="fractions that sum to 1",
-        )
+        raise SchemaError("The four masses of a layer do not sum to 1; recompute them with wb.remeasure().")
     return spectra
 
 
@@ -566,11 +536,7 @@ def validate_events(events: xr.Dataset) -> xr.Dataset:
     check_version(events)
     missing = [name for name in EVENTS if name not in events]
     if missing:
-        raise SchemaError(
-            f"The events lack {', '.join(missing)}; add them, with empty text or NaN where unknown.",
-            name=missing[0],
-            expected="present in the dataset",
-        )
+        raise SchemaError(f"The events lack {', '.join(missing)}; add them, with empty text or NaN where unknown.")
     check_variables(events, EVENTS | {name: rule for name, rule in EVENT_PLACES.items() if name in events})
     return events
 
@@ -579,19 +545,10 @@ def _check_rows(part: str, data: xr.Dataset, rules: Mapping[str, Variable]) -> N
     """Raise if known variables do not follow their rules, or the steps do not increase."""
     check_version(data)
     if "step" not in data.coords:
-        raise SchemaError(
-            f"The part '{part}' has no coordinate 'step'; assign the step of each row.",
-            name="step",
-            expected="a coordinate of the part",
-        )
+        raise SchemaError(f"The part '{part}' has no coordinate 'step'; assign the step of each row.")
     check_variables(data, {name: rule for name, rule in rules.items() if name in data})
-    if len(bad := np.flatnonzero(np.diff(data["step"].values) <= 0)):
-        raise SchemaError(
-            f"The steps of the part '{part}' do not increase; sort the rows and drop repeated ones.",
-            name="step",
-            value=data["step"].values[bad[0] + 1],
-            expected="increasing",
-        )
+    if (np.diff(data["step"].values) <= 0).any():
+        raise SchemaError(f"The steps of the part '{part}' do not increase; sort the rows and drop repeated ones.")
 
 
 def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims: tuple[str, ...] = ()) -> None:
@@ -606,17 +563,11 @@ def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims:
         if core != rule.dims:
             after = f" (after any of {extra_dims})" if extra_dims else ""
             raise SchemaError(
-                f"Variable '{name}' has dims {variable.dims}, expected {rule.dims}{after}; rename or transpose it.",
-                name=name,
-                value=tuple(map(str, variable.dims)),
-                expected=f"of dims {rule.dims}{after}",
+                f"Variable '{name}' has dims {variable.dims}, expected {rule.dims}{after}; rename or transpose it."
             )
         if variable.dtype.kind not in rule.kind:
             raise SchemaError(
-                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; convert it with astype().",
-                name=name,
-                value=str(variable.dtype),
-                expected=f"of kind '{rule.kind}'",
+                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; convert it with astype()."
             )
 
 
@@ -633,8 +584,5 @@ def check_version(data: xr.Dataset | xr.DataTree) -> None:
     if version is not None and int(version) > SCHEMA_VERSION:
         raise SchemaError(
             f"The data follow schema version {int(version)}, but this workbench reads up to {SCHEMA_VERSION}; "
-            "update the workbench.",
-            name="schema_version",
-            value=int(version),
-            expected=f"at most {SCHEMA_VERSION}",
+            "update the workbench."
         )

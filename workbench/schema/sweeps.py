@@ -156,12 +156,6 @@ def require(data: xr.Dataset, names: Iterable[str]) -> None:
     missing = [name for name in names if name not in data.variables]
     if missing or "run" not in data.dims:
         lacks = ", ".join(missing[:3]) or "the dimension run"
-        raise SchemaError(
-            f"The dataset is not a sweep: it lacks {lacks}; use one from wb.open_sweep or wb.sweeps.run.",
-            name=missing[0] if missing else "run",
-            expected="present in the dataset",
-        )
+        raise SchemaError(f"The dataset is not a sweep: it lacks {lacks}; use one from wb.open_sweep or wb.sweeps.run.")
     if not data.sizes["run"]:
-        raise SchemaError(
-            "The sweep has no runs; select at least one run.", name="run", value=0, expected="at least one run"
-        )
+        raise SchemaError("The sweep has no runs; select at least one run.")

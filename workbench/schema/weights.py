@@ -62,9 +62,7 @@ WEIGHTS: dict[str, Variable] = {
 
 #: Present only if the spectra are those of the difference of two checkpoints.
 WEIGHT_CHANGES: dict[str, Variable] = {
-    "relative_change": Variable(
-        _MATRIX, "f", "relative change", "1", "|W - W_ref|_F / |W_ref|_F; NaN if W_ref is zero"
-    ),
+    "relative_change": Variable(_MATRIX, "f", "relative change", "1", "|W - W_ref|_F / |W_ref|_F; NaN if W_ref is zero")
 }
 
 #: Coordinates of the matrices; ``matrix`` itself is the name of the tensor, with [i] for expert i of a stack.
@@ -97,9 +95,7 @@ def validate_weights(weights: xr.Dataset) -> xr.Dataset:
     if missing:
         raise SchemaError(
             f"The dataset does not hold weight spectra: it lacks {', '.join(missing)}; compute them with "
-            "wb.weights.weight_spectra().",
-            name=missing[0],
-            expected="present in the dataset",
+            "wb.weights.weight_spectra()."
         )
     optional = {name: rule for name, rule in WEIGHT_CHANGES.items() if name in weights}
     check_variables(weights, WEIGHTS | WEIGHT_COORDS | optional, CONCAT_DIMS)

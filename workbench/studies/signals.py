@@ -265,17 +265,10 @@ def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
     """
     entry = _entry(run, name)
     if not entry.places:
-        raise SchemaError(
-            f"'{name}' has no layers; choose a signal that has, such as an effective rank or an entropy.",
-            name="name",
-            value=name,
-            expected="a signal with layers, heads, modules or experts",
-        )
+        raise SchemaError(f"'{name}' has no layers; choose a signal that has, such as an effective rank or an entropy.")
     recorded = run.children[entry.part].to_dataset()["step"].values
     if not len(recorded):
-        raise SchemaError(
-            f"'{name}' has no row yet; wait for the first one.", name="name", value=name, expected="a recorded signal"
-        )
+        raise SchemaError(f"'{name}' has no row yet; wait for the first one.")
     row = int(np.abs(recorded - step).argmin())
     found = _values(run, entry, slice(row, row + 1)).isel(step=0).transpose(*sorted(entry.places, key=[*_PLACES].index))
     return found.load().assign_attrs(long_name=entry.long_name, units=entry.unit).rename(name)
@@ -307,8 +300,7 @@ def _entry(run: xr.DataTree, name: str) -> Entry:
     known = catalogue(run)
     if name not in known:
         choice = f"choose from {', '.join(known)}" if known else "none of its parts has steps"
-        expected = tuple(known) or "a signal of a run with steps"
-        raise SchemaError(f"The run has no signal '{name}'; {choice}.", name="name", value=name, expected=expected)
+        raise SchemaError(f"The run has no signal '{name}'; {choice}.")
     return known[name]
 
 
@@ -333,12 +325,7 @@ def _selected(
         # The modules of an optimizer are blocks, each with its layer.
         along = "module" if dim == "layer" and dim in values.coords and dim not in values.dims else dim
         if along not in values.dims:
-            raise OptionError(
-                f"'{entry.name}' has no {dim}s; omit {dim}=.",
-                name=dim,
-                value=chosen,
-                expected="left out for this signal",
-            )
+            raise OptionError(f"'{entry.name}' has no {dim}s; omit {dim}=.")
         labels = values[dim].values if dim in values.coords else np.arange(values.sizes[along])
         if chosen not in labels:
             raise OptionError.of(dim, chosen, tuple(labels.tolist()))

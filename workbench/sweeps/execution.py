@@ -84,10 +84,7 @@ def run(
             index, error = next(iter(failed.items()))
             raise SweepError(
                 f"{len(failed)} of {len(runs)} runs failed, the first being run {index} ({runs[index].architecture}: "
-                f"{type(error).__name__}: {error}); the others are kept; fix the cause and call wb.sweeps.run() again.",
-                name="runs",
-                value=tuple(failed),
-                expected="runs that raise no error",
+                f"{type(error).__name__}: {error}); the others are kept; fix the cause and call wb.sweeps.run() again."
             ) from error
     return open_sweep(path)
 
@@ -135,10 +132,7 @@ def _cluster(scheduler: str | Client | None, n_workers: int) -> Iterator[Client]
             client = Client(scheduler, timeout=_SECONDS_TO_CONNECT, set_as_default=False)
         except (OSError, TimeoutError, ValueError) as error:
             raise SweepError(
-                f"No dask scheduler answers at {scheduler}; start one with `dask scheduler`, or omit scheduler=.",
-                name="scheduler",
-                value=scheduler,
-                expected="the address of a running dask scheduler",
+                f"No dask scheduler answers at {scheduler}; start one with `dask scheduler`, or omit scheduler=."
             ) from error
         with client:
             yield client
@@ -167,29 +161,18 @@ async def _end_workers(cluster: LocalCluster) -> None:
 def _check(runs: list[RunSettings], scheduler: Any, n_workers: int | None) -> None:
     """Raise OptionError if there is no run, a run is given twice, or both a cluster and processes are requested."""
     if not runs:
-        raise OptionError(
-            "The sweep has no runs; create some with wb.sweeps.grid(...).",
-            name="runs",
-            value=(),
-            expected="at least one run",
-        )
+        raise OptionError("The sweep has no runs; create some with wb.sweeps.grid(...).")
     for i, run in enumerate(runs):
         if not isinstance(run, RunSettings):
             raise OptionError.of(f"runs[{i}]", run, "RunSettings", remedy="see wb.sweeps.grid")
     if n_workers is not None and scheduler is not None:
         raise OptionError(
-            "n_workers= cannot be combined with scheduler=, because a cluster has its own workers; omit one of them.",
-            name="n_workers",
-            value=n_workers,
-            expected="None with a scheduler",
+            "n_workers= cannot be combined with scheduler=, because a cluster has its own workers; omit one of them."
         )
     seen: dict[str, int] = {}
     for i, run in enumerate(runs):
         if run.identity in seen:
             raise OptionError(
-                f"Runs {seen[run.identity]} and {i} of the sweep are the same; give each run its own seed.",
-                name="runs",
-                value=(seen[run.identity], i),
-                expected="runs that differ in their settings or seed",
+                f"Runs {seen[run.identity]} and {i} of the sweep are the same; give each run its own seed."
             )
         seen[run.identity] = i

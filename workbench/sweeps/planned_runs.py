@@ -29,11 +29,7 @@ def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
     known = tuple(item.name for item in fields(TrainingPlan))
     require_known("A training run", training, known, word="setting")
     if "n_steps" not in training:
-        raise OptionError(
-            "A planned run needs n_steps, the number of updates; add it to its training plan.",
-            name="n_steps",
-            expected="the number of updates",
-        )
+        raise OptionError("A planned run needs n_steps, the number of updates; add it to its training plan.")
     return TrainingPlan(**training)
 
 
@@ -139,10 +135,7 @@ def replan(
             value = before.get(name, default)
             if name not in changes and value not in known:
                 raise OptionError(
-                    f"The {name} of the case is '{value}', which cannot be restored from the record; pass {name}=.",
-                    name=name,
-                    value=value,
-                    expected=tuple(sorted(known)) if name == "schedule" else "a class in torch.optim",
+                    f"The {name} of the case is '{value}', which cannot be restored from the record; pass {name}=."
                 )
         plan = plan_of({**before, **changes})
         settings = describe_plan(plan, {})

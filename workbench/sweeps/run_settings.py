@@ -85,10 +85,7 @@ class RunSettings:
         for part in ("model", "task", "training"):
             if "seed" in getattr(self, part):
                 raise OptionError(
-                    f"The {part} of '{self.architecture}' must not have its own seed; pass seed= for all parts.",
-                    name="seed",
-                    value=getattr(self, part)["seed"],
-                    expected=f"absent from {part}",
+                    f"The {part} of '{self.architecture}' must not have its own seed; pass seed= for all parts."
                 )
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         for name in ("n_evaluations", "kss"):  # Older sweeps do not record these options.
@@ -98,10 +95,7 @@ class RunSettings:
             text = json.dumps(plain, sort_keys=True, allow_nan=False, default=_as_plain)
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"The settings of '{self.architecture}' are not JSON values ({error}); use numbers, strings and lists.",
-                name="settings",
-                value=str(error),
-                expected="JSON values",
+                f"The settings of '{self.architecture}' are not JSON values ({error}); use numbers, strings and lists."
             ) from error
         object.__setattr__(self, "_plain", json.loads(text))
         self.make_task()
@@ -190,9 +184,7 @@ class RunSettings:
         training = self._plain["training"]
         if "learning_rate" not in training:
             raise OptionError(
-                f"The training of '{self.architecture}' has no learning_rate; every run of a sweep needs one.",
-                name="learning_rate",
-                expected="a positive number",
+                f"The training of '{self.architecture}' has no learning_rate; every run of a sweep needs one."
             )
         options = training.get("optimizer_options", {})
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
@@ -254,20 +246,10 @@ def grid(
     values = {name: value if isinstance(value, list | tuple | range) else [value] for name, value in axes.items()}
     for name in values:
         if name not in of_training and name not in of_model:
-            raise OptionError(
-                f"'{name}' is neither an option of a model nor a setting of a training run.",
-                name=name,
-                value=axes[name],
-                expected=(*of_model, *of_training),
-            )
+            raise OptionError(f"'{name}' is neither an option of a model nor a setting of a training run.")
         for title, model in architectures.items():
             if name in model:
-                raise OptionError(
-                    f"'{title}' already sets {name}; omit the axis {name} or that option.",
-                    name=name,
-                    value=model[name],
-                    expected=f"set either by the axis or by '{title}'",
-                )
+                raise OptionError(f"'{title}' already sets {name}; omit the axis {name} or that option.")
     last = {
         "task": [task] if isinstance(task, Mapping) else list(task),
         "rate": list(learning_rate),
@@ -275,12 +257,7 @@ def grid(
     }
     for name, choices in {"architectures": architectures, **values, **last}.items():
         if not len(choices):
-            raise OptionError(
-                f"The sweep has no {name}; pass at least one.",
-                name="learning_rate" if name == "rate" else name,
-                value=(),
-                expected="at least one value",
-            )
+            raise OptionError(f"The sweep has no {name}; pass at least one.")
     runs = []
     for title, *chosen in itertools.product(architectures, *values.values(), *last.values()):
         *chosen, each_task, rate, each_seed = chosen
@@ -326,16 +303,8 @@ def _function(place: Any) -> Callable[..., nn.Module]:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise OptionError(
-            f"There is no function at '{place}' ({error}); write package.module:function, importable by the workers.",
-            name="make",
-            value=place,
-            expected="package.module:function",
+            f"There is no function at '{place}' ({error}); write package.module:function, importable by the workers."
         ) from error
     if not callable(function):
-        raise OptionError(
-            f"'{place}' must be a function that returns a module, got {type(function).__name__}.",
-            name="make",
-            value=place,
-            expected="a function that returns a module",
-        )
+        raise OptionError(f"'{place}' must be a function that returns a module, got {type(function).__name__}.")
     return function

@@ -110,10 +110,7 @@ class SweepStore:
         except OSError as error:
             raise StoreError(
                 f"The sweep at {self.path} cannot be written ({error.strerror or error}); its finished runs are kept: "
-                "free some space and start it again.",
-                name="path",
-                value=self.path,
-                expected="writable",
+                "free some space and start it again."
             ) from error
 
 
@@ -180,9 +177,7 @@ def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
     import xarray as xr
 
     if not sweeps:
-        raise SchemaError(
-            "There is no sweep to join; pass at least one.", name="sweeps", value=(), expected="at least one sweep"
-        )
+        raise SchemaError("There is no sweep to join; pass at least one.")
     for part in sweeps:
         require(part, [*SETTINGS, *OUTCOMES])
     dims = dict.fromkeys(dim for part in sweeps for dim in part.dims if dim != "run")
@@ -239,10 +234,7 @@ def _attrs_of(path: Path) -> dict[str, Any]:
     if attrs["sweep_version"] > SWEEP_VERSION:
         raise StoreError(
             f"The sweep at {path} has version {attrs['sweep_version']}, but this workbench reads versions up to "
-            f"{SWEEP_VERSION}; update the workbench.",
-            name="sweep_version",
-            value=attrs["sweep_version"],
-            expected=f"at most {SWEEP_VERSION}",
+            f"{SWEEP_VERSION}; update the workbench."
         )
     return attrs
 
@@ -255,20 +247,10 @@ def _check_design(path: Path, runs: Sequence[RunSettings]) -> None:
         return
     advice = "pass the same runs, choose another path, or pass overwrite=True"
     if len(recorded) != len(planned):
-        raise StoreError(
-            f"The sweep at {path} has {len(recorded)} runs instead of {len(planned)}; {advice}.",
-            name="runs",
-            value=len(planned),
-            expected=f"the {len(recorded)} runs of the store",
-        )
+        raise StoreError(f"The sweep at {path} has {len(recorded)} runs instead of {len(planned)}; {advice}.")
     index = next(i for i, (old, new) in enumerate(zip(recorded, planned, strict=True)) if old != new)
     name, old, new = _difference(json.loads(recorded[index]), json.loads(planned[index]))
-    raise StoreError(
-        f"The sweep at {path} has other runs: in run {index}, {name} is {old} instead of {new}; {advice}.",
-        name=str(name),
-        value=new,
-        expected=str(old),
-    )
+    raise StoreError(f"The sweep at {path} has other runs: in run {index}, {name} is {old} instead of {new}; {advice}.")
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any]:

@@ -60,10 +60,7 @@ def as_batch(batch: Any) -> tuple[Inputs, Tensor]:
         if not _have_same_rows(inputs, targets):
             raise WorkbenchError(
                 f"A batch has inputs of shape {_shapes(inputs)} and targets of shape {tuple(targets.shape)}; both must "
-                "have the same number of examples.",
-                name="targets",
-                value=tuple(targets.shape),
-                expected="as many targets as inputs",
+                "have the same number of examples."
             )
         return inputs, targets
     raise _not_a_batch(batch)
@@ -119,20 +116,13 @@ def _from_mapping(batch: Mapping[str, Any]) -> tuple[Inputs, Tensor]:
         raise _missing_column("A batch", batch)
     images = _tensor(batch[name], name)
     if labels is None:
-        raise WorkbenchError(
-            f"A batch has {name} but no labels; add the classes of the images as 'labels'.",
-            name="labels",
-            expected="the classes of the images",
-        )
+        raise WorkbenchError(f"A batch has {name} but no labels; add the classes of the images as 'labels'.")
     if not images.is_floating_point():
         raise WorkbenchError.of(name, _dtype(images), "floating point", remedy="scale them, for example to [0, 1]")
     targets = _targets(labels)
     if not _have_same_rows(images, targets):
         raise WorkbenchError(
-            f"A batch has {len(images)} images and labels of shape {tuple(targets.shape)}; pass one label per image.",
-            name="labels",
-            value=tuple(targets.shape),
-            expected="one label for each image",
+            f"A batch has {len(images)} images and labels of shape {tuple(targets.shape)}; pass one label per image."
         )
     return images, targets
 
@@ -140,10 +130,7 @@ def _from_mapping(batch: Mapping[str, Any]) -> tuple[Inputs, Tensor]:
 def _missing_column(what: str, columns: Mapping[str, Any], remedy: str = "") -> WorkbenchError:
     """Create the error for a batch or rows without inputs of a known name."""
     return WorkbenchError(
-        f"{what} must have a column input_ids, pixel_values or images, got {', '.join(map(str, columns))}{remedy}.",
-        name="columns",
-        value=tuple(map(str, columns)),
-        expected=("input_ids", *_IMAGES),
+        f"{what} must have a column input_ids, pixel_values or images, got {', '.join(map(str, columns))}{remedy}."
     )
 
 
@@ -165,10 +152,7 @@ def _language_targets(tokens: Tensor, labels: Any, mask: Tensor | None) -> Tenso
         else:
             raise WorkbenchError(
                 f"labels have shape {tuple(given.shape)} and input_ids {tuple(tokens.shape)}; expected the same shape, "
-                "or one class for each example.",
-                name="labels",
-                value=tuple(given.shape),
-                expected=f"of shape {tuple(tokens.shape)}, or one class for each example",
+                "or one class for each example."
             )
     if mask is not None and mask.shape == tokens.shape:
         targets[:, :-1][(mask[:, 1:] == 0) | (mask[:, :-1] == 0)] = IGNORED
@@ -185,18 +169,12 @@ def _token_ids(value: Any, name: str) -> Tensor:
     tokens = _tensor(value, name)
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise WorkbenchError(
-            f"{name} has the type {_dtype(tokens)}, expected token ids; pass other inputs together with their targets.",
-            name=name,
-            value=_dtype(tokens),
-            expected="token ids",
+            f"{name} has the type {_dtype(tokens)}, expected token ids; pass other inputs together with their targets."
         )
     if tokens.ndim != 2:
         raise WorkbenchError(
             f"{name} has shape {tuple(tokens.shape)}, expected (batch, token); combine single rows to batches with "
-            "a DataLoader, or with batch() of an iterable dataset.",
-            name=name,
-            value=tuple(tokens.shape),
-            expected="of shape (batch, token)",
+            "a DataLoader, or with batch() of an iterable dataset."
         )
     return tokens.long()
 
@@ -210,19 +188,13 @@ def _tensor(value: Any, name: str = "a batch") -> Tensor:
     if isinstance(value, list | tuple) and any(isinstance(part, Tensor) for part in value):
         raise WorkbenchError(
             f"{name} is a list of tensors, which may be transposed; pass the dataset itself, or call "
-            "with_format('torch') on it.",
-            name=name,
-            value=value,
-            expected="a tensor or an array",
+            "with_format('torch') on it."
         )
     try:
         return _as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkbenchError(
-            f"{name} cannot be converted to a tensor ({error}); expected numbers, in rows of equal length.",
-            name=name,
-            value=value,
-            expected="numbers, in rows of equal length",
+            f"{name} cannot be converted to a tensor ({error}); expected numbers, in rows of equal length."
         ) from error
 
 
@@ -232,20 +204,14 @@ def _stack(values: Sequence[Any], name: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise WorkbenchError(
             f"{name} hold a {type(values[0]).__name__} that cannot be converted to a tensor ({error}); expected "
-            "numbers, so tokenize text and convert images to tensors first.",
-            name=name,
-            value=values[0],
-            expected="numbers",
+            "numbers, so tokenize text and convert images to tensors first."
         ) from error
     shapes = {tuple(tensor.shape) for tensor in tensors}
     if len(shapes) > 1:
         few = " and ".join(map(str, sorted(shapes)[:2]))
         raise WorkbenchError(
             f"{name} differ in shape between rows, such as {few}; expected equal lengths, so pad or truncate the rows "
-            "(with a tokenizer: padding='max_length', truncation=True) and keep the attention_mask.",
-            name=name,
-            value=sorted(shapes),
-            expected="of equal shape in all rows",
+            "(with a tokenizer: padding='max_length', truncation=True) and keep the attention_mask."
         )
     return torch.stack(tensors)
 
@@ -277,12 +243,7 @@ def _not_a_batch(batch: Any) -> WorkbenchError:
     expected = (
         "token ids (batch, token), (inputs, targets), or a mapping with input_ids, or with pixel_values and labels"
     )
-    return WorkbenchError(
-        f"A batch is a {type(batch).__name__}{parts}; expected {expected}.",
-        name="batch",
-        value=f"{type(batch).__name__}{parts}",
-        expected=expected,
-    )
+    return WorkbenchError(f"A batch is a {type(batch).__name__}{parts}; expected {expected}.")
 
 
 def _shapes(inputs: Inputs) -> Any:

@@ -134,9 +134,7 @@ def _text_bytes() -> bytes:
         from pydoc_data.topics import topics
     except ImportError as error:
         raise WorkbenchError(
-            "This Python has no pydoc_data.topics, the text of the task; use a Python with its documentation.",
-            name="pydoc_data.topics",
-            expected="part of the Python installation",
+            "This Python has no pydoc_data.topics, the text of the task; use a Python with its documentation."
         ) from error
     return "\n\n".join(topics[name] for name in sorted(topics)).encode()
 

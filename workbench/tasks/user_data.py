@@ -71,21 +71,13 @@ def as_task(source: Any, *, batch_size: PositiveInt = 32, seed: Seed = 0) -> Tas
     """
     if isinstance(source, str | bytes | type):
         what = "text" if isinstance(source, str | bytes) else f"the class {source.__name__}"
-        raise WorkbenchError(
-            f"The source is {what}; expected token ids, a dataset, a DataLoader or a task.",
-            name="source",
-            value=source,
-            expected="token ids, a dataset, a DataLoader or a task",
-        )
+        raise WorkbenchError(f"The source is {what}; expected token ids, a dataset, a DataLoader or a task.")
     if isinstance(source, Task):
         return source
     if isinstance(source, Mapping):
         raise WorkbenchError(
             f"The source is a {type(source).__name__} with the entries {', '.join(map(str, source))}; pass one of them "
-            "if they are the splits of a dataset, or [source] if it is a batch.",
-            name="source",
-            value=tuple(map(str, source)),
-            expected="token ids, a dataset, a DataLoader or a task",
+            "if they are the splits of a dataset, or [source] if it is a batch."
         )
     if isinstance(source, Iterator):
         return OneShotTask(source, seed=seed)
@@ -163,10 +155,7 @@ class DataTask:
                 if epoch == 0:
                     raise _empty_source()
                 raise WorkbenchError(
-                    f"The source has no batches in epoch {epoch + 1}; pass one that can be read repeatedly.",
-                    name="source",
-                    value=self._description["source"],
-                    expected="readable repeatedly",
+                    f"The source has no batches in epoch {epoch + 1}; pass one that can be read repeatedly."
                 )
 
     def _private_source(self) -> Iterable[Any]:
@@ -212,10 +201,7 @@ class OneShotTask:
         if start or self._is_streaming:
             raise WorkbenchError(
                 "A one-shot source can be read only once and from the beginning; to resume or repeat a run, pass one "
-                "that can be read repeatedly, such as a DataLoader or a list of batches.",
-                name="source",
-                value=self._description["source"],
-                expected="readable repeatedly",
+                "that can be read repeatedly, such as a DataLoader or a list of batches."
             )
         self._is_streaming = True
         return chain(self._read_ahead, self._batches)
@@ -233,10 +219,7 @@ class OneShotTask:
             if self._is_streaming:
                 raise WorkbenchError(
                     f"Too few batches of the one-shot source were kept for {n_tokens} tokens; request the probe before "
-                    "training, or pass a source that can be read repeatedly.",
-                    name="n_tokens",
-                    value=n_tokens,
-                    expected=f"at most {sum(map(n_states, known))} after training has begun",
+                    "training, or pass a source that can be read repeatedly."
                 )
             known = enough_inputs(chain(tuple(self._read_ahead), self._reading_ahead()), n_tokens)
         return merged(known)
@@ -262,12 +245,7 @@ def _is_dataset(source: Any) -> bool:
 
 
 def _empty_source() -> WorkbenchError:
-    return WorkbenchError(
-        "The source is empty; pass at least one batch or row.",
-        name="source",
-        value="empty",
-        expected="at least one batch or row",
-    )
+    return WorkbenchError("The source is empty; pass at least one batch or row.")
 
 
 def _one_pass(source: Iterable[Any], draws: PrivateDraws, *, epoch: int) -> Iterator[Any]:

@@ -106,12 +106,7 @@ class TrainingRun:
             OptionError: If the loop is not `workbench.train`.
         """
         if n_batches and not self.owns_loop:
-            raise OptionError(
-                "Only wb.train() can skip batches; set skip=0 in this trainer.",
-                name="skip",
-                value=n_batches,
-                expected="0 outside wb.train()",
-            )
+            raise OptionError("Only wb.train() can skip batches; set skip=0 in this trainer.")
         self.n_skipped += n_batches
 
 
@@ -166,9 +161,7 @@ class Callback:
         if self._run is None:
             raise OptionError(
                 f"{type(self).__name__} does not act on a run at this time; pass it to wb.train(callbacks=), "
-                "wb.trainer_callback() or wb.lightning_callback(), and use it during that run.",
-                name="run",
-                expected="an active run",
+                "wb.trainer_callback() or wb.lightning_callback(), and use it during that run."
             )
         return self._run
 
@@ -395,11 +388,6 @@ def checked(callbacks: list[Callback]) -> list[Callback]:
     names: set[str] = set()
     for callback in callbacks:
         if callback.name in names:
-            raise OptionError(
-                f"Two callbacks have the name '{callback.name}'; rename one of them.",
-                name="callbacks",
-                value=callback.name,
-                expected="callbacks of different names",
-            )
+            raise OptionError(f"Two callbacks have the name '{callback.name}'; rename one of them.")
         names.add(callback.name)
     return callbacks

@@ -42,10 +42,7 @@ class CallbackGroup:
             if callback.is_running and callback.run is not run and callback.run.has_begun:
                 raise OptionError(
                     f"Callback '{callback.name}' acts on another run; end that run first (close() of the generator "
-                    "that wb.train() returned, detach() of the callback of a trainer), or create another callback.",
-                    name="callbacks",
-                    value=callback.name,
-                    expected="callbacks that do not act on another run",
+                    "that wb.train() returned, detach() of the callback of a trainer), or create another callback."
                 )
         try:
             for callback in self.callbacks:
@@ -64,10 +61,7 @@ class CallbackGroup:
             if not callback.is_running or callback.run is not run:
                 raise OptionError(
                     f"Callback '{callback.name}' was passed to another run before this one began; create one callback "
-                    "for each run.",
-                    name="callbacks",
-                    value=callback.name,
-                    expected="callbacks of this run alone",
+                    "for each run."
                 )
         run.has_begun = True
         for callback in self.callbacks:
@@ -139,30 +133,21 @@ def _checked_numbers(callback: Callback, found: Any, known: Mapping[str, Any]) -
     if not isinstance(found, Mapping):
         raise OptionError(
             f"end_step() of callback '{callback.name}' returned a {type(found).__name__}, expected a mapping of "
-            "numbers or None.",
-            name="end_step",
-            value=found,
-            expected="a mapping of numbers or None",
+            "numbers or None."
         )
     numbers = {}
     for name, value in found.items():
         if name in known or name in _RESERVED:
             raise OptionError(
                 f"end_step() of callback '{callback.name}' returned '{name}', which the run records already; choose "
-                "another name.",
-                name="end_step",
-                value=name,
-                expected="a name that the run does not record already",
+                "another name."
             )
         if isinstance(value, Tensor | np.ndarray) and value.shape == ():
             value = value.item()
         if not isinstance(name, str) or not isinstance(value, Real | np.bool_):
             raise OptionError(
                 f"end_step() of callback '{callback.name}' returned {name} as a {type(value).__name__}, expected one "
-                "number; return its mean or another number, and NaN where it is unknown.",
-                name=str(name),
-                value=value,
-                expected="one number",
+                "number; return its mean or another number, and NaN where it is unknown."
             )
         numbers[name] = value
     return numbers

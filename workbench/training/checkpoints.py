@@ -101,16 +101,9 @@ def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
     found = list_checkpoints(checkpoints)
     if step not in found:
         known = ", ".join(map(str, found)) or "none"
-        raise CheckpointError(
-            f"{checkpoints} has no checkpoint of step {step}; the existing ones are: {known}.",
-            name="step",
-            value=step,
-            expected=tuple(found),
-        )
+        raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}; the existing ones are: {known}.")
     if not store.exists():
-        raise StoreError(
-            f"There is no run at {store}; check the path.", name="store", value=store, expected="an existing run"
-        )
+        raise StoreError(f"There is no run at {store}; check the path.")
     for place in (new_store, new_checkpoints):
         check_free(place, overwrite=False)
     with replacing(new_checkpoints) as partial:
@@ -143,12 +136,7 @@ def read_checkpoint(place: Path) -> TrainingState:
 
 def damaged(place: Path, error: Exception) -> CheckpointError:
     """Return the exception for a checkpoint whose state does not fit the run."""
-    return CheckpointError(
-        f"The checkpoint {place} is damaged ({error}); remove it to resume from the previous one.",
-        name="checkpoints",
-        value=place,
-        expected="an undamaged checkpoint",
-    )
+    return CheckpointError(f"The checkpoint {place} is damaged ({error}); remove it to resume from the previous one.")
 
 
 @contextmanager
@@ -164,12 +152,7 @@ def _as_store_error(place: Path) -> Iterator[None]:
 
 def _write_error(place: Path, error: BaseException) -> StoreError:
     reason = str(error).splitlines()[0]
-    return StoreError(
-        f"{place} cannot be written ({reason}); check its folder and the free space.",
-        name="checkpoints",
-        value=place,
-        expected="a folder that can be written",
-    )
+    return StoreError(f"{place} cannot be written ({reason}); check its folder and the free space.")
 
 
 def _save_weights(model: nn.Module, folder: Path) -> None:

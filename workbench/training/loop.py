@@ -91,19 +91,11 @@ class Training:
         self.callbacks = CallbackGroup(callbacks)
         self.device = _device_of(model)
         if plan.precision == "float16" and self.device.type != "cuda":
-            raise OptionError(
-                "float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.",
-                name="precision",
-                value=plan.precision,
-                expected=("float32", "bfloat16"),
-            )
+            raise OptionError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
         self.optimizer = plan.optimizer_for(model)
         if plan.precision == "float16" and _is_two_pass(self.optimizer):
             raise OptionError(
-                "float16 scales one gradient per step, but SAM needs two; choose 'bfloat16' or 'float32'.",
-                name="precision",
-                value=plan.precision,
-                expected=("float32", "bfloat16"),
+                "float16 scales one gradient per step, but SAM needs two; choose 'bfloat16' or 'float32'."
             )
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.random = RandomStream(plan.seed, device=self.device)
@@ -141,19 +133,11 @@ class Training:
         """Load the last checkpoint; raise if its configuration differs."""
         folder = self.recording.checkpoint_folder
         if folder is None:
-            raise OptionError(
-                "resume=True needs a checkpoint; pass store= or checkpoints=.",
-                name="resume",
-                value=True,
-                expected="False without store= or checkpoints=",
-            )
+            raise OptionError("resume=True needs a checkpoint; pass store= or checkpoints=.")
         place = latest_checkpoint(folder)
         if place is None:
             raise CheckpointError(
-                f"{folder} holds no checkpoint to resume from; train with checkpoint_every=, or set resume=False.",
-                name="checkpoints",
-                value=folder,
-                expected="a folder with a checkpoint",
+                f"{folder} holds no checkpoint to resume from; train with checkpoint_every=, or set resume=False."
             )
         state = read_checkpoint(place)
         found = {str(place): state.configuration}
@@ -164,20 +148,14 @@ class Training:
                 name, before, now = difference
                 raise StoreError(
                     f"The run at {where} has {name} = {before}, but this call has {now}; resume with the same "
-                    "configuration, or start another run.",
-                    name=name,
-                    value=now,
-                    expected=f"{before}, as in the recorded run",
+                    "configuration, or start another run."
                 )
         check_checkpoint_folder(self.recording)
         names = [callback.name for callback in self.callbacks]
         if missing := [name for name in state.callbacks if name not in names]:
             raise StoreError(
                 f"The run at {place} was trained with {listed(_TITLES.get(name, name) for name in missing)}; resume "
-                "with the same callbacks, or start another run.",
-                name="callbacks",
-                value=names,
-                expected=f"with {', '.join(missing)}",
+                "with the same callbacks, or start another run."
             )
         try:  # before the parameters, which must not be replaced by those of a damaged checkpoint
             self.optimizer.load_state_dict(state.optimizer)

@@ -111,11 +111,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             OptionError: Always after the optimizer was created.
         """
         if self._is_complete:
-            raise OptionError(
-                "Parameters cannot be added to MuonWithAdamW; create a new optimizer with all of them.",
-                name="param_group",
-                expected="part of the arguments with which the optimizer is created",
-            )
+            raise OptionError("Parameters cannot be added to MuonWithAdamW; create a new optimizer with all of them.")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -59,12 +59,7 @@ class Recording:
 
     def __post_init__(self) -> None:
         if self.checkpoint_every and self.checkpoint_folder is None:
-            raise OptionError(
-                "checkpoint_every needs a folder for the checkpoints; pass store= or checkpoints=.",
-                name="checkpoint_every",
-                value=self.checkpoint_every,
-                expected="None without store= or checkpoints=",
-            )
+            raise OptionError("checkpoint_every needs a folder for the checkpoints; pass store= or checkpoints=.")
 
     @property
     def checkpoint_folder(self) -> Path | None:
@@ -131,10 +126,7 @@ def check_places(recording: Recording, *, overwrite: bool) -> None:
     if folder is not None and not overwrite and latest_checkpoint(folder) is not None:
         raise StoreError(
             f"{folder} holds checkpoints of an earlier run; pass resume=True to continue it, "
-            "overwrite=True to replace it, or another checkpoints=.",
-            name="checkpoints",
-            value=folder,
-            expected="a folder without checkpoints",
+            "overwrite=True to replace it, or another checkpoints=."
         )
 
 
@@ -155,10 +147,7 @@ def check_checkpoint_folder(recording: Recording) -> None:
             pass
     except OSError as error:
         raise StoreError(
-            f"Checkpoints cannot be written to {folder} ({error.strerror or error}); pass another checkpoints=.",
-            name="checkpoints",
-            value=folder,
-            expected="a folder that can be written",
+            f"Checkpoints cannot be written to {folder} ({error.strerror or error}); pass another checkpoints=."
         ) from error
 
 
@@ -193,10 +182,5 @@ def recorded_configuration(store: Path | str) -> dict[str, Any]:
     """
     attrs = open_run(store).attrs
     if "configuration" not in attrs:
-        raise StoreError(
-            f"{store} does not hold a training run; pass a store written by wb.train().",
-            name="store",
-            value=store,
-            expected="a store written by wb.train()",
-        )
+        raise StoreError(f"{store} does not hold a training run; pass a store written by wb.train().")
     return json.loads(attrs["configuration"])

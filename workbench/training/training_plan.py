@@ -63,19 +63,9 @@ class TrainingPlan:
         if isinstance(self.optimizer, str):
             _optimizer_class(self.optimizer)
         elif self.optimizer_options:
-            raise OptionError(
-                "optimizer_options need the name of an optimizer; pass them to your optimizer instead.",
-                name="optimizer_options",
-                value=dict(self.optimizer_options),
-                expected="empty unless the optimizer is a name",
-            )
+            raise OptionError("optimizer_options need the name of an optimizer; pass them to your optimizer instead.")
         if isinstance(self.optimizer, torch.optim.Optimizer) and self.learning_rate is not None:
-            raise OptionError(
-                "An optimizer object has its own learning rate; omit learning_rate.",
-                name="learning_rate",
-                value=self.learning_rate,
-                expected="None with an optimizer object",
-            )
+            raise OptionError("An optimizer object has its own learning rate; omit learning_rate.")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as plain values for JSON; functions and optimizers by their names and defaults."""
@@ -115,12 +105,7 @@ class TrainingPlan:
         """
         parameters = [parameter for parameter in module_of(model).parameters() if parameter.requires_grad]
         if not parameters:
-            raise OptionError(
-                "The model has no trainable parameters; set requires_grad on some of them.",
-                name="model",
-                value=module_of(model),
-                expected="a model with trainable parameters",
-            )
+            raise OptionError("The model has no trainable parameters; set requires_grad on some of them.")
         rate = DEFAULT_RATE if self.learning_rate is None else self.learning_rate
         if isinstance(self.optimizer, str):
             cls = _optimizer_class(self.optimizer)
@@ -131,19 +116,13 @@ class TrainingPlan:
             except (TypeError, ValueError) as error:
                 options = dict(self.optimizer_options)
                 raise OptionError(
-                    f"{cls.__name__} does not accept {options} ({error}); pass other optimizer_options.",
-                    name="optimizer_options",
-                    value=options,
-                    expected=f"valid options of {cls.__name__}",
+                    f"{cls.__name__} does not accept {options} ({error}); pass other optimizer_options."
                 ) from error
         optimizer = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(parameters)
         own = {id(parameter) for parameter in parameters}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
             raise OptionError(
-                "The optimizer holds parameters that do not belong to the model; create it from this model.",
-                name="optimizer",
-                value=type(optimizer),
-                expected="an optimizer over parameters of the model",
+                "The optimizer holds parameters that do not belong to the model; create it from this model."
             )
         if self.learning_rate is not None:
             highest = max(float(group["lr"]) for group in optimizer.param_groups)

@@ -142,10 +142,7 @@ def random_bulk(eigenvalues: np.ndarray, n_rows: PositiveInt, n_columns: Positiv
     if len(eigenvalues) != short:
         raise OptionError(
             f"A matrix of {n_rows} rows and {n_columns} columns has {short} eigenvalues of W'W / N, got "
-            f"{len(eigenvalues)}; pass all squared singular values divided by {long}.",
-            name="eigenvalues",
-            value=len(eigenvalues),
-            expected=f"{short} values",
+            f"{len(eigenvalues)}; pass all squared singular values divided by {long}."
         )
     if short < MIN_EIGENVALUES or not eigenvalues.any():
         return Bulk()
@@ -161,12 +158,7 @@ def _checked(name: str, values: np.ndarray) -> np.ndarray:
     values = np.asarray(values, float).ravel()
     is_wrong = ~(np.isfinite(values) & (values >= 0))
     if is_wrong.any():
-        raise OptionError(
-            f"Some of the {name} are negative or not finite; pass eigenvalues of W'W.",
-            name=name,
-            value=values[is_wrong][0],
-            expected="finite and not negative",
-        )
+        raise OptionError(f"Some of the {name} are negative or not finite; pass eigenvalues of W'W.")
     return values
 
 

@@ -102,10 +102,7 @@ def weight_spectra(
     if not planned:
         raise CheckpointError(
             f"{described} has no weight matrix with a shorter side of at least {min_size}; pass a smaller min_size, or "
-            "check the source.",
-            name="source",
-            value=described,
-            expected=f"a model or checkpoint with a weight matrix of at least {min_size} rows and columns",
+            "check the source."
         )
     if before is not None:
         others = [stack for stack in _planned(before, None, min_size)[0] if layers is None or stack.layer in layers]
@@ -179,29 +176,20 @@ def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
     if is_parametrized(model):
         raise OptionError(
             f"The weights of {type(model).__name__} are parametrized (computed from other parameters); pass "
-            "wb.baselines.plain_copy(model).",
-            name="source",
-            value=type(model),
-            expected="a model without parametrizations",
+            "wb.baselines.plain_copy(model)."
         )
     state = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise CheckpointError(
                 f"The parameter {name} has no values (it is on the meta device); pass the path of the checkpoint, or a "
-                "model with its weights in memory.",
-                name=name,
-                value="a meta tensor",
-                expected="a tensor in memory",
+                "model with its weights in memory."
             )
         tensor = parameter.detach()
         if type(tensor) is not Tensor:  # sharded over ranks, or quantized: its entries are not the weight's
             raise CheckpointError(
                 f"The parameter {name} is a {type(tensor).__name__}, expected an ordinary tensor; pass the path of the "
-                "checkpoint, or a model that is neither sharded nor quantized.",
-                name=name,
-                value=type(tensor),
-                expected="a tensor that is neither sharded nor quantized",
+                "checkpoint, or a model that is neither sharded nor quantized."
             )
         state[name] = LazyTensor.of(tensor)
     return state, described
@@ -257,21 +245,12 @@ def _require_same(planned: list[_Stack], others: list[_Stack], described: str) -
     remedy = "pass a checkpoint of the same model"
     for name in [*shapes, *other_shapes]:
         if name not in other_shapes:
-            raise CheckpointError(
-                f"The reference {described} has no matrix {name}; {remedy}.", name=name, expected="in the reference"
-            )
+            raise CheckpointError(f"The reference {described} has no matrix {name}; {remedy}.")
         if name not in shapes:
-            raise CheckpointError(
-                f"The reference {described} has a matrix {name}, which the source lacks; {remedy}.",
-                name=name,
-                expected="in the source",
-            )
+            raise CheckpointError(f"The reference {described} has a matrix {name}, which the source lacks; {remedy}.")
         if shapes[name] != other_shapes[name]:
             raise CheckpointError(
-                f"{name} has shape {shapes[name]}, but {other_shapes[name]} in the reference {described}; {remedy}.",
-                name=name,
-                value=other_shapes[name],
-                expected=f"of shape {shapes[name]} in the reference",
+                f"{name} has shape {shapes[name]}, but {other_shapes[name]} in the reference {described}; {remedy}."
             )
 
 
@@ -286,10 +265,7 @@ def _measured(name: str, matrix: Tensor, other: Tensor | None) -> dict[str, Any]
     if not torch.isfinite(norm.square()) or not np.isfinite(reference_norm):
         raise CheckpointError(
             f"{name} contains a value that is not finite, or too large to be squared; leave out its layer with "
-            "layers=, or use an earlier checkpoint.",
-            name=name,
-            value=float(norm),
-            expected="a matrix of finite values",
+            "layers=, or use an earlier checkpoint."
         )
     values = s.cpu().numpy()
     largest = float(values[0])

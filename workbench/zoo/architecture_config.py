@@ -193,12 +193,7 @@ class ArchitectureConfig:
             if name == "family":
                 continue
             if name not in options and value is not None:
-                raise OptionError(
-                    f"{name} is not an option of the family '{self.family}'; leave it out.",
-                    name=name,
-                    value=value,
-                    expected="None",
-                )
+                raise OptionError(f"{name} is not an option of the family '{self.family}'; leave it out.")
             if value is None:
                 value = options.get(name)
             object.__setattr__(self, name, value)
@@ -233,12 +228,7 @@ class ArchitectureConfig:
         if self.mlp_width is not None:
             return self.mlp_width
         if self.mlp_ratio is None:
-            raise OptionError(
-                f"The family '{self.family}' has no MLP and therefore no hidden width.",
-                name="family",
-                value=self.family,
-                expected="a family with an MLP",
-            )
+            raise OptionError(f"The family '{self.family}' has no MLP and therefore no hidden width.")
         width = self.mlp_ratio * self.d_model
         return int(width) if float(width).is_integer() else 8 * math.ceil(width / 8)
 
@@ -255,12 +245,7 @@ class ArchitectureConfig:
     def _fill_in(self) -> None:
         """Set the defaults that depend on other options."""
         if self.mlp_ratio is not None and self.mlp_width is not None:
-            raise OptionError(
-                "Both mlp_ratio and mlp_width are given; pass one of them.",
-                name="mlp_width",
-                value=self.mlp_width,
-                expected="None if mlp_ratio is given",
-            )
+            raise OptionError("Both mlp_ratio and mlp_width are given; pass one of them.")
         if "mlp_ratio" in defaults(self.family) and self.mlp_ratio is None and self.mlp_width is None:
             ratio = 1 if self.family == "kan" else 8 / 3 if self.mlp == "swiglu" else 4
             object.__setattr__(self, "mlp_ratio", ratio)
@@ -273,12 +258,7 @@ class ArchitectureConfig:
 
     def _check_combination(self) -> None:
         if self.family == "mamba" and self.norm != "rms_norm":
-            raise OptionError(
-                f"norm is '{self.norm}', but the family '{self.family}' supports only 'rms_norm'.",
-                name="norm",
-                value=self.norm,
-                expected=("rms_norm",),
-            )
+            raise OptionError(f"norm is '{self.norm}', but the family '{self.family}' supports only 'rms_norm'.")
         if self.n_heads is not None:
             self._check_attention()
         if self.top_k is not None and self.top_k > self.n_experts:
@@ -295,61 +275,36 @@ class ArchitectureConfig:
             raise OptionError.of("n_kv_heads", self.n_kv_heads, f"a divisor of n_heads ({self.n_heads})")
         if self.position != "rotary" and self.rotary_base is not None:
             raise OptionError(
-                f"rotary_base applies to position='rotary', but position is '{self.position}'; leave it out.",
-                name="rotary_base",
-                value=self.rotary_base,
-                expected="None",
+                f"rotary_base applies to position='rotary', but position is '{self.position}'; leave it out."
             )
         if self.position == "rotary" and self.family == "vit":
-            raise OptionError(
-                "position is 'rotary', but the family 'vit' supports only 'learned' and 'none'.",
-                name="position",
-                value=self.position,
-                expected=("learned", "none"),
-            )
+            raise OptionError("position is 'rotary', but the family 'vit' supports only 'learned' and 'none'.")
         if self.position == "rotary" and self.head_dim % 2:
             raise OptionError(
                 f"Rotary positions rotate pairs of features, but d_model / n_heads is {self.head_dim}; choose an even "
-                "width of the heads.",
-                name="n_heads",
-                value=self.n_heads,
-                expected="such that d_model / n_heads is even",
+                "width of the heads."
             )
 
     def _check_identity_initialization(self) -> None:
         if self.norm != "none":
             raise OptionError(
                 f"initialization='{self.initialization}' replaces the normalization, but norm is '{self.norm}'; pass "
-                "norm='none'.",
-                name="norm",
-                value=self.norm,
-                expected=("none",),
+                "norm='none'."
             )
         if self.initialization == "rezero":
             return
         if self.family in ("moe", "kan") or self.mlp == "swiglu":
             kind = f"the family '{self.family}'" if self.family in ("moe", "kan") else "mlp 'swiglu'"
-            raise OptionError(
-                f"Fixup is not defined for {kind}; choose initialization='rezero'.",
-                name="initialization",
-                value=self.initialization,
-                expected=("rezero",),
-            )
+            raise OptionError(f"Fixup is not defined for {kind}; choose initialization='rezero'.")
         if self.ties_embeddings:
             raise OptionError(
                 "Fixup initializes the output head with zeros, so it cannot be tied to the embedding; pass "
-                "ties_embeddings=False.",
-                name="ties_embeddings",
-                value=True,
-                expected=(False,),
+                "ties_embeddings=False."
             )
         if self.scales_residual_init:
             raise OptionError(
                 "Fixup initializes the last matrices of branches with zeros, so they cannot be scaled; pass "
-                "scales_residual_init=False.",
-                name="scales_residual_init",
-                value=True,
-                expected=(False,),
+                "scales_residual_init=False."
             )
 
 

@@ -47,10 +47,7 @@ class Decoder(ZooModel):
         if tokens.shape[-1] > self.config.max_length:
             raise OptionError(
                 f"The sequences have {tokens.shape[-1]} tokens, but max_length is {self.config.max_length}; shorten "
-                "them, or build the model with a larger max_length.",
-                name="tokens",
-                value=tokens,
-                expected=f"at most {self.config.max_length} tokens long",
+                "them, or build the model with a larger max_length."
             )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:

@@ -48,11 +48,7 @@ class MoeTransformer(Decoder):
         mlps = [block.mlp for block in self.blocks if isinstance(block, Block)]
         logits = [mlp.logits for mlp in mlps if isinstance(mlp, MoeMlp) and mlp.logits is not None]
         if len(logits) < len(mlps):
-            raise WorkbenchError(
-                "The routers have received no tokens yet; call the model first.",
-                name="model",
-                expected="called at least once",
-            )
+            raise WorkbenchError("The routers have received no tokens yet; call the model first.")
         balance = [balance_loss(one, self.config.top_k) for one in logits]
         z = [one.logsumexp(-1).square().mean() for one in logits]
         return {"balance": torch.stack(balance).mean(), "z": torch.stack(z).mean()}

@@ -29,18 +29,12 @@ def module_of(model: HoldsModel | nn.Module) -> nn.Module:
     if isinstance(module, torch.jit.ScriptModule):
         raise AnatomyError(
             f"{getattr(module, 'original_name', type(module).__name__)} is compiled by TorchScript, which runs no "
-            "hooks; pass the original module.",
-            name="model",
-            value=module,
-            expected="not compiled by TorchScript",
+            "hooks; pass the original module."
         )
     if isinstance(module, GraphModule) and not _calls_modules(module):
         raise AnatomyError(
             f"{type(module).__name__} is an exported graph of operations, which calls no modules; pass the original "
-            "module.",
-            name="model",
-            value=module,
-            expected="a module that calls other modules",
+            "module."
         )
     return module
 

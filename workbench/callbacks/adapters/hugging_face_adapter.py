@@ -76,10 +76,7 @@ def trainer_callback(*callbacks: AnyCallback, seed: int = 0) -> TrainerCallback:
             if isinstance(saved, list):
                 raise OptionError(
                     f"A Trainer takes one callback of the workbench, got {len(saved)}; pass all of them to one "
-                    "wb.trainer_callback().",
-                    name="callbacks",
-                    value=len(saved),
-                    expected="one callback of the workbench",
+                    "wb.trainer_callback()."
                 )
             resumed = _states_in(by_name) if state.global_step else None
             self.attachment.begin(model, optimizer, step=state.global_step, state=resumed)
@@ -184,9 +181,7 @@ class _PassHooks:
         if getattr(output, "loss", None) is None:
             raise OptionError(
                 f"The output of {type(module).__name__} has no loss, to which penalties are added; pass labels with "
-                "each batch.",
-                name="loss",
-                expected="in the output of the model",
+                "each batch."
             )
         output.loss = self._attachment.with_auxiliary(output.loss, self._fraction)
         return output

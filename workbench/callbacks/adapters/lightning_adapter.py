@@ -77,10 +77,7 @@ def lightning_callback(*callbacks: AnyCallback, seed: int = 0) -> LightningCallb
                 raise OptionError(
                     f"{type(pl_module).__name__} needs a single optimizer that Lightning steps, but it has "
                     f"{n_optimizers} or steps them itself; attach by kss.attach(model, optimizer) and "
-                    "recorder.attach(model, optimizer).",
-                    name="optimizer",
-                    value=n_optimizers,
-                    expected="a single optimizer that Lightning steps",
+                    "recorder.attach(model, optimizer)."
                 )
             loaded, self.loaded = self.loaded, None
             self.losses, self.numbers = [], {}

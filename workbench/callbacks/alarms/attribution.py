@@ -141,10 +141,7 @@ class Attributor:
         causes = sorted({cause for _, cause in examples})
         if len(causes) < 2:
             raise OptionError(
-                f"The examples contain {len(causes)} kinds of fault, expected at least 2; add examples of others.",
-                name="examples",
-                value=causes,
-                expected="at least 2 kinds of fault",
+                f"The examples contain {len(causes)} kinds of fault, expected at least 2; add examples of others."
             )
         seen = {name for scores, _ in examples for name in scores}
         features = tuple(watched.name for watched in WATCHED if watched.name in seen)

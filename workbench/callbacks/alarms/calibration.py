@@ -148,12 +148,7 @@ class Calibration:
         return cls.open(_SHIPPED)
 
 
-def calibrate(
-    runs: Iterable[xr.DataTree],
-    *,
-    base: Calibration | None = None,
-    about: str = "",
-) -> Calibration:
+def calibrate(runs: Iterable[xr.DataTree], *, base: Calibration | None = None, about: str = "") -> Calibration:
     """Measure how often healthy runs reach the evidence of an alarm, for ``workbench.Alarms(calibration=)``.
 
     The base calibration has the weight of 5,000 steps, so it matters more when there are few runs.
@@ -193,10 +188,7 @@ def calibrate(
     if max(map(len, largest.values()), default=0) < _LEAST_STRETCHES:
         raise OptionError(
             f"The healthy runs have {n_steps} steps, of which fewer than {_LEAST_STRETCHES * _STRETCH} are evaluated; "
-            "pass more or longer runs: the first 200 steps and a warm-up do not count.",
-            name="runs",
-            value=n_steps,
-            expected=f"at least {_LEAST_STRETCHES * _STRETCH} evaluated steps",
+            "pass more or longer runs: the first 200 steps and a warm-up do not count."
         )
     tails = dict(base.tails) | {name: _tail(np.array(found), base.tails.get(name)) for name, found in largest.items()}
     return Calibration(tails, n_steps, about)

@@ -40,11 +40,7 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
         `workbench.alarms.Observation`: One observation.
     """
     if "monitors" not in run.children:
-        raise SchemaError(
-            "The run has no monitors to replay; record it with wb.train() or a wb.Recorder.",
-            name="monitors",
-            expected="a part of the run",
-        )
+        raise SchemaError("The run has no monitors to replay; record it with wb.train() or a wb.Recorder.")
     measured = []
     for place, name in enumerate(_PARTS):
         if name not in run.children:

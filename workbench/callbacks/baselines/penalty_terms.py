@@ -92,11 +92,7 @@ class PenaltyTerms(Callback):
             AnatomyError: If the residual stream cannot be identified with certainty, or there is no model yet.
         """
         if self.model is None:
-            raise AnatomyError(
-                "The penalties have no model yet; pass PenaltyTerms(model=), or train with them.",
-                name="model",
-                expected="a model",
-            )
+            raise AnatomyError("The penalties have no model yet; pass PenaltyTerms(model=), or train with them.")
         inputs = on_device_of(self.model, take_examples(inputs, slice(0, 2)))
         self._anatomy = read_anatomy(self.model, inputs, stack=self.stack)
 
@@ -177,11 +173,7 @@ class PenaltyTerms(Callback):
             yield lambda task_loss: None
             return
         if self._anatomy is None:
-            raise AnatomyError(
-                "The residual blocks of the model are unknown; call read_anatomy(inputs) first.",
-                name="read_anatomy",
-                expected="called before watch",
-            )
+            raise AnatomyError("The residual blocks of the model are unknown; call read_anatomy(inputs) first.")
         entering: dict[int, Tensor] = {}
         leaving: dict[int, Tensor] = {}
 
@@ -200,10 +192,7 @@ class PenaltyTerms(Callback):
             if len(leaving) < len(sites):
                 raise AnatomyError(
                     f"Not all blocks of {type(self.model).__name__} ran as modules in this step, possibly because they "
-                    "are compiled; train the model without compiling it, or without penalties.",
-                    name="model",
-                    value=self.model,
-                    expected="a model whose blocks run as modules",
+                    "are compiled; train the model without compiling it, or without penalties."
                 )
             layers = range(len(sites))
             stream = Stream(tuple(entering[i] for i in layers), tuple(leaving[i] for i in layers))

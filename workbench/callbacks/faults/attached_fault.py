@@ -112,9 +112,7 @@ class AttachedFault:
             return args, self._attachment.callbacks.change_batch(kwargs, no_labels)[0]
         raise OptionError(
             f"{self.fault.name} changes labels, which this model does not receive; pass each batch through "
-            "change_batch(inputs, targets) of the object that attach() returned.",
-            name="labels",
-            expected="among the inputs of the model",
+            "change_batch(inputs, targets) of the object that attach() returned."
         )
 
     def _leave_pass(self) -> None:

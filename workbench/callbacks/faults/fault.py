@@ -69,10 +69,7 @@ class Fault:
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "enabled" and not name.startswith("_") and getattr(self, "_is_frozen", False):
             raise OptionError(
-                f"{name} of {self.name} cannot be changed, unlike enabled; create a new fault with another {name}.",
-                name=name,
-                value=value,
-                expected="unchanged",
+                f"{name} of {self.name} cannot be changed, unlike enabled; create a new fault with another {name}."
             )
         super().__setattr__(name, value)
 

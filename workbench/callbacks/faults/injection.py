@@ -77,21 +77,13 @@ class Injection(Callback):
         self._faults: dict[type[Fault], Fault] = {}
         for fault in faults:
             if type(fault) in self._faults:
-                raise OptionError(
-                    f"faults contains {fault.kind} twice; pass at most one fault of each kind.",
-                    name="faults",
-                    value=fault.kind,
-                    expected="at most one fault of each kind",
-                )
+                raise OptionError(f"faults contains {fault.kind} twice; pass at most one fault of each kind.")
             self._faults[type(fault)] = fault
         dropped, reduced = self._get(DroppedBucket), self._get(LowPrecisionReduction)
         if dropped and dropped.needs_ranks and reduced and dropped.n_ranks != reduced.n_ranks:
             raise OptionError(
                 f"dropped_bucket has n_ranks = {dropped.n_ranks}, but low_precision_reduction has {reduced.n_ranks}; "
-                "use the same number for both.",
-                name="n_ranks",
-                value=(dropped.n_ranks, reduced.n_ranks),
-                expected="the same for both faults",
+                "use the same number for both."
             )
         self.seed = seed
         self.active: tuple[str, ...] = ()
@@ -125,10 +117,7 @@ class Injection(Callback):
             if takes_several_passes(optimizer):
                 raise OptionError(
                     f"{fault.name} changes the gradients of one backward pass per step, but {type(optimizer).__name__} "
-                    "takes several; choose another optimizer, or leave the fault out.",
-                    name="optimizer",
-                    value=optimizer,
-                    expected=f"an optimizer with one backward pass per step, for {fault.name}",
+                    "takes several; choose another optimizer, or leave the fault out."
                 )
             n_buckets = getattr(fault, "n_buckets", 1)
             if n_buckets > len(self._parameters):
@@ -142,10 +131,7 @@ class Injection(Callback):
             if getattr(fault, "needs_ranks", True):
                 raise OptionError(
                     f"{fault.name} changes the loss or splits the batch, which is possible only in wb.train(); use "
-                    "that, or leave the fault out.",
-                    name="faults",
-                    value=fault.name,
-                    expected="faults that do not need the loop of wb.train()",
+                    "that, or leave the fault out."
                 )
 
     def begin(self) -> None:
@@ -164,10 +150,7 @@ class Injection(Callback):
             if not has_one:
                 raise OptionError(
                     f"no_auxiliary_loss needs a model with an auxiliary loss, but {type(model).__name__} has none; use "
-                    "a mixture of experts (Hugging Face: with output_router_logits=True), or leave the fault out.",
-                    name="model",
-                    value=model,
-                    expected="a model with an auxiliary loss, for no_auxiliary_loss",
+                    "a mixture of experts (Hugging Face: with output_router_logits=True), or leave the fault out."
                 )
         if self._mode is not None:
             modules = attention_modules(model, inputs)
@@ -358,10 +341,7 @@ def _no_attention_error(model: nn.Module) -> OptionError:
     return OptionError(
         "low_precision_attention needs a model that calls torch's scaled_dot_product_attention directly, "
         f"but {type(model).__name__} does not; load a Hugging Face model with attn_implementation='sdpa', "
-        "or leave the fault out.",
-        name="model",
-        value=model,
-        expected="a model that calls torch's scaled_dot_product_attention, for low_precision_attention",
+        "or leave the fault out."
     )
 
 

@@ -15,26 +15,15 @@ def check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError(
             "KSS cannot act inside LBFGS, which evaluates the loss several times per step; use another optimizer, such "
-            "as AdamW.",
-            name="optimizer",
-            value=optimizer,
-            expected="an optimizer that evaluates the loss once per step",
+            "as AdamW."
         )
     if is_split(model):
         raise OptionError(
-            f"KSS cannot read the parameters of {name}, which are sharded over processes; train with DDP.",
-            name="model",
-            value=model,
-            expected="a model whose parameters are complete in each process",
+            f"KSS cannot read the parameters of {name}, which are sharded over processes; train with DDP."
         )
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
     if not any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
-        raise OptionError(
-            f"The optimizer updates no parameter of {name}; attach KSS to the model that it trains.",
-            name="optimizer",
-            value=optimizer,
-            expected="an optimizer of the parameters of the model",
-        )
+        raise OptionError(f"The optimizer updates no parameter of {name}; attach KSS to the model that it trains.")
 
 
 def is_trained(module: nn.Module) -> bool:
@@ -46,8 +35,5 @@ def recomputation_error(model: nn.Module) -> SnapshotError:
     """Return the error for activation checkpointing in eval mode, which hides the states from hooks."""
     return SnapshotError(
         f"{type(model).__name__} recomputes its activations even in eval mode, which hides them from KSS; use "
-        "torch.utils.checkpoint only while module.training is True.",
-        name="model",
-        value=model,
-        expected="a model without activation checkpointing in eval mode",
+        "torch.utils.checkpoint only while module.training is True."
     )

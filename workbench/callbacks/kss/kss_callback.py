@@ -41,9 +41,7 @@ class KSSCallback(Callback):
         """
         if self._shaper is None:
             raise OptionError(
-                "KSS has a shaper only during a training run; read it between the begin and the end of the run.",
-                name="shaper",
-                expected="read during a training run",
+                "KSS has a shaper only during a training run; read it between the begin and the end of the run."
             )
         return self._shaper
 

@@ -201,10 +201,7 @@ class Shaper:
         if called is None:
             raise SnapshotError(
                 f"{type(self.model).__name__} did not run in training mode before this update; attach KSS to the "
-                "module that the training loop calls, and keep it in training mode.",
-                name="model",
-                value=self.model,
-                expected="the module that the training loop calls, in training mode",
+                "module that the training loop calls, and keep it in training mode."
             )
         self._is_kss_pass = True
         try:
@@ -345,10 +342,7 @@ class Shaper:
         def take(i: int, x: Tensor, y: Tensor) -> None:
             if has_gradient and not y.requires_grad and is_trained(anatomy.sites[i].module):
                 raise recomputation_error(model)
-            states[i] = (
-                x if options.side != "output" else x.detach(),
-                y if options.side != "input" else y.detach(),
-            )
+            states[i] = (x if options.side != "output" else x.detach(), y if options.side != "input" else y.detach())
 
         watcher = StreamWatcher(anatomy, selection, take, layers=layers)
         selection.begin(Batches([inputs], True, layout))
@@ -452,10 +446,5 @@ def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Genera
             return list(range(n_layers))
         return sorted(random.choice(n_layers, size=max(1, n_layers // 2), replace=False).tolist())
     if (highest := max(layers)) >= n_layers:
-        raise OptionError(
-            f"layers includes {highest}, but the model has the layers 0 to {n_layers - 1}.",
-            name="layers",
-            value=highest,
-            expected=f"0 to {n_layers - 1}",
-        )
+        raise OptionError(f"layers includes {highest}, but the model has the layers 0 to {n_layers - 1}.")
     return list(layers)

@@ -272,7 +272,7 @@ class BatchWatch:
             handle.remove()
         self._handles.clear()
         self._entrances, self._seen, self._first, self._calls, self.probe = [], {}, {}, {}, None
-        self._modules, self._passes, self._optimized, self.unmade = {}, {}, [], []
+        self._modules, self._is_random, self._passes, self._optimized, self.unmade = {}, {}, {}, [], []
         self._waiting.clear()
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:

@@ -247,10 +247,7 @@ class Collectors:
         if n_bytes > _SMALL and n_bytes > (free := free_memory(device)):
             raise SnapshotError(
                 f"It needs {n_bytes / 1e9:.2f} GB of memory, but {free / 1e9:.2f} GB are free; measure it on a larger "
-                "device, or switch it off with every=.",
-                name="memory",
-                value=n_bytes,
-                expected=f"at most the {free} bytes that are free",
+                "device, or switch it off with every=."
             )
 
     def is_on(self, part: str) -> bool:
@@ -372,9 +369,7 @@ class Collectors:
     def activations(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the measures of the residual stream on the probe."""
         if not probed:
-            raise SnapshotError(
-                "The probe did not pass through the model.", name="probe", expected="inputs that pass through the model"
-            )
+            raise SnapshotError("The probe did not pass through the model.")
         is_bad = ~np.isfinite(probed["activation_max"])
         self._report_broken(step, {int(layer): "activations" for layer in np.flatnonzero(is_bad)})
         return dict(probed)
@@ -384,16 +379,10 @@ class Collectors:
         del step, probed
         loss_of = self.options.loss_of
         if loss_of is None:
-            raise OptionError(
-                "curvature needs the loss as a function; pass Recorder(loss_of=).",
-                name="loss_of",
-                expected="a function from model and probe to a loss",
-            )
+            raise OptionError("curvature needs the loss as a function; pass Recorder(loss_of=).")
         if self.parameters.are_elsewhere:
             raise SnapshotError(
-                "The optimizer updates copies of the model's parameters, or they are sharded over ranks.",
-                name="optimizer",
-                expected="an optimizer of the model's own, unsharded parameters",
+                "The optimizer updates copies of the model's parameters, or they are sharded over ranks."
             )
         rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
 

@@ -46,10 +46,7 @@ class OptimizedParameters:
         if not self._master and not (own.keys() & is_moved):
             raise OptionError(
                 f"The optimizer updates no parameter of {type(model).__name__}, nor a copy of one; it may belong to "
-                "another or an earlier model of the same kind, so create it from model.parameters().",
-                name="optimizer",
-                value=optimizer.name,
-                expected="an optimizer of the model's parameters",
+                "another or an earlier model of the same kind, so create it from model.parameters()."
             )
 
     @property

@@ -57,12 +57,7 @@ class ProbeCollector:
     def precision(self) -> dict[str, np.ndarray]:
         """Return the variables of ``schema.PRECISION``."""
         if self.anatomy is None:
-            raise SnapshotError(
-                "The blocks of the model cannot be read.",
-                name="model",
-                value=self.model,
-                expected="a model with blocks",
-            )
+            raise SnapshotError("The blocks of the model cannot be read.")
         errors = precision_errors(
             self.model, self._some_loss, anatomy=self.anatomy, query_keys=self.query_keys, around=self.around
         )
@@ -102,7 +97,7 @@ class ProbeCollector:
             return self._loss_of(model)
         loss = loss_in(call_model(model, self.rows))
         if loss is None:
-            raise SnapshotError("The model no longer returns a loss.", name="loss", expected="in the model's output")
+            raise SnapshotError("The model no longer returns a loss.")
         return loss
 
     def _some_loss(self, model: nn.Module) -> Tensor:
@@ -114,12 +109,7 @@ class ProbeCollector:
         if not isinstance(prediction, Tensor):  # such as a tuple, or the last hidden state
             prediction = next((each for each in tensors_in(output) if each.requires_grad), None)
         if not isinstance(prediction, Tensor):
-            raise SnapshotError(
-                "The model returns neither a loss nor logits.",
-                name="output",
-                value=output,
-                expected="a loss or logits",
-            )
+            raise SnapshotError("The model returns neither a loss nor logits.")
         if prediction.ndim > 1 and prediction.shape[-1] > 1:
             n_targets = prediction[..., 0].numel()
             # Targets spread over the classes; errors of arithmetic do not depend on the choice.

@@ -86,7 +86,7 @@ def meet(call: str) -> None:
         if is_told and missing:
             store.add(here, -1)
             store.add(f"workbench/calls of {rank}", -1)
-            raise OptionError(sentence, name="rank", value=missing, expected="a call on every rank")
+            raise OptionError(sentence)
         if missing:
             issue_warning(f"{sentence} It waits for {LIMIT:.0f} seconds.")
         is_told = True
@@ -118,7 +118,7 @@ def jointly(action: Callable[[], T]) -> T:
     if problem is not None:
         raise problem
     if failed:
-        raise PeerError(on_ranks(failed), name="rank", value=[*failed], expected="no failure on any rank")
+        raise PeerError(on_ranks(failed))
     return value  # type: ignore[return-value]
 
 

@@ -134,9 +134,7 @@ class Recorder:
         if self.every["curvature"] is not None and loss_of is None:
             raise OptionError(
                 "curvature needs the loss as a function; pass wb.Recorder(..., loss_of=), a function from model and "
-                "probe to a loss.",
-                name="loss_of",
-                expected="a function from model and probe to a loss",
+                "probe to a loss."
             )
         self.path = None if path is None else Path(path)
         self.planned = planned_settings(plan)
@@ -220,10 +218,7 @@ class Recorder:
         if step == 0 and stored.get("n_rows"):
             raise StoreError(
                 f"The run at {self.path} ends at step {stored['n_rows'] - 1}, but this training begins at step 0; "
-                "resume it from a checkpoint, or pass overwrite=True instead of resume=True to replace the run.",
-                name="step",
-                value=step,
-                expected="greater than 0 if the run is resumed",
+                "resume it from a checkpoint, or pass overwrite=True instead of resume=True to replace the run."
             )
         step = int(step) if step is not None else self._step if continues else stored.get("n_rows", 0)
         continues &= step > 0  # step 0 begins another run
@@ -282,7 +277,7 @@ class Recorder:
         model = bare(module_of(model))
         reading = read_model(model, on_device_of(model, inputs))
         if reading.anatomy is None:
-            raise AnatomyError(reading.troubles["anatomy"], name="model", value=model, expected="a model with blocks")
+            raise AnatomyError(reading.troubles["anatomy"])
         self._reading = reading
 
     def log(self, **numbers: Any) -> None:
@@ -443,10 +438,7 @@ class Recorder:
         if self.path is not None and self.path.exists() and not (self._resumes or self._overwrite):
             raise StoreError(
                 f"{self.path} exists already; pass resume=True to continue it, overwrite=True to replace it, or choose "
-                "another path.",
-                name="path",
-                value=self.path,
-                expected="a path that does not exist",
+                "another path."
             )
 
     def _stored_state(self) -> dict[str, Any]:
@@ -462,22 +454,12 @@ class Recorder:
     def _check_free(self, what: str) -> None:
         """Raise OptionError if the recorder is attached."""
         if self._attached is not None and self._attached.is_attached:
-            raise OptionError(
-                f"{what}() needs a recorder that is not attached, but this one is; detach it first.",
-                name="recorder",
-                value="attached",
-                expected="not attached",
-            )
+            raise OptionError(f"{what}() needs a recorder that is not attached, but this one is; detach it first.")
 
     def _current(self, what: str) -> AttachedRecorder:
         """Return the attached recorder; raise OptionError if there is none."""
         if self._attached is None or not self._attached.is_attached:
-            raise OptionError(
-                f"{what}() needs an attached recorder; call recorder.attach(model, optimizer) first.",
-                name="recorder",
-                value="not attached",
-                expected="attached",
-            )
+            raise OptionError(f"{what}() needs an attached recorder; call recorder.attach(model, optimizer) first.")
         return self._attached
 
     def _output(self, model: nn.Module, step: int, *, continues: bool) -> RunOutput:
@@ -511,10 +493,7 @@ class Recorder:
                 name, before, now = difference
                 raise StoreError(
                     f"The run at {path} was recorded with {name} = {before}, but this recorder has {now}; use the same "
-                    "value, or record into another run.",
-                    name=name,
-                    value=now,
-                    expected=str(before),
+                    "value, or record into another run."
                 )
             writer = RunWriter.reopen(path, before_step=step)
             writer.commit(state="running")
