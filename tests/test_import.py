@@ -85,7 +85,6 @@ found["without the lab"] = []
 tree = wb.samples.assessments()
 for ask in (
     lambda: wb.plots.eigenvalue_map(spectra),
-    lambda: wb.plots.save(None, "x.html"),
     lambda: wb.report(tree, "x.md"),
     lambda: __import__("workbench.widgets"),
     lambda: wb.Timeline,
@@ -157,7 +156,6 @@ def test_missing_packages_of_the_lab_are_named_with_their_installation(found):
         '); install them with: pip install "stability-workbench[lab]"',
     )
     assert found["without the lab"] == [
-        f"Figures {head}holoviews{tail}",
         f"Figures {head}holoviews{tail}",
         f"The pictures of a report {head}holoviews, matplotlib{tail}",
         *[f"The widgets {head}anywidget, holoviews, matplotlib{tail}"] * 2,

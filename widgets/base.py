@@ -113,14 +113,6 @@ class WorkbenchWidget(ipywidgets.VBox):
         Raises:
             StoreError: If the suffix is unknown, the content cannot be written in this format, the file exists, or the
                 disk is full.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> widget = widgets.Timeline(wb.open_run(wb.samples.failed_run("hyperparameter")))
-            >>> widget.save("exports/run.nc").name
-            'run.nc'
-            >>> widget.close()
         """
         with self.turn:
             path = Path(path).expanduser()

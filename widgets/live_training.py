@@ -334,16 +334,7 @@ class LiveTraining(WorkbenchWidget):
                 raise TimeoutError(f"The runs did not end within {timeout:g} s.")
 
     async def finished(self) -> None:
-        """Wait until the runs have ended, while the page responds: ``await live.finished()``.
-
-        Example:
-            >>> import workbench as wb
-            >>> import asyncio
-            >>> from workbench import widgets
-            >>> live = widgets.LiveTraining()
-            >>> asyncio.run(live.finished())
-            >>> live.close()
-        """
+        """Wait until the runs have ended, while the page responds: ``await live.finished()``."""
         while self.is_running:
             await asyncio.sleep(0.05)
 

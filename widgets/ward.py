@@ -188,17 +188,6 @@ class Ward(MeasuringWidget):
         Raises:
             OptionError: If no change is chosen, another replay is running, it costs more than remains, or the case is
                 finished.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> ward = widgets.Ward()
-            >>> try:
-            ...     ward.try_cure("")
-            ... except wb.WorkbenchError as error:
-            ...     error.name
-            'cure'
-            >>> ward.close()
         """
         with self.turn:
             self._check_idle()

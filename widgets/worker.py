@@ -149,16 +149,7 @@ class MeasuringWidget(WorkbenchWidget):
         self._worker.wait(timeout)
 
     async def finished(self) -> None:
-        """Wait until the measurement has ended, while the page responds: ``await widget.finished()``.
-
-        Example:
-            >>> import workbench as wb
-            >>> from workbench import widgets
-            >>> import asyncio
-            >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
-            >>> asyncio.run(report.finished())
-            >>> report.close()
-        """
+        """Wait until the measurement has ended, while the page responds: ``await widget.finished()``."""
         while self.is_measuring:
             await asyncio.sleep(0.05)
 

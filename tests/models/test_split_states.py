@@ -114,7 +114,5 @@ class Swapped(nn.Module):
 
 @pytest.mark.parametrize("kind", [Reversible, Swapped])
 def test_two_streams_are_rejected(kind, tokens):
-    with pytest.raises(AnatomyError) as caught:
+    with pytest.raises(AnatomyError, match="stream"):
         wb.read_anatomy(built(kind), tokens)
-    assert caught.value.expected == "a stack of one residual stream"
-    assert len(caught.value.value) == 2

@@ -104,7 +104,7 @@ def test_sequences_with_features_second_are_rejected_for_every_length():
 
     model = nn.Sequential(*(Block() for _ in range(3)))
     for n_tokens in (9, 12, WIDTH):
-        with pytest.raises(AnatomyError, check=about("", (2, WIDTH, n_tokens))):
+        with pytest.raises(AnatomyError, check=about("shape", (2, WIDTH, n_tokens))):
             wb.read_anatomy(model, torch.randn(2, WIDTH, n_tokens))
 
 

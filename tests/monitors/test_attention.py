@@ -121,10 +121,10 @@ def test_a_head_that_is_not_finite_is_unknown_and_the_others_are_not(bad):
     ("shapes", "name", "value"),
     [
         (((4, 8, 3), (3, 8, 3)), "query heads", 4),
-        (((4, 8, 3), (4, 8, 2)), "wk0", (4, 8, 2)),
-        (((4, 8, 3), (4, 7, 3)), "wk0", (4, 7, 3)),
-        (((2, 4, 8, 3), (4, 8, 3)), "wk0", (4, 8, 3)),
-        (((8, 3), (8, 3)), "wk0", (8, 3)),
+        (((4, 8, 3), (4, 8, 2)), "Query weights", (4, 8, 2)),
+        (((4, 8, 3), (4, 7, 3)), "Query weights", (4, 7, 3)),
+        (((2, 4, 8, 3), (4, 8, 3)), "Query weights", (4, 8, 3)),
+        (((8, 3), (8, 3)), "Query weights", (8, 3)),
     ],
 )
 def test_shapes_that_do_not_match(shapes, name, value):

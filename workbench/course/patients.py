@@ -214,9 +214,6 @@ class Patient:
 
         Raises:
             OptionError: If there is no such measurement, it costs more than what is left, or the case is finished.
-
-        See Also:
-            `workbench.course.Patient.try_cure`: Replays the run with a change.
         """
         require_listed("name", [name], MEASUREMENTS)
         if name not in self._taken:
@@ -243,9 +240,6 @@ class Patient:
 
         Raises:
             OptionError: If there is no cure for this cause, it costs more than what is left, or the case is finished.
-
-        See Also:
-            `workbench.run_experiment`: Replays a run of your own.
         """
         require_listed("cause", [cause], cures.CURES)
         if cause not in self._tried:
@@ -272,9 +266,6 @@ class Patient:
 
         Raises:
             OptionError: If a name is unknown, "nothing" is combined with another cause, or the case is finished.
-
-        See Also:
-            `workbench.course.Score`: The score.
         """
         named = (causes,) if isinstance(causes, str) else tuple(dict.fromkeys(causes))
         require_listed("causes", named, CAUSES)

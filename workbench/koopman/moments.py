@@ -189,15 +189,6 @@ class SnapshotMoments:
 
         Returns:
             Itself.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-            >>> x = torch.arange(8.0).reshape(4, 2)
-            >>> wb.koopman.SnapshotMoments(2).update(x, x + 1).all_reduce().n_snapshots
-            4
-            >>> torch.distributed.destroy_process_group()
         """
         from torch.distributed import all_reduce
 

@@ -162,14 +162,6 @@ class SnapshotSketch:
 
         Raises:
             SnapshotError: If the rank exceeds that of the sketch.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
-            >>> sketch = wb.koopman.SnapshotSketch(96, rank=4).update(x, 0.5 * x)
-            >>> tuple(sketch.principal_moments(rank=4, rank_tolerance=1e-12).c_dx.shape)
-            (4, 4)
         """
         if self._rank is not None and (rank is None or rank > self._rank):
             raise SnapshotError.of(

@@ -54,16 +54,6 @@ class LinearParametrization(ABC):
             OptionError: If the model's weights are parametrized already, its blocks hold no linear maps, the blocks
                 cannot be found without inputs, or a weight is zero that `SpectralNorm` would have to scale to norm 1.
             AnatomyError: If the residual stream cannot be identified with certainty.
-
-        Example:
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> remove = wb.baselines.WeightNorm().apply(model)
-            >>> [name for name, _ in model.blocks[0].attention.query.named_parameters()]
-            ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
-            >>> remove()
-            >>> [name for name, _ in model.blocks[0].attention.query.named_parameters()]
-            ['bias', 'weight']
         """
         model = module_of(model)
         linears = list(_linear_maps(model, inputs))

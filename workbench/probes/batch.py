@@ -75,14 +75,6 @@ class BatchProbe:
             - ``repeated_examples``: Fraction of the examples that equal an earlier one, of this batch or a recent one;
               absent if the inputs contain no tensor.
             - ``repeated_batch``: 1 if the batch equals one of the last eight, in the same order of examples, else 0.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-            >>> found = wb.probes.BatchProbe().take(tokens[:, :-1], labels=tokens[:, 1:])
-            >>> float(found["label_agreement"])
-            1.0
         """
         first, mask = _first(inputs), None
         if isinstance(inputs, Mapping):
@@ -110,13 +102,6 @@ class BatchProbe:
 
         Returns:
             Those results of `take` that begin with ``label_``, and ``ignored_labels``.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-            >>> float(wb.probes.BatchProbe().of_labels(tokens, tokens.where(tokens > 2, -100))["ignored_labels"])
-            0.25
         """
         first, is_counted = _first(inputs), labels != IGNORED
         found = {"label_entropy": _entropy(labels, is_counted), "ignored_labels": 1 - is_counted.double().mean()}
@@ -125,31 +110,11 @@ class BatchProbe:
         return found
 
     def state_dict(self) -> list[int]:
-        """Return the hashes of the recent examples, as JSON values.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> probe = wb.probes.BatchProbe()
-            >>> found = probe.take(torch.arange(8).reshape(2, 4))
-            >>> len(probe.state_dict())
-            2
-        """
+        """Return the hashes of the recent examples, as JSON values."""
         return [] if self._hashes is None else self._hashes.tolist()
 
     def load_state_dict(self, hashes: Sequence[int]) -> None:
-        """Restore the recent examples from `state_dict`.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> before, after = wb.probes.BatchProbe(), wb.probes.BatchProbe()
-            >>> batch = torch.arange(8).reshape(2, 4)
-            >>> found = before.take(batch)
-            >>> after.load_state_dict(before.state_dict())
-            >>> float(after.take(batch)["repeated_examples"])
-            1.0
-        """
+        """Restore the recent examples from `state_dict`."""
         self._hashes = torch.tensor(list(hashes), dtype=torch.int64) if hashes else None
 
     def _is_repeated(self, hashes: Tensor) -> Tensor:

@@ -181,18 +181,7 @@ class GradientAgreement:
     reason: str = ""
 
     def parameters(self, state: GradientVerdict) -> tuple[int, ...]:
-        """Return the indices of the parameters in a state.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(3, 2)
-            >>> with wb.probes.GradientProjections(model.parameters()) as projections:
-            ...     model(torch.ones(4, 3)).square().sum().backward()
-            ...     found = wb.probes.compare_gradients(projections.take())
-            >>> found.parameters(wb.probes.GradientVerdict.AS_COMPUTED)
-            (0, 1)
-        """
+        """Return the indices of the parameters in a state."""
         return tuple(i for i, found in enumerate(self.states) if found == state)
 
     @property

@@ -140,18 +140,7 @@ class GradientProjections:
         self.disarm()
 
     def arm(self) -> None:
-        """Register the hooks for a step, and discard the projections of earlier steps.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(3, 2)
-            >>> projections = wb.probes.GradientProjections(model.parameters())
-            >>> projections.arm()
-            >>> model(torch.ones(4, 3)).square().sum().backward()
-            >>> projections.take().n_passes
-            1
-        """
+        """Register the hooks for a step, and discard the projections of earlier steps."""
         self.disarm()
         self._forget()
         self._handles = []
@@ -165,38 +154,14 @@ class GradientProjections:
                 self._handles.append(node.register_prehook(partial(see, number)))
 
     def disarm(self) -> None:
-        """Remove the hooks.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> projections = wb.probes.GradientProjections(torch.nn.Linear(3, 2).parameters())
-            >>> projections.arm()
-            >>> projections.disarm()
-            >>> projections.is_armed
-            False
-        """
+        """Remove the hooks."""
         for handle in self._handles or ():
             handle.remove()
         self._handles = None
         self._nodes.clear()
 
     def note_update(self) -> None:
-        """Note the gradients right after an update, to recognize them if the next step does not clear them.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(3, 2)
-            >>> projections = wb.probes.GradientProjections(model.parameters())
-            >>> for _ in range(2):  # without zero_grad
-            ...     projections.arm()
-            ...     model(torch.randn(4, 3)).square().sum().backward()
-            ...     step = projections.take()
-            ...     projections.note_update()
-            >>> wb.probes.compare_gradients(step).verdict
-            <GradientVerdict.NOT_CLEARED: 'earlier updates not cleared'>
-        """
+        """Note the gradients right after an update, to recognize them if the next step does not clear them."""
         kept = {i: parameter.grad for i, parameter in enumerate(self.parameters) if parameter.grad is not None}
         self._after_update = {i: (weakref.ref(gradient), gradient._version) for i, gradient in kept.items()}
 
@@ -208,16 +173,6 @@ class GradientProjections:
 
         Raises:
             OptionError: If `arm` was not called.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(3, 2)
-            >>> with wb.probes.GradientProjections(model.parameters()) as projections:
-            ...     model(torch.ones(4, 3)).square().sum().backward()
-            ...     step = projections.take()
-            >>> step.received.shape  # (rank, parameter, projection)
-            (1, 2, 8)
         """
         if not self.is_armed:
             raise OptionError("The projections are not armed; call arm() before the first backward pass of the step.")
@@ -228,16 +183,6 @@ class GradientProjections:
 
         Returns:
             The message of this rank, and the gradients of the individual passes.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(3, 2)
-            >>> with wb.probes.GradientProjections(model.parameters()) as projections:
-            ...     model(torch.ones(4, 3)).square().sum().backward()
-            ...     message, passes = projections.measured()
-            >>> len(message), passes.shape  # passes are separate only if there are several
-            (2, (0, 2, 8))
         """
         self.disarm()
         if self._problem is not None:
@@ -270,18 +215,7 @@ class GradientProjections:
         return np.concatenate([found[:, :3].reshape(len(found), -1), flags], axis=1), passes
 
     def gathered(self, own: tuple[np.ndarray, np.ndarray]) -> ProjectedGradients:
-        """Gather the messages of all ranks, from `measured`; every rank calls it.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(3, 2)
-            >>> with wb.probes.GradientProjections(model.parameters()) as projections:
-            ...     model(torch.ones(4, 3)).square().sum().backward()
-            ...     step = projections.gathered(projections.measured())
-            >>> step.n_ranks
-            1
-        """
+        """Gather the messages of all ranks, from `measured`; every rank calls it."""
         message, passes = own
         ranks = _of_all_ranks(message)
         computed, accumulated, taken = ranks[..., :-4].reshape(*ranks.shape[:2], 3, -1).transpose(2, 0, 1, 3)

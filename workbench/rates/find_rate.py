@@ -155,15 +155,6 @@ class FoundRates:
         Raises:
             OptionError: If the ratio is not positive, the parametrization is unknown, or the optimizer is not of
                 Adam's family.
-
-        Example:
-            >>> import workbench as wb
-            >>> def loop(rate, seed):  # Replace it by your own training loop.
-            ...     for step in range(1000):
-            ...         yield abs(rate - 0.01) + 1 / (step + 1)
-            >>> found = wb.find_rate(loop=loop, n_steps=100, progress=False)
-            >>> found.best_rate.value / found.for_width(4).best_rate.value
-            4.0
         """
         if self.optimizer and not is_of_adam(self.optimizer):
             raise OptionError(

@@ -87,16 +87,6 @@ class SweepStore:
 
         Raises:
             StoreError: If the row cannot be written, for example on a full disk; it is then not marked as finished.
-
-        Example:
-            >>> import workbench as wb
-            >>> task = {"name": "random_tokens", "length": 8, "vocab_size": 16, "batch_size": 4}
-            >>> tiny = {"d_model": 16, "n_layers": 2, "n_heads": 2}
-            >>> runs = wb.sweeps.grid({"tiny": tiny}, learning_rate=[1e-3], n_steps=2, task=task, n_snapshots=0)
-            >>> store = wb.sweeps.SweepStore("sweep.zarr", runs)
-            >>> store.write(0, wb.sweeps.make_run(runs[0].as_dict()))
-            >>> store.missing()
-            []
         """
         try:
             for name, array in self._arrays.items():

@@ -184,19 +184,6 @@ class Callback:
 
         Args:
             state: State as returned by `state_dict`.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Count(wb.Callback):
-            ...     n = 0
-            ...     def state_dict(self):
-            ...         return {"n": self.n}
-            ...     def load_state_dict(self, state):
-            ...         self.n = state["n"]
-            >>> count = Count()
-            >>> count.load_state_dict({"n": 7})
-            >>> count.n
-            7
         """
 
     def begin(self) -> None:
@@ -220,19 +207,6 @@ class Callback:
         Args:
             inputs: Inputs of the model.
             targets: Targets of the batch.
-
-        Example:
-            >>> import workbench as wb
-            >>> class FirstHalf(wb.Callback):
-            ...     def change_batch(self, inputs, targets):
-            ...         return inputs[:16], targets[:16]
-            ...     def end_step(self, step, numbers):
-            ...         print(len(self.run.targets))
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> task = wb.tasks.random_tokens(batch_size=32)
-            >>> records = list(wb.train(model, task, n_steps=2, callbacks=[FirstHalf()]))
-            16
-            16
         """
         return inputs, targets
 
@@ -245,38 +219,11 @@ class Callback:
             one_pass: Function that runs one pass and returns its result.
             inputs: Inputs of the model.
             targets: Targets of the batch.
-
-        Example:
-            >>> import workbench as wb
-            >>> class ZeroGradients(wb.Callback):
-            ...     def run_pass(self, one_pass, inputs, targets):
-            ...         result = one_pass(inputs, targets)
-            ...         for parameter in self.run.model.parameters():
-            ...             parameter.grad.zero_()
-            ...         return result
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[ZeroGradients()])
-            >>> [record.grad_norm for record in run]
-            [0.0, 0.0]
         """
         return one_pass(inputs, targets)
 
     def around_pass(self) -> AbstractContextManager[Any]:
-        """Return a context that is entered before each forward pass and left after its backward pass.
-
-        Example:
-            >>> import contextlib
-            >>> import workbench as wb
-            >>> class Passes(wb.Callback):
-            ...     @contextlib.contextmanager
-            ...     def around_pass(self):
-            ...         print("forward and backward")
-            ...         yield
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> records = list(wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Passes()]))
-            forward and backward
-            forward and backward
-        """
+        """Return a context that is entered before each forward pass and left after its backward pass."""
         return nullcontext()
 
     def auxiliary_loss(self, task_loss: Tensor, auxiliary: Tensor | None) -> Tensor | None:
@@ -285,16 +232,6 @@ class Callback:
         Args:
             task_loss: Loss of the task, 0-dim, with its graph.
             auxiliary: Terms of the model and of previous callbacks, 0-dim; None if there are none.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Doubled(wb.Callback):
-            ...     def auxiliary_loss(self, task_loss, auxiliary):
-            ...         return task_loss if auxiliary is None else task_loss + auxiliary
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> run = wb.train(model, wb.tasks.random_tokens(), n_steps=2, callbacks=[Doubled()])
-            >>> [record.auxiliary_loss == record.loss for record in run]
-            [True, True]
         """
         return auxiliary
 
@@ -362,18 +299,6 @@ class Callback:
             step: Number of updates before the event.
             kind: Kind of event.
             **what: Further fields of `workbench.schema.Event`: ``source``, ``score``, ``message``, ``layer``, ``head``.
-
-        Example:
-            >>> import workbench as wb
-            >>> class Notes(wb.Callback):
-            ...     def end_step(self, step, numbers):
-            ...         if step == 1:
-            ...             self.event(step, "note", message="This is the second step.")
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> task = wb.tasks.random_tokens()
-            >>> records = list(wb.train(model, task, n_steps=2, store="run.zarr", callbacks=[Notes()]))
-            >>> wb.open_run("run.zarr")["events"]["kind"].values.tolist()
-            ['note', 'finished']
         """
         if self._run is not None:
             self._run.on_event(Event(step, kind, **what))

@@ -42,14 +42,7 @@ class Alarm:
     message: str
 
     def as_event(self) -> dict[str, Any]:
-        """Return the fields of the alarm's event in a run, without step and kind.
-
-        Example:
-            >>> import workbench as wb
-            >>> alarm = wb.alarms.Alarm(120, "loss", -1, -1, 3.5, 9.0, is_outcome=True, message="The loss rises.")
-            >>> alarm.as_event()
-            {'source': 'loss', 'score': 3.5, 'message': 'The loss rises.', 'layer': -1, 'head': -1}
-        """
+        """Return the fields of the alarm's event in a run, without step and kind."""
         return {
             "source": self.signal,
             "score": self.score,

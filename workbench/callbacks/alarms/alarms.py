@@ -110,17 +110,6 @@ class Alarms:
 
         Args:
             step: First step of the new run; the past of its signals is learned from there.
-
-        Example:
-            >>> import numpy as np
-            >>> import workbench as wb
-            >>> alarms = wb.Alarms()
-            >>> for step in range(400):
-            ...     loss = np.array(3.0 if step < 300 else 30.0 + step % 2)
-            ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
-            >>> alarms.reset()  # another run follows
-            >>> alarms.raised, alarms.scores()
-            ([], {})
         """
         self._evidence = RunEvidence(step)
         self._probes = ProbeAlarms()
@@ -145,18 +134,6 @@ class Alarms:
         Args:
             step: Step after which the alarms rest.
             n_steps: Number of steps without alarms.
-
-        Example:
-            >>> import numpy as np
-            >>> import workbench as wb
-            >>> alarms = wb.Alarms()
-            >>> for step in range(400):
-            ...     if step == 300:
-            ...         alarms.rest(step, n_steps=100)  # the loss changes on purpose
-            ...     loss = np.array(3.0 if step < 300 else 30.0 + step % 2)
-            ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
-            >>> alarms.raised
-            []
         """
         self._resting_until, self._reported, self._change = step + n_steps, "", None
         self._evidence.restart()
@@ -172,16 +149,6 @@ class Alarms:
         Returns:
             Alarms that this observation raises, usually none. The evidence of a part is evaluated when the metrics of
             its step, the part ``"monitors"``, arrive; they come last.
-
-        Example:
-            >>> import numpy as np
-            >>> import workbench as wb
-            >>> alarms = wb.Alarms()
-            >>> for step in range(310):
-            ...     loss = np.array(3.0 if step < 300 else 30.0)
-            ...     for alarm in alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss})):
-            ...         print(alarm.step, alarm.signal)
-            300 loss
         """
         fresh = self._probes.observe(observation)
         self._last_step = max(self._last_step, observation.step)
@@ -285,13 +252,6 @@ class Alarms:
 
         Returns:
             Evidence by name of the signal; NaN if unknown yet.
-
-        Example:
-            >>> import workbench as wb
-            >>> alarms = wb.Alarms()
-            >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
-            >>> "loss" in alarms.scores()
-            True
         """
         return {name: found.evidence / self._threshold(name) for name, found in self._evidence.latest.items()}
 
@@ -301,14 +261,6 @@ class Alarms:
         A fault found by a probe decides; faults that the probe cannot distinguish share the probability. Otherwise the
         attribution follows from the signals at the first alarm, since later alarms may be consequences, and excludes
         faults that a probe would have found since the change.
-
-        Example:
-            >>> import workbench as wb
-            >>> alarms = wb.Alarms()
-            >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
-            >>> attribution = alarms.attribute()
-            >>> attribution.cause, attribution.score
-            ('low_precision_attention', 1.0)
         """
         # Large logits come last, since another fault may have caused them.
         for alarm, causes in sorted(self._probes.standing.values(), key=lambda found: found[0].signal == "logits"):
@@ -335,13 +287,6 @@ class Alarms:
         Returns:
             Evidence of each signal over its threshold, negative if it changed in the opposite direction; signals whose
             evidence is not finite are left out.
-
-        Example:
-            >>> import workbench as wb
-            >>> alarms = wb.Alarms()
-            >>> raised = wb.alarms.replay(wb.open_run(wb.samples.failed_run("precision")), alarms)
-            >>> "grad_norm" in alarms.features()
-            True
         """
         found = {}
         for name, reading in self._evidence.latest.items():
@@ -350,34 +295,13 @@ class Alarms:
         return {name: score for name, score in found.items() if math.isfinite(score)}
 
     def reading(self, signal: str) -> Reading | None:
-        """Return the evidence of a signal in its latest measurement; None if it was not measured.
-
-        Example:
-            >>> import numpy as np
-            >>> import workbench as wb
-            >>> alarms = wb.Alarms()
-            >>> for step in range(400):
-            ...     loss = np.array(3.0 if step < 300 else 30.0 + step % 2)
-            ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
-            >>> alarms.reading("loss").value, alarms.reading("loss").is_rise, alarms.reading("grad_norm")
-            (31.0, True, None)
-        """
+        """Return the evidence of a signal in its latest measurement; None if it was not measured."""
         return self._evidence.latest.get(signal)
 
     def onset(self, signal: str) -> int | None:
         """Return the last step before a signal changed; None if it was not measured.
 
         The step is that of the window with the strongest evidence.
-
-        Example:
-            >>> import numpy as np
-            >>> import workbench as wb
-            >>> alarms = wb.Alarms()
-            >>> for step in range(301):
-            ...     loss = np.array(3.0 if step < 300 else 30.0)
-            ...     raised = alarms.observe(wb.alarms.Observation(step, "monitors", {"loss": loss}))
-            >>> alarms.onset("loss")
-            299
         """
         reading = self.reading(signal)
         return None if reading is None else reading.onset

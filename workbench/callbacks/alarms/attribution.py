@@ -79,14 +79,7 @@ class Attribution:
         return f"{what}: {'; '.join(self.evidence)}."
 
     def as_event(self) -> dict[str, Any]:
-        """Return the fields of the attribution's event in a run, without step and kind.
-
-        Example:
-            >>> import workbench as wb
-            >>> attribution = wb.alarms.Attribution("large_rate", {"large_rate": 1.0}, ("grad_norm has risen",))
-            >>> attribution.as_event()["message"]
-            'This looks like large rate (100 %): grad_norm has risen.'
-        """
+        """Return the fields of the attribution's event in a run, without step and kind."""
         return {"source": self.cause, "score": self.score, "message": self.message}
 
 
@@ -127,13 +120,6 @@ class Attributor:
 
         Raises:
             OptionError: If there are fewer than two faults among the examples.
-
-        Example:
-            >>> import workbench as wb
-            >>> examples = [({"grad_norm": 2.0}, "large_rate"), ({"label_entropy": 2.0}, "corrupted_data")] * 5
-            >>> attributor = wb.alarms.Attributor.fit(examples)
-            >>> attributor.attribute({"grad_norm": 1.5}).cause
-            'large_rate'
         """
         from sklearn.linear_model import LogisticRegression
 
@@ -160,13 +146,6 @@ class Attributor:
             scores: Score of each signal: its evidence over the threshold, negative if it changed in the opposite
                 direction. Missing signals count as 0.
             excluded: Faults that are known not to be the cause.
-
-        Example:
-            >>> import workbench as wb
-            >>> attributor = wb.alarms.Attributor.shipped()
-            >>> found = attributor.attribute({"label_entropy": 3.0}, excluded=["corrupted_data"])
-            >>> found.probability["corrupted_data"]
-            0.0
         """
         row = _row(self.features, scores)
         logits = self.weight @ row + self.bias
@@ -186,13 +165,7 @@ class Attributor:
         )
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the attributor to a JSON file.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.alarms.Attributor.shipped().save("attributor.json").name
-            'attributor.json'
-        """
+        """Write the attributor to a JSON file."""
         content = {
             "causes": list(self.causes),
             "features": list(self.features),
@@ -207,12 +180,6 @@ class Attributor:
 
         Raises:
             StoreError: If the file does not exist or has other content.
-
-        Example:
-            >>> import workbench as wb
-            >>> path = wb.alarms.Attributor.shipped().save("attributor.json")
-            >>> wb.alarms.Attributor.open(path).causes[0]
-            'corrupted_data'
         """
         content = _FILE.json(path)
         with _FILE.reading(path):
@@ -224,14 +191,7 @@ class Attributor:
 
     @classmethod
     def shipped(cls) -> Attributor:
-        """Return the attributor fitted to the recorded study; see data/README.md.
-
-        Example:
-            >>> import workbench as wb
-            >>> attributor = wb.alarms.Attributor.shipped()
-            >>> attributor.weight.shape == (len(attributor.causes), len(attributor.features))
-            True
-        """
+        """Return the attributor fitted to the recorded study; see data/README.md."""
         return cls.open(_SHIPPED)
 
 

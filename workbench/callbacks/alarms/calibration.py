@@ -95,23 +95,11 @@ class Calibration:
             signal: Name of the signal.
             false_alarms: Rate for all signals together, per 100,000 steps.
             n_signals: Number of signals, among which the rate is divided equally.
-
-        Example:
-            >>> import workbench as wb
-            >>> calibration = wb.alarms.Calibration({}, n_steps=0)  # exact p values
-            >>> round(calibration.threshold("loss", 1.0, n_signals=10), 3)  # -log10 of 1e-6
-            6.0
         """
         return self.tails.get(signal, _NOMINAL).evidence_at(false_alarms / max(n_signals, 1))
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the calibration to a JSON file.
-
-        Example:
-            >>> import workbench as wb
-            >>> wb.alarms.Calibration.shipped().save("calibration.json").name
-            'calibration.json'
-        """
+        """Write the calibration to a JSON file."""
         tails = {
             name: {key: float(f"{value:.4g}") for key, value in asdict(tail).items()}
             for name, tail in sorted(self.tails.items())
@@ -124,12 +112,6 @@ class Calibration:
 
         Raises:
             StoreError: If the file does not exist or has other content.
-
-        Example:
-            >>> import workbench as wb
-            >>> shipped = wb.alarms.Calibration.shipped()
-            >>> wb.alarms.Calibration.open(shipped.save("calibration.json")).n_steps == shipped.n_steps
-            True
         """
         content = _FILE.json(path)
         with _FILE.reading(path):
@@ -138,13 +120,7 @@ class Calibration:
 
     @classmethod
     def shipped(cls) -> Calibration:
-        """Return the calibration on the recorded healthy runs; see data/README.md.
-
-        Example:
-            >>> import workbench as wb
-            >>> "loss" in wb.alarms.Calibration.shipped().tails
-            True
-        """
+        """Return the calibration on the recorded healthy runs; see data/README.md."""
         return cls.open(_SHIPPED)
 
 

@@ -104,18 +104,7 @@ class OwnPast:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the latest values but not their spread, after an intended change.
-
-        Example:
-            >>> import numpy as np
-            >>> import workbench as wb
-            >>> past = wb.alarms.OwnPast(np.array([0.01]), is_noise=np.array([True]))
-            >>> noise = np.random.default_rng(0).normal(size=300)
-            >>> found = [past.update(np.array([value])) for value in noise]
-            >>> past.restart()
-            >>> bool(np.isnan(past.update(np.array([9.0])).rise[0]))
-            True
-        """
+        """Forget the latest values but not their spread, after an intended change."""
         n_windows, n = self._mean.shape
         # Twice the required length, so that the latest values are always one slice.
         self._values = np.zeros((2 * _LONGEST, n))
@@ -132,16 +121,6 @@ class OwnPast:
 
         Returns:
             The evidence of a change.
-
-        Example:
-            >>> import numpy as np
-            >>> import workbench as wb
-            >>> past = wb.alarms.OwnPast(np.array([0.01, 0.01]), is_noise=np.array([True, True]))
-            >>> noise = np.random.default_rng(0).normal(size=(300, 2))
-            >>> found = [past.update(values) for values in noise]
-            >>> found = past.update(np.array([9.0, -20.0]))
-            >>> found.rise > 6, found.fall > 6
-            (array([ True, False]), array([False,  True]))
         """
         if values.shape != self._first.shape:
             raise OptionError.of("values", values.shape, f"of shape {self._first.shape}, one value for each series")

@@ -80,13 +80,6 @@ class Watched:
 
         Returns:
             Array of the same shape, float64; NaN where a value is NaN, infinite, or negative on a logarithmic scale.
-
-        Example:
-            >>> import numpy as np
-            >>> import workbench as wb
-            >>> watched = wb.alarms.Watched("attention", "attention_entropy_share", is_bad_low=True, scale="linear")
-            >>> watched.badness(np.array([0.25, 0.75]))
-            array([-0.25, -0.75])
         """
         values = np.asarray(values, dtype=np.float64)
         with np.errstate(divide="ignore", invalid="ignore"):

@@ -122,13 +122,6 @@ class MuP:
 
         Raises:
             OptionError: If the rate is not positive, the name is unknown, or muP is not defined for the model.
-
-        Example:
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=64, n_layers=1)
-            >>> optimizer = wb.baselines.MuP(base_width=16).optimizer(model, rate=1e-2)
-            >>> [group["lr"] for group in optimizer(list(model.parameters())).param_groups]
-            [0.01, 0.0025]
         """
         return MuPOptimizer(rate, self.multiplier(model), name, dict(options), module_of(model))
 

@@ -107,14 +107,6 @@ class Penalty(ABC):
 
         Returns:
             A 0-dim tensor, at least 0, differentiable in the parameters.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> state = torch.ones(1, 4, 8)
-            >>> stream = wb.baselines.Stream(entering=(state,), leaving=(2 * state,))
-            >>> wb.baselines.RandomL2().value(stream, torch.tensor(0.0), torch.Generator()).item()
-            4.0
         """
 
     def describe(self) -> dict[str, Any]:

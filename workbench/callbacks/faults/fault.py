@@ -112,18 +112,6 @@ class Fault:
 
         Raises:
             OptionError: If the fault needs the loop of `workbench.train`.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(2, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            >>> before = model.weight.detach().clone()
-            >>> with wb.faults.LargeRate(factor=10.0, start=0).attach(model, optimizer):
-            ...     model(torch.ones(1, 2)).sum().backward()
-            ...     optimizer.step()
-            >>> (before - model.weight).detach().round(decimals=3)
-            tensor([[1., 1.]])
         """
         # Imported here, as that module depends on all faults.
         return importlib.import_module("workbench.callbacks.faults.attached_fault").AttachedFault(

@@ -212,20 +212,6 @@ class FlashAttentionMode(TorchFunctionMode):
 
         Returns:
             Handles of the hooks, which the caller removes.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=1, n_heads=2)
-            >>> mode = wb.faults.FlashAttentionMode()
-            >>> handles = mode.register_recomputation_hooks([block.attention for block in model.blocks])
-            >>> tokens, targets = wb.tasks.associative_recall().batch(0)
-            >>> with mode:
-            ...     torch.utils.checkpoint.checkpoint(model, tokens, use_reentrant=False).sum().backward()
-            >>> mode.n_calls  # in the forward pass and in its recomputation
-            2
-            >>> for handle in handles:
-            ...     handle.remove()
         """
         handles = []
         for module in modules:

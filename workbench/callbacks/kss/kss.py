@@ -88,20 +88,5 @@ class KSS(KSSControls):
         Raises:
             OptionError: If the optimizer evaluates the loss several times per step (LBFGS) or updates no parameter of
                 the model, or if the parameters are sharded over processes (FSDP).
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8)
-            >>> task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
-            >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-            >>> with wb.KSS.recommended().attach(model, optimizer) as shaper:
-            ...     for step in range(3):
-            ...         inputs, targets = task.batch(step)
-            ...         torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-            ...         optimizer.step()
-            ...         optimizer.zero_grad()
-            >>> shaper.last.step, shaper.last.layers
-            (2, (0, 1))
         """
         return Shaper(self, model, optimizer)

@@ -191,9 +191,12 @@ class Collectors:
     def _begin_probes(self) -> None:
         """Switch off probes that cannot run, without an event if only the model returns no loss."""
         is_sharded = self._is_flat or any(hasattr(weight, "to_local") for weight in self.model.parameters())
-        if self._probes is None or is_sharded:
+        if is_sharded:
             for part in ("precision", "update"):
                 self._miss(part, "The weights are sharded over ranks; the probe needs whole blocks on one of them.")
+        elif self._probes is None:
+            self.switch_off("precision")
+            self.switch_off("update")
         elif self.is_on("update"):
             try:
                 with self._passes():

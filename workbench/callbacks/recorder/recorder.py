@@ -192,21 +192,6 @@ class Recorder:
             OptionError: If it is not an optimizer, or updates no parameter of the model, or the recorder is already
                 attached.
             StoreError: If the store cannot be written, or contains another run.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(4, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            >>> with wb.Recorder("loop.zarr", every=None).attach(model, optimizer) as attached:
-            ...     for _ in range(3):
-            ...         loss = model(torch.ones(2, 4)).square().mean()
-            ...         loss.backward()
-            ...         attached.log(loss=loss)
-            ...         optimizer.step()
-            ...         optimizer.zero_grad()
-            >>> wb.open_run("loop.zarr")["monitors"]["step"].values
-            array([0, 1, 2])
         """
         self._check_free("attach")
         meet("Recorder.attach")
@@ -265,14 +250,6 @@ class Recorder:
 
         Raises:
             AnatomyError: If the blocks cannot be read.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8)
-            >>> recorder = wb.Recorder("sharded.zarr")
-            >>> recorder.prepare(model, torch.zeros(2, 8, dtype=torch.long))
-            >>> # fully_shard(model), then recorder.attach(model, optimizer)
         """
         model = bare(module_of(model))
         reading = read_model(model, on_device_of(model, inputs))
@@ -291,19 +268,6 @@ class Recorder:
 
         Raises:
             OptionError: If the recorder is not attached, or a value is not a number.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(4, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            >>> recorder = wb.Recorder("logged.zarr", every=None)
-            >>> with recorder.attach(model, optimizer):
-            ...     model(torch.ones(2, 4)).sum().backward()
-            ...     recorder.log(loss=2.5)
-            ...     optimizer.step()
-            >>> wb.open_run("logged.zarr")["monitors"]["loss"].values
-            array([2.5])
         """
         self._current("log").log(**numbers)
 
@@ -316,16 +280,6 @@ class Recorder:
 
         Raises:
             OptionError: If the recorder is not attached.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(4, 1)
-            >>> recorder = wb.Recorder("events.zarr", every=None)
-            >>> with recorder.attach(model, torch.optim.SGD(model.parameters(), lr=0.01)):
-            ...     recorder.event("action", source="loader", message="Another data set begins.")
-            >>> wb.open_run("events.zarr")["events"]["kind"].values.tolist()
-            ['started', 'action', 'finished']
         """
         self._current("event").event(kind, **what)
 
@@ -336,19 +290,6 @@ class Recorder:
 
         Returns:
             A function that unsubscribes the callback.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(4, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            >>> recorder = wb.Recorder(every=None)
-            >>> stop = recorder.observe(lambda observation: print(observation.step, observation.part))
-            >>> with recorder.attach(model, optimizer):
-            ...     model(torch.ones(2, 4)).sum().backward()
-            ...     optimizer.step()
-            0 monitors
-            >>> stop()
         """
         return self._observers.add(callback)
 
@@ -363,21 +304,7 @@ class Recorder:
         return {"every": dict(self.every), "alpha": self.options.alpha, "profile_options": self.options.profile_options}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, as JSON values; all records are on disk when this returns.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(4, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            >>> recorder = wb.Recorder("saved.zarr", every=None)
-            >>> with recorder.attach(model, optimizer):
-            ...     model(torch.ones(2, 4)).sum().backward()
-            ...     optimizer.step()
-            ...     state = recorder.state_dict()  # a part of the checkpoint
-            >>> state["step"]
-            1
-        """
+        """Return the state that a resumed run needs, as JSON values; all records are on disk when this returns."""
         if self._attached is not None and self._attached.is_attached:
             self._step = self._attached.step
             self._attached.flush()
@@ -395,25 +322,6 @@ class Recorder:
 
         Raises:
             OptionError: If the recorder is attached.
-
-        Example:
-            >>> import torch
-            >>> import workbench as wb
-            >>> model = torch.nn.Linear(4, 1)
-            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-            >>> def update():
-            ...     model(torch.ones(2, 4)).sum().backward()
-            ...     optimizer.step()
-            >>> recorder = wb.Recorder("resumed.zarr", every=None)
-            >>> with recorder.attach(model, optimizer):
-            ...     update()
-            >>> state = recorder.state_dict()
-            >>> resumed = wb.Recorder("resumed.zarr", every=None, resume=True)
-            >>> resumed.load_state_dict(state)
-            >>> with resumed.attach(model, optimizer):
-            ...     update()
-            >>> wb.open_run("resumed.zarr")["monitors"]["step"].values
-            array([0, 1])
         """
         self._check_free("load_state_dict")
         if not {"step", "probe"} <= state.keys():
