@@ -40,7 +40,7 @@ class SpectrumExplorer(WorkbenchWidget):
     unchanged and an error is shown under the widget.
 
     Args:
-        spectra: One spectra dataset, or several by name or in a list; dims ``layer`` and ``mode``.
+        spectra: One spectra dataset or run, or several by name or in a list; dims ``layer`` and ``mode``.
         theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
@@ -71,7 +71,10 @@ class SpectrumExplorer(WorkbenchWidget):
     kinds = KINDS
 
     def __init__(
-        self, spectra: xr.Dataset | Mapping[str, xr.Dataset] | Sequence[xr.Dataset], *, theme: str = "page"
+        self,
+        spectra: xr.Dataset | xr.DataTree | Mapping[str, xr.Dataset | xr.DataTree] | Sequence[xr.Dataset | xr.DataTree],
+        *,
+        theme: str = "page",
     ) -> None:
         super().__init__(theme=theme)
         self.spectra = named_spectra(spectra)

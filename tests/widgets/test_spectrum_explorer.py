@@ -5,9 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from tests.about import says
+import workbench as wb
+from tests.about import about, says
 from workbench import plots
-from workbench.errors import SchemaError
+from workbench.errors import OptionError, SchemaError
 from workbench.koopman.measures import remeasure
 from workbench.widgets import SpectrumExplorer
 
@@ -157,6 +158,17 @@ def test_one_dataset_and_one_layer_are_enough(spectra):
     assert list(explorer.sources) == ["calm"]
     assert explorer.error == ""
     explorer.close()
+
+
+def test_saved_spectra_are_shown_as_they_are_opened(spectra, tmp_path):
+    data = next(iter(spectra.values()))
+    tree = wb.open_run(wb.save(data, tmp_path / "a.zarr"))
+    for given in (tree, {"calm": tree}):
+        widget = wb.SpectrumExplorer(given)
+        assert next(iter(widget.spectra.values())).sizes == data.sizes
+        widget.close()
+    with pytest.raises(OptionError, check=about("spectra", 3)):
+        wb.SpectrumExplorer(3)
 
 
 def test_spectra_in_a_list_are_named_after_their_subjects(spectra):
