@@ -140,7 +140,7 @@ PLANTED = {
     "rounded_away": ({"monitors": curves(), "optimizer": rounded(0.4)}, {}, "precision", 9),
     "rounded_away, all": ({"monitors": curves(), "optimizer": optimizer(unchanged=1.0)}, {}, "precision", 9),
     "rounded_away, whole tensors": ({"monitors": curves(), "optimizer": optimizer(unchanged=0.4)}, {}, "", 9),
-    "experts_receive_nothing": ({"monitors": curves(), "router": router(2)}, {}, "routing", 59),
+    "experts_receive_nothing": ({"monitors": curves(), "router": router(2)}, {}, "", 59),
     "attention_saturates": ({"monitors": curves(), "attention": attention(4000.0, 0.01)}, {}, "", 99),
 }  # fmt: skip
 

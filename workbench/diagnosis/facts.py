@@ -339,11 +339,11 @@ def _of_routing(record: Record, failure: Failure) -> Iterator[RunFact]:
         layer = int(record.parts["router"]["layer"].values[at])
         sentence = (
             f"{n_dead} of {n_experts} experts of block {layer} receive no token in any of the last {len(late)} "
-            "measurements: a balance loss is missing or too weak."
+            "measurements. A missing balance loss does this, and so do too high a rate and a faulty block."
         )
         yield RunFact(
             "experts_receive_nothing", 1.0, n_dead, 0.0, sentence, step=int(steps[-len(late)]), layer=layer,
-            path="/router", variable="dead_experts", cause="routing", is_for=True,
+            path="/router", variable="dead_experts",
         )  # fmt: skip
 
 
