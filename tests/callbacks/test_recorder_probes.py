@@ -221,6 +221,16 @@ def test_a_lost_causal_mask_is_seen_in_the_outputs_unless_there_is_dropout(dropo
         assert (found[3:] > 1e-3).all()
 
 
+def test_an_output_that_cannot_be_compared_stops_no_training(task, monkeypatch):  # noqa: F811
+    def fails(inputs, outputs):
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+    monkeypatch.setattr("workbench.callbacks.recorder.batch_watch.lookahead", fails)
+    recorder = recorder_with(every=None)
+    trained(dense(), task, recorder, n_steps=2)
+    assert np.isnan([float(o.values["lookahead"]) for o in of_part(recorder, "monitors")]).all()
+
+
 def test_the_largest_losses(task):  # noqa: F811
     records = recorder_with(every=None)
     model = dense()

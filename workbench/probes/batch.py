@@ -183,6 +183,7 @@ def lookahead(inputs: Any, outputs: Any) -> Tensor | None:
     if isinstance(mask, Tensor) and mask.ndim == 2:
         is_seen = mask[:_N_COMPARED, 0] != 0
         is_pair &= is_seen[:, None] & is_seen
+    is_pair = is_pair.to(few.device)
     difference = (few[:, None, 0] - few[None, :, 0]).abs().mean(-1).where(is_pair, 0.0).sum() / is_pair.sum()
     return difference / (few[:, 0] - few[:, 1]).abs().mean()
 

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -370,7 +370,8 @@ class BatchWatch:
         call.loss = None if loss is None else loss.detach().reshape(())
         call.largest = self._largest_losses(module, call.inputs, output)
         if not (call.is_training and self._is_random[module]):
-            call.lookahead = next((e for t in tensors if (e := lookahead(call.inputs, t)) is not None), None)
+            with suppress(Exception):  # outputs may be of any kind, and a measurement never stops a training
+                call.lookahead = next((e for t in tensors if (e := lookahead(call.inputs, t)) is not None), None)
         logits = None if call.largest else next((each for each in tensors if _may_be_logits(each)), None)
         call.logits = None if logits is None else weakref.ref(logits)
         reference = weakref.ref(self)
