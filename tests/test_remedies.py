@@ -31,7 +31,7 @@ FOREIGN = frozenset(
 #: Sentence and option -> the call that has the option, where the sentence describes it.
 ELSEWHERE = {
     ("workbench.plots.figure_files.save", "backend"): "the function that drew the figure",
-    ("workbench.models.streaming_choice.StreamingChoice.is_streamed", "strict"): "the call that had this option",
+    ("workbench.models.streaming.StreamingChoice.is_streamed", "strict"): "the call that had this option",
     ("workbench.callbacks.gathering.gather", "store"): "wb.train, which alone takes a recorder by this name",
 }
 #: A call of these without this argument writes nothing, and so never raises a sentence about what it writes.

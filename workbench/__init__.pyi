@@ -41,13 +41,13 @@ from .koopman.measures import Thresholds as Thresholds
 from .koopman.measures import depth_thirds as depth_thirds
 from .koopman.measures import remeasure as remeasure
 from .koopman.measures import summarize as summarize
+from .models.anatomy import list_stacks as list_stacks
 from .models.anatomy import read_anatomy as read_anatomy
 from .models.attention_weights import query_key_weights as query_key_weights
 from .models.checkpoint import open_checkpoint as open_checkpoint
 from .models.checkpoint import save_checkpoint as save_checkpoint
 from .models.profile import profile as profile
 from .models.router_weights import router_weights as router_weights
-from .models.stack_names import list_stacks as list_stacks
 from .models.subject import ByteTokenizer as ByteTokenizer
 from .models.subject import Subject as Subject
 from .rates.find_rate import find_rate as find_rate

@@ -12,9 +12,8 @@ from torch.nn import functional
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build, make_inputs
 from workbench.errors import AnatomyError
 from workbench.models.anatomy import read_anatomy
-from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
+from workbench.models.attention_weights import QueryKey, Unreadable, probe_inputs, query_key_weights
 from workbench.models.column_matching import NormStep
-from workbench.models.probe_inputs import probe_inputs
 
 D, H, DH = 24, 4, 6
 

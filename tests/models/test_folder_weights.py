@@ -16,7 +16,7 @@ from tests.models.test_streaming import assert_same, measured
 from tests.models.test_weight_folders import deepspeed
 from tests.models.test_zero_partitions import write as write_zero_3
 from tests.models.weight_models import rejection
-from workbench.models.folder_weights import folder_weights
+from workbench.models.weight_folders import folder_weights
 
 pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 

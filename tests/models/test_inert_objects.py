@@ -22,8 +22,7 @@ from torch import nn
 import workbench as wb
 from tests.about import says
 from tests.models.weight_models import assert_opens, rejection, small
-from workbench.models.inert_objects import Placeholder
-from workbench.models.state_files import read_state
+from workbench.models.state_files import Placeholder, read_state
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import workbench as wb
 from tests.about import says
 from workbench.errors import SnapshotError
-from workbench.models import profile_cost
-from workbench.models.profile_cost import ProfileCost
+from workbench.models import profile as profiling
+from workbench.models.profile import ProfileCost
 
 GIGABYTE = 10**9
 
@@ -80,15 +80,15 @@ def test_time_is_unknown_for_inputs_that_cannot_be_counted():
 def test_the_remedy_for_too_large_a_profile_depends_on_its_largest_part(part, remedy):
     sizes = dict.fromkeys(("weights", "states", "moments", "spectra"), GIGABYTE) | {part: 3 * GIGABYTE}
     subject = wb.open_checkpoint(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2))
-    profile_cost.require_memory(ProfileCost(**sizes, free=6 * GIGABYTE), subject)
+    profiling.require_memory(ProfileCost(**sizes, free=6 * GIGABYTE), subject)
     with pytest.raises(SnapshotError, check=says("of 6.0 GB free")) as caught:
-        profile_cost.require_memory(ProfileCost(**sizes, free=6 * GIGABYTE - 1), subject)
+        profiling.require_memory(ProfileCost(**sizes, free=6 * GIGABYTE - 1), subject)
     assert str(caught.value).endswith(f"; {remedy}.")
 
 
 def test_too_wide_a_model_is_rejected_before_anything_runs(monkeypatch):
     model = wb.zoo.transformer(d_model=520, n_layers=2, n_heads=2, vocab_size=90)
-    monkeypatch.setattr(profile_cost, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(profiling, "free_memory", lambda device: 10**6)
     monkeypatch.setattr("workbench.models.profile.capture_layers", None)
     with pytest.raises(SnapshotError, check=says("GB free; pass wb.profile(...")):
         wb.profile(model, IDS, progress=False)
@@ -106,4 +106,4 @@ def test_too_wide_a_model_is_rejected_before_anything_runs(monkeypatch):
     ],
 )
 def test_tokens_are_counted_by_shapes(item, n_tokens):
-    assert profile_cost._n_tokens(item) == n_tokens
+    assert profiling._n_tokens(item) == n_tokens

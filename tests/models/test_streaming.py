@@ -21,7 +21,7 @@ from tests.models.layout_models import PostNorms, Triples
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build, make_inputs
 from tests.models.test_gguf_file import MAKERS, lfm2
 from workbench.errors import CheckpointError, OptionError, SnapshotError
-from workbench.models import capture, streaming_choice
+from workbench.models import capture
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +247,7 @@ def test_no_finished_block_runs_again_after_the_process_was_killed(tmp_path, mon
 
 def test_states_in_the_journal_that_are_not_those_of_the_model_are_not_used(llama, monkeypatch):
     from workbench.models import streamed_capture
-    from workbench.models.profile_journal import ProfileJournal
+    from workbench.models.layer_results import ProfileJournal
 
     expected = measured(wb.open_checkpoint(llama, streaming=True))
     states = ProfileJournal.states
@@ -276,7 +276,7 @@ def test_states_in_the_journal_that_are_not_those_of_the_model_are_not_used(llam
 class TestWhetherToStream:
     def test_auto_streams_weights_that_need_more_than_half_of_the_memory(self, llama, monkeypatch):
         assert wb.open_checkpoint(llama).streamed is None
-        monkeypatch.setattr(streaming_choice, "free_memory", lambda device: 1000)
+        monkeypatch.setattr("workbench.models.streaming.free_memory", lambda device: 1000)
         assert wb.open_checkpoint(llama).streamed is not None
 
     def test_a_model_of_the_zoo(self):
@@ -421,7 +421,7 @@ class TestCheckpointsThatCannotBeStreamed:
     @pytest.fixture
     def scarce(self, monkeypatch):
         """Simulate so little memory that "auto" would stream every checkpoint."""
-        monkeypatch.setattr(streaming_choice, "free_memory", lambda device: 1000)
+        monkeypatch.setattr("workbench.models.streaming.free_memory", lambda device: 1000)
 
     def test_weights_that_do_not_fit_open_in_memory(self, llama, scarce):
         config = (llama / "config.json").read_text()

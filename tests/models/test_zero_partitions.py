@@ -10,7 +10,7 @@ import workbench as wb
 from tests.about import about, says
 from tests.models.weight_models import TOKENS, assert_opens, rejection, small
 from workbench.models.lazy_state import lazy_state
-from workbench.models.zero_partitions import is_partitioned
+from workbench.models.weight_folders import is_partitioned
 
 
 class _LossScaler:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
-from workbench.models.altered_streams import choose_altered
 from workbench.models.batches import Batches
 from workbench.models.block_calls import Call, Slot, has_matrix, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of, run_model
 from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
 from workbench.models.outside_residuals import OutsideStack, choose_outside, find_outside_stacks
-from workbench.models.probing import undisturbed
-from workbench.models.residual_check import lack_of_matrix, lack_of_residual
+from workbench.models.probing import undisturbed, watch
+from workbench.models.residual_check import MIN_COSINE, lack_of_matrix, lack_of_residual, random_change
 from workbench.models.site import Site
-from workbench.models.split_states import sites_of_sums
 from workbench.models.stacks import (
+    MIN_COVERAGE,
+    AreBlocks,
     Candidate,
+    block_counts,
     choose,
     choose_by_name,
     feature_axis_of,
     find_candidates,
+    fraction_of_repeated,
+    is_fragment,
     is_outer,
     links_between,
     overlap,
@@ -35,6 +40,7 @@ from workbench.models.stacks import (
 from workbench.models.wrapping import runnable, subject_in
 
 if TYPE_CHECKING:
+    from workbench.models.site import Site
     from workbench.models.subject import Subject
 
 
@@ -268,3 +274,218 @@ def _sites(chosen: Candidate) -> tuple[Site, ...]:
 def _prevailing(slots: list[Slot], all_slots: list[list[Slot]]) -> Slot:
     """Return the slot that occurs in most sites; of several, the first."""
     return max(dict.fromkeys(slots), key=lambda slot: sum(slot in others for others in all_slots))
+
+
+#: Fraction of the effect of changing one term that may remain after the opposite change of the other, due to rounding.
+_ROUNDING = 1e-2
+
+
+def sites_of_sums(model: nn.Module, inputs: Any, chosen: Candidate, sites: Sequence[Site]) -> tuple[Site, ...] | None:
+    """Return sites whose states are sums of two tensors that every block receives and returns; None if there are none.
+
+    Blocks must depend only on the sum: their output must not change if a change is added to one tensor and subtracted
+    from the other. This distinguishes them from two streams that update each other, as in reversible networks.
+
+    Args:
+        model: Model to run; it is not changed.
+        inputs: Inputs of the model.
+        chosen: Stack that passes on two tensors.
+        sites: Sites of the stack, each with one of the two tensors.
+    """
+    pairs = [
+        {(out.slot, into.slot) for out in a.outputs for into in b.inputs if _is_same(out, into, chosen.shape)}
+        for a, b in pairwise(chosen.calls)
+    ]
+    slots = set.union(*pairs)
+    outs, ins = {out for out, _ in slots}, {into for _, into in slots}
+    if not len(slots) == len(outs) == len(ins) == 2 or any(pair != slots for pair in pairs):
+        return None
+    if any(site.output_slot not in outs or site.input_slot not in ins for site in sites):
+        return None
+
+    def other(among: set[Slot], slot: Slot) -> Slot:
+        return next(s for s in among if s != slot)
+
+    sums = tuple(replace(s, terms=(other(ins, s.input_slot), other(outs, s.output_slot))) for s in sites)
+    tried = [sums[place] for place in sorted({1, len(sums) // 2, len(sums) - 1})]
+    if lack_of_residual(model, inputs, sums) or not all(_depends_on_sum(model, inputs, site) for site in tried):
+        return None
+    return sums
+
+
+def _is_same(one: Any, other: Any, shape: tuple[int, ...]) -> bool:
+    return one.shape == other.shape == shape and one.fingerprint == other.fingerprint
+
+
+def _depends_on_sum(model: nn.Module, inputs: Any, site: Site) -> bool:
+    """Return whether a block returns the same sum after opposite changes of the two terms that enter."""
+    original, one, both = (_sum_that_leaves(model, inputs, site, n_changed=n) for n in range(3))
+    return float((both - original).norm()) <= _ROUNDING * float((one - original).norm())
+
+
+def _sum_that_leaves(model: nn.Module, inputs: Any, site: Site, *, n_changed: int) -> Tensor:
+    """Return the sum that leaves a block, float64, after opposite random changes of the terms that enter.
+
+    Args:
+        model: Model to run.
+        inputs: Inputs of the model.
+        site: Site of the block.
+        n_changed: Number of terms to change: 0, 1 or 2.
+    """
+    assert site.terms is not None
+    first, second = (replace(site, input_slot=slot, terms=None) for slot in (site.input_slot, site.terms[0]))
+    found: list[Tensor] = []
+    n_calls = 0
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls - 1 != site.call or not n_changed:
+            return None
+        state, rest = first.state_in(args, kwargs), second.state_in(args, kwargs)
+        change = random_change(state) - state
+        args, kwargs = first.with_state(args, kwargs, state + change)
+        return second.with_state(args, kwargs, rest - change) if n_changed == 2 else (args, kwargs)
+
+    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if n_calls - 1 == site.call:
+            found.append(site.state_out(output).detach().double().cpu())
+
+    with undisturbed(model), watch([(site.module, enter, True), (site.module, leave, False)]):
+        run_model(model, inputs)
+    return found[0]
+
+
+def choose_altered(
+    model: nn.Module,
+    inputs: Any,
+    candidates: Sequence[Candidate],
+    are_blocks: AreBlocks,
+    sites_of: Callable[[Candidate], Sequence[Site]],
+) -> Candidate | None:
+    """Return the stack of complete blocks whose states the model changes between one block and the next.
+
+    The blocks must be residual blocks, as many as the config states, and hold most parameters of all repeated modules.
+    A change of the first state shows that they follow each other: it must enter every block as it left the previous
+    one, token by token.
+
+    Args:
+        model: Model to run; it is not changed.
+        inputs: Inputs of the model.
+        candidates: Stacks found.
+        are_blocks: Function that returns whether the members of a candidate are residual blocks.
+        sites_of: Function from a candidate to its sites.
+
+    Returns:
+        The stack; None if there is none.
+    """
+    counts = block_counts(model)
+    complete = [
+        c
+        for c in candidates
+        if len(c.calls) > 1
+        and c.shape
+        and not c.is_complete
+        and all(has_matrix(call.module) for call in c.calls)
+        and (not counts or any(count.n_blocks == len(c.calls) for count in counts))
+        and fraction_of_repeated(model, (call.module for call in c.calls)) >= MIN_COVERAGE
+    ]
+    for candidate in sorted(complete, key=lambda c: (-len(c.calls), -c.calls[-1].end)):
+        if is_outer(candidate, complete) and are_blocks(candidate) and _is_followed(model, inputs, sites_of(candidate)):
+            return candidate
+    return None
+
+
+def _is_followed(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> bool:
+    """Return whether a change of the first state enters each block as it left the previous one."""
+    original, changed = (_states(model, inputs, sites, is_changed=is_changed) for is_changed in (False, True))
+    if len(original) != len(changed) or any(a.shape != b.shape for a, b in zip(original, changed, strict=True)):
+        return False
+    differences = [b - a for a, b in zip(original, changed, strict=True)]  # entering, leaving, entering, leaving, ...
+    return all(
+        bool((torch.cosine_similarity(left, entered, dim=-1) >= MIN_COSINE).all())
+        for left, entered in list(pairwise(differences))[1::2]
+    )
+
+
+def _states(model: nn.Module, inputs: Any, sites: Sequence[Site], *, is_changed: bool) -> list[Tensor]:
+    """Return the states that enter and leave each block, alternately, in float64."""
+    found: list[Tensor] = []
+
+    def enter(call: BlockCall) -> Tensor | None:
+        state = random_change(call.state_in) if is_changed and call.layer == 0 else None
+        found.append((call.state_in if state is None else state).detach().double().cpu().clone())
+        return state
+
+    def leave(call: BlockCall) -> None:
+        found.append(call.state_out.detach().double().cpu().clone())
+
+    with undisturbed(model), BlockHooks(sites, enter, leave):
+        run_model(model, inputs)
+    return found
+
+
+def list_stacks(model: Subject | nn.Module, inputs: Any, *, batch_first: bool | None = None) -> list[str]:
+    """Return the names of a model's stacks of residual blocks, each of which can be passed as ``stack=``.
+
+    If `read_anatomy` can choose a stack, that one comes first, followed by others such as the encoder. If it cannot,
+    because the width of the stream changes from stage to stage or there are several parallel streams, the names are
+    those of the stages or streams in the order in which they run.
+
+    Args:
+        model: Module, or a subject from `open_checkpoint`.
+        inputs: Inputs as for `workbench.profile`; one short sequence is enough.
+        batch_first: As for `read_anatomy`.
+
+    Returns:
+        Names, at least one.
+
+    Raises:
+        AnatomyError: If no stack can be read.
+        SnapshotError: If the model cannot run on the inputs.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> model = wb.zoo.transformer(d_model=16, n_layers=3, n_heads=2)
+        >>> tokens = torch.arange(48).reshape(4, 12)
+        >>> names = wb.list_stacks(model, tokens)
+        >>> names
+        ['blocks']
+        >>> spectra = {name: wb.profile(model, tokens, stack=name, progress=False) for name in names}
+
+    See Also:
+        `workbench.read_anatomy`: Finds the blocks of one stack.
+        `workbench.profile`: Computes the spectra of one stack.
+    """
+    try:
+        anatomy = read_anatomy(model, inputs, batch_first=batch_first)
+    except AnatomyError:
+        stacks = _outer_stacks(model, inputs)
+        names = [name for stack in stacks for name in _readable(model, inputs, stack, batch_first)]
+        if not names:
+            raise
+        return names
+    return [anatomy.stack, *anatomy.other_stacks]
+
+
+def _outer_stacks(model: Subject | nn.Module, inputs: Any) -> list[str]:
+    """Return the chains of blocks that are no parts of others, in the order in which they run."""
+    subject, module = subject_in(model), runnable(model)
+    probe, _ = Batches.of(inputs, subject).probe_and_all()
+    chains = [c for c in find_candidates(module, record_calls(module, on_device_of(module, probe))) if is_chain(c)]
+    found = [c for c in chains if is_outer(c, chains) and not any(is_fragment(c, other) for other in chains)]
+    return list(dict.fromkeys(c.name for c in sorted(found, key=lambda c: c.calls[-1].end)))
+
+
+def _readable(model: Subject | nn.Module, inputs: Any, stack: str, batch_first: bool | None) -> list[str]:
+    """Return the name of a stack if its blocks carry one stream, else the names of their parallel streams."""
+
+    def is_readable(name: str) -> bool:
+        try:
+            read_anatomy(model, inputs, stack=name, batch_first=batch_first)
+        except AnatomyError:
+            return False
+        return True
+
+    return [stack] if is_readable(stack) else list(takewhile(is_readable, (f"{stack}:{i}" for i in count())))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.errors import SnapshotError, WorkbenchError
 from workbench.models.config_options import Option, config_options
-from workbench.models.refused_inputs import reason_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,3 +121,157 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> An
         return args
     names = [*inspect.signature(model.forward).parameters]
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+#: Options of configurations that bound the length of a sequence.
+_LENGTHS = (
+    "max_position_embeddings", "n_positions", "n_ctx", "max_length", "max_seq_len", "block_size", "context_length",
+)  # fmt: skip
+
+
+def reason_for(model: nn.Module, inputs: Any, error: Exception) -> str:
+    """Explain in one sentence why a model could not run: what was given, what the model expects, and what to do.
+
+    The model has failed already; this function searches for the most probable cause: tokens of a wrong type, outside
+    the vocabulary or too many, or images of a wrong shape. If none applies, the sentence quotes the model's own error.
+
+    Args:
+        model: Model that raised.
+        inputs: Inputs of the call.
+        error: Error that it raised.
+    """
+    name = type(model).__name__
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{name} ran out of memory on {_described(inputs)}; pass fewer or shorter sequences."
+    if isinstance(error, NotImplementedError) and type(model).forward is nn.Module.forward:
+        return f"{name} does not implement forward(); pass the network inside it, such as one of its attributes."
+    if any(parameter.is_meta for parameter in model.parameters()) and not _is_offloaded(model):
+        return (
+            f"The parameters of {name} are on the meta device and have no values, so it cannot run; load a checkpoint "
+            "into it first."
+        )
+    found = _about_images(model, inputs) if _takes_images(model) else _about_tokens(model, inputs)
+    if found:
+        return found
+    if isinstance(error, TypeError) and _is_with_targets(inputs):
+        return f"{name} cannot run on a batch with its targets; pass only its tokens, batch[0], or the task itself."
+    lines = str(error).strip().splitlines()
+    first = f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+    return f"{name} cannot run on {_described(inputs)} ({first}); pass inputs on which model(inputs) runs."
+
+
+def _is_with_targets(inputs: Any) -> bool:
+    """Return whether the inputs may be a batch of a task: token ids, and targets of the same shape."""
+    if not (isinstance(inputs, tuple) and len(inputs) == 2 and all(isinstance(item, torch.Tensor) for item in inputs)):
+        return False
+    tokens, targets = inputs
+    return tokens.shape == targets.shape and not (tokens.is_floating_point() or targets.is_floating_point())
+
+
+def _about_tokens(model: nn.Module, inputs: Any) -> str:
+    """Return a sentence about token ids that do not fit; empty if there are none."""
+    name = type(model).__name__
+    embedding = _embedding(model)
+    vectors = [key for key, t in _tensors(inputs) if key in ("", "0") and t.ndim == 3 and t.is_floating_point()]
+    if vectors and embedding is not None and "inputs_embeds" in inspect.signature(model.forward).parameters:
+        return f"{name} takes token ids first, and vectors were given; pass them as {{'inputs_embeds': vectors}}."
+    for key, tokens in _token_ids(inputs):
+        if tokens.is_floating_point() or tokens.dtype is torch.bool:
+            if embedding is not None and (key == "input_ids" or tokens.ndim == 2):
+                kind = str(tokens.dtype).removeprefix("torch.")
+                return f"{name} takes integer token ids, and {kind} was given; pass ids.long() if these are ids."
+            continue
+        if not tokens.numel():
+            continue
+        low, high = int(tokens.min()), int(tokens.max())
+        if embedding is not None and (low < 0 or high >= embedding.num_embeddings):
+            return (
+                f"Token ids range from {low} to {high}, but {name} has {embedding.num_embeddings} tokens (0 to "
+                f"{embedding.num_embeddings - 1}); tokenize with the model's own tokenizer."
+            )
+        longest = _longest(model)
+        if longest is not None and tokens.ndim == 2 and tokens.shape[1] > longest:
+            return (
+                f"Sequences have {tokens.shape[1]} tokens, but {name} takes at most {longest}; truncate them, for "
+                f"example ids[:, :{longest}]."
+            )
+    return ""
+
+
+def _about_images(model: nn.Module, inputs: Any) -> str:
+    """Return a sentence about images that do not fit; empty if there are none."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    images = next((t for _, t in _tensors(inputs) if t.ndim > 1), None)
+    if images is None:
+        return ""
+    size, channels = (getattr(config, option, None) for option in ("image_size", "num_channels"))
+    sides = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    expected = f"(image, {channels or 'channel'}, {sides[0] or 'height'}, {sides[1] or 'width'})"
+    shape = tuple(images.shape)
+    if images.ndim == 3:
+        return f"{name} takes images of shape {expected}, and a single image was given; pass image[None]."
+    is_known = images.ndim == 4 and channels and sides[0]
+    if images.ndim != 4 or (is_known and shape[1:] != (channels, *sides)):
+        return (
+            f"{name} takes images of shape {expected}, and the given images have shape {shape}; resize them or choose "
+            "another model."
+        )
+    if not images.is_floating_point():
+        kind = str(images.dtype).removeprefix("torch.")
+        return f"{name} takes images of floating-point numbers, and {kind} was given; pass images.float() / 255."
+    return ""
+
+
+def _takes_images(model: nn.Module) -> bool:
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        return True
+    config = getattr(model, "config", None)
+    return getattr(config, "image_size", None) is not None and _embedding(model) is None
+
+
+def _embedding(model: Any) -> nn.Embedding | None:
+    """Return the embedding of tokens: the one that the model names, else its longest; None if it has none."""
+    try:
+        found = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        found = max(tables, key=lambda table: table.num_embeddings, default=None)
+    return found if isinstance(found, nn.Embedding) else None
+
+
+def _longest(model: nn.Module) -> int | None:
+    config = getattr(model, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        for option in _LENGTHS:
+            value = part.get(option) if isinstance(part, Mapping) else getattr(part, option, None)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+    return None
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def _token_ids(inputs: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in _tensors(inputs):
+        if name in ("", "0", "input_ids", "decoder_input_ids") and tensor.ndim in (1, 2):
+            yield name, tensor
+
+
+def _tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(inputs, Mapping):
+        items = inputs.items()
+    else:
+        items = enumerate(inputs) if isinstance(inputs, tuple | list) else [("", inputs)]
+    yield from ((str(name), value) for name, value in items if isinstance(value, Tensor))
+
+
+def _described(inputs: Any) -> str:
+    """Describe inputs by their types and shapes."""
+    parts = [
+        f"{f'{name} ' if name and not name.isdigit() else ''}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
+        for name, t in _tensors(inputs)
+    ]
+    return f"inputs of {', '.join(parts)}" if parts else f"a {type(inputs).__name__}"

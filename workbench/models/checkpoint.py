@@ -18,18 +18,16 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.models.adapters import base_model, kind_of_matrix, merged
-from workbench.models.diffusers_models import diffusers_model
-from workbench.models.folder_weights import folder_weights
-from workbench.models.lazy_state import LazyTensor, lazy_state
+from workbench.models.lazy_state import LazyTensor, base_model, kind_of_matrix, lazy_state, merged
 from workbench.models.state_files import CHECKPOINT, STATE_SUFFIXES, check_safetensors, read_config, require_files
 from workbench.models.state_fit import load_state, matched_state, tied_names, unwrapped_names
-from workbench.models.streaming import StreamedWeights
-from workbench.models.streaming_choice import StreamingChoice
+from workbench.models.streaming import StreamedWeights, StreamingChoice
 from workbench.models.subject import ByteTokenizer, Subject
 from workbench.models.weight_folders import (
     ZOO_KEY,
     diffusers_config,
+    diffusers_model,
+    folder_weights,
     is_adapter,
     is_without_architecture,
     own_checkpoint,
@@ -354,7 +352,7 @@ def _open_folder(
 def _stream_pretrained(
     model: nn.Module, state: Mapping[str, LazyTensor], path: Path, how: StreamingChoice
 ) -> StreamedWeights:
-    from workbench.models.streamed_models import files_identity, stream_pretrained
+    from workbench.models.streaming import files_identity, stream_pretrained
 
     return stream_pretrained(model, state, identity=files_identity(path), device=how.device or "cpu")
 
@@ -414,7 +412,7 @@ def _open_zoo(
 def _stream_plain(
     module: nn.Module, state: Mapping[str, LazyTensor], path: Path, remedy: str, how: StreamingChoice
 ) -> StreamedWeights:
-    from workbench.models.streamed_models import files_identity, stream_module
+    from workbench.models.streaming import files_identity, stream_module
 
     fitting, _ = matched_state(module, state, path.name, remedy=remedy)
     lazy = {name: found if isinstance(found, LazyTensor) else LazyTensor.of(found) for name, found in fitting.items()}

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 
 from workbench.errors import CheckpointError
-from workbench.models.lazy_tensor import LazyTensor
-from workbench.models.state_files import CONFIG, WEIGHT_KEYS, WEIGHTS, check_safetensors, safetensors_state
+from workbench.models.state_files import CONFIG, WEIGHT_KEYS, WEIGHTS, LazyTensor, check_safetensors, safetensors_state
 
 if TYPE_CHECKING:
     from torch import Tensor

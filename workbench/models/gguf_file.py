@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError
-from workbench.models.lazy_tensor import LazyTensor
 from workbench.models.pretrained import errors_in_one_sentence, quiet_transformers, read_misfit, require_fit
-from workbench.models.state_files import WEIGHTS
+from workbench.models.state_files import WEIGHTS, LazyTensor
 
 if TYPE_CHECKING:
     from torch import Tensor

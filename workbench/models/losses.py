@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from workbench.errors import OptionError
+
 #: Target that losses ignore, by the convention of PyTorch.
 _IGNORED = -100
 #: Types of losses of Hugging Face models that compare with the next label; older classes have None.
@@ -143,3 +145,18 @@ def accuracy_on_device(logits: Any, targets: Tensor) -> Tensor | None:
     is_target = targets != _IGNORED
     is_correct = (logits.detach().argmax(-1) == targets) & is_target
     return is_correct.sum() / is_target.sum()
+
+
+def require_graph(loss: object) -> Tensor:
+    """Return a loss if it is a 0-dim tensor with a graph.
+
+    Args:
+        loss: The result of a user's ``loss_of(model)``.
+
+    Raises:
+        OptionError: If it is not.
+    """
+    if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
+        remedy = "return the loss of model(inputs), computed with gradients enabled"
+        raise OptionError.of("loss_of(model)", loss, "a 0-dim tensor with a graph", remedy=remedy)
+    return loss

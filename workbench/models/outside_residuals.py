@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 from workbench.models.block_calls import Call, State, has_matrix, record_calls
-from workbench.models.block_counts import block_counts
 from workbench.models.site import Place, Site
-from workbench.models.stacks import MIN_COVERAGE, fraction_of_repeated
+from workbench.models.stacks import MIN_COVERAGE, block_counts, fraction_of_repeated
 
 Shape = tuple[int, ...]
 #: Fraction of a state that a fit may leave unexplained in float32; in coarser formats, two units of their rounding.

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import pickle
 import re
+import sys
 import zipfile
+from _compat_pickle import IMPORT_MAPPING
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +20,112 @@ import torch
 
 from workbench.errors import CheckpointError
 from workbench.io.files import FileKind, as_path
-from workbench.models.inert_objects import Placeholder, placeholders
-from workbench.models.lazy_tensor import LazyTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """One tensor of a checkpoint, not yet in memory.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Type of its elements as returned by `read`.
+        read: Function that reads it: a view of the file where the format allows that, else a copy.
+        n_bytes: Size in the file, in bytes.
+        is_view: Whether `read` returns a view without memory of its own: of the file, or of a tensor in memory.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    n_bytes: int
+    is_view: bool = False
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Read a part of the tensor; transformers reads all of it by ``[...]``."""
+        return self.read()[index]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> LazyTensor:
+        """Wrap a tensor that is already in memory or mapped from a file."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor, tensor.numel() * tensor.element_size(), True)
+
+
+#: Classes of the standard library that only hold the values with which they are called.
+_HARMLESS = ("pathlib.", "datetime.", "types.SimpleNamespace", "uuid.UUID", "decimal.Decimal", "fractions.Fraction")
+#: Modules of the standard library, by their current names and by those of Python 2, which torch.save writes.
+_OF_PYTHON = {*sys.stdlib_module_names, *IMPORT_MAPPING}
+_OF_NUMPY = ("scalar", "_reconstruct", "_frombuffer", "dtype", "ndarray")
+
+
+class _Kind(type):
+    """Metaclass of placeholders; a pickle that calls a function calls one of these classes."""
+
+    full_name: str
+
+    def __call__(cls: Any, *_: Any, **__: Any) -> Any:
+        if not _only_holds_values(cls.full_name):
+            raise pickle.UnpicklingError(f"it calls {cls.full_name}")
+        return Placeholder.__new__(cls)
+
+
+class Placeholder(metaclass=_Kind):
+    """Empty object in place of one whose class is not imported."""
+
+    full_name = "an object"
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Create the placeholder; the arguments are ignored."""
+        return object.__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        """Discard the state of the object."""
+
+
+def placeholders(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
+    """Return placeholders for the names in a pickle that torch does not know, in the form for ``safe_globals``.
+
+    Args:
+        path: A file written by ``torch.save``. In other files, and in those of torch before 1.6, nothing is replaced.
+    """
+    try:
+        if not zipfile.is_zipfile(path):
+            return []
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # noqa: BLE001 damaged bytes can cause any exception, and torch.load will raise it
+        return []
+    return [(_new_dict if name == "collections.defaultdict" else _placeholder(name), name) for name in names]
+
+
+def _placeholder(name: str) -> type:
+    """Create a separate class for each name, so that a call can be identified by the name."""
+    return _Kind("Placeholder", (Placeholder,), {"full_name": name})
+
+
+def _new_dict(*_: Any) -> dict[Any, Any]:
+    """Create a dict in place of a defaultdict, which the reader of torch would not fill."""
+    return {}
+
+
+def _only_holds_values(name: str) -> bool:
+    """Return whether calling this name only creates an object from values.
+
+    In third-party packages other than numpy this is assumed of every class, and of nothing else.
+    """
+    module, _, last = name.rpartition(".")
+    if module.partition(".")[0] == "numpy":
+        return last in _OF_NUMPY
+    is_of_python = {module.partition(".")[0], module} & _OF_PYTHON
+    is_class = last.lstrip("_")[:1].isupper() and not is_of_python
+    return is_class or any(name == known or (known[-1] == "." and name.startswith(known)) for known in _HARMLESS)
+
 
 #: What files of a checkpoint are: of weights, with the options of a model, and with the names of other files.
 WEIGHTS = FileKind("a file of weights", "check the path, or download it again", CheckpointError, "", 1 << 62)

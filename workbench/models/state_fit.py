@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError
-from workbench.models.lazy_tensor import LazyTensor
+from workbench.models.state_files import LazyTensor
 
 if TYPE_CHECKING:
     from torch import Tensor

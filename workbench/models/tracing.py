@@ -15,12 +15,48 @@ from torch.overrides import TorchFunctionMode
 from workbench.models.anatomy import Anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks, raise_on_unknown
 from workbench.models.calling import run_model
-from workbench.models.computed_weights import effective_map, linear_widths
 from workbench.models.config_options import config_options, visible_attention
 from workbench.models.probing import HookRequest, storage_pointer, undisturbed, watch
 from workbench.models.readable_weights import full_tensor
 from workbench.models.site import Site
 from workbench.models.wrapping import is_split
+
+#: Largest relative difference between the outputs of a module and those of the matrix computed for it.
+_LARGEST_GAP = 1e-3
+
+
+def linear_widths(module: nn.Module) -> tuple[int, int] | None:
+    """Return the numbers of inputs and outputs of a linear map, or of an adapter of one; None for other modules."""
+    inner: Any = getattr(module, "base_layer", module)
+    n_inputs, n_outputs = getattr(inner, "in_features", None), getattr(inner, "out_features", None)
+    return (n_inputs, n_outputs) if isinstance(n_inputs, int) and isinstance(n_outputs, int) else None
+
+
+def matrix_of(module: nn.Module, n_inputs: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the matrix (output, input) and bias (output,) that a linear module applies.
+
+    Args:
+        module: Module, run in eval mode; it is not changed.
+        n_inputs: Number of its inputs.
+        like: Tensor with the dtype and device of its inputs.
+    """
+    with undisturbed(module):
+        bias = module(like.new_zeros(1, n_inputs))
+        rows = module(torch.eye(n_inputs, dtype=like.dtype, device=like.device)) - bias
+    return rows.T.detach().clone(), bias[0].detach().clone()
+
+
+def effective_map(module: nn.Module, into: Tensor, out: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return matrix and bias of a module with these inputs and outputs; None if it is not a linear map."""
+    try:
+        weight, bias = matrix_of(module, into.shape[-1], into)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError):
+        return None
+    expected = into.double() @ weight.double().T + bias.double()
+    rounding = max(_LARGEST_GAP, 4 * torch.finfo(out.dtype).eps)
+    gap = float((expected - out.double()).norm())
+    return (weight, bias) if gap <= rounding * float(out.double().norm()) else None
+
 
 Finding = TypeVar("Finding")
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 from workbench.errors import CheckpointError
 from workbench.models.distributed_folders import METADATA, distributed_state, part_files, require_complete_tensors
-from workbench.models.lazy_tensor import LazyTensor
 from workbench.models.state_files import (
     CONFIG,
     STATE_SUFFIXES,
     WEIGHT_FILES,
+    LazyTensor,
     index_files,
+    is_plain_pickle,
     numbered_shards,
     read_config,
+    read_objects,
     read_state,
     safetensors_state,
 )
-from workbench.models.zero_partitions import is_partitioned, partitioned_state
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Names of the weight files of diffusers.
 _DIFFUSERS_FILES = tuple(
@@ -201,3 +212,186 @@ def _complete_states(folder: Path, states: tuple[Path, ...]) -> Path:
             "export them as one model and pass that."
         )
     return states[0]
+
+
+@dataclass(frozen=True)
+class FolderWeights:
+    """The weights of a Hugging Face folder, which stay on disk.
+
+    Attributes:
+        state: Name -> tensor, in the order in which transformers reads them.
+        is_usual: Whether transformers itself can read them from the folder.
+    """
+
+    state: Mapping[str, LazyTensor]
+    is_usual: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(self.state)
+
+    @property
+    def n_elements(self) -> int:
+        """Number of elements of all tensors together."""
+        return sum(tensor.n_elements for tensor in self.state.values())
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of all tensors together in the files, in bytes."""
+        return sum(tensor.n_bytes for tensor in self.state.values())
+
+    @property
+    def integers(self) -> frozenset[str]:
+        """Names of the tensors that hold integers or booleans."""
+        return frozenset(
+            name for name, t in self.state.items() if not (t.dtype.is_floating_point or t.dtype.is_complex)
+        )
+
+    def read(self) -> dict[str, Tensor]:
+        """Read all tensors, by name; none of them is a view of a file."""
+        return {name: t.read().clone() if t.is_view else t.read() for name, t in self.state.items()}
+
+
+def folder_weights(folder: Path, *, is_fetched: bool = True) -> FolderWeights | None:
+    """Return the weights of a Hugging Face folder; None if there are none.
+
+    They are in the files that transformers reads. If there are none, they are in a distributed checkpoint of PyTorch or
+    DeepSpeed, or in a single file of weights under another name.
+
+    Args:
+        folder: A folder with a config.json.
+        is_fetched: Whether all files of the checkpoint are downloaded; otherwise only those of transformers are used.
+
+    Raises:
+        CheckpointError: If a file is damaged or holds code, an index names a missing file, or several files may hold
+            the weights.
+    """
+    file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    is_usual = file is not None and not part_files(folder)
+    if file is not None:
+        places, has_metadata = index_files(file) if file.suffix == ".json" else ((file,), True)
+        is_usual = is_usual and has_metadata and all(is_plain_pickle(place) for place in places)
+    elif not (places := numbered_shards(folder)) and is_fetched:
+        places = weight_places(folder) if has_weights(folder) or single_files(folder) else ()
+    if not places:
+        return None
+    return FolderWeights({name: tensor for place in places for name, tensor in place_state(place).items()}, is_usual)
+
+
+def diffusers_model(folder: Path, config: dict[str, Any]) -> nn.Module:
+    """Build the model that a config.json of diffusers describes, with random weights.
+
+    Raises:
+        CheckpointError: If diffusers is not installed, does not have the class, or cannot build it.
+    """
+    name = config["_class_name"]
+    try:
+        diffusers = importlib.import_module("diffusers")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder} holds a {name} of diffusers, which is not installed; "
+            "install diffusers, or pass the model to wb.open_checkpoint(..., module=)."
+        ) from error
+    cls = getattr(diffusers, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, nn.Module):
+        raise CheckpointError(
+            f"{folder} holds a {name}, which the installed version of diffusers does not have; update diffusers, or "
+            "pass wb.open_checkpoint(..., module=)."
+        )
+    try:
+        model: nn.Module = cls.from_config(config)  # type: ignore[attr-defined]
+    except Exception as error:  # an option of a wrong type or size fails wherever it is used first
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        raise CheckpointError(
+            f"{folder / 'config.json'} does not describe a {name} ({reason}); download the checkpoint again."
+        ) from error
+    return model
+
+
+_RANK = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_(model|optim)_states\.pt")
+#: Key of the float32 weights of a rank: all its parts, concatenated.
+_FLAT = "fp32_flat_groups"
+
+
+def is_partitioned(folder: Path) -> bool:
+    """Return whether a folder contains the files of ranks among which only ZeRO-3 partitioned the weights."""
+    is_divided_otherwise = any("mp_rank_00_" not in file.name for file in folder.glob("*mp_rank_*_states.pt"))
+    return bool(_files(folder, "model")) and not is_divided_otherwise
+
+
+def partitioned_state(folder: Path) -> dict[str, LazyTensor]:
+    """Return the weights of a folder in float32, each merged from the parts of all ranks when it is read.
+
+    Every rank holds an equal part of each parameter, in the listed order and padded at the end. Frozen parameters and
+    buffers are stored separately, in the precision of training.
+
+    Raises:
+        CheckpointError: If files are missing or damaged, contain code, or do not agree.
+    """
+    models = [read_objects(file) for file in _files(folder, "model")]
+    optimizers = [read_objects(file) for file in _files(folder, "optim")]
+    damaged = f"{folder} does not contain all parts of its weights"
+    remedy = "download the checkpoint again, or run the zero_to_fp32.py next to it and pass the file that it writes."
+    try:
+        parts = [optimizer["optimizer_state_dict"] for optimizer in optimizers]
+        counts = parts[0]["partition_count"] if parts else 0
+        n_ranks = max(counts) if isinstance(counts, list | tuple) else counts
+        if not n_ranks == len(models) == len(optimizers):
+            raise CheckpointError(f"{damaged}: there are files of {len(optimizers)} of {n_ranks} ranks; {remedy}")
+        state = _merged(models[0], [list(part[_FLAT]) for part in parts])
+        state |= _frozen(models)
+        state |= {name: LazyTensor.of(models[0]["module"][name]) for name in models[0]["buffer_names"]}
+        shared = dict(models[0].get("shared_params") or {})
+        return state | {name: state[other] for name, other in shared.items() if other in state}
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{damaged}, or has another layout; {remedy}") from error
+
+
+def _files(folder: Path, kind: str) -> list[Path]:
+    """Return the files of a kind in the order of their ranks."""
+    found = {int(m[1]): f for f in folder.glob("*_states.pt") if (m := _RANK.fullmatch(f.name)) and m[2] == kind}
+    return [found[rank] for rank in sorted(found)]
+
+
+def _merged(model: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> dict[str, LazyTensor]:
+    """Return the trained parameters; the tensors of a rank, one per group of parameters, count as concatenated."""
+    state: dict[str, LazyTensor] = {}
+    start = 0
+    for shapes in model["param_shapes"]:
+        for name, shape in shapes.items():
+            length = math.ceil(math.prod(shape) / len(groups))
+            pieces = [piece for tensors in groups for piece in _within(tensors, start, length)]
+            state[name] = _joined(pieces, tuple(shape))
+            start += length
+    if any(sum(map(torch.numel, tensors)) != start for tensors in groups):
+        raise ValueError("the lengths of the parts do not match the shapes")
+    return state
+
+
+def _within(tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
+    """Return views of a range of elements of tensors that count as concatenated."""
+    found = []
+    for tensor in tensors:
+        if start < len(tensor) and start + length > 0:
+            found.append(tensor[max(start, 0) : start + length])
+        start -= len(tensor)
+    return found
+
+
+def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:
+    """Return the frozen parameters, which each rank stores separately."""
+    shapes = models[0].get("frozen_param_shapes") or {}
+    state = {}
+    for name, shape in shapes.items():
+        parts = [model["frozen_param_fragments"][name].flatten() for model in models]
+        if sum(map(len, parts)) < math.prod(shape):
+            raise ValueError(name)
+        state[name] = _joined(parts, tuple(shape))
+    return state
+
+
+def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> LazyTensor:
+    """Return the tensor of a given shape whose parts are concatenated, without padding, when it is read."""
+    dtype, n = parts[0].dtype, math.prod(shape)
+    return LazyTensor(shape, dtype, lambda: torch.cat(list(parts))[:n].reshape(shape).clone(), n * dtype.itemsize)

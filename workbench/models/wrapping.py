@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from workbench.errors import AnatomyError
 from workbench.zoo.module_of import module_of
@@ -127,3 +127,14 @@ def is_split(model: nn.Module) -> bool:
     """Return whether a rank holds only parts of the weights (FSDP, tensor parallelism, DeepSpeed)."""
     is_flat = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
     return is_flat or any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
+
+
+def is_shared() -> bool:
+    """Return whether there are several ranks."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def message_device() -> torch.device:
+    """Return the device for messages between ranks: the CPU if the backend supports it, so no step waits for a GPU."""
+    can_use_host = "cpu" in distributed.get_backend_config()
+    return torch.device("cpu") if can_use_host else torch.device("cuda", torch.cuda.current_device())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from workbench.errors import OptionError
-from workbench.models.loss_graph import require_graph
+from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
 from workbench.models.wrapping import bare, is_split, unwrap
 from workbench.probes.bad_gradients import first_bad_gradient

@@ -24,7 +24,7 @@ from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import named_arguments
 from workbench.models.config_options import config_options, known_options, visible_attention
 from workbench.models.device_numbers import on_device, read_arrays
-from workbench.models.loss_graph import require_graph
+from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
 from workbench.models.site import Site
 from workbench.models.wrapping import unwrap

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from workbench.errors import OptionError
 from workbench.models.device_numbers import in_pieces, read_numbers
-from workbench.models.loss_graph import require_graph
+from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed
 from workbench.models.wrapping import unwrap
 

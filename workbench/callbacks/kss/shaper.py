@@ -26,10 +26,9 @@ from workbench.models.calling import call_model, named_arguments
 from workbench.models.capture import StreamWatcher, empty_moments
 from workbench.models.device_numbers import read_numbers
 from workbench.models.probing import eval_mode, undisturbed, watch
-from workbench.models.process_group import is_shared
 from workbench.models.residual_check import require_residuals
 from workbench.models.token_selection import TokenSelection
-from workbench.models.wrapping import acting_on_gradients, as_written, bare, entrances, innermost
+from workbench.models.wrapping import acting_on_gradients, as_written, bare, entrances, innermost, is_shared
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed
 
 from workbench.callbacks.kss.control import ControlValues
-from workbench.models.process_group import message_device
+from workbench.models.wrapping import message_device
 
 #: Codes of named choices of layers in the message. For layers given by number, the message holds how many there are.
 _CODES = {"half": -1, "all": -2}

@@ -38,8 +38,7 @@ from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import WorkbenchError
 from workbench.io.run_output import issue_warning
-from workbench.models.process_group import is_shared
-from workbench.models.wrapping import bare
+from workbench.models.wrapping import bare, is_shared
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event

@@ -12,7 +12,7 @@ from torch import nn
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.ranks import jointly
 from workbench.errors import OptionError
-from workbench.models.process_group import is_shared
+from workbench.models.wrapping import is_shared
 from workbench.probes.gradient_agreement import GradientVerdict
 from workbench.probes.gradient_comparison import compare_gradients
 from workbench.probes.gradient_projections import GradientProjections
