@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import workbench as wb
 from workbench.rates.rate_search import rate_of
-from workbench.zoo.attention import rotate
+from workbench.zoo.blocks import rotate
 
 LENGTH = 32
 SEED_OF_SETUPS = 18

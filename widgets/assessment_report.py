@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
 from workbench.errors import OptionError, require_listed
-from workbench.formatting import capitalized, counted
+from workbench.formatting import capitalized, clause, counted, percent
 from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
 from workbench.option_checks import Seed
 from workbench.plots.figure_files import for_backend, picture_of
 from workbench.reports.html import html
 from workbench.reports.make_report import detached, report
+from workbench.reports.quantity import Numbers
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import known
 from workbench.widgets.export import ExportBar
 from workbench.widgets.headline import CSS, headline
+from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.report.criteria import CriteriaView
-from workbench.widgets.report.experiment_list import ExperimentsView
 from workbench.widgets.report.page import ReportPage
 from workbench.widgets.report.side_by_side import SideBySide
+from workbench.widgets.tables import HEAD
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.worker import MeasuringWidget
 
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.reports.document import Fact
+    from workbench.widgets.base import WorkbenchWidget
+
 
 #: Kind of tree -> name of the second view.
 _SECOND_VIEW = {"assessment": "criteria", "diagnosis": "experiments", "comparison": "side by side"}
@@ -372,3 +377,109 @@ def _with_units(fact: Fact) -> str:
 def _as_file_name(subject: str) -> str:
     """Return a file name for a subject."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", subject).strip("._") or "report"
+
+
+_MISSING = "To run an experiment here, open the diagnosis as AssessmentReport(tree, model=..., task=...)."
+
+
+class ExperimentsView:
+    """A table of experiments, a description of the chosen one, and a button that runs it.
+
+    Attributes:
+        table: One row per experiment, in the proposed order; its ``value`` is the index of the chosen one in the tree.
+        words: Text about the change, the expected outcomes and the outcome.
+        button: Runs the chosen experiment.
+        box: The widget.
+    """
+
+    def __init__(self, owner: WorkbenchWidget, run: Callable[[int], None], *, can_run: bool) -> None:
+        self._numbers: Numbers | None = None
+        self.is_visible = False
+        self.table = ChoiceTable(label="experiments", empty="The diagnosis proposes no experiment.")
+        self.table.columns = ["experiment", "tests the cause", "steps", "fraction of the run", "outcome"]
+        self.words = ipywidgets.HTML()
+        self.button = ipywidgets.Button(
+            description="Run", button_style="primary", layout={"width": "104px"}, disabled=not can_run,
+            tooltip="Replay part of the run twice: unchanged, and with this change" if can_run else _MISSING,
+        )  # fmt: skip
+        self._can_run = can_run
+        self.box = ipywidgets.VBox([self.table, self.words, self.button])
+        owner._watch(self.table, lambda _: self._say())
+        owner._on_click(self.button, lambda _: run(self.chosen))
+
+    @property
+    def chosen(self) -> int:
+        """Index of the chosen experiment in the tree.
+
+        Raises:
+            OptionError: If there is none.
+        """
+        if not self.table.value:
+            raise OptionError("No experiment is chosen; choose a row of the table.")
+        return int(self.table.value)
+
+    def tell(self, tree: xr.DataTree) -> None:
+        """Show the experiments of another diagnosis, or of the same one after an experiment."""
+        numbers = self._numbers = Numbers(tree)
+        data = self._data()
+        titles = dict(zip(numbers.names("causes", "cause"), numbers.texts("causes", "title"), strict=True))
+        places = [] if data is None else sorted(range(data.sizes["experiment"]), key=data["order"].values.__getitem__)
+        self.table.fill(row(str(place), self._cells(place, titles)) for place in places)
+        self._say()
+
+    def draw(self) -> None:
+        """Do nothing; the view has no figure."""
+
+    def _data(self) -> xr.Dataset | None:
+        numbers = known(self._numbers)
+        if not numbers.has("experiments"):
+            return None
+        data = numbers.node("experiments")
+        return data if data.sizes.get("experiment", 0) else None
+
+    def _cells(self, place: int, titles: Mapping[str, str]) -> list[dict[str, Any]]:
+        def text(name: str) -> str:
+            return known(self._numbers).value("experiments", name, experiment=place).text
+
+        cause = text("cause")
+        cost = percent(float(known(self._data())["cost"].values[place]))
+        return [
+            cell(text("title")), cell(titles.get(cause, cause)), cell(text("n_steps"), is_number=True),
+            cell(cost, is_number=True), cell(self._answer(place)),
+        ]  # fmt: skip
+
+    def _outcome(self, place: int) -> str:
+        if "outcome" not in known(self._data()):
+            return ""
+        return known(self._numbers).text("experiments", "outcome", experiment=place)
+
+    def _answer(self, place: int) -> str:
+        """Return what the outcome is evidence for; empty without an outcome."""
+        if not self._outcome(place):
+            return ""
+        return "for the cause" if bool(known(self._data())["supports"].values[place]) else "against the cause"
+
+    def _say(self) -> None:
+        """Update the text about the chosen row."""
+        self.button.layout.display = None if self.table.value else "none"
+        if not self.table.value:
+            self.words.value = ""
+            return
+        place = self.chosen
+        of = {
+            name: known(self._numbers).value("experiments", name, experiment=place).text
+            for name in ("title", "from_step", "n_steps", "expected_if_right", "expected_if_wrong")
+        }
+        lines = [f"Replays {of['n_steps']} steps from step {of['from_step']}, with and without this change."]
+        right, wrong = clause(of["expected_if_right"]), clause(of["expected_if_wrong"])
+        lines.append(f"Expected if it is the cause: {right}; otherwise: {wrong}.")
+        if outcome := self._outcome(place):
+            lines.append(f"Outcome: {clause(outcome)}. This is evidence {self._answer(place)}.")
+        if not self._can_run:
+            lines.append(_MISSING)
+        title = of["title"][:1].upper() + of["title"][1:]
+        style = "white-space:normal;line-height:1.5;color:var(--jp-content-font-color1,#222);margin:6px 2px"
+        body = "".join(f"<div>{escape(line)}</div>" for line in lines)
+        self.words.value = (
+            f'<div aria-live="polite" style="{style}"><div style="{HEAD}">{escape(title)}</div>{body}</div>'
+        )

@@ -12,9 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from workbench import plots
 from workbench.errors import OptionError, StoreError, require_known
 from workbench.io.store import open_run
 from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from workbench.plots import style
+from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_files import save as save_figure
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
@@ -26,13 +29,12 @@ from workbench.widgets.live.alarm_list import AlarmList
 from workbench.widgets.live.branches import Branches, SavedStep, best_step, remarks_on
 from workbench.widgets.live.buttons import Buttons
 from workbench.widgets.live.fault_panel import FaultPanel
-from workbench.widgets.live.kss_panel import KSSPanel
+from workbench.widgets.live.latest_state import LatestState, script
 from workbench.widgets.live.live_canvas import LiveCanvas
 from workbench.widgets.live.live_runs import ENDED, PAUSED, STARTING, TRAINING, Listener, LiveRuns
 from workbench.widgets.live.paired_runs import PairedRuns
 from workbench.widgets.live.setup import Setup
 from workbench.widgets.live.starts import Start, recorded_histories
-from workbench.widgets.live.static_figure import live_figure
 from workbench.widgets.live.switches import Switches
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from workbench.widgets.live.step_news import StepNews
     from workbench.widgets.live.switches import State
     from workbench.zoo import ArchitectureConfig
+
 
 #: Defaults of settings without a control.
 _SETTINGS = {"warmup": 20, "flush_every": 25, "profile_options": {"n_snapshots": 512}}
@@ -517,3 +520,81 @@ class LiveTraining(WorkbenchWidget):
         self._buttons.offer(self.state, saved, best, remarks)
         for control in self.setup.controls:
             control.disabled = self.is_running
+
+
+_TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius")
+
+
+@redrawable
+def live_figure(histories: Mapping[str, RunHistory], *, step: int | None = None, backend: str = "bokeh") -> Any:
+    """Draw the eigenvalues of each run at a step, and the traces of all runs.
+
+    Args:
+        histories: Histories by run.
+        step: Recorded step; None for the latest.
+        backend: ``"bokeh"`` or ``"matplotlib"``.
+
+    Returns:
+        A holoviews Layout.
+
+    Raises:
+        OptionError: If there are no modes yet, or there is no such backend.
+    """
+    found = {name: history.spectra_at(step) for name, history in histories.items()}
+    spectra = {name: data for name, data in found.items() if data is not None}
+    if not spectra:
+        raise OptionError("There are no modes to draw yet; press Start and wait for the first step.")
+    runs = {name: history.as_run() for name, history in histories.items() if history.n_done}
+    maps = plots.eigenvalue_map(spectra, step="last", columns=2, backend=backend)
+    lines = plots.traces(runs, variables=_TRACES, backend=backend)
+    with style.drawing(backend) as hv:
+        # The traces share a step axis and have their legend at the side, so they are in one column.
+        n_columns = max(len(spectra), 2)
+        row = [[line, *(hv.Empty() for _ in range(n_columns - 1))] for line in lines]
+        blank = [hv.Empty() for _ in range(n_columns - len(spectra))]
+        panels = [*maps, *blank, *(panel for panels in row for panel in panels)]
+        return style.laid_out(
+            hv, panels, backend, n_columns=n_columns, tight=True, hspace=0.3, vspace=0.55, aspect_weight=1.0
+        )
+
+
+class KSSPanel(LatestState):
+    """Controls of switch, strength and interval.
+
+    The page sends only the user's actions and shows the state of the kernel, so it can never restore an old value.
+
+    Args:
+        kss: The KSS to control.
+        guarded: Wraps the requests of the page, so that errors are shown to the user.
+    """
+
+    _esm = script("latest_state.js", "kss_panel.js")
+    _css = script("kss_panel.css")
+
+    def __init__(self, kss: KSS, guarded: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
+        self.kss = kss
+        self._set = guarded(self._set_as_asked)
+        super().__init__()
+        self._stop_observing = kss.observe(lambda name, before, after: self.refresh())
+
+    def state(self) -> tuple[dict[str, Any], list[bytes]]:
+        """Return the state of the controls."""
+        control = self.kss.control
+        return {"enabled": control.enabled, "strength": control.strength, "interval": control.interval}, []
+
+    def close(self) -> None:
+        """Remove the panel; KSS stays unchanged."""
+        if hasattr(self, "_stop_observing"):
+            self._stop_observing()
+        super().close()
+
+    def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
+        if "set" in content:
+            self._set(content["set"])
+        super()._receive(_, content, buffers)
+
+    def _set_as_asked(self, controls: dict[str, Any]) -> None:
+        try:
+            self.kss.set(**controls)
+        finally:  # the page must also drop a rejected value
+            self.refresh()

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import html
+import io
 import os
 import threading
 import time
 import weakref
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from workbench.errors import StoreError, WorkbenchError, require_listed
 from workbench.formatting import listed
 from workbench.io.atomic import replacing
+from workbench.plots.figure_files import small_png
 from workbench.widgets.base import known
 from workbench.widgets.export import ExportBar
 from workbench.widgets.live import cells
 from workbench.widgets.live_training import LiveTraining
 from workbench.widgets.tables import MUTED
-from workbench.widgets.workbench_parts.calls import LibraryCall, Results
-from workbench.widgets.workbench_parts.catalogue import SourceCatalogue
-from workbench.widgets.workbench_parts.code_lines import MadeView, code_of
+from workbench.widgets.text_picture import text_picture
+from workbench.widgets.workbench_parts.calls import LibraryCall, Results, count_uses, statements, unused
 from workbench.widgets.workbench_parts.files import search, source_of
-from workbench.widgets.workbench_parts.page import page_of, picture_with
 from workbench.widgets.workbench_parts.planning import ViewPlan, compute, made_widget, plan_of
 from workbench.widgets.workbench_parts.room import Room
+from workbench.widgets.workbench_parts.sources import FOLDER, Source, shipped
 from workbench.widgets.workbench_parts.views import VIEWS
 from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from workbench.widgets.workbench_parts.sources import Source
+    from workbench.widgets.base import WorkbenchWidget
+    from workbench.widgets.workbench_parts.files import FoundSources
+    from workbench.widgets.workbench_parts.views import View
+
 
 #: Seconds between two looks at the controls of the views, and between two searches of the folder.
 _EVERY, _SEARCH_EVERY = 1.0, 5.0
@@ -404,3 +412,166 @@ def _follow(widget: weakref.ref[Workbench], is_closed: threading.Event) -> None:
             now = time.monotonic()
             next_search = now + max(_SEARCH_EVERY, (now - start) / _SHARE)
         del bench
+
+
+@dataclass(frozen=True)
+class MadeView:
+    """A widget that a view made.
+
+    Attributes:
+        view: The view.
+        call: The call that made the widget.
+        widget: The widget.
+        before: Values of its controls when it was made.
+    """
+
+    view: View
+    call: LibraryCall
+    widget: Any
+    before: dict[str, Any]
+
+
+def code_of(visible: Iterable[MadeView]) -> str:
+    """Return the code that makes these widgets and brings their controls into their present state."""
+    visible = list(visible)
+    if not visible:
+        return ""
+    counts: dict[Any, int] = {}
+    for made in visible:
+        for part in made.call.parts:
+            count_uses(part, counts)
+    names: dict[Any, str] = {}
+    lines: list[str] = []
+    for made in visible:
+        text = made.call.code([statements(part, names, lines, counts) for part in made.call.parts])
+        names[made.call] = variable = unused(made.call.variable, names.values())
+        lines += [f"{variable} = {text}", *made.view.changes(made.widget, variable, made.before)]
+    shown = [names[made.call] for made in visible]
+    lines.append(shown[0] if len(shown) == 1 else f"display({', '.join(shown)})")
+    return "\n".join([*_imports(visible, lines), "", *lines])
+
+
+def _imports(visible: list[MadeView], lines: list[str]) -> list[str]:
+    text = "\n".join(lines)
+    found = ["import workbench as wb"] if "wb." in text else []
+    if "xr." in text:
+        found.insert(0, "import xarray as xr")
+    if len(visible) > 1:
+        found.insert(0, "from IPython.display import display")
+    functions = sorted({made.call.function for made in visible}, key=str.lower)
+    return [*found, f"from workbench.widgets import {', '.join(functions)}"]
+
+
+class SourceCatalogue:
+    """The sources of the list.
+
+    Attributes:
+        sources: The sources by name.
+        is_complete: Whether the last search of the folder was complete.
+    """
+
+    def __init__(self) -> None:
+        self.sources: dict[str, Source] = {source.name: source for source in shipped()}
+        self.is_complete = True
+        self._opened: list[Source] = []
+
+    def update(self, found: FoundSources) -> None:
+        """Replace the sources of the folder.
+
+        After an incomplete search, earlier ones that still exist are kept, so that none disappears by chance.
+        """
+        sources = {source.name: source for source in (*self._opened, *shipped())}
+        paths = {source.path for source in self._opened}
+        in_folder = {source.path: source for source in found.sources if source.path not in paths}
+        if not found.is_complete:
+            before = {one.path: one for one in self.sources.values() if one.group == FOLDER and one.path not in paths}
+            in_folder |= {path: one for path, one in before.items() if path not in in_folder and _exists(path)}
+        for source in in_folder.values():
+            name = source.name
+            while name in sources:
+                name = f"./{name}"
+            sources[name] = replace(source, name=name)
+        self.sources, self.is_complete = sources, found.is_complete
+
+    def add(self, source: Source) -> str:
+        """Add a source unless it is there, and return its name."""
+        for name, other in self.sources.items():
+            if source.value == other.value or (source.path is not None and source.path == other.path):
+                return name
+        name = source.name
+        while name in self.sources:
+            name = f"{name}, opened"
+        source = replace(source, name=name)
+        self._opened.append(source)
+        self.sources = {name: source, **self.sources}
+        return name
+
+
+def _exists(path: Path | None) -> bool:
+    return path is not None and path.exists()
+
+
+#: Each view is a page of its own in a frame, so that their scripts and styles do not affect each other.
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 12px 16px; }}
+h1 {{ font-size: 1.3em; margin: 0 0 .5em; }}
+h2 {{ font-size: 1.1em; margin: .8em 0 .3em; }}
+main {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(620px, 100%), 1fr)); gap: 12px; }}
+section {{ min-width: 0; }}
+iframe {{ width: 100%; height: 640px; border: 1px solid #8888; border-radius: 4px; background: Canvas; }}
+pre {{ overflow: auto; padding: 8px 10px; border: 1px solid #8888; border-radius: 4px; }}
+</style></head>
+<body><h1>{title}</h1><main>{views}</main><h2>The same in Python</h2><pre tabindex="0">{code}</pre>
+<script>
+for (const frame of document.querySelectorAll("iframe")) {{
+  const fit = () => {{
+    const {{ scrollHeight }} = frame.contentDocument.documentElement;
+    if (scrollHeight > frame.clientHeight) frame.style.height = `${{Math.min(scrollHeight + 4, 1600)}}px`;
+  }};
+  frame.addEventListener("load", () => {{ fit(); setTimeout(fit, 1500); }});
+}}
+</script></body></html>
+"""
+
+
+def page_of(title: str, views: Mapping[str, WorkbenchWidget], code: str) -> str:
+    """Return one HTML page of several widgets, each interactive, and the code that makes them."""
+    parts = []
+    for name, widget in views.items():
+        try:
+            content = widget.page()
+        except WorkbenchError as error:  # nothing to save yet
+            content = f"<p>{html.escape(str(error))}</p>"
+        parts.append(
+            f'<section><h2>{html.escape(name)}</h2><iframe title="{html.escape(name)}" '
+            f'srcdoc="{html.escape(content, quote=True)}"></iframe></section>'
+        )
+    return _PAGE.format(title=html.escape(title), views="".join(parts), code=html.escape(code))
+
+
+def picture_with(title: str, lines: list[str], views: Mapping[str, WorkbenchWidget]) -> bytes:
+    """Return a PNG of a title, lines of text, and the pictures of several widgets from top to bottom."""
+    pictures = []
+    for name, widget in views.items():
+        try:
+            pictures.append(Image.open(io.BytesIO(widget.picture())).convert("RGB"))
+        except WorkbenchError as error:  # there is no figure yet
+            lines = [*lines, f"{name}: {error}"]
+    head = Image.open(io.BytesIO(text_picture(title, lines))).convert("RGB")
+    scaled = [_narrowed(picture, head.width) for picture in pictures]
+    whole = Image.new("RGB", (head.width, head.height + sum(picture.height for picture in scaled)), "white")
+    place = 0
+    for picture in (head, *scaled):
+        whole.paste(picture, (0, place))
+        place += picture.height
+    return small_png(whole)
+
+
+def _narrowed(picture: Image.Image, width: int) -> Image.Image:
+    if picture.width <= width:
+        return picture
+    return picture.resize((width, round(picture.height * width / picture.width)), Image.Resampling.LANCZOS)

@@ -14,8 +14,7 @@ from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, TEXT, inputs_for
 from workbench.errors import AnatomyError, OptionError, SnapshotError
 from workbench.flow import FLOW
-from workbench.flow.batch_slicing import first_examples, one_sequence
-from workbench.flow.flow_measurement import measure
+from workbench.flow.flow_measurement import first_examples, measure, one_sequence
 
 
 @pytest.fixture(scope="module")

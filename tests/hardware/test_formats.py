@@ -11,6 +11,7 @@ from torch import nn
 
 import workbench as wb
 from tests.hardware.known_gradients import Known, batches, emulation, on_task
+from workbench.hardware.hazards import late_gradients
 from workbench.hardware.loss_scale import (
     activation_overflow,
     dynamic_scale,
@@ -22,7 +23,6 @@ from workbench.hardware.loss_scale import (
 )
 from workbench.hardware.lost_updates import _N_RATES, lost_updates
 from workbench.hardware.share_gradients import NotMeasured
-from workbench.hardware.staleness import late_gradients
 
 BF16 = {"weight_dtype": "bfloat16", "master_weights": False}
 

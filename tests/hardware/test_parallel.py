@@ -8,7 +8,7 @@ from torch import nn
 
 import workbench as wb
 from tests.hardware.known_gradients import Known, emulation, on_task
-from workbench.hardware.parallel import compute_rounding, pipeline_boundaries, split_matrices, tensor_parallel
+from workbench.hardware.hazards import compute_rounding, pipeline_boundaries, split_matrices, tensor_parallel
 from workbench.hardware.share_gradients import NotMeasured
 from workbench.models.anatomy import read_anatomy
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.io.background_writer import BackgroundWriter
-from workbench.io.metric_names import stored_names
-from workbench.io.run_output import RunOutput
+from workbench.io.run_output import RunOutput, stored_names
 from workbench.io.run_writer import RunWriter
 from workbench.schema.runs import MONITORS
 

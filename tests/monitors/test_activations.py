@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 import torch
 
-from workbench.monitors.activations import activation_max, kurtosis, massive_activations, outlier_ratio, state_norm
+from workbench.monitors.probe_pass import activation_max, kurtosis, massive_activations, outlier_ratio, state_norm
 
 MEASURES = (activation_max, kurtosis, massive_activations, outlier_ratio, state_norm)
 

@@ -18,7 +18,7 @@ from tests.zoo.zoo_models import MAKERS, inputs_for, perturbed
 from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.monitors.probe_pass import ModelProbe
-from workbench.zoo.attention import rotate
+from workbench.zoo.blocks import rotate
 
 ATTENTION = ("attention_logit_max", "attention_entropy", "attention_entropy_share")
 

@@ -10,8 +10,7 @@ import workbench as wb
 from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places, words
 from workbench.errors import OptionError, SchemaError
-from workbench.plots.decision_chart_figure import decision_chart
-from workbench.plots.label_places import Box, place_labels
+from workbench.plots.decision_chart_figure import Box, decision_chart, place_labels
 from workbench.plots.outcome_colors import CONVERGED, DIVERGED
 
 pytestmark = pytest.mark.render

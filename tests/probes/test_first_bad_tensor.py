@@ -37,8 +37,7 @@ from tests.probes.bad_passes import (
 )
 from workbench.errors import OptionError
 from workbench.models.losses import token_loss
-from workbench.probes.bad_tensor import BadTensor
-from workbench.probes.failed_pass import first_bad_tensor
+from workbench.probes.failed_pass import BadTensor, first_bad_tensor
 
 # --- healthy passes --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workbench.probes.gradient_scale import Rounding, distinguishes, fit_scale, fit_weights, is_single, own_scales
+from workbench.probes.gradient_comparison import Rounding, distinguishes, fit_scale, fit_weights, is_single, own_scales
 
 N = 12
 

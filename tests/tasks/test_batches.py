@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from tests.about import about, says
 from workbench.errors import WorkbenchError
 from workbench.tasks.batch_forms import as_batch, looks_like_batch, stack_rows
-from workbench.tasks.merging import n_states
+from workbench.tasks.user_data import n_states
 
 TOKENS = torch.tensor([[5, 6, 7, 8], [9, 1, 2, 3]])
 NEXT = [[6, 7, 8, -100], [1, 2, 3, -100]]

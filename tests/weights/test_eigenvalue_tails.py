@@ -9,7 +9,7 @@ from tests.about import says
 from tests.weights.powerlaw_table import TABLE, samples
 from workbench.errors import OptionError
 from workbench.weights import power_law_tail, random_bulk
-from workbench.weights.eigenvalue_tails import PowerLaw, _median
+from workbench.weights.matrix_spectra import PowerLaw, _median
 
 
 def pareto(alpha, n, seed=0):

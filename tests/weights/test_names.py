@@ -3,7 +3,7 @@ import torch
 
 import workbench as wb
 from tests.models.model_families import FAMILIES, build
-from workbench.weights.names import layer_of, role_of
+from workbench.weights.matrix_spectra import layer_of, role_of
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.reports import made_trees
 from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.reports.quantity import Numbers
 from workbench.widgets.assessment_report import AssessmentReport
-from workbench.widgets.measuring import MeasuringProgress
+from workbench.widgets.worker import MeasuringProgress
 
 pytestmark = pytest.mark.render
 

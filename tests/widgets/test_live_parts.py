@@ -19,12 +19,12 @@ from workbench.plots.style import BROKEN
 from workbench.training.step_record import StepRecord
 from workbench.widgets.live.branches import SavedStep, best_step, remarks_on
 from workbench.widgets.live.history import TRACES, LiveModes, RunHistory, pack
-from workbench.widgets.live.kss_panel import KSSPanel
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.live_canvas import LiveCanvas
 from workbench.widgets.live.step_news import StepNews
 from workbench.widgets.live.switches import Switches
 from workbench.widgets.live.trainer import LiveTrainer
+from workbench.widgets.live_training import KSSPanel
 
 
 class Number(LatestState):

@@ -501,7 +501,7 @@ def test_a_profile_can_be_stopped_and_continued(folder, make, monkeypatch):
         return profile(*args, progress=progress, **options)
 
     monkeypatch.setattr(wb, "profile", slow)
-    monkeypatch.setattr("workbench.widgets.measuring._EVERY", -1.0)  # each message is shown
+    monkeypatch.setattr("workbench.widgets.worker._EVERY", -1.0)  # each message is shown
     bench = make()
     bench.ticked = ["pre_ln"]
     assert began.wait(60)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.zoo.zoo_models import IMAGE, TEXT, inputs_for, perturbed
-from workbench.zoo.attention import rotate, window_mask
+from workbench.zoo.blocks import rotate, window_mask
 
 
 def naive_attention(attention, x, *, window, is_causal):

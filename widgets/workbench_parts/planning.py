@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.errors import WorkbenchError
+from workbench.plots.figure_files import for_backend, save
+from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.stage import FigureStage
 from workbench.widgets.workbench_parts.calls import LibraryCall, Missing, Results
-from workbench.widgets.workbench_parts.figure_view import FigureView
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,3 +101,28 @@ def made_widget(call: LibraryCall, results: Results) -> Any:
         figure, *theme = (results.known(part) for part in call.parts)
         return FigureView(figure, **({"theme": theme[0]} if theme else {}))
     return call.run([results.known(part) for part in call.parts], lambda words: None)
+
+
+class FigureView(WorkbenchWidget):
+    """A figure, as `workbench.widgets.show` displays it.
+
+    Args:
+        figure: The figure.
+        theme: Theme of the widgets.
+    """
+
+    def __init__(self, figure: Any, *, theme: str = "page") -> None:
+        super().__init__(theme=theme)
+        self._figure = figure
+        stage = FigureStage(theme)
+        stage.draw(figure)
+        self._fill([stage])
+
+    def figure(self, backend: str = "bokeh") -> Any:
+        """Return the figure."""
+        return for_backend(self._figure, backend)
+
+    def page(self) -> str:
+        """Return the figure as a page that needs no kernel."""
+        with tempfile.TemporaryDirectory() as folder:
+            return save(self.figure(), Path(folder) / "page.html").read_text(encoding="utf-8")

@@ -19,11 +19,12 @@ from workbench.callbacks.faults import Fault
 from workbench.callbacks.train import train
 from workbench.diagnosis.causes import CAUSES
 from workbench.diagnosis.checkpoint_evidence import check_fits, checkpoints_of
+from workbench.diagnosis.diagnose import answer_of
 from workbench.diagnosis.experiment_changes import ACT_ON, ReplaySchedule, ShiftedTask, change_model, shifted
+from workbench.diagnosis.experiments import FIXED_COST
 from workbench.diagnosis.failed_run import Record, read_record
 from workbench.diagnosis.failure import running_median
-from workbench.diagnosis.ranking import Rules
-from workbench.diagnosis.weighing import weigh
+from workbench.diagnosis.ranking import REPLAYED, Rules
 from workbench.errors import CheckpointError, OptionError
 from workbench.io.progress import Progress
 from workbench.models.run_checkpoints import load_weights
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.models.subject import Subject
+
 
 #: A rise by this fraction of the recorded rise counts as a recurrence of the failure.
 _RECURRENCE = 0.4
@@ -454,3 +456,37 @@ def _verdict(
     if kind is not FailureKind.STALLED:
         answer += f", because the failure {'recurs' if changed_failed else 'does not recur'}"
     return f"{answer}: {ends}.", not changed_failed
+
+
+def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> None:
+    """Update the causes of a diagnosis by the outcome of one replay, in place.
+
+    Args:
+        tree: Tree from `workbench.diagnose`.
+        change: Cause that the replay was for.
+        supports: Whether the replay supported that cause.
+        rules: Rules of the diagnosis, with the frequencies of outcomes in recorded replays.
+    """
+    import xarray as xr
+
+    causes = tree["causes"].to_dataset()
+    before = dict(zip(map(str, causes["cause"].values), causes["probability"].values.tolist(), strict=True))
+    after = rules.after(before, change, supports=supports)
+    established = json.loads(tree.attrs.get("established", "[]"))
+    possible = established or rules.set_of(after, REPLAYED)
+    causes = causes.sel(cause=list(after))
+    causes["probability"].values[:] = list(after.values())
+    causes["is_possible"].values[:] = [cause in possible for cause in after]
+    tree["causes"] = xr.DataTree(causes)
+    experiments = tree["experiments"].to_dataset().copy(deep=True)
+    information = np.array([rules.information(after, str(cause)) for cause in experiments["cause"].values])
+    if "is_done" in experiments:  # repeating an experiment adds no information
+        information[experiments["is_done"].values] = 0.0
+    experiments["information"].values[:] = information
+    worth = information / (experiments["cost"].values + FIXED_COST)
+    experiments["order"].values[np.argsort(-worth, kind="stable")] = np.arange(1, len(worth) + 1)
+    tree["experiments"] = xr.DataTree(experiments)
+    layers = dict(zip(map(str, causes["cause"].values), causes["layer"].values.tolist(), strict=True))
+    tree.attrs |= answer_of(tree.attrs, after, layers, possible)
+    tree.attrs.pop("coverage", None)  # the coverage was measured without replays
+    tree.attrs["n_replays"] = int(tree.attrs.get("n_replays", 0)) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from workbench.errors import OptionError
 from workbench.flow import assemble
-from workbench.flow.batch_slicing import first_examples, one_sequence
 from workbench.flow.gains import FlowPass, eager_options
 from workbench.flow.gradient_targets import Loss
 from workbench.flow.jacobian import EXACT_UP_TO, SequenceJacobians
 from workbench.io.provenance import versions
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import Unreadable
-from workbench.models.batches import Batches
+from workbench.models.batches import Batches, count_examples, take_examples
 from workbench.models.calling import on_device_of
 from workbench.models.checkpoint import open_checkpoint
+from workbench.models.layout import BATCH_FIRST, BatchLayout
 from workbench.models.profile import dtype_name
 from workbench.models.router_weights import Router, router_weights
 from workbench.models.streaming import with_weights
@@ -203,3 +203,82 @@ def _as_dtype(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Modu
     for option in eager_options(copied):  # optimized kernels of experts and attention do not support float64
         setattr(*option)
     return copied, batch
+
+
+_MASKS = ("attention_mask", "decoder_attention_mask")
+
+
+def first_examples(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> tuple[Any, Any]:
+    """Return the first sequences of a batch and their targets, at least one sequence, truncated if it is too long.
+
+    Args:
+        batch: Batch as `call_model` takes it.
+        targets: Tensor with an entry for each sequence; None if there are no targets.
+        n_tokens: Maximum number of tokens. Only token ids, and tensors shaped like them, can be truncated within a
+            sequence.
+        layout: Layout of the batch; if the axis that counts sequences is unknown, the batch is returned unchanged.
+    """
+    if layout.inputs is None:
+        return batch, targets
+    axis = layout.inputs
+    length = _length(batch, axis)
+    n_examples = max(1, n_tokens // length)
+    if n_examples < count_examples(batch, axis):
+        batch = take_examples(batch, slice(0, n_examples), axis)
+        if isinstance(targets, Tensor) and targets.ndim:
+            targets = take_examples(targets, slice(0, n_examples), axis if targets.ndim > 1 else 0)
+    if length > n_tokens and not axis and _has_tokens(batch):
+        batch = _shortened(batch, length, lambda x: x[:, :n_tokens])
+        if isinstance(targets, Tensor) and targets.ndim == 2 and targets.shape[1] == length:
+            targets = targets[:, :n_tokens]
+    return batch, targets
+
+
+def one_sequence(batch: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> Any:
+    """Return the sequence with the least padding, without that padding, truncated if it consists of token ids."""
+    if layout.inputs != 0:
+        return batch if layout.inputs is None else take_examples(batch, slice(0, 1), layout.inputs)
+    masks = (
+        [batch[name] for name in _MASKS if isinstance(batch.get(name), Tensor)] if isinstance(batch, Mapping) else []
+    )
+    length = _length(batch)
+    masks = [mask for mask in masks if mask.shape == (count_examples(batch), length)]
+    row = int(masks[-1].ne(0).sum(1).argmax()) if masks else 0
+    batch = take_examples(batch, slice(row, row + 1))
+    if not _has_tokens(batch):
+        return batch
+    kept = masks[-1][row].ne(0).nonzero().flatten() if masks else torch.arange(length)
+    return _shortened(batch, length, lambda x: x[:, kept[:n_tokens].to(x.device)])
+
+
+def _length(batch: Any, axis: int = 0) -> int:
+    """Return the number of tokens of a sequence; 1 if the examples are no sequences."""
+    tensor = next(value for value in _values(batch) if isinstance(value, Tensor) and value.ndim)
+    if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point()):
+        return max(1, tensor.shape[1 - axis])
+    return 1
+
+
+def _has_tokens(batch: Any) -> bool:
+    """Return whether every tensor of a batch consists of token ids, or of their masks or positions."""
+    tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim]
+    return all(tensor.ndim <= 2 and not tensor.is_floating_point() for tensor in tensors)
+
+
+def _shortened(batch: Any, length: int, shorten: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a function to every tensor of shape (sequence, length) of a batch."""
+
+    def taken(value: Any) -> Any:
+        return shorten(value) if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length else value
+
+    if isinstance(batch, Mapping):
+        return {name: taken(value) for name, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return tuple(taken(value) for value in batch)
+    return taken(batch)
+
+
+def _values(batch: Any) -> list[Any]:
+    if isinstance(batch, Mapping):
+        return list(batch.values())
+    return list(batch) if isinstance(batch, tuple | list) else [batch]

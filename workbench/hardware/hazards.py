@@ -3,30 +3,439 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
+from workbench.callbacks.faults.communication import LowPrecisionReduction, StaleReduction, ring_sum
+from workbench.errors import WorkbenchError
+from workbench.formatting import counted
+from workbench.formatting import fine_percent as percent
+from workbench.hardware.emulation import Emulation, Finding
 from workbench.hardware.loss_scale import activation_overflow, gradient_overflow, gradient_range, gradient_underflow
-from workbench.hardware.lost_updates import lost_updates
-from workbench.hardware.parallel import compute_rounding, pipeline_boundaries, tensor_parallel
+from workbench.hardware.lost_updates import lost_updates, updating
 from workbench.hardware.reduction import (
     accumulation_error,
     accumulation_shrinkage,
     allreduce_error,
     allreduce_shrinkage,
     bucket_layout,
+    plan_buckets,
     reduction_order,
 )
-from workbench.hardware.staleness import late_gradients
+from workbench.hardware.share_gradients import Batch, NotMeasured, WorkingCopy, compare
+from workbench.models.batches import count_examples, take_examples
+from workbench.models.site import Site
 from workbench.option_checks import Measured
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
-    from workbench.hardware.emulation import Emulation, Finding
     from workbench.hardware.plan_files import AssessmentPlan
+
+
+#: Number of micro-batches whose gradients are measured with and without the effect.
+_N_BATCHES = 4
+_FIRST_SCALE = 2.0**16
+#: Usual names of matrices that read the residual stream, which tensor parallelism splits by their outputs. Other
+#: matrices whose output has the width of the residual stream are split by their inputs, and the partial sums are added.
+_READS_STREAM = re.compile(
+    r"(^|[._])(q|k|v|qkv|query|key|value|c_attn|c_fc|gate|up|fc1|w1|w3|wi|expand)(_|$|[0-9])|query_key_value|h_to_4h"
+)
+#: Function of a copy and a batch that returns the gradient of each parameter.
+Pass = Callable[[WorkingCopy, Batch], list[Tensor]]
+
+
+def compute_rounding(emulation: Emulation) -> Finding:
+    """Measure the error of the gradient if the model is computed in the plan's format instead of float32.
+
+    With low-precision parameters the entire copy has that format; otherwise autocast selects the operations.
+    """
+    plan, kind = emulation.plan, emulation.plan.compute_dtype
+    name = str(kind).removeprefix("torch.")
+    is_cast = plan.hardware.weight_dtype != "float32"
+    changed = emulation.copy()
+    if is_cast:
+        changed.model.to(kind)
+
+    def run(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
+        scale = _FIRST_SCALE if kind is torch.float16 else 1.0
+        while True:
+            copy.measure(_as_floats(batch, kind) if is_cast else batch, autocast=None if is_cast else kind, scale=scale)
+            gradients = [gradient.float() / scale for gradient in copy.gradients()]
+            if scale <= 1 or all(bool(g.isfinite().all()) for g in gradients):
+                return gradients
+            scale /= 2  # As with a dynamic loss scale.
+
+    return _error_of_passes(
+        emulation,
+        changed,
+        run,
+        what=f"Computing in {name}",
+        how=f"{'A copy in' if is_cast else 'Autocast to'} {name}, compared with float32",
+    )
+
+
+def tensor_parallel(emulation: Emulation) -> Finding:
+    """Measure the error of the gradient if partial sums of split matrices are added in the plan's format.
+
+    Each matrix of a block that writes to the residual stream is split by its inputs; the partial products are rounded
+    and added in a ring. Each matrix that reads the residual stream is split by its outputs, and in the backward pass
+    the devices' parts of the gradient of its input are added in the same way (Shoeybi et al. 2019, arXiv:1909.08053).
+    Names and shapes determine which matrices read and which write. Everything else is computed in float32.
+    """
+    plan, n = emulation.plan, emulation.plan.hardware.tensor_parallel
+    name = str(plan.compute_dtype).removeprefix("torch.")
+    if n < 2:
+        raise NotMeasured("nothing is split over devices")
+    changed = emulation.copy()
+    split = split_matrices(changed.model, emulation.layer_names, _width(emulation), n, name)
+    if not split:
+        raise NotMeasured("no matrix was found that reads or writes the residual stream")
+    return _error_of_passes(
+        emulation,
+        changed,
+        _gradients,
+        what=f"Adding the partial sums of {n} devices in {name}",
+        how=f"{len(split)} matrices in {n} parts each, added in a ring",
+    )
+
+
+def pipeline_boundaries(emulation: Emulation) -> Finding:
+    """Measure the error of the gradient if states and their gradients are sent between stages in the plan's format."""
+    plan, name = emulation.plan, str(emulation.plan.compute_dtype).removeprefix("torch.")
+    if plan.hardware.pipeline_parallel < 2:
+        raise NotMeasured("there is one stage, so nothing is sent")
+    if emulation.anatomy is None:
+        raise NotMeasured("the residual blocks of the model cannot be read")
+    depth = len(emulation.anatomy.sites)
+    n_stages = min(plan.hardware.pipeline_parallel, depth)
+    if n_stages < 2:
+        raise NotMeasured("the measured model has one block, so there is no boundary")
+    starts = [int(part[0]) for part in torch.arange(depth).tensor_split(n_stages)][1:]
+    changed = emulation.copy()
+    if any(site.exit is not None for site in emulation.anatomy.sites):
+        raise NotMeasured("residuals are added outside of modules, so states between stages cannot be rounded")
+    for start in starts:
+        _send(changed.model, emulation.anatomy.sites[start], plan.compute_dtype)
+    fewer = "" if n_stages == plan.hardware.pipeline_parallel else f" (the measured model has only {depth} blocks)"
+    return _error_of_passes(
+        emulation,
+        changed,
+        _gradients,
+        what=f"Sending states between {plan.hardware.pipeline_parallel} stages in {name}",
+        how=f"States and their gradients rounded at {len(starts)} boundaries{fewer}",
+    )
+
+
+def split_matrices(model: nn.Module, blocks: Iterable[str], width: int, n: int, dtype: str) -> list[str]:
+    """Change the matrices of some blocks so that they multiply as if they were split over ``n`` devices.
+
+    Args:
+        model: The model, changed in place.
+        blocks: Module paths of the blocks.
+        width: Width of the residual stream.
+        n: Number of devices.
+        dtype: Format of the communicated values.
+
+    Returns:
+        Paths of the split matrices, which have at least ``n`` inputs or outputs.
+    """
+    fault = LowPrecisionReduction(n_ranks=n, dtype=dtype)
+    found = []
+    for block in blocks:
+        for path, module in model.get_submodule(block).named_modules():
+            weight = getattr(module, "weight", None)
+            is_conv = type(module).__name__ == "Conv1D"  # In transformers, a linear map of shape (input, output).
+            if not (isinstance(module, nn.Linear) or is_conv) or not isinstance(weight, Tensor) or weight.ndim != 2:
+                continue
+            n_inputs, n_outputs = weight.shape if is_conv else weight.shape[::-1]
+            is_named_reader = bool(_READS_STREAM.search(path.rsplit(".", 1)[-1]))
+            is_reader = n_inputs == width and (is_named_reader or n_outputs != width)
+            is_writer = n_outputs == width and not is_reader
+            if not ((is_reader and n_outputs >= n) or (is_writer and n_inputs >= n)):
+                continue
+            product = _ReaderProduct.apply if is_reader else _writer_product
+
+            def forward(
+                x: Tensor, module: nn.Module = module, product: Any = product, is_conv: bool = is_conv
+            ) -> Tensor:
+                weight = module.weight.T if is_conv else module.weight
+                y = product(x, weight, fault)
+                return y if module.bias is None else y + module.bias
+
+            module.forward = forward
+            found.append(f"{block}.{path}")
+    return found
+
+
+def _writer_product(x: Tensor, weight: Tensor, fault: LowPrecisionReduction) -> Tensor:
+    """Return ``x weight^T`` with the inputs split over ranks, and the parts added in the format of the fault."""
+    parts = zip(x.tensor_split(fault.n_ranks, -1), weight.tensor_split(fault.n_ranks, 1), strict=True)
+    partial = [functional.linear(a, b) for a, b in parts]
+    return ring_sum([p.flatten() for p in partial], fault).view_as(partial[0])
+
+
+class _ReaderProduct(torch.autograd.Function):
+    """``x weight^T`` without error; the gradient of x is added over ranks, each with a part of the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, fault: LowPrecisionReduction) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.fault = fault
+        return functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        n = ctx.fault.n_ranks
+        parts = zip(gradient.tensor_split(n, -1), weight.tensor_split(n, 0), strict=True)
+        of_x = ring_sum([(g @ w).flatten() for g, w in parts], ctx.fault).view_as(x)
+        return of_x, gradient.flatten(0, -2).T @ x.flatten(0, -2), None
+
+
+def _send(model: nn.Module, site: Site, kind: torch.dtype) -> None:
+    """Add a hook that rounds the state that enters a block, and its gradient."""
+
+    def hook(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def sent(state: Tensor) -> Tensor:
+            return state.to(kind).to(state.dtype)
+
+        slot = site.input_slot
+        if isinstance(slot, tuple) or site.terms is not None:
+            return site.with_state(args, kwargs, sent(site.state_in(args, kwargs)))
+        if isinstance(slot, int):
+            return tuple(sent(a) if i == slot else a for i, a in enumerate(args)), kwargs
+        return args, {name: sent(a) if name == slot else a for name, a in kwargs.items()}
+
+    model.get_submodule(site.name.split("#")[0]).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _error_of_passes(emulation: Emulation, changed: WorkingCopy, run: Pass, *, what: str, how: str) -> Finding:
+    """Compare the gradients of a changed copy with those of an unchanged one, on a few micro-batches.
+
+    The error for the plan's batch has a part that is common to all micro-batches, and a part that averages out over
+    them; both are estimated from the measured micro-batches.
+
+    Args:
+        emulation: The emulation.
+        changed: The changed copy.
+        run: Function that computes its gradients.
+        what: Beginning of the sentence about the result.
+        how: Beginning of the sentence about the method.
+    """
+    unchanged, batches = emulation.copy(), emulation.micro_batches[:_N_BATCHES]
+    layout = emulation.layout_of(unchanged, n_shares=2 * len(batches))
+    found, exact = [], []
+    for batch in batches:
+        exact.append(layout.flat(_gradients(unchanged, batch)).double())
+        try:
+            found.append(layout.flat(run(changed, batch)).double())
+        except WorkbenchError:
+            raise
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise NotMeasured(f"the model does not run in this format ({reason})") from error
+    factor, layer = layout.factor, layout.layer
+    mean = torch.stack(exact).mean(0)
+    total = compare(torch.stack(found).mean(0), mean, factor, layer, layout.n_layers)
+    if not math.isfinite(total.error_norm):
+        return Finding(
+            effect=math.inf,
+            meaning=f"{what} yields gradients that are not finite.",
+            how=f"{how}.",
+            n_trials=len(batches),
+        )
+    errors = torch.stack([f - e for f, e in zip(found, exact, strict=True)])
+    m, n = len(batches), emulation.plan.n_shares * emulation.plan.rows_per_share / emulation.rows
+    spread = float(((errors - errors.mean(0)).square() * factor).sum()) / max(m - 1, 1)
+    common = max(0.0, total.error_norm**2 - spread / m)
+    over_noise = emulation.over_noise(math.sqrt(common + spread / max(n, 1)))
+    return Finding(
+        effect=over_noise,
+        meaning=f"{what} changes the gradient of a few examples by {percent(total.relative_error)}; for the plan's "
+        f"batch this is {percent(over_noise)} of its sampling noise{emulation.worst_layer(total.layer_errors)}.",
+        how=f"{how}, on {m} micro-batches of {counted(emulation.rows, 'example')}.",
+        n_trials=m,
+        relative_error=total.relative_error,
+        error_over_noise=over_noise,
+        shrinkage=total.shrinkage,
+        cosine=total.cosine,
+        layer_errors=total.layer_errors,
+    )
+
+
+def _gradients(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
+    """Return the gradients of a copy in float32."""
+    copy.measure(batch)
+    return [gradient.clone() for gradient in copy.gradients()]
+
+
+def _width(emulation: Emulation) -> int:
+    """Return the width of the residual stream; 0 if it cannot be read."""
+    return 0 if emulation.anatomy is None else emulation.anatomy.width
+
+
+def _as_floats(batch: Batch, kind: torch.dtype) -> Batch:
+    """Convert the floating-point inputs of a batch, such as images, to a format."""
+
+    def cast(value: Any) -> Any:
+        return value.to(kind) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    inputs, targets = batch
+    if isinstance(inputs, Tensor):
+        return cast(inputs), targets
+    if isinstance(inputs, tuple | list):
+        return tuple(cast(v) for v in inputs), targets
+    return {name: cast(v) for name, v in inputs.items()}, targets
+
+
+N_UPDATES = 20
+_ROWS = 4
+#: Exponents of 2 of the smallest and largest learning rate tried, relative to the plan's rate.
+_LOWEST, _HIGHEST = -6, 10
+#: Last step of the search, in octaves; half an octave determines the edge to within a fifth.
+_RESOLUTION = 0.5
+
+
+def late_gradients(emulation: Emulation) -> Finding:
+    """Measure the plan's learning rate over the largest one that decreases the loss with late gradients.
+
+    A rate decreases the loss if none of twenty updates diverges by the plan's limits, and if over the last quarter of
+    them the mean loss is lower than the initial loss of the same batches. The largest such rate is found by bisection,
+    assuming that no larger rate decreases the loss; warm-up and schedule are ignored. For SGD on a parabola the result
+    is known: a delay of k updates multiplies the largest rate by sin(pi / (4 k + 2)), which is 1/2 for one update.
+    """
+    hardware = emulation.plan.hardware
+    delay = hardware.delay
+    if not delay:
+        raise NotMeasured("no gradient is late")
+    buckets = plan_buckets(emulation)
+    late = buckets if hardware.reduction == "stale" else buckets[-1:]
+    rate = max(group["lr"] for group in updating(emulation, emulation.copy()).param_groups)
+    is_lower, cosine = _run(emulation, 1.0, delay, late)
+    power_late = _edge(lambda power: is_lower if power == 0 else _run(emulation, 2.0**power, delay, late)[0], 0)
+    # The edge without delay is rarely far above that with delay, so the search starts there.
+    start = min(max(power_late - _RESOLUTION / 2, _LOWEST), _HIGHEST)
+    power = _edge(lambda power: _run(emulation, 2.0**power, 0, late)[0], start)
+    edge_late, edge = rate * 2.0**power_late, rate * 2.0**power
+    which = "all gradients" if hardware.reduction == "stale" else "the gradients of the last bucket"
+    part = (
+        "" if hardware.reduction == "stale" else f"; {percent(_fraction(emulation, late))} of the parameters are late"
+    )
+    updates = counted(delay, "update")
+    if edge_late == math.inf:
+        found = f"every learning rate tried decreases the loss, up to {rate * 2.0**_HIGHEST:.3g}"
+    elif edge == 0:
+        found = f"no learning rate down to {rate * 2.0**_LOWEST:.3g} decreases the loss, nor does any without delay"
+    else:
+        before = f"{edge:.3g}" if math.isfinite(edge) else f"more than {rate * 2.0**_HIGHEST:.3g}"
+        found = (
+            f"the largest learning rate that decreases the loss in {N_UPDATES} updates is {edge_late:.3g} instead of "
+            f"{before}"
+        )
+    return Finding(
+        effect=rate / edge_late if edge_late else math.inf,
+        meaning=f"With {which} {updates} late, {found}; the plan's rate is {rate:.3g}"
+        f"{'' if math.isnan(cosine) else f', at which the cosine of late and current gradient is {cosine:.2f}'}.",
+        how=f"{N_UPDATES} updates of copies at constant learning rates, on batches of at most {_ROWS} examples, "
+        f"compared with the same without delay{part}.",
+        n_trials=1,
+        shrinkage=1 - edge_late / edge if math.isfinite(edge) and edge else math.nan,
+        cosine=cosine,
+        remedy_value=f"synchronous, or learning_rate = {edge_late / 2:.2g}" if 0 < edge_late < 2 * rate else None,
+    )
+
+
+def _edge(decreases: Callable[[float], bool], start: float) -> float:
+    """Return the largest exponent of 2, relative to the plan's rate, that decreases the loss; to a quarter octave.
+
+    Args:
+        decreases: Function that returns whether the rate of an exponent decreases the loss.
+        start: First exponent; the steps from there double until the edge is passed.
+
+    Returns:
+        The exponent; minus infinity if no rate tried decreases the loss, infinity if all do.
+    """
+    is_upward = decreases(start)
+    low, high, step = start, start, 1.0
+    while True:
+        if is_upward and low >= _HIGHEST:
+            return math.inf
+        if not is_upward and high <= _LOWEST:
+            return -math.inf
+        power = min(low + step, _HIGHEST) if is_upward else max(high - step, _LOWEST)
+        is_lower = decreases(power)
+        low, high = (power if is_lower else low), (high if is_lower else power)
+        if is_lower != is_upward:
+            break
+        step *= 2
+    while high - low > _RESOLUTION:
+        middle = math.floor((low + high) / 2 / _RESOLUTION) * _RESOLUTION
+        low, high = (middle, high) if decreases(middle) else (low, middle)
+    return (low + high) / 2
+
+
+def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]]) -> tuple[bool, float]:
+    """Return whether updates at a multiple of the rate decrease the loss, and the mean cosine of the late gradients."""
+    copy, plan = emulation.copy(), emulation.training
+    optimizer = updating(emulation, copy, factor)
+    fault = StaleReduction(delay=delay) if delay else None
+    generator = emulation.generator("late")
+    batches = _batches(emulation)
+    kept: list[list[Tensor | None]] = []
+    cosines: list[float] = []
+    if "first losses" not in emulation.measured:
+        emulation.measured["first losses"] = [copy.measure(batch) for batch in batches]
+    changes = []
+    for step in range(N_UPDATES):
+        loss = copy.measure(batches[step % len(batches)])
+        changes.append(loss - emulation.measured["first losses"][step % len(batches)])
+        present = [g.clone() for g in copy.gradients()]
+        if plan.cause_of_divergence(loss, float(torch.nn.utils.get_total_norm(present))):
+            return False, _mean(cosines)
+        if fault is not None:
+            kept = [*kept[-delay:], list[Tensor | None](present)]
+            used = cast(list[Tensor], fault.late(kept, late, generator))
+            if step >= delay:
+                cosines.append(_cosine(used, present))
+            for parameter, gradient in zip(copy.parameters, used, strict=True):
+                parameter.grad = gradient.clone()
+        if plan.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(copy.parameters, plan.clip_norm)
+        optimizer.step()
+    return _mean(changes[-N_UPDATES // 4 :]) < 0, _mean(cosines)
+
+
+def _batches(emulation: Emulation) -> list[Batch]:
+    """Return batches of a few examples, so that many learning rates can be tried."""
+    return [(take_examples(x, slice(0, min(_ROWS, count_examples(x)))), y[:_ROWS]) for x, y in emulation.batches]
+
+
+def _fraction(emulation: Emulation, buckets: list[list[int]]) -> float:
+    """Return the fraction of the parameters that is in some buckets."""
+    sizes = [parameter.numel() for parameter in emulation.copy().parameters]
+    return sum(sizes[i] for bucket in buckets for i in bucket) / sum(sizes)
+
+
+def _cosine(a: list[Tensor], b: list[Tensor]) -> float:
+    """Return the cosine between two gradients; NaN if one is zero."""
+
+    def dot(u: list[Tensor], v: list[Tensor]) -> float:
+        return sum(float((x.double() * y.double()).sum()) for x, y in zip(u, v, strict=True))
+
+    lengths = math.sqrt(dot(a, a) * dot(b, b))
+    return dot(a, b) / lengths if lengths else math.nan
+
+
+def _mean(values: list[float]) -> float:
+    """Return the mean; NaN without values."""
+    return math.fsum(values) / len(values) if values else math.nan
+
 
 # The reasons of the limits.
 _NOISE = (

@@ -14,12 +14,11 @@ See Also:
 """
 
 from workbench.koopman.dmd import WhitenedOperator, whitened_operator
-from workbench.koopman.kreiss import kreiss_constant
 from workbench.koopman.measures import mass_fractions, near_unit_mass
 from workbench.koopman.modes import eigenmodes
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.sketch import SnapshotSketch
-from workbench.koopman.spectra import RankWarning, layer_spectra, layer_spectrum, whitened_dmd
+from workbench.koopman.spectra import RankWarning, kreiss_constant, layer_spectra, layer_spectrum, whitened_dmd
 from workbench.option_checks import publish
 
 __all__ = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +14,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from workbench.errors import OptionError
+from workbench.formatting import capitalized, counted, number_in_words
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
 from workbench.models.wrapping import bare, is_split, unwrap
-from workbench.probes.bad_gradients import first_bad_gradient
-from workbench.probes.bad_operations import BadOperation, Operations, first_bad_operation
-from workbench.probes.bad_tensor import BadTensor, bad_tensor_of
-from workbench.probes.graph_readings import suspects
-from workbench.probes.pass_readings import Call, Calls, Edge, Reading, largest_of, read, readings_of
+from workbench.probes.bad_operations import BadOperation, Operations, first_bad_operation, gradient_suggestion
+from workbench.probes.pass_readings import Call, Calls, Edge, Reading, key_of, largest_of, read, readings_of
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
+
 
 #: Function from the model to its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]
@@ -240,3 +240,283 @@ def _operation_in(model: nn.Module, loss_of: LossOf, around: Around, call: Call 
         loss_of(model)
     read([r for _, inputs, results in operations.seen for r in (*inputs, *results)])
     return first_bad_operation(operations.seen)
+
+
+def first_bad_gradient(loss: Tensor, calls: Calls, weights: Mapping[str, Tensor]) -> BadTensor | None:
+    """Run the backward pass of a loss and find the first node that causes a bad gradient of a parameter.
+
+    Args:
+        loss: A finite loss with its graph, which is freed.
+        calls: Calls of the forward pass, whose readings have been transferred by `read`.
+        weights: Parameters by their names.
+
+    Returns:
+        The place; None if the gradients of all parameters are finite.
+    """
+    with torch.autocast(loss.device.type, enabled=False), backward_steps(loss) as steps:
+        gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+    last = {leaf_key(w): readings_of(g) for w, g in zip(weights.values(), gradients, strict=True)}
+    del gradients
+    read([*(r for step in steps for r in step.readings), *(r for found in last.values() for r in found)])
+    bad = {key: found[0] for key, found in last.items() if found and found[0].n_bad}
+    return _Search(steps, calls, {leaf_key(w): name for name, w in weights.items()}).found(bad) if bad else None
+
+
+class _Search:
+    """The search in a backward pass.
+
+    Args:
+        steps: Nodes that were run, in the order of the backward pass.
+        calls: Calls of the forward pass.
+        parameters: Names of parameters by their keys.
+    """
+
+    def __init__(self, steps: Sequence[Step], calls: Calls, parameters: Mapping[int, str]) -> None:
+        self._steps, self._parameters = steps, parameters
+        self._by_key = {step.key: step for step in steps}
+        self._calls = {step.key: calls.running_at(step.key) for step in steps}
+
+    def found(self, bad: Mapping[int, Reading]) -> BadTensor:
+        """Return the first step that causes a bad gradient, among those that lead to one of the bad parameters."""
+        leads = set(bad)
+        for step in reversed(self._steps):
+            if any(r.n_bad and target in leads for target, r in step.passed):
+                leads.add(step.key)
+        reached: set[int] = set()
+        for i, step in enumerate(self._steps):
+            if step.key in leads:
+                given = next((r for r in step.given if r.n_bad), None)
+                if given is None:
+                    return self._passed(i, [(target, r) for target, r in step.passed if r.n_bad and target in leads])
+                if step.key not in reached:
+                    return self._place(i, "gradient of the output", given, self._contributions(step.key))
+            reached |= {target for target, r in step.passed if r.n_bad}
+        key, reading = next(iter(bad.items()))
+        owner, _, name = self._parameters[key].rpartition(".")
+        largest = largest_of(self._contributions(key))
+        return bad_tensor_of(reading, owner, f"gradient of parameter {name}", largest, pass_="backward")
+
+    def _passed(self, i: int, passed: Sequence[tuple[int, Reading]]) -> BadTensor:
+        """Describe a node that receives finite gradients and passes on others."""
+        step = self._steps[i]
+        named = [(self._parameter(step, target), reading) for target, reading in passed]
+        name, reading = next((pair for pair in named if pair[0] is None), named[0])
+        tensor = "gradient of the input" if name is None else f"gradient of parameter {name}"
+        suggestion = gradient_suggestion(step.name, reading.dtype)
+        return replace(self._place(i, tensor, reading, step.given), operation=step.name, suggestion=suggestion)
+
+    def _place(self, i: int, tensor: str, reading: Reading, before: Iterable[Reading]) -> BadTensor:
+        call = self._calls[self._steps[i].key]
+        if call is None:
+            tensor = "gradient from the loss"
+        bracket = self._neighbor(i, reversed(range(i))), self._neighbor(i, range(i + 1, len(self._steps)))
+        place = bad_tensor_of(reading, "" if call is None else call.name, tensor, largest_of(before), pass_="backward")
+        return replace(place, bracket=bracket)
+
+    def _neighbor(self, i: int, steps: Iterable[int]) -> Neighbor | None:
+        """Return the first other module in these steps whose gradients are all finite."""
+        names = ["the loss" if (call := self._calls[step.key]) is None else call.name for step in self._steps]
+        passed: dict[str, list[Reading]] = {}
+        for j in steps:
+            passed.setdefault(names[j], []).extend(reading for _, reading in self._steps[j].passed)
+        for name, readings in passed.items():
+            if name != names[i] and readings and not any(r.n_bad for r in readings):
+                return name, largest_of(readings)
+        return None
+
+    def _contributions(self, key: int) -> list[Reading]:
+        """Return the summands of the gradient that a node or parameter receives."""
+        return [reading for step in self._steps for target, reading in step.passed if target == key]
+
+    def _parameter(self, step: Step, target: int) -> str | None:
+        """Return the name of the parameter of a gradient, also if it is transposed or cast first; None if none."""
+        call = self._calls[step.key]
+        while target not in self._parameters:
+            follower = self._by_key.get(target)
+            if follower is None or self._calls[target] is not call or len(follower.passed) != 1:
+                return None
+            target = follower.passed[0][0]
+        name = self._parameters[target]
+        owner, _, leaf = name.rpartition(".")
+        return leaf if call is not None and owner == call.name else name
+
+
+#: Path of a module, and the largest |gradient| that it passes back.
+Neighbor = tuple[str, float]
+
+
+@dataclass(frozen=True)
+class BadTensor:
+    """The first tensor of a pass with values that are not finite.
+
+    Attributes:
+        module: Path of the module in the model; "" for the model itself, or for code outside of it, as ``tensor``
+            states.
+        tensor: "parameter NAME", "buffer NAME", "input", "output", or "loss" (computed outside of every module). In the
+            backward pass: "gradient of the input" (passed back by the module although the gradient of its output is
+            finite), "gradient of parameter NAME", "gradient of the output" (a sum of finite contributions, or the
+            result of a hook), or "gradient from the loss" (computed outside of every module).
+        pass_: "forward" or "backward".
+        n_bad: Number of values that are not finite.
+        n_values: Number of values of the tensor.
+        largest_before: Largest finite |value| among the inputs of the operation if it is known, otherwise of the
+            module; for a gradient, among the gradients received; for a parameter, buffer or input, among its own
+            values. NaN if no value is finite.
+        bracket: Nearest modules on either side, in the order of the backward pass, that passed back finite gradients:
+            the last other one before and the first one after, each with its largest |gradient|; "the loss" represents
+            code outside of every module. None if there is none, and in the forward pass.
+        operation: Operation of torch that computed the tensor, such as "exp" or "SqrtBackward0"; empty if unknown.
+        suggestion: Probable cause; empty if none is certain.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.probes.BadTensor("mlp", "output", "forward", 2, 64, 91.0, operation="exp").sentence
+        'Forward pass: mlp returns 2 of 64 values that are not finite, by exp of finite values of at most 91.'
+
+    See Also:
+        `workbench.probes.first_bad_tensor`: Finds it.
+    """
+
+    module: str
+    tensor: str
+    pass_: str
+    n_bad: int
+    n_values: int
+    largest_before: float
+    bracket: tuple[Neighbor | None, Neighbor | None] = (None, None)
+    operation: str = ""
+    suggestion: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Description of the tensor, its place, its inputs and the probable cause."""
+        where = self.module or "the model"
+        are = "is" if self.n_values == 1 else "are"
+        bad = f"{self.n_bad:,} of {counted(self.n_values, 'value')} that {are} not finite"
+        text = {
+            "output": f"{where} returns {bad}",
+            "loss": "the loss is not finite",
+            "gradient from the loss": f"the loss passes back to the model a gradient with {bad}",
+            "gradient of the output": f"the gradient of the output of {where} has {bad}",
+            "input": f"an input of {where} has {bad}",
+        }.get(self.tensor)
+        if text is None and self.pass_ == "backward":
+            text = f"{where} passes back a {self.tensor} with {bad}"
+        elif text is None:
+            text = f"{self.tensor} of {where} has {bad}"
+        if self.tensor in ("output", "loss") or self.pass_ == "backward":
+            size = "" if math.isnan(self.largest_before) else f" of at most {number_in_words(self.largest_before)}"
+            kind = "gradients" if self.pass_ == "backward" else "values"
+            source = f"by {self.operation} of" if self.operation else "computed from"
+            text += f", {source} finite {kind}{size}"
+        beginnings = ("the last finite gradients before it are those of", "the first after it those of")
+        for words, side in zip(beginnings, self.bracket, strict=True):
+            if side is not None:
+                text += f"; {words} {side[0] or 'the model'} (at most {number_in_words(side[1])})"
+        ending = f": {self.suggestion}." if self.suggestion else "."
+        return f"{capitalized(self.pass_)} pass: {text}{ending}"
+
+
+def bad_tensor_of(
+    reading: Reading,
+    module: str,
+    tensor: str,
+    largest_before: float,
+    *,
+    pass_: str = "forward",
+    suggestion: str = "",
+) -> BadTensor:
+    """Return a `BadTensor` with the counts of a reading."""
+    return BadTensor(module, tensor, pass_, reading.n_bad, reading.n_values, largest_before, suggestion=suggestion)
+
+
+def suspects(loss: Tensor, finite: Collection[Edge]) -> tuple[set[Edge], set[int]]:
+    """Return the tensors that may have caused the value of a loss: those that reach it without passing a finite one.
+
+    Args:
+        loss: The loss.
+        finite: Edges of tensors that are known to be finite.
+
+    Returns:
+        Edges of the suspects, and the ids of parameters among them.
+    """
+    edges: set[Edge] = set()
+    leaves: set[int] = set()
+    waiting = [(loss.grad_fn, loss.output_nr)]
+    while waiting:
+        node, number = waiting.pop()
+        if node is None:
+            continue
+        if (leaf := _leaf(node)) is not None:
+            leaves.add(id(leaf))
+        elif (edge := (key_of(node), number)) not in edges and edge not in finite:
+            edges.add(edge)
+            waiting += node.next_functions
+    return edges, leaves
+
+
+@dataclass(eq=False)
+class Step:
+    """One step of the backward pass: the execution of a node of the graph.
+
+    Attributes:
+        name: Name of the node, such as "MmBackward0".
+        key: Number of the node, in the order of creation.
+        given: Gradients that the node receives.
+        passed: Gradients that it passes on, each with the key of the node that receives it; see `leaf_key`.
+    """
+
+    name: str
+    key: int
+    given: list[Reading]
+    passed: list[tuple[int, Reading]]
+
+    @property
+    def readings(self) -> list[Reading]:
+        """All readings of the step."""
+        return [*self.given, *(reading for _, reading in self.passed)]
+
+
+def leaf_key(leaf: Tensor) -> int:
+    """Return the key of a leaf of the graph, which is below those of all nodes."""
+    return -id(leaf)
+
+
+@contextmanager
+def backward_steps(loss: Tensor) -> Iterator[list[Step]]:
+    """Read the gradients of all nodes in the backward pass of a loss; steps are appended in the order of the pass."""
+    steps: list[Step] = []
+    handles = []
+
+    def hook_of(node: Any) -> Callable[..., None]:
+        name, key = node.name(), key_of(node)
+        targets = [None if target is None else _target(target) for target, _ in node.next_functions]
+
+        def hook(passed: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> None:
+            pairs = [(target, readings_of(gradient)) for target, gradient in zip(targets, passed, strict=False)]
+            known = [(target, found[0]) for target, found in pairs if target is not None and found]
+            steps.append(Step(name, key, readings_of(given), known))
+
+        return hook
+
+    waiting, seen = [loss.grad_fn], set()
+    try:
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in seen and _leaf(node) is None:
+                seen.add(node)
+                handles.append(node.register_hook(hook_of(node)))
+                waiting += [target for target, _ in node.next_functions]
+        yield steps
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _leaf(node: Any) -> Tensor | None:
+    return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+def _target(node: Any) -> int:
+    leaf = _leaf(node)
+    return key_of(node) if leaf is None else leaf_key(leaf)

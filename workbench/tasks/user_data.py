@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, count, islice
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.errors import WorkbenchError
 from workbench.option_checks import NonNegativeInt, PositiveInt, Seed, checked
 from workbench.tasks.batch_forms import as_batch, looks_like_batch, stack_rows
-from workbench.tasks.merging import checksum, copied, enough_inputs, merged, n_states
-from workbench.tasks.private_draws import OwnGenerators, PrivateDraws
-from workbench.tasks.task import Inputs, Task, mixed_seed
+from workbench.tasks.random_stream import RandomStream
+from workbench.tasks.task import STATES_PER_IMAGE, Inputs, Task, mixed_seed
 
 _END = object()
 
@@ -268,3 +272,164 @@ def _set_epoch(source: Any, epoch: int) -> None:
     for part in (*parts, getattr(batch_sampler, "sampler", None)):
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
+
+
+def n_states(inputs: Inputs) -> int:
+    """Count the token states of a batch; masked ones do not count, and an image counts as 16."""
+    if isinstance(inputs, Mapping):
+        mask = inputs.get("attention_mask")
+        return int((mask != 0).sum()) if mask is not None and mask.ndim == 2 else n_states(next(iter(inputs.values())))
+    if not inputs.is_floating_point():
+        return inputs.numel()
+    if inputs.ndim == 4:
+        return len(inputs) * STATES_PER_IMAGE
+    return inputs.shape[0] * inputs.shape[1] if inputs.ndim == 3 else len(inputs)
+
+
+def enough_inputs(batches: Iterable[tuple[Inputs, Tensor]], n_tokens: int) -> list[Inputs]:
+    """Collect the inputs of the first batches that can be merged, until they have ``n_tokens`` states."""
+    chosen: list[Inputs] = []
+    n_chosen = 0
+    for inputs, _ in batches:
+        if not chosen or _form(inputs) == _form(chosen[0]):
+            chosen.append(copied(inputs))
+            n_chosen += n_states(inputs)
+        if n_chosen >= n_tokens:
+            break
+    return chosen
+
+
+def merged(batches: list[Inputs]) -> Inputs:
+    """Merge batches of one form; with a mask, tensors of its shape are padded at the end to the longest."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
+    named = [batch for batch in batches if not isinstance(batch, Tensor)]
+    longest = max((batch["attention_mask"].shape[-1] for batch in named if "attention_mask" in batch), default=0)
+
+    def merged_under(name: str) -> Tensor:
+        if not _is_masked(name, first):
+            return torch.cat([batch[name] for batch in named])
+        return torch.cat([functional.pad(batch[name], (0, longest - batch[name].shape[1])) for batch in named])
+
+    return {name: merged_under(name) for name in first}
+
+
+def copied(inputs: Inputs) -> Inputs:
+    """Copy the tensors of inputs."""
+    return {n: value.clone() for n, value in inputs.items()} if isinstance(inputs, Mapping) else inputs.clone()
+
+
+def checksum(batch: tuple[Inputs, Tensor]) -> str:
+    """Compute a checksum of a batch: sixteen hexadecimal digits."""
+    inputs, targets = batch
+    tensors = {**(inputs if isinstance(inputs, Mapping) else {"": inputs}), "targets": targets}
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _form(inputs: Inputs) -> Any:
+    """Return the properties that must be equal for batches to be merged."""
+    if isinstance(inputs, Mapping):
+        return {name: "masked" if _is_masked(name, inputs) else value.shape[1:] for name, value in inputs.items()}
+    return inputs.shape[1:]
+
+
+def _is_masked(name: str, inputs: Mapping[str, Tensor]) -> bool:
+    """Return whether a tensor has the shape of the mask, which marks the end of each sequence."""
+    mask = inputs.get("attention_mask")
+    return mask is not None and mask.ndim == 2 and inputs[name].shape == mask.shape
+
+
+#: Attributes of loaders, samplers and datasets whose values may have generators too.
+_PARTS = ("dataset", "datasets", "sampler", "batch_sampler", "data_source", "transform", "transforms", "collate_fn")
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+class OwnGenerators:
+    """Random generators that a source keeps as attributes, and their initial states.
+
+    Args:
+        source: A DataLoader or another iterable; its attributes are searched, and those of its dataset, samplers,
+            transforms and collate function.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._generators = _find_generators(source)
+        self.initial_states = self.states()
+
+    def states(self) -> list[Any]:
+        """Return the state of each generator."""
+        return [_get_state(generator) for generator in self._generators]
+
+    def restore(self, states: list[Any]) -> None:
+        """Restore the state of each generator."""
+        for generator, state in zip(self._generators, states, strict=True):
+            _set_state(generator, state)
+
+
+class PrivateDraws:
+    """Random numbers of one stream over a source, from the global generators and those of the source.
+
+    The generators of the source begin in their initial states; the global ones are seeded in each epoch. Outside the
+    blocks of `active`, all of them have the states of the rest of the process.
+
+    Args:
+        own: Generators of the source.
+    """
+
+    def __init__(self, own: OwnGenerators) -> None:
+        self._own = own
+        self._states = own.initial_states
+        self._globals = RandomStream(0)
+
+    def begin_epoch(self, seed: int) -> None:
+        """Seed the global generators as seen by the source."""
+        self._globals = RandomStream(seed)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw all random numbers within the ``with`` block from this stream."""
+        outside = self._own.states()
+        self._own.restore(self._states)
+        try:
+            with self._globals.active():
+                yield
+        finally:
+            self._states = self._own.states()
+            self._own.restore(outside)
+
+
+def _find_generators(source: Any) -> list[Any]:
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    parts = [source]
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        for name, value in getattr(part, "__dict__", {}).items():
+            if isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom):
+                found[id(value)] = value
+            elif name in _PARTS:
+                parts.extend(value if isinstance(value, list | tuple) else [value])
+    return list(found.values())
+
+
+def _get_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)

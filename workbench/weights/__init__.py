@@ -13,8 +13,7 @@ See Also:
 """
 
 from workbench.option_checks import publish
-from workbench.weights.eigenvalue_tails import power_law_tail, random_bulk
-from workbench.weights.matrix_spectra import weight_spectra
+from workbench.weights.matrix_spectra import power_law_tail, random_bulk, weight_spectra
 
 __all__ = ["power_law_tail", "random_bulk", "weight_spectra"]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +26,11 @@ from workbench.monitors.matrices import effective_rank, frobenius_norm, singular
 from workbench.option_checks import PositiveInt, checked
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.weights import WEIGHT_CHANGES, WEIGHT_COORDS, WEIGHTS, validate_weights
-from workbench.weights.eigenvalue_tails import power_law_tail, random_bulk
-from workbench.weights.names import is_of_experts, layer_of, role_of
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
     import xarray as xr
+
 
 #: Number of rows that are converted to float64 at a time.
 _ROWS = 8192
@@ -342,3 +343,227 @@ def _as_dataset(rows: list[dict[str, Any]], attrs: dict[str, Any]) -> xr.Dataset
             attrs,
         )
     )
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?|blk|resblocks)\.(\d+)(?:\.|$)")
+_EXPERTS = re.compile(r"(?:^|[._])exp(?:ert)?s(?:[._]|$)")
+_ATTENTION = r"\w*(?:attn|attention|att)\d?\.(?:self\.)?"
+_MLP = r"(?:mlp|ffn|feed_?forward)\."
+#: Role -> pattern of the end of a name in lower case, without ".weight"; the first that matches counts.
+_ROLES: tuple[tuple[str, str], ...] = (
+    ("position embedding", r"wpe|position_embeddings?|embed_positions|pos_embed(?:ding)?|position_embd"),
+    ("embedding", r"wte|embed_tokens|tok_embeddings|token_embd|token_embedding|word_embeddings|embed_in"),
+    ("head", r"lm_head|head|embed_out"),
+    ("attention query-key-value", r"query_key_value|c_attn|qkv_proj|wqkv|in_proj_weight|attn_qkv|attn\.qkv"),
+    ("attention query", rf"q_proj|attn_q|{_ATTENTION}(?:query|q|wq|q_lin)"),
+    ("attention key", rf"k_proj|attn_k|{_ATTENTION}(?:key|k|wk|k_lin)"),
+    ("attention value", rf"v_proj|attn_v|{_ATTENTION}(?:value|v|wv|v_lin)"),
+    ("attention output", rf"attn_output|{_ATTENTION}(?:o_proj|out_proj|c_proj|proj|dense|output\.dense|out|o|wo|"
+     r"out_lin)"),
+    ("router", r"router|ffn_gate_inp|block_sparse_moe\.gate"),
+    ("MLP gate and up", r"gate_up_proj"),
+    ("MLP gate", rf"gate_proj|ffn_gate(?:_exps)?|wi_0|{_MLP}w1|experts\.\d+\.(?:w1|gate)"),
+    ("MLP up", rf"up_proj|c_fc|dense_h_to_4h|fc1|intermediate\.dense|ffn_up(?:_exps)?|wi|wi_1|{_MLP}(?:up|w3)|"
+     r"experts\.\d+\.(?:w3|up)"),
+    ("MLP down", rf"down_proj|dense_4h_to_h|fc2|output\.dense|ffn_down(?:_exps)?|wo|{_MLP}(?:down|w2|c_proj)|"
+     r"experts\.\d+\.(?:w2|down)"),
+)  # fmt: skip
+_PATTERNS = tuple((role, re.compile(rf"(?:^|\.)(?:{pattern})$")) for role, pattern in _ROLES)
+
+
+def layer_of(name: str) -> int:
+    """Return the number after the first of layers, layer, h, blocks, block, blk or resblocks in a name; -1 if none."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else -1
+
+
+def role_of(name: str, names: Collection[str]) -> str:
+    """Return the role that a name states, such as "attention query" or "expert down"; empty if it is not certain.
+
+    Args:
+        name: Name of a tensor.
+        names: All names of the checkpoint.
+    """
+    stem = name.removesuffix(".weight").lower()
+    if stem == "output":  # in GGUF files and in the original files of Llama
+        return "head"
+    if stem.endswith(".gate") and (role := _gate_role(name.removesuffix(".weight").removesuffix(".gate"), names)):
+        return role
+    role = next((role for role, pattern in _PATTERNS if pattern.search(stem)), "")
+    return role.replace("MLP", "expert") if is_of_experts(name) else role
+
+
+def _gate_role(parent: str, names: Collection[str]) -> str:
+    """Return the role of a ``gate``: a router if its parent has experts, a factor of an MLP if it has ``up``."""
+    if any(name.startswith(f"{parent}.experts.") for name in names):
+        return "router"
+    if f"{parent}.up.weight" in names:
+        return "expert gate" if is_of_experts(parent) else "MLP gate"
+    return ""
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a tensor belongs to an expert or is a stack of experts according to its name."""
+    return bool(_EXPERTS.search(name.lower()))
+
+
+#: Minimum number of eigenvalues for an exponent and a bulk; Clauset et al. (2009, section 3.2) require it in a tail.
+MIN_EIGENVALUES = 50
+#: A tail whose eigenvalues differ by less than this, relatively, consists of one value and rounding.
+_ROUNDING = 1e-6
+#: 99 % quantile of the Tracy-Widom law of real matrices (beta = 1).
+_TRACY_WIDOM_99 = 2.0234
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """Power law p(x) ~ x^-alpha of the largest of some values.
+
+    Attributes:
+        alpha: Exponent.
+        error: Standard error of alpha, (alpha - 1) / sqrt(n_tail).
+        distance: Kolmogorov-Smirnov distance between tail and power law.
+        start: Smallest value of the tail.
+        n_tail: Number of values in the tail.
+    """
+
+    alpha: float = np.nan
+    error: float = np.nan
+    distance: float = np.nan
+    start: float = np.nan
+    n_tail: float = np.nan
+
+
+def power_law_tail(values: np.ndarray) -> PowerLaw:
+    """Fit a power law to the tail of positive values.
+
+    The exponent is the maximum likelihood estimate for continuous values, and the tail starts where the
+    Kolmogorov-Smirnov distance is smallest (Clauset, Shalizi and Newman 2009, arXiv:0706.1062, equations 3.1, 3.2 and
+    3.9), as in the packages ``powerlaw`` and WeightWatcher (Martin and Mahoney 2021, arXiv:1810.01075).
+
+    Args:
+        values: Eigenvalues, in any order; zeros are left out.
+
+    Returns:
+        The fit; all NaN if fewer than 50 values are above 0, or all of them are equal within 1e-6.
+
+    Raises:
+        OptionError: If a value is negative or not finite.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> quantiles = (np.arange(2000) + 0.5) / 2000
+        >>> fit = wb.weights.power_law_tail((1 - quantiles) ** (-1 / 2))  # p(x) ~ x^-3 from 1 on
+        >>> round(fit.alpha, 1), fit.n_tail > 1000
+        (3.0, True)
+
+    See Also:
+        `workbench.weights.random_bulk`: Compares the eigenvalues with those of a random matrix.
+        `workbench.weights.weight_spectra`: Fits the tails of all matrices of a model.
+    """
+    values = _checked("values", values)
+    values = np.sort(values[values > 0])
+    if len(values) < MIN_EIGENVALUES:
+        return PowerLaw()
+    # Relative to the largest value: the sums of a tail are then free of cancellation.
+    log = np.log(values / values[-1])
+    starts = np.unique(log, return_index=True)[1]
+    starts = starts[log[starts] < -_ROUNDING]
+    if not len(starts):
+        return PowerLaw()
+    n = len(log) - starts
+    alphas = 1 + n / (np.cumsum(log[::-1])[::-1][starts] - n * log[starts])
+    distances = np.empty(len(starts))
+    n_below = np.arange(len(log))
+    for i, (start, alpha) in enumerate(zip(starts, alphas, strict=True)):
+        predicted = -np.expm1((1 - alpha) * (log[start:] - log[start]))
+        distances[i] = np.abs(predicted - n_below[: n[i]] / n[i]).max()
+    best = distances.argmin()
+    alpha = float(alphas[best])
+    error = (alpha - 1) / np.sqrt(n[best])
+    return PowerLaw(alpha, float(error), float(distances[best]), float(values[starts[best]]), float(n[best]))
+
+
+@dataclass(frozen=True)
+class Bulk:
+    """Bulk of the eigenvalues of W'W / N according to a random matrix with the same median eigenvalue.
+
+    Attributes:
+        variance: Variance of the entries of that random matrix.
+        edge: 99 % quantile of its largest eigenvalue.
+        n_spikes: Number of eigenvalues above the edge.
+    """
+
+    variance: float = np.nan
+    edge: float = np.nan
+    n_spikes: float = np.nan
+
+
+def random_bulk(eigenvalues: np.ndarray, n_rows: PositiveInt, n_columns: PositiveInt) -> Bulk:
+    """Compare eigenvalues with those of a matrix of independent entries (Marchenko-Pastur).
+
+    The variance is that of the random matrix with the same median eigenvalue, which a few spikes hardly change (Gavish
+    and Donoho 2014, arXiv:1305.5870, section 3.2). The edge is the 99 % quantile of the Tracy-Widom law of the largest
+    eigenvalue (Johnstone 2001, theorem 1.1), so that one random matrix in a hundred has a spike. It exceeds the limit
+    (1 + sqrt(M / N))^2 of the Marchenko-Pastur law, above which the largest eigenvalue of a finite random matrix often
+    is, by a margin of relative order N^(-2/3).
+
+    Args:
+        eigenvalues: All min(n_rows, n_columns) eigenvalues of W'W / N, in any order; N is the longer side of W.
+        n_rows: Number of rows of W.
+        n_columns: Number of columns of W.
+
+    Returns:
+        The bulk; all NaN if there are fewer than 50 eigenvalues, or all of them are 0. If more than half of them are 0,
+        variance and edge are 0 and every other eigenvalue is a spike.
+
+    Raises:
+        OptionError: If the eigenvalues are not those of such a matrix.
+
+    Example:
+        >>> import numpy as np
+        >>> import workbench as wb
+        >>> W = np.random.default_rng(0).normal(size=(400, 100))
+        >>> W[:, 0] += 3.0
+        >>> bulk = wb.weights.random_bulk(np.linalg.svd(W, compute_uv=False) ** 2 / 400, 400, 100)
+        >>> round(bulk.variance, 1), bulk.n_spikes
+        (1.0, 1.0)
+
+    See Also:
+        `workbench.weights.power_law_tail`: Fits the tail of the eigenvalues.
+        `workbench.weights.weight_spectra`: Finds the spikes of all matrices of a model.
+    """
+    eigenvalues = _checked("eigenvalues", eigenvalues)
+    short, long = sorted((n_rows, n_columns))
+    if len(eigenvalues) != short:
+        raise OptionError(
+            f"A matrix of {n_rows} rows and {n_columns} columns has {short} eigenvalues of W'W / N, got "
+            f"{len(eigenvalues)}; pass all squared singular values divided by {long}."
+        )
+    if short < MIN_EIGENVALUES or not eigenvalues.any():
+        return Bulk()
+    variance = float(np.median(eigenvalues)) / _median(short / long)
+    root = np.sqrt(long - 1), np.sqrt(short)
+    center, scale = sum(root) ** 2, sum(root) * (1 / root[0] + 1 / root[1]) ** (1 / 3)
+    edge = variance * (center + _TRACY_WIDOM_99 * scale) / long
+    return Bulk(variance, float(edge), float((eigenvalues > edge).sum()))
+
+
+def _checked(name: str, values: np.ndarray) -> np.ndarray:
+    """Return values as a float array of one dimension; raise OptionError if one is negative or not finite."""
+    values = np.asarray(values, float).ravel()
+    is_wrong = ~(np.isfinite(values) & (values >= 0))
+    if is_wrong.any():
+        raise OptionError(f"Some of the {name} are negative or not finite; pass eigenvalues of W'W.")
+    return values
+
+
+@lru_cache
+def _median(ratio: float) -> float:
+    """Return the median of the Marchenko-Pastur law of unit variance with M / N = ``ratio``."""
+    # With x = 1 + ratio + 2 sqrt(ratio) cos(angle) the density has no singular ends.
+    angle = np.linspace(np.pi, 0, 20_001)[1:-1]
+    x = 1 + ratio + 2 * np.sqrt(ratio) * np.cos(angle)
+    mass = np.cumsum(np.sin(angle) ** 2 / x)
+    return float(np.interp(0.5, mass / mass[-1], x))

@@ -126,7 +126,7 @@ class ArchitectureConfig:
         n_classes: Number of outputs of the image classifier.
         initialization: "normal" (every matrix N(0, init_std^2)), "xavier" (uniform matrices, Glorot and Bengio 2010),
             or "fixup" and "rezero", which begin as the identity and need ``norm="none"``: see
-            `workbench.zoo.initialization`.
+            `workbench.zoo.constructors`.
         init_std: Standard deviation of weight matrices and embeddings.
         scales_residual_init: Whether the last matrix of each branch is divided by the square root of the number of
             branches, as in GPT-2.

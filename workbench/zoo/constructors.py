@@ -2,23 +2,78 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from workbench.errors import OptionError
 from workbench.zoo.architecture_config import ArchitectureConfig, Initialization, MlpKind, Norm, Position
-from workbench.zoo.blocks import ZooModel
+from workbench.zoo.blocks import Block, ResidualBlock, ZooModel, deep_norm_constants, final_norm
+from workbench.zoo.branch_parts import ScalarBias, ScalarScale
 from workbench.zoo.decoders import KanTransformer, Transformer
-from workbench.zoo.initialization import initialize
 from workbench.zoo.mixture import MoeTransformer
+from workbench.zoo.mlps import dense_mlp
 from workbench.zoo.module_of import module_of
-from workbench.zoo.state_space import Mamba
-from workbench.zoo.vision import VisionTransformer
+from workbench.zoo.splines import KanLayer
+from workbench.zoo.state_space import Mamba, MambaMixer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from workbench.zoo.module_of import HoldsModel
+
+
+class VisionTransformer(ZooModel):
+    """Vision transformer (ViT, Dosovitskiy et al. 2021, arXiv:2010.11929) that averages its tokens.
+
+    There is no class token: the input of the classifier is the mean of all normalized tokens, so that every state of
+    the stream belongs to a patch.
+
+    Args:
+        config: Configuration, see `ArchitectureConfig`.
+    """
+
+    def __init__(self, config: ArchitectureConfig) -> None:
+        super().__init__(config)
+        n_patches = (config.image_size // config.patch_size) ** 2
+        self.patch_embedding = nn.Linear(config.n_channels * config.patch_size**2, config.d_model)
+        has_table = config.position == "learned"
+        self.position_embedding = nn.Embedding(n_patches, config.d_model) if has_table else None
+        self.blocks = nn.ModuleList(Block(config, dense_mlp(config)) for _ in range(config.n_layers))
+        self.final_norm = final_norm(config)
+        self.head = nn.Linear(config.d_model, config.n_classes, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of the classes, shape (batch, class).
+
+        Args:
+            images: Images, shape (batch, channel, height, width).
+
+        Raises:
+            OptionError: If the images have another shape than the configuration states.
+        """
+        x = self.patch_embedding(self._patches(images))
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.final_norm(x).mean(1))
+
+    def _patches(self, images: Tensor) -> Tensor:
+        """Return the pixels of each patch, row by row, shape (batch, patch, channel * height * width)."""
+        config = self.config
+        expected = (config.n_channels, config.image_size, config.image_size)
+        if tuple(images.shape[1:]) != expected:
+            raise OptionError(
+                f"The images have shape {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))})."
+            )
+        size = config.patch_size
+        grid = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # batch, channel, row, height, column, width
+        return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
 
 _CLASSES: dict[str, type[ZooModel]] = {
     "transformer": Transformer,
@@ -430,3 +485,77 @@ def _build(family: str, options: Mapping[str, Any]) -> Any:
 def _on_meta(config: ArchitectureConfig) -> ZooModel:
     with torch.device("meta"):
         return _CLASSES[config.family](config)
+
+
+@torch.no_grad()
+def initialize(model: ZooModel) -> None:
+    """Initialize the parameters of a model as the docstring of this module describes.
+
+    Args:
+        model: Model, whose embeddings are already tied if the configuration ties them.
+    """
+    config = model.config
+    generator = torch.Generator().manual_seed(config.seed)
+    is_filled: set[int] = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if id(weight) in is_filled:  # a head that is tied to the embedding
+            continue
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | ScalarBias | ScalarScale):
+            module.reset_parameters()
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=config.init_std, generator=generator)
+            is_filled.add(id(weight))
+        elif isinstance(module, nn.Linear):
+            _fill_matrix(module.weight, config, generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, KanLayer):
+            _fill_matrix(module.base_weight, config, generator)
+            nn.init.ones_(module.spline_weight)
+            nn.init.normal_(module.coefficient, std=config.spline_std, generator=generator)
+    branches = [branch for block in model.blocks if isinstance(block, ResidualBlock) for branch in block.branches()]
+    for branch in branches:
+        if isinstance(branch, MambaMixer):
+            _fill_mixer(branch, generator)
+        _rescale(branch.path(), len(branches), config)
+    if config.initialization == "fixup":
+        nn.init.zeros_(model.head.weight)
+
+
+def _fill_matrix(weight: Tensor, config: ArchitectureConfig, generator: torch.Generator) -> None:
+    if config.initialization == "xavier":
+        nn.init.xavier_uniform_(weight, generator=generator)
+    else:
+        nn.init.normal_(weight, std=config.init_std, generator=generator)
+
+
+def _fill_mixer(mixer: MambaMixer, generator: torch.Generator) -> None:
+    """Initialize the parameters of a mixer that are not drawn from a normal distribution."""
+    mixer.log_decay.copy_(torch.arange(1, mixer.state_size + 1).log().expand_as(mixer.log_decay))
+    nn.init.ones_(mixer.skip)
+    for layer in (mixer.convolution, mixer.time_step, mixer.out):
+        bound = layer.weight[0].numel() ** -0.5
+        nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+    if mixer.convolution.bias is not None:
+        nn.init.zeros_(mixer.convolution.bias)
+    step = torch.empty_like(mixer.time_step.bias).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
+    mixer.time_step.bias.copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+
+
+def _rescale(path: list[list[Tensor]], n_branches: int, config: ArchitectureConfig) -> None:
+    """Apply the factors of DeepNorm, GPT-2 and Fixup to the matrices of a branch."""
+    _, beta = deep_norm_constants(config)
+    if not math.isclose(beta, 1.0):
+        for weights in path:
+            for weight in weights:
+                weight.mul_(beta)
+    if config.scales_residual_init:
+        for weight in path[-1]:
+            weight.div_(math.sqrt(n_branches))
+    if config.initialization == "fixup":
+        for weights in path[:-1]:
+            for weight in weights:
+                weight.mul_(n_branches ** (-1 / (2 * len(path) - 2)))
+        for weight in path[-1]:
+            weight.zero_()
