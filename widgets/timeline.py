@@ -129,7 +129,11 @@ class Timeline(WorkbenchWidget):
         self.export_bar = ExportBar(self, self.kinds)
         self.export_bar.suggest("exports/timeline")
         self._fill([self.canvas, self.export_bar])
-        self._followed = [run for run in [*self.runs.values(), *_listed(references)] if run.path is not None]
+        self._followed = [
+            run
+            for run in [*self.runs.values(), *(references if isinstance(references, list) else [])]
+            if run.path is not None
+        ]
         self._say()
         if self._followed:
             self._thread = threading.Thread(
@@ -424,10 +428,6 @@ def _first(names: Sequence[str], n: int = 4) -> str:
     """Return the first names, and the number of the remaining ones."""
     more = [f"{len(names) - n} more"] if len(names) > n else []
     return listed([*names[:n], *more])
-
-
-def _listed(references: Any) -> list[FollowedRun]:
-    return references if isinstance(references, list) else []
 
 
 def _watch(widget: weakref.ref[Timeline], is_closed: threading.Event, poll_every: float) -> None:

@@ -193,7 +193,7 @@ class MeasuringWidget(WorkbenchWidget):
     def _end(self, sentence: str) -> None:
         """Show a sentence in place of the progress."""
         self._progress = None
-        self._status.value = status_html(sentence)
+        self._status.value = f'<div role="status" style="{_STYLE}">{html.escape(sentence)}</div>' if sentence else ""
         self._stop.layout.display = "none"
 
     def _take(self, found: Any) -> None:
@@ -292,8 +292,3 @@ class MeasuringProgress:
             f'<div style="{_STYLE}"><progress aria-label="{html.escape(self.title)}"{value} style="{look}"></progress> '
             f"<b>{html.escape(self.title)}</b>{current} … · {times}{f'<div>{done}</div>' if done else ''}</div>"
         )
-
-
-def status_html(sentence: str) -> str:
-    """Return HTML of a sentence to show in place of the progress."""
-    return f'<div role="status" style="{_STYLE}">{html.escape(sentence)}</div>' if sentence else ""

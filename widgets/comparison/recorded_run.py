@@ -51,7 +51,9 @@ class RecordedRun:
             self.spectra.load()
         self.steps = _steps(name, self.spectra)
         self.n_layers = depth_of(self.spectra)
-        self.extent = _extent(self)
+        monitors = self.part("monitors")
+        steps = self.steps if monitors is None else np.concatenate([self.steps, monitors["step"].values])
+        self.extent = int(steps.min()), int(steps.max())
         self._recent: dict[int, xr.Dataset] = {}
         self.diverged_at = divergence_step(self.tree)
         self.ended_at = _end(self.part("events"))
@@ -98,23 +100,12 @@ class RecordedRun:
         return self._recent[place]
 
 
-def _extent(run: RecordedRun) -> tuple[int, int]:
-    monitors = run.part("monitors")
-    steps = run.steps if monitors is None else np.concatenate([run.steps, monitors["step"].values])
-    return int(steps.min()), int(steps.max())
-
-
 def _end(events: xr.Dataset | None) -> int | None:
     if events is None:
         return None
     kinds = events["kind"].values.astype(str)
-    ends = np.flatnonzero(np.isin(kinds, ("finished", "stopped")) & ~_is_resumed_later(kinds))
+    ends = np.flatnonzero(np.isin(kinds, ("finished", "stopped")) & ~(np.cumsum((kinds == "resumed")[::-1])[::-1] > 0))
     return int(events["step"].values[ends[-1]]) if len(ends) else None
-
-
-def _is_resumed_later(kinds: np.ndarray) -> np.ndarray:
-    """Return whether the run was resumed after each event."""
-    return np.cumsum((kinds == "resumed")[::-1])[::-1] > 0
 
 
 def _steps(name: str, spectra: xr.Dataset) -> np.ndarray:

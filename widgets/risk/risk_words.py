@@ -140,7 +140,9 @@ def _useful(risk: Risk, pilot: FoundRates | None) -> str:
 
 def _change(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> str:
     """Return a sentence on what is wrong with the learning rate, and which one to choose."""
-    best, least = _safest(curve)
+    failure, rates = curve["failure"].values, curve["learning_rate"].values
+    safest = rates[failure <= failure.min() + _AS_SAFE]
+    best, least = math.sqrt(float(safest[0] * safest[-1])), float(failure.min())
     if pilot is not None:
         best, least = pilot.best_rate.value, math.nan
     if abs(math.log(best / risk.learning_rate)) < _SAME:
@@ -149,10 +151,3 @@ def _change(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> str:
     known = "" if math.isnan(least) else f", where the risk is smallest ({percent(least)})"
     change = f"{'lower' if is_large else 'raise'} it to about {rounded(best)}{known}"
     return f"The learning rate is probably too {'large' if is_large else 'small'}: {change}."
-
-
-def _safest(curve: xr.Dataset) -> tuple[float, float]:
-    """Return the center of the rates with the smallest probability of not learning well, and that probability."""
-    failure, rates = curve["failure"].values, curve["learning_rate"].values
-    safest = rates[failure <= failure.min() + _AS_SAFE]
-    return math.sqrt(float(safest[0] * safest[-1])), float(failure.min())

@@ -13,7 +13,7 @@ from torch import nn
 from workbench.course.case_files import Truth
 from workbench.diagnosis import CAUSES, Record, Rules, block_at_fault, find_failure, read_record, read_symptoms
 from workbench.diagnosis.experiment_runs import Replay
-from workbench.diagnosis.experiments import Experiment, propose
+from workbench.diagnosis.experiments import propose
 from workbench.errors import OptionError
 from workbench.formatting import lowered
 from workbench.models.anatomy import read_anatomy
@@ -81,7 +81,11 @@ def replay(truth: Truth, run: xr.DataTree, cause: str, on_step: Callable[[], obj
     """
     case, record = truth.case, read_record(run)
     made = build(case)
-    change = change_for(cause, record)
+    failure = find_failure(record)
+    layers = {"architecture": block_at_fault(read_symptoms(record, failure))}
+    uniform = dict.fromkeys(CAUSES, 1 / len(CAUSES))
+    proposed = propose(record, failure, uniform, layers, rules=Rules.uniform(), checkpoints={})
+    change = next((one for one in proposed if one.cause == cause), None)
     if change is None:
         return _unchanged(truth, record, CURES[cause], "the run's eps is already 1e-8 or smaller")
     names = ("optimizer", "optimizer_options", "learning_rate")
@@ -104,20 +108,6 @@ def replay(truth: Truth, run: xr.DataTree, cause: str, on_step: Callable[[], obj
         return _unchanged(truth, record, change.title, lowered(str(error).partition(";")[0]))
     final_loss = final["loss"] if np.isfinite(losses).all() else math.nan
     return Outcome(change.title, "", losses, final_loss, largest_rise(losses), final["dead_share"])
-
-
-def change_for(cause: str, record: Record) -> Experiment | None:
-    """Return the change for a cause that `workbench.diagnose` would propose; None if it would have no effect.
-
-    Args:
-        cause: A name in `CURES`.
-        record: Complete record of the run.
-    """
-    failure = find_failure(record)
-    layers = {"architecture": block_at_fault(read_symptoms(record, failure))}
-    uniform = dict.fromkeys(CAUSES, 1 / len(CAUSES))
-    proposed = propose(record, failure, uniform, layers, rules=Rules.uniform(), checkpoints={})
-    return next((one for one in proposed if one.cause == cause), None)
 
 
 def _planned_rates(made: BuiltRun, settings: Mapping[str, Any]) -> Record:

@@ -69,12 +69,8 @@ def _norm(name: str) -> pd.Series:
     return _run(name)["monitors"]["grad_norm"].to_series()
 
 
-def _n_evaluated(name: str) -> int:
-    return int((_norm(name).index >= _FIRST).sum())
-
-
 def _false_rate(name: str = "healthy", *, n_steps: int | None = None) -> float:
-    n_steps = _n_evaluated(name) if n_steps is None else n_steps
+    n_steps = int((_norm(name).index >= _FIRST).sum()) if n_steps is None else n_steps
     return len(simple_alarms(_norm(name), _MULTIPLE)) / n_steps * _PER_STEPS
 
 

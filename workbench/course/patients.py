@@ -279,7 +279,14 @@ class Patient:
         outcome = None
         if cure is not None and truth.how:  # no cure improves a healthy run
             tried = self._tried[cure] if cure in self._tried else self._replay(cure, progress)
-            outcome = _outcome(tried)
+            outcome = cures.Outcome(
+                title=str(tried.attrs["change"]),
+                problem=str(tried.attrs["problem"]),
+                losses=tried["cured_loss"].values,
+                final_loss=float(tried["cured_held_out_loss"]),
+                rise=float(tried["cured_rise"]),
+                dead_share=float(tried["cured_dead_share"]),
+            )
         self.score = scoring.score(truth, run, named, cure, outcome, self.remaining / self.budget)
         return self.score
 
@@ -371,14 +378,3 @@ def _as_dataset(outcome: cures.Outcome, run: xr.DataTree, final_loss: float) -> 
         {"step": np.arange(N_STEPS)},
         {"sentence": sentence, "change": outcome.title, "problem": outcome.problem},
     )  # fmt: skip
-
-
-def _outcome(tried: xr.Dataset) -> cures.Outcome:
-    return cures.Outcome(
-        title=str(tried.attrs["change"]),
-        problem=str(tried.attrs["problem"]),
-        losses=tried["cured_loss"].values,
-        final_loss=float(tried["cured_held_out_loss"]),
-        rise=float(tried["cured_rise"]),
-        dead_share=float(tried["cured_dead_share"]),
-    )

@@ -106,7 +106,8 @@ def assess_hardware(
         `workbench.assess`: Includes these hazards.
     """
     plan, start_time = read_plan(plan), time.monotonic()
-    chosen = _chosen(hazards)
+    require_listed("hazards", hazards or (), [hazard.id for hazard in HAZARDS])
+    chosen = [hazard for hazard in HAZARDS if hazards is None or hazard.id in hazards]
     module = model.model if isinstance(model, Subject) else model
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise OptionError("The model has no trainable parameters; set requires_grad on some of them.")
@@ -147,16 +148,6 @@ def assess_hardware(
         with suppress(NotMeasured):
             attrs |= {"gradient_norm": emulation.shares.norm, "sampling_noise": emulation.noise}
     return _dataset(chosen, found, plan, emulation.layer_names).assign_attrs(attrs)
-
-
-def _chosen(names: Collection[str] | None) -> list[Hazard]:
-    """Return the hazards of the given names.
-
-    Raises:
-        OptionError: If a name is unknown.
-    """
-    require_listed("hazards", names or (), [hazard.id for hazard in HAZARDS])
-    return [hazard for hazard in HAZARDS if names is None or hazard.id in names]
 
 
 def _measured(hazard: Hazard, emulation: Emulation) -> Finding:

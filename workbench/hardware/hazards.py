@@ -93,7 +93,9 @@ def tensor_parallel(emulation: Emulation) -> Finding:
     if n < 2:
         raise NotMeasured("nothing is split over devices")
     changed = emulation.copy()
-    split = split_matrices(changed.model, emulation.layer_names, _width(emulation), n, name)
+    split = split_matrices(
+        changed.model, emulation.layer_names, 0 if emulation.anatomy is None else emulation.anatomy.width, n, name
+    )
     if not split:
         raise NotMeasured("no matrix was found that reads or writes the residual stream")
     return _error_of_passes(
@@ -275,11 +277,6 @@ def _gradients(copy: WorkingCopy, batch: Batch) -> list[Tensor]:
     return [gradient.clone() for gradient in copy.gradients()]
 
 
-def _width(emulation: Emulation) -> int:
-    """Return the width of the residual stream; 0 if it cannot be read."""
-    return 0 if emulation.anatomy is None else emulation.anatomy.width
-
-
 def _as_floats(batch: Batch, kind: torch.dtype) -> Batch:
     """Convert the floating-point inputs of a batch, such as images, to a format."""
 
@@ -386,7 +383,8 @@ def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]])
     optimizer = updating(emulation, copy, factor)
     fault = StaleReduction(delay=delay) if delay else None
     generator = emulation.generator("late")
-    batches = _batches(emulation)
+    # Return batches of a few examples, so that many learning rates can be tried
+    batches = [(take_examples(x, slice(0, min(_ROWS, count_examples(x)))), y[:_ROWS]) for x, y in emulation.batches]
     kept: list[list[Tensor | None]] = []
     cosines: list[float] = []
     if "first losses" not in emulation.measured:
@@ -409,11 +407,6 @@ def _run(emulation: Emulation, factor: float, delay: int, late: list[list[int]])
             torch.nn.utils.clip_grad_norm_(copy.parameters, plan.clip_norm)
         optimizer.step()
     return _mean(changes[-N_UPDATES // 4 :]) < 0, _mean(cosines)
-
-
-def _batches(emulation: Emulation) -> list[Batch]:
-    """Return batches of a few examples, so that many learning rates can be tried."""
-    return [(take_examples(x, slice(0, min(_ROWS, count_examples(x)))), y[:_ROWS]) for x, y in emulation.batches]
 
 
 def _fraction(emulation: Emulation, buckets: list[list[int]]) -> float:

@@ -280,7 +280,12 @@ def read_section(title: str, keys: Any) -> PlanSection:
     if not isinstance(keys, Mapping):
         raise OptionError.of(title, keys, "a section with keys")
     if cls is TaskSection:
-        return _read_task(keys)
+        options = {name: value for name, value in keys.items() if name != "name"}
+        section = TaskSection(name=keys.get("name"), options=options)
+        if options and section.name is None:
+            raise OptionError(f"[task] has '{next(iter(options))}' but no name; add name = one of {', '.join(TASKS)}.")
+        require_known(f"[task]: {section.name}", options, task_options(section.name) if section.name else ())
+        return section
     return cls(**{str(name): value for name, value in keys.items()})
 
 
@@ -299,16 +304,6 @@ def unknown_key(name: str, title: str) -> OptionError:
     return OptionError(
         f"[{title}] has no key '{name}'; the nearest is '{nearest(name, known)}', of {', '.join(known)}."
     )
-
-
-def _read_task(keys: Mapping[str, Any]) -> TaskSection:
-    """Create the section of the task, whose options depend on its name."""
-    options = {name: value for name, value in keys.items() if name != "name"}
-    section = TaskSection(name=keys.get("name"), options=options)
-    if options and section.name is None:
-        raise OptionError(f"[task] has '{next(iter(options))}' but no name; add name = one of {', '.join(TASKS)}.")
-    require_known(f"[task]: {section.name}", options, task_options(section.name) if section.name else ())
-    return section
 
 
 def task_options(name: str) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ class BackgroundWriter:
         self._is_gone = self._is_closed = self._is_uncommitted = False
         self._process = os.getpid()
         self._owner = threading.current_thread()
-        _close_at_exit(self)
+        _open_writers.add(self)
 
     def __enter__(self) -> BackgroundWriter:
         return self
@@ -466,11 +466,6 @@ def _reason(error: BaseException) -> str:
             return cause.strerror
         cause = cause.__cause__
     return str(error).strip().rstrip(".") or type(error).__name__
-
-
-def _close_at_exit(writer: BackgroundWriter) -> None:
-    """Close a writer at interpreter exit, unless it is closed or deleted before."""
-    _open_writers.add(writer)
 
 
 def _is_exiting() -> bool:

@@ -197,7 +197,10 @@ class SnapshotMoments:
         all_reduce(message, group=group)
         total = int(message[0])
         mean_x, mean_d = (message[1:] / max(total, 1)).split(self.n_features)
-        self._center_on(mean_x, mean_d)
+        shift_x, shift_d = self.mean_x - mean_x, self.mean_d - mean_d
+        self._sum_xx = self._sum_xx + self.n_snapshots * torch.outer(shift_x, shift_x)
+        self._sum_dx = self._sum_dx + self.n_snapshots * torch.outer(shift_d, shift_x)
+        self._sum_dd = self._sum_dd + self.n_snapshots * torch.outer(shift_d, shift_d)
         sums = torch.cat([self._sum_xx, self._sum_dx, self._sum_dd])
         reduced = sums.detach().clone()
         all_reduce(reduced, group=group)
@@ -205,13 +208,6 @@ class SnapshotMoments:
         self.n_snapshots, self.mean_x, self.mean_d = total, mean_x, mean_d
         self._sum_xx, self._sum_dx, self._sum_dd = reduced.split(self.n_features)
         return self
-
-    def _center_on(self, mean_x: Tensor, mean_d: Tensor) -> None:
-        """Center the sums on other means."""
-        shift_x, shift_d = self.mean_x - mean_x, self.mean_d - mean_d
-        self._sum_xx = self._sum_xx + self.n_snapshots * torch.outer(shift_x, shift_x)
-        self._sum_dx = self._sum_dx + self.n_snapshots * torch.outer(shift_d, shift_x)
-        self._sum_dd = self._sum_dd + self.n_snapshots * torch.outer(shift_d, shift_d)
 
     def _add(self, part: _Part) -> None:
         if part.n == 0:

@@ -160,7 +160,10 @@ def _largest_eigenvalue(
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
     n_weights = sum(weight.numel() for weight in weights)
-    _check(n_weights)
+    if not n_weights:
+        raise OptionError(
+            "The model has no trainable parameters, along which sharpness is the curvature; set requires_grad."
+        )
     dtype = np.float64 if any(weight.dtype == torch.float64 for weight in weights) else np.float32
     options = config_options(visible_attention(model))
     with undisturbed(model), options, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -228,10 +231,3 @@ def _hessian_product(
 def _split(flat: np.ndarray, weights: Sequence[Tensor]) -> list[Tensor]:
     parts = torch.from_numpy(np.ascontiguousarray(flat).reshape(-1)).split([weight.numel() for weight in weights])
     return [part.view(weight.shape).to(weight) for part, weight in zip(parts, weights, strict=True)]
-
-
-def _check(n_weights: int) -> None:
-    if not n_weights:
-        raise OptionError(
-            "The model has no trainable parameters, along which sharpness is the curvature; set requires_grad."
-        )

@@ -68,12 +68,12 @@ def comparison_table(
         if np.isnan(values).all():
             continue
         heading = (comparison[name].attrs.get("long_name", name), source)
-        table[heading] = pd.array(values).astype("Int64") if name in _COUNTS else _rounded(values, digits)
+        table[heading] = (
+            pd.array(values).astype("Int64")
+            if name in _COUNTS
+            else np.array([float(f"{value:.{digits}g}") for value in values])
+        )
     names, sources = zip(*table, strict=True) if table else ((), ())
     frame = pd.DataFrame(dict(enumerate(table.values())), index=comparison["architecture"].values)
     frame.columns = pd.MultiIndex.from_arrays([names, sources])
     return frame
-
-
-def _rounded(values: np.ndarray, digits: int) -> np.ndarray:
-    return np.array([float(f"{value:.{digits}g}") for value in values])

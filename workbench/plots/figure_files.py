@@ -137,19 +137,14 @@ def bokeh_plot(figure: Any) -> Any:
         plot = renderer.get_plot(figure, doc=document)
         document.clear()
         document.add_root(plot.state)
-        _set_toolbars(plot.state)
+        from bokeh.models import BoxSelectTool, Toolbar
+
+        for toolbar in plot.state.select({"type": Toolbar}):
+            toolbar.logo = None
+            for tool in toolbar.tools:
+                if isinstance(getattr(tool, "tools", [tool])[0], BoxSelectTool):
+                    toolbar.active_drag = tool
         return plot
-
-
-def _set_toolbars(layout: Any) -> None:
-    """Remove the logo, and let dragging select modes where they can be selected; bokeh's default is panning."""
-    from bokeh.models import BoxSelectTool, Toolbar
-
-    for toolbar in layout.select({"type": Toolbar}):
-        toolbar.logo = None
-        for tool in toolbar.tools:
-            if isinstance(getattr(tool, "tools", [tool])[0], BoxSelectTool):
-                toolbar.active_drag = tool
 
 
 def drawn_backends(figure: Any) -> list[str]:

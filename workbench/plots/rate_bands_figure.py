@@ -57,7 +57,10 @@ def rate_bands(
         `workbench.rates.rate_outcomes`: Computes the rates of each design.
         `workbench.plots.rate_curve`: Draws the losses behind them.
     """
-    _require(outcomes, by)
+    needed = (*_NEEDED, "architecture", *(() if by is None else (by,)))
+    require_variables(outcomes, needed, what="table of outcomes", source="wb.rates.rate_outcomes()")
+    if not np.isfinite(outcomes["best_loss"].values).any():
+        raise SchemaError("No design has a finite loss; add runs at smaller learning rates.")
     kinds = [""] * outcomes.sizes["cell"] if by is None else [str(one) for one in outcomes[by].values]
     names = list(dict.fromkeys(kinds))
     styles = dict(zip(names, map(style.model_style, style.model_places(names, places)), strict=True))
@@ -101,13 +104,6 @@ def rate_bands(
             ),
         ]
         return style.laid_out(hv, panels, backend, n_columns=2)
-
-
-def _require(outcomes: xr.Dataset, by: str | None) -> None:
-    needed = (*_NEEDED, "architecture", *(() if by is None else (by,)))
-    require_variables(outcomes, needed, what="table of outcomes", source="wb.rates.rate_outcomes()")
-    if not np.isfinite(outcomes["best_loss"].values).any():
-        raise SchemaError("No design has a finite loss; add runs at smaller learning rates.")
 
 
 def _rows(architectures: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:

@@ -71,9 +71,13 @@ def rate_curve(
     """
     named = by_name(outcome, what="outcome", source="wb.rates.loss_over_rates()")
     for name, data in named.items():
-        _require(name, data)
+        what = f"outcome '{name}'" if name else "outcome"
+        require_variables(data, _NEEDED, what=what, source="wb.rates.loss_over_rates()")
+        if not np.isfinite(data["loss"].values).any():
+            raise SchemaError(f"The {what} has no finite loss; add runs at smaller learning rates.")
     order = style.model_places(list(named), places)
-    left, right = _rates_shown(named.values())
+    rates = np.concatenate([data["rate"].values for data in named.values()])
+    left, right = float(rates.min()) / 1.3, float(rates.max()) * 1.3
     bottom, top = _losses_shown(named.values())
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "learning rate", "held-out loss")
@@ -92,18 +96,6 @@ def rate_curve(
             legend=len(named) > 1,
         )
         return style.laid_out(hv, [panel], backend)
-
-
-def _require(name: str, data: xr.Dataset) -> None:
-    what = f"outcome '{name}'" if name else "outcome"
-    require_variables(data, _NEEDED, what=what, source="wb.rates.loss_over_rates()")
-    if not np.isfinite(data["loss"].values).any():
-        raise SchemaError(f"The {what} has no finite loss; add runs at smaller learning rates.")
-
-
-def _rates_shown(outcomes: Any) -> tuple[float, float]:
-    rates = np.concatenate([data["rate"].values for data in outcomes])
-    return float(rates.min()) / 1.3, float(rates.max()) * 1.3
 
 
 def _losses_shown(outcomes: Any) -> tuple[float, float]:

@@ -63,7 +63,11 @@ def risk_curve(
     is_one = isinstance(risk, xr.Dataset)
     named = by_name(risk, what="risk", source="wb.risk.over_rates()")
     for name, data in named.items():
-        _require(name, data)
+        what = f"risk of '{name}'" if name else "risk"
+        require_variables(data, (*_PROBABILITIES, *_EDGES), what=what, source="wb.risk.over_rates()")
+        if np.isnan(data["failure"].values.astype(float)).all():
+            reason = str(data.attrs.get("reason", ""))
+            raise SchemaError(f"The {what} is unknown. {reason}".strip())
     rates = np.concatenate([data["learning_rate"].values.astype(float) for data in named.values()])
     view = float(rates.min()), float(rates.max())
     with style.drawing(backend) as hv:
@@ -81,14 +85,6 @@ def risk_curve(
             legend=True,
         )
         return style.laid_out(hv, [panel], backend)
-
-
-def _require(name: str, data: xr.Dataset) -> None:
-    what = f"risk of '{name}'" if name else "risk"
-    require_variables(data, (*_PROBABILITIES, *_EDGES), what=what, source="wb.risk.over_rates()")
-    if np.isnan(data["failure"].values.astype(float)).all():
-        reason = str(data.attrs.get("reason", ""))
-        raise SchemaError(f"The {what} is unknown. {reason}".strip())
 
 
 def _draw_one(draw: Primitives, risk: xr.Dataset, learning_rate: float | None) -> Sequence[str]:

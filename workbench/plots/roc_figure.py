@@ -128,7 +128,7 @@ def lines_of(curves: xr.Dataset | Mapping[str, xr.Dataset]) -> list[RocLine]:
         names = ["false_positive_rate", "true_positive_rate", "threshold"]
         columns = columns_of(data, names, what="ROC curve", source=_SOURCE, dim="point")
         rates = np.array([columns[key] for key in names[:2]], dtype=float)
-        if not _is_fraction(rates):
+        if not bool(((rates >= 0) & (rates <= 1)).all()):
             raise SchemaError(f"The ROC curve '{name}' has rates outside of 0 to 1; create it with {_SOURCE}.")
         if "auroc" not in data.attrs:
             raise SchemaError(f"The ROC curve '{name}' lacks the attribute auroc; create it with {_SOURCE}.")
@@ -136,10 +136,6 @@ def lines_of(curves: xr.Dataset | Mapping[str, xr.Dataset]) -> list[RocLine]:
         counts = tuple(int(data.attrs[key]) for key in ("n_runs", "n_diverged") if key in data.attrs)
         lines.append(RocLine(name, columns, float(data.attrs["auroc"]), interval, counts))
     return lines
-
-
-def _is_fraction(rates: np.ndarray) -> bool:
-    return bool(((rates >= 0) & (rates <= 1)).all())
 
 
 def _note(lines: list[RocLine]) -> list[str]:

@@ -84,7 +84,11 @@ def step_grid(
     ]
     view = view_of({str(i): columns for i, columns in enumerate(modes)}, zoom)
     scale = Scale(max(depths), is_shared=len(set(depths)) == 1)
-    keys = _keys(trees, cells)
+    lines = {"M: mean near-unit mass\nρ: largest spectral radius": None}
+    lines |= dict.fromkeys(key(spectra_of(run)) for run in trees.values())
+    if any(not cell.spectra["is_informative"].all() for cell in cells if not cell.word):
+        lines["× update too small for a spectrum"] = None
+    keys = "\n".join(lines)
     n = len(columns)
     side = 300 if n <= 2 else 210
     with style.drawing(backend) as hv:
@@ -176,12 +180,3 @@ def _note(cell: GridCell, columns: Mapping[str, np.ndarray], view: PlaneView) ->
     if cell.spectra.sizes["layer"] and not cell.spectra["is_informative"].any():
         return "update too small for a spectrum"
     return headline(cell.spectra, columns, view, template="M {:.2f}   ρ {:.3g}")
-
-
-def _keys(runs: Mapping[str, xr.DataTree], cells: list[GridCell]) -> str:
-    """Return the explanations of markers and shading, each once."""
-    lines = {"M: mean near-unit mass\nρ: largest spectral radius": None}
-    lines |= dict.fromkeys(key(spectra_of(run)) for run in runs.values())
-    if any(not cell.spectra["is_informative"].all() for cell in cells if not cell.word):
-        lines["× update too small for a spectrum"] = None
-    return "\n".join(lines)

@@ -24,7 +24,7 @@ class Sentence:
     @property
     def text(self) -> str:
         """Text without links."""
-        return "".join(part if isinstance(part, str) else _with_units(part) for part in self.parts)
+        return "".join(part if isinstance(part, str) else (f"{part.text} {part.units}".rstrip()) for part in self.parts)
 
 
 def sentence_of(template: str, **slots: str | Quantity) -> Sentence:
@@ -256,7 +256,3 @@ def without_empty_columns(table: ReportTable) -> ReportTable:
     kept = [place for place in range(len(table.columns)) if any(row[place].text for row in table.rows)]
     rows = tuple(tuple(row[place] for place in kept) for row in table.rows)
     return replace(table, columns=tuple(table.columns[place] for place in kept), rows=rows)
-
-
-def _with_units(quantity: Quantity) -> str:
-    return f"{quantity.text} {quantity.units}".rstrip()

@@ -255,7 +255,11 @@ def _empty_source() -> WorkbenchError:
 def _one_pass(source: Iterable[Any], draws: PrivateDraws, *, epoch: int) -> Iterator[Any]:
     """Yield the raw batches of one epoch; the global random states are replaced while the source is read."""
     with draws.active():
-        _set_epoch(source, epoch)
+        batch_sampler = getattr(source, "batch_sampler", None)
+        parts = (source, getattr(source, "dataset", None), getattr(source, "sampler", None), batch_sampler)
+        for part in (*parts, getattr(batch_sampler, "sampler", None)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
         batches = iter(source)
     while True:
         with draws.active():
@@ -263,15 +267,6 @@ def _one_pass(source: Iterable[Any], draws: PrivateDraws, *, epoch: int) -> Iter
         if batch is _END:
             return
         yield batch
-
-
-def _set_epoch(source: Any, epoch: int) -> None:
-    """Pass the number of the epoch to samplers and datasets that shuffle by it."""
-    batch_sampler = getattr(source, "batch_sampler", None)
-    parts = (source, getattr(source, "dataset", None), getattr(source, "sampler", None), batch_sampler)
-    for part in (*parts, getattr(batch_sampler, "sampler", None)):
-        if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)
 
 
 def n_states(inputs: Inputs) -> int:
@@ -368,7 +363,12 @@ class OwnGenerators:
     def restore(self, states: list[Any]) -> None:
         """Restore the state of each generator."""
         for generator, state in zip(self._generators, states, strict=True):
-            _set_state(generator, state)
+            if isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.set_state(state)
 
 
 class PrivateDraws:
@@ -424,12 +424,3 @@ def _get_state(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)

@@ -64,7 +64,10 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
     training = record.setting("training", default={})
     if not training:
         return
-    eps = _adam_eps(training)
+    optimizer = str(training.get("optimizer", "")).lower()
+    options = training.get("optimizer_options") or {}
+    found = options.get("eps", 1e-8 if "adam" in optimizer else None)
+    eps = float(found) if isinstance(found, int | float) else None
     if eps is not None:
         yield _setting(
             "eps_setting", ramp(finite_log10(eps, 1e-30), -6.5, -2.0), eps, 1e-8, f"The optimizer's eps is {eps:.3g}."
@@ -122,11 +125,3 @@ def _of_plan(record: Record) -> Iterator[Symptom]:
 
 def _setting(name: str, strength: float, value: float, reference: float, sentence: str, units: str = "1") -> Symptom:
     return Symptom(name, strength, value, reference, sentence, units, kind=SymptomKind.CONFIGURATION)
-
-
-def _adam_eps(training: dict) -> float | None:
-    """Return the eps of a named Adam optimizer; None if the optimizer has no eps or is a custom one."""
-    optimizer = str(training.get("optimizer", "")).lower()
-    options = training.get("optimizer_options") or {}
-    found = options.get("eps", 1e-8 if "adam" in optimizer else None)
-    return float(found) if isinstance(found, int | float) else None
